@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -114,6 +115,15 @@ class SeenProcess:
         started = _start_of(process.pid)  # unknown if /proc hides other users' processes
         # another start: another process than the one that is watched, and it holds the pid
         return cls(file, is_dead=started is not None and started != process.started)
+
+    @property
+    def has_died(self) -> bool:
+        """Whether it is dead by now; one that nobody has waited for yet is."""
+        if self.file is None or self.is_dead:
+            return self.is_dead
+        ready = select.poll()
+        ready.register(self.file, select.POLLIN)
+        return bool(ready.poll(0))
 
     def close(self) -> None:
         """Idempotent."""

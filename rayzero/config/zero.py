@@ -26,6 +26,7 @@ Moments = Literal["fp32", "bf16", "int8"]
 CheckpointMoments = Literal["fp32", "kept"]
 WireCompression = Literal["none", "bf16", "int8"]
 Broadcast = Literal["pull", "push"]
+HostFetch = Literal["auto", "always", "never"]
 
 
 class ZeroConfig(ConfigModel):
@@ -204,6 +205,13 @@ class ZeroConfig(ConfigModel):
     as soon as it has memory for the unit, and owners send each shard when they publish it, without another round
     trip."""
 
+    host_fetch: HostFetch = "auto"
+    """Whether parameters from owners on other hosts come once for a host: one of its ranks fetches each shard, into
+    memory in slab_dir that all of them read, as large as those parameters. "auto": where two or more ranks share the
+    host, slab_dir has room, and broadcast is "pull"; otherwise each fetches for itself. "always": also for a rank that
+    is alone on its host, which then fetches a version once and not for every use; an error if there is no room.
+    "never": each for itself."""
+
     if TYPE_CHECKING:
 
         def __init__(
@@ -251,6 +259,7 @@ class ZeroConfig(ConfigModel):
             wire_compression: WireCompression = ...,
             keep_pushed: bool = ...,
             broadcast: Broadcast = ...,
+            host_fetch: HostFetch = ...,
         ) -> None: ...
 
     @field_validator("units", "keep_fp32", "offload_activations", mode="before")
@@ -289,6 +298,26 @@ class ZeroConfig(ConfigModel):
                     f"{budget} is {wanted} MiB but {limit} allows {allowed} MiB; raise {limit} or lower {budget}"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _host_can_fetch(self) -> Self:
+        if self.host_fetch == "always" and self.shared_directory is None:
+            raise ValueError(
+                f"host_fetch='always' needs memory that a host's ranks share, but transport is {self.transport!r}; "
+                "set transport='auto' or host_fetch='never'"
+            )
+        if self.host_fetch == "always" and self.broadcast == "push":
+            raise ValueError(
+                "host_fetch='always' cannot be used with broadcast='push', where each rank asks before there is "
+                "anything to fetch; set broadcast='pull' or host_fetch='never'"
+            )
+        return self
+
+    def fetches_for_host(self, ranks: int) -> HostFetch:
+        """``host_fetch`` of a host with that many ranks: "never" where "auto" comes to that."""
+        if self.host_fetch == "auto" and (ranks < 2 or self.broadcast == "push" or self.shared_directory is None):
+            return "never"
+        return self.host_fetch
 
     @property
     def host_fraction(self) -> float:

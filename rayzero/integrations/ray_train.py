@@ -111,6 +111,7 @@ class Owners:
                 recorder=recorder,
                 model=model,
                 life=start.life,
+                ranks_here=place.get_local_world_size(),
                 outlives_owners=self.config.shared_directory is not None,
             )
 

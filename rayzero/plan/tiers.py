@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from rayzero.codecs.record import kept_bytes
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout
-from rayzero.layout.shard_map import shard_map_for
+from rayzero.layout.shard_map import ShardMap, shard_map_for
 from rayzero.memory.planner import OwnerPlan, check_budget, plan_owner
 from rayzero.memory.pool import buffer_bytes
 from rayzero.plan.hardware import Hardware, Hosts
@@ -87,6 +88,8 @@ class HostBytes:
     coordinator: bool  # whether the run's coordinator is here
     kept: int = 0  # of its ranks: gradients for owners elsewhere, which their successors would need (keep_pushed)
     beside: int = 0  # owners beside its ranks (offload_fraction < 1); owner_bytes includes their bytes here
+    relayed: int = 0  # parameters of owners elsewhere, once for its ranks (host_fetch); ``shared`` includes them
+    needs_relayed: bool = False  # without room for them the run is refused, not planned otherwise
 
     @property
     def _beside(self) -> str:
@@ -100,7 +103,12 @@ class HostBytes:
     @property
     def total(self) -> int:
         """All of it."""
-        return self.owner_bytes + self.of_ranks + self.programs
+        return self.owner_bytes + self.of_ranks + self.relayed + self.programs
+
+    @property
+    def optional(self) -> int:
+        """Of the sum: what the run does without where there is no room."""
+        return 0 if self.needs_relayed else self.relayed
 
     def describe(self) -> str:
         """The sum, term by term, for people."""
@@ -108,6 +116,7 @@ class HostBytes:
             f"{count(self.owners, 'optimizer actor')}" + self._beside: self.owner_bytes,
             "staging": self.staging,
             "gradients for owners elsewhere": self.kept,
+            "parameters from elsewhere": self.relayed,
             "offloaded activations": self.activations,
             f"{count(self.ranks, 'rank')} computing": self.compute,
             f"{count(self.ranks + self.owners + self.coordinator, 'program')}": self.programs,
@@ -172,12 +181,35 @@ def plan_bytes(
     for plan, host in zip(plans, owners, strict=True):
         plans_of[host].append(plan)
     each = tuple(
-        _host_bytes(host, ranks_of[host], plans_of[host], owners, beside, layout, work, device, zero, hosts, programs)
+        _host_bytes(
+            host,
+            ranks_of[host],
+            plans_of[host],
+            owners,
+            beside,
+            layout,
+            work,
+            device,
+            zero,
+            hosts,
+            programs,
+            relayed=_relayed(layout, shards, plans_of[host], ranks_of[host], zero),
+        )
         for host in sorted({*ranks, *owners})
     )
     if outlives_owners and zero.keep_pushed:
         each = tuple(replace(host, kept=host.ranks * _kept(plans, plans_of[host.host], zero)) for host in each)
     return RunBytes(device=device, owners=plans, hosts=each)
+
+
+def _relayed(
+    layout: ModelLayout, shard_map: ShardMap, here: Sequence[OwnerPlan], num_ranks: int, zero: ZeroConfig
+) -> int:
+    """What a host keeps of the parameters of owners elsewhere, for all of its ranks. ``here``: its owners."""
+    if not num_ranks or zero.fetches_for_host(num_ranks) == "never":
+        return 0
+    ours = {shard for plan in here for shard in shard_map.shards_of(plan.owner)}
+    return sum(kept_bytes(layout.units[s.unit], s) for s in layout.shards if s.index not in ours)
 
 
 def _kept(every: Sequence[OwnerPlan], here: Sequence[OwnerPlan], zero: ZeroConfig) -> int:
@@ -259,24 +291,30 @@ def _host_bytes(
     zero: ZeroConfig,
     hosts: Hosts,
     programs: Programs,
+    *,
+    relayed: int,
 ) -> HostBytes:
-    """num_ranks, own: on this host. owners: all of the run's, of which the last ``beside`` run beside ranks."""
+    """num_ranks, own: on this host. owners: all of the run's, of which the last ``beside`` run beside ranks. relayed:
+    parameters of owners elsewhere that lie here once."""
     actors = sum(plan.owner < len(owners) - beside for plan in own)
     shared = shares_memory(zero) and bool(own)
     apart = not shares_memory(zero) or len(own) < len(owners)  # some bytes come through this process
     decoded = sum(buffer_bytes(unit.size_bytes) for unit in layout.units if unit.is_coded)  # into memory of the rank
-    parameters = 0 if hosts.on_gpu else device.parameters if apart else min(device.parameters, decoded)
+    copies = apart and not relayed  # of all that a rank on a CPU computes with
+    parameters = 0 if hosts.on_gpu else device.parameters if copies else min(device.parameters, decoded)
     compute = 0 if hosts.on_gpu else parameters + device.peak - device.parameters
     return HostBytes(
         host=host,
         ranks=num_ranks,
         owners=actors,
-        shared=sum(plan.total - plan.staging - plan.norms for plan in own) if shared else 0,
+        shared=(sum(plan.total - plan.staging - plan.norms for plan in own) if shared else 0) + relayed,
         owner_bytes=sum(plan.total for plan in own),
         staging=num_ranks * _staging(layout, device, hosts) if apart else 0,
         activations=num_ranks * work.offloaded_host_bytes,
         compute=num_ranks * compute,
         beside=len(own) - actors,
+        relayed=relayed,
+        needs_relayed=zero.host_fetch == "always",
         programs=programs.of_host(num_ranks, actors, coordinators=host == 0),
         coordinator=host == 0,
     )
@@ -308,14 +346,14 @@ def check_fits(run: RunBytes, hardware: Hardware) -> None:
             "checkpointing"
         )
     for host in run.hosts:
-        if host.total > hardware.host_bytes:
+        if host.total - host.optional > hardware.host_bytes:
             raise MemoryPlanError(
                 f"host {host.host} needs {host.describe()}, but has {format_bytes(hardware.host_bytes)}; use more "
                 f"hosts, fewer ranks on each, or precision='bf16'"
             )
-        if host.shared > hardware.shm_bytes:
+        if host.shared - host.optional > hardware.shm_bytes:
             raise MemoryPlanError(
                 f"host {host.host} needs {format_bytes(host.shared)} of shared memory, but zero.slab_dir has room "
-                f"for {format_bytes(hardware.shm_bytes)}; set slab_dir to a directory with more room, or "
-                f"transport='grpc'"
+                f"for {format_bytes(hardware.shm_bytes)}; set slab_dir to a directory with more room, "
+                f"transport='grpc' or host_fetch='never'"
             )

@@ -247,7 +247,8 @@ TRANSFER_BYTES = _counter(
     unit="bytes",
     labels=("direction", "transport", "dtype"),
     roles=(RANK,),
-    help="Payload bytes as sent, without headers. direction: fetch, push, load; transport: shm, grpc, inproc; "
+    help="Payload bytes as sent, without headers. direction: fetch, push, load; transport: shm, grpc, inproc, or "
+    "host for what is copied out of the host's memory, where it came by grpc once; "
     "dtype: that on the wire.",
 )
 TRANSFER_RAW_BYTES = _counter(

@@ -85,6 +85,7 @@ _BEFORE, _AFTER, _INSIDE = When.BEFORE, When.AFTER, When.INSIDE
 _SERVICE = "rayzero.owner.service:ShardService"
 _UPDATES, _LEAD = "rayzero.owner.updates:StepUpdates", "rayzero.lead.lead:StepLead"
 _SERVER = "rayzero.store.owner.server:OwnerServer"
+_FETCHES = "rayzero.store.rank.transfers.host_fetches:HostFetches"
 _ENGINE, _STEP, _STORE = (
     "rayzero.engine.engine:Engine",
     "rayzero.engine.rank_step:RankStep",
@@ -164,6 +165,9 @@ POINTS = {
     "rank.rejoin": Point("rayzero.store.rank.remote:RemoteConnection._rejoin", _BEFORE),
     # a rank: a step
     "rank.fetch": Point("rayzero.engine.units.unit_cache:UnitCache._fetch", _BEFORE),
+    "rank.claim": Point(f"{_FETCHES}._begin", _BEFORE),
+    "rank.receive": Point("rayzero.store.rank.memory.relay_memory:RelayMemory.move", _BEFORE),
+    "rank.brought": Point(f"{_FETCHES}._fetched", _BEFORE),
     "rank.forward": Point(f"{_ENGINE}.close_units", _BEFORE),
     "rank.backward": Point(f"{_ENGINE}._completed", _BEFORE),
     "rank.push": Point(f"{_STEP}.push", _BEFORE),

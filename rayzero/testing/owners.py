@@ -61,6 +61,7 @@ class ServedReach:
     hosts: Mapping[str, Path] = field(default_factory=dict)  # see ``run_ranks``
     config: ZeroConfig
     outlives_owners: bool = False
+    world_size: int = 1
     tls: Credentials | None = None
 
     def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
@@ -76,7 +77,8 @@ class ServedReach:
                 chunk_bytes=self.config.chunk_bytes,
                 wire_compression=self.config.wire_compression,
                 broadcast=self.config.broadcast,
-                share=self.hosts.get(f"rank {rank}", self.share),
+                share=self._host_of(rank),
+                host_fetch=self.config.fetches_for_host(self._ranks_with(rank)) if self.share else "never",
                 outlives_owners=self.outlives_owners,
                 ownership=ownership,
                 recorder=recorder,
@@ -85,6 +87,13 @@ class ServedReach:
             )
 
         return table.connect(make)
+
+    def _host_of(self, rank: int) -> Path | None:
+        return self.hosts.get(f"rank {rank}", self.share)
+
+    def _ranks_with(self, rank: int) -> int:
+        """How many ranks are on the host of one, itself included."""
+        return sum(self._host_of(other) == self._host_of(rank) for other in range(self.world_size))
 
 
 @dataclass(slots=True)

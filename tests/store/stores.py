@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
+from rayzero.config.zero import HostFetch
 from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.slab import SHARED_MEMORY
 from rayzero.store.inprocess import LocalConnection, LocalOwners
@@ -71,18 +73,22 @@ def over_grpc(
     broadcast: str = "pull",
     chunk_bytes: int = 1000,
     shares: Callable[[int], bool] = lambda owner: False,
+    host_fetch: HostFetch = "never",
 ) -> Iterator[Stores]:
     """The same over gRPC on loopback: every owner has a server, every rank its own channels. ``shares(owner)``: it
     shares memory with the ranks, as owners of their host do; the others are as on other hosts. ``chunk_bytes``: of a
-    message, small enough that a shard takes several."""
-    somewhere = SHARED_MEMORY if any(shares(owner) for owner in range(num_owners)) else None
+    message, small enough that a shard takes several. ``host_fetch``: whether ranks fetch from the others once for their
+    host."""
+    alone = host_fetch == "never" and not any(shares(owner) for owner in range(num_owners))
+    somewhere = None if alone else SHARED_MEMORY
+    token = f"{TOKEN} {secrets.token_hex()}"  # by which ranks of a host find each other
     with ExitStack() as stack:
         servers = []
         for owner in range(num_owners):
             share = SHARED_MEMORY if shares(owner) else None
             models = HostedModels(owner, num_owners, share=share, threads=owner_threads)
             stack.callback(models.close)
-            servers.append(stack.enter_context(serve_models(models, token=TOKEN)))
+            servers.append(stack.enter_context(serve_models(models, token=token)))
         addresses = [server.address for server in servers]
         for server in servers:
             server.connect_peers(addresses)
@@ -92,11 +98,12 @@ def over_grpc(
                 RemoteConnection(
                     rank,
                     addresses,
-                    token=TOKEN,
+                    token=token,
                     stall_timeout=stall_timeout,
                     chunk_bytes=chunk_bytes,
                     broadcast=broadcast,
                     share=somewhere,
+                    host_fetch=host_fetch,
                     model=model,
                     life=life,
                 )
@@ -113,4 +120,6 @@ STORES: dict[str, StoreFactory] = {
 if why_no_sharing() is None:
     STORES["shm"] = partial(over_grpc, shares=lambda owner: True)
     STORES["mixed"] = partial(over_grpc, shares=lambda owner: owner % 2 == 0)
+    STORES["relay"] = partial(over_grpc, host_fetch="always")
+    STORES["mixed-relay"] = partial(over_grpc, shares=lambda owner: owner % 2 == 0, host_fetch="always")
 """name -> factory(world_size, num_owners, *, stall_timeout=..., owner_threads=...): a context with one store a rank"""

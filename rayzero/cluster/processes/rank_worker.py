@@ -46,6 +46,7 @@ class RankSettings:
 
     rank: int
     world_size: int
+    ranks_here: int  # on this rank's node
     run: str
     run_dir: Path
     resume: Path | None
@@ -241,6 +242,7 @@ def _context(
             recorder=recorder,
             model=model,
             life=settings.life,
+            ranks_here=settings.ranks_here,
             outlives_owners=settings.outlives_owners,
         )
 

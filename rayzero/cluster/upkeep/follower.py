@@ -46,10 +46,13 @@ def ownership_of(start: StartPoint) -> Ownership | None:
 def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> list[RankSettings]:
     start = request.directory.start
     goes_on = start.continuation
+    names = [actor_name(MemberId(Kind.RANK, rank)) for rank in range(request.scaling.num_workers)]
+    nodes = [actors.members[name].node for name in names]
     return [
         RankSettings(
             rank=rank,
             world_size=request.scaling.num_workers,
+            ranks_here=nodes.count(nodes[rank]),
             run=request.run.name,
             run_dir=request.directory.path,
             resume=start.checkpoint,

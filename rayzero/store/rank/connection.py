@@ -32,6 +32,7 @@ from rayzero.protocol.messages import (
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.memory.gradient_region import GradientRegion
 from rayzero.store.rank.memory.unit_windows import UnitWindows
+from rayzero.store.rank.transfers.host_fetches import HostFetches
 from rayzero.telemetry.recorder import Recorder
 
 
@@ -134,6 +135,7 @@ class Joined:
     senders: Mapping[int, GradientSender]  # by owner; an owner without one reads this rank's memory
     lead: LeadLine
     windows: UnitWindows | None  # over the owners' parameters, where memory is shared
+    fetches: HostFetches | None = None  # what this host's ranks fetch once for all of them
     gradients: GradientRegion | None  # this rank's, if owners read gradients in its memory, or it keeps what it pushed
     keeps_pushed: bool = False  # also what senders send goes through that memory: a successor of an owner needs it
     takes_scattered: bool = False  # owners read gradients also where autograd has left them

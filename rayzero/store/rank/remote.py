@@ -15,6 +15,7 @@ import torch
 
 from rayzero.concurrency.futures import DONE, chain, fail, settled, then
 from rayzero.concurrency.processes import this_process
+from rayzero.config.zero import HostFetch
 from rayzero.errors import (
     ConfigError,
     EpochOverError,
@@ -28,11 +29,13 @@ from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import LOOP_STEPS, PROTOCOL_VERSION, Attached, LoopState, ModelSpec, Published, Pushed
 from rayzero.protocol.ownership import Ownership
 from rayzero.security.credentials import Credentials
+from rayzero.slabs.arena import Arena
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.connection import GradientSender, Joined, Transfers
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
+from rayzero.store.rank.memory.relay_memory import RelayMemory, join_memory
 from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.rank.owner_link import QUICK_S, BrokenLinkError, Channel, OwnerLink, say_goodbye
@@ -40,6 +43,8 @@ from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.push_order import PushOrder
 from rayzero.store.rank.stall import StallWatch
 from rayzero.store.rank.store import closed_error
+from rayzero.store.rank.transfers.host_fetches import HostFetches
+from rayzero.store.rank.transfers.relayed import RelayedTransfers
 from rayzero.store.rank.transfers.repeated_pushes import NOTHING, RepeatedPushes
 from rayzero.store.rank.transfers.shared import SharedTransfers
 from rayzero.store.rank.transfers.wire import WireOptions, WireTransfers, transfer_threads
@@ -57,6 +62,11 @@ _LEASE = 0.5
 """Of ``stall_timeout``: how long a rank's link may be down before owners that cannot see its process take it for gone.
 So the others, who wait for that rank, hear the reason before their own wait counts as stalled, and by default (300 s)
 it is far longer than the 20 s after which either end notices a link that swallows everything."""
+
+
+_MAKING_S = 120.0
+"""How long another rank of the host may take to make memory for what comes from elsewhere: tens of seconds for a large
+model. Whoever else holds the directory's lock keeps ranks from sharing it, and from nothing more."""
 
 
 class RemoteConnection:
@@ -82,6 +92,7 @@ class RemoteConnection:
         broadcast: str = "pull",
         share: Path | None = None,
         share_with_all: bool = False,
+        host_fetch: HostFetch = "never",
         outlives_owners: bool = False,
         keep_pushed: bool = True,
         ownership: Ownership | None = None,
@@ -93,8 +104,9 @@ class RemoteConnection:
         and come back. ``stall_timeout``: seconds a wait for a peer may last without progress. ``chunk_bytes``,
         ``wire_compression``, ``broadcast``: see ``ZeroConfig``. ``share``: the directory for memory shared with owners
         of this host; None: gRPC to all. ``share_with_all``: attach raises UnsupportedError if an owner shares no
-        memory with this rank. ``outlives_owners``: wait for the successor of an owner whose process has died
-        (``succeed``), and take part in a change of the owners (``next``); else either is the end of the run.
+        memory with this rank. ``host_fetch``: see ``ZeroConfig``; "auto" here: other ranks share the directory.
+        ``outlives_owners``: wait for the successor of an owner whose process has died (``succeed``), and take part in a
+        change of the owners (``next``); else either is the end of the run.
         ``keep_pushed``: see ``ZeroConfig``. ``ownership``: who owns what by now; None: it is the run's first epoch.
         Raises ConfigError without addresses."""
         options = WireOptions(chunk_bytes=chunk_bytes, wire_compression=wire_compression, broadcast=broadcast)
@@ -118,6 +130,7 @@ class RemoteConnection:
             broadcast=broadcast,
             share=share,
             share_with_all=share_with_all,
+            host_fetch=host_fetch,
             outlives_owners=outlives_owners,
             keep_pushed=keep_pushed,
             recorder=recorder,
@@ -165,6 +178,10 @@ class RemoteConnection:
         self._transfers: list[Transfers] = list(self._wires)  # by owner
         self._senders: dict[int, GradientSender] = {wire.owner: wire for wire in self._wires}
         self._share, self._share_with_all = share, share_with_all
+        self._join_memory = partial(join_memory, host_fetch, key=token, model=model, who=f"rank {rank}")
+        self._chunk_bytes = chunk_bytes
+        self._relay: RelayMemory | None = None  # after attach, if this host keeps what comes from elsewhere
+        self._host_fetches: HostFetches | None = None  # the same; freed by: retire() and free()
         self._shares = True  # with owners of this host: a rank that began without any goes on without
         self._shared: SharedRank | None = None  # after attach, if an owner of this host shares memory
         self._windows: UnitWindows | None = None
@@ -222,6 +239,7 @@ class RemoteConnection:
             senders=self._senders,
             lead=self._lead,
             windows=self._windows,
+            fetches=self._host_fetches,
             gradients=self._gradients,
             keeps_pushed=self._keep_pushed and bool(self._senders),
             gradient_tier="shm" if self._shared is not None else "ram" if page_lock is None else "pinned",
@@ -309,8 +327,25 @@ class RemoteConnection:
         ways = {"shared memory": list(offers), "gRPC (another host or container)": away}
         said = ", ".join(f"{way} to optimizers {owners}" for way, owners in ways.items() if owners)
         log.info("rank %d: %s", self.rank, said)
-        if not offers:
-            return
+        self._relay = self._join_memory(  # freed by: free()
+            plan=plan, away=away, directory=self._share, patience_s=min(_MAKING_S, max(QUICK_S, self._stall_s))
+        )
+        elsewhere = {} if page_lock is not None else self._elsewhere(away)
+        if offers:
+            self._share_with_host(plan, offers, step, page_lock, elsewhere)
+        elif elsewhere:
+            self._windows = UnitWindows(plan, elsewhere, page_lock=None)  # freed by: free()
+        self._fetch_for_host(plan, away)
+
+    def _share_with_host(
+        self,
+        plan: SharedPlan,
+        offers: Mapping[int, pb.SharedFiles],
+        step: int,
+        page_lock: torch.device | None,
+        elsewhere: Mapping[int, Arena],
+    ) -> None:
+        assert self._share is not None
         if page_lock is not None and (doubt := doubt_of_locks(plan, list(offers))) is not None:
             log.warning("rank %d: %s", self.rank, doubt)
         shared = self._shared = SharedRank(  # freed by: free()
@@ -319,9 +354,29 @@ class RemoteConnection:
         for owner, files in offers.items():
             shared.meet(owner, translate.paths_from_pb(files))
         self._share_memory(shared, offers, back_at=step if self.life else None)
-        self._windows = shared.windows()  # freed by: free()
+        self._windows = shared.windows(elsewhere)  # freed by: free()
         self._gradients = GradientRegion(plan.spec, shared.gradients())
         shared.listen(self._board)
+
+    def _elsewhere(self, away: Sequence[int]) -> dict[int, Arena]:
+        """What this host has of the parameters of the owners ``away``, by owner."""
+        return {} if self._relay is None else dict.fromkeys(away, self._relay.shards)
+
+    def _fetch_for_host(self, plan: SharedPlan, away: Sequence[int]) -> None:
+        """Reach the owners of other hosts through the host's memory for what comes from there, if there is any."""
+        if self._relay is None:
+            return
+        self._host_fetches = HostFetches(self.rank, self._relay, self._watch, chunk_bytes=self._chunk_bytes)
+        for owner in away:
+            self._transfers[owner] = RelayedTransfers(
+                self._wires[owner],
+                plan.spec.layout.units,
+                self._host_fetches,
+                self._windows,
+                board=self._board,
+                copies=self._fetches,
+                recorder=self.recorder,
+            )
 
     def _share_memory(self, shared: SharedRank, offers: Mapping[int, pb.SharedFiles], back_at: int | None) -> None:
         """Reach the owners of this host, whose files are mapped, through shared memory, and let them map this
@@ -358,6 +413,8 @@ class RemoteConnection:
         self._closing.set()
         self._board.fail(over)
         self._order.fail(over)
+        if self._host_fetches is not None:
+            self._host_fetches.end(over)
         for link in self._links:
             link.close()
         self._watch.close(over)
@@ -368,6 +425,8 @@ class RemoteConnection:
             pool.shutdown(wait=True)
         for link in self._links:
             link.join()
+        if self._host_fetches is not None:
+            self._host_fetches.close()
 
     def take_over(self, before: RemoteConnection) -> Joined:
         """Shake hands with the owners of this epoch, and go on where ``before``, which is retired, has ended; blocks.
@@ -377,7 +436,7 @@ class RemoteConnection:
         plan = SharedPlan.of(before._plan.spec, len(self._links), self._ownership)
         self._shared, self._windows, self._gradients = before._shared, before._windows, before._gradients
         self._lead, self._keeps, self._shares = before._lead, before._keeps, before._shared is not None
-        self._came_back = before._came_back
+        self._came_back, self._relay = before._came_back, before._relay
         lead, told = plan.shard_map.owner(0), self._lead.told()
         self._lead.enter(self._links[lead], self._shared, self._watch)  # first: its successor is told the same
         answers = self._shake_hands(plan.spec, (lead, told))
@@ -385,10 +444,15 @@ class RemoteConnection:
             if answer.needs_load:
                 raise self._lacks_values(link)
         offers = {link.owner: a.shared for link, a in zip(self._links, answers, strict=True) if a.shared.control}
+        away = [link.owner for link in self._links if link.owner not in offers]
+        elsewhere = {} if self._windows is None or self._windows.page_locked else self._elsewhere(away)
         if self._shared is not None:
             memories = {owner: translate.paths_from_pb(files) for owner, files in offers.items()}
-            self._shared.enter(plan, memories, self._board)
+            self._shared.enter(plan, memories, self._board, elsewhere)
             self._share_memory(self._shared, offers, back_at=answers[lead].step if self.life else None)
+        elif self._windows is not None:
+            self._windows.enter(plan, elsewhere)
+        self._fetch_for_host(plan, away)
         self._repeats, self._plan = self._repeated(plan), plan
         self._keep_again()
         for owner in self._senders:
@@ -581,6 +645,8 @@ class RemoteConnection:
             say_goodbye(self._links, reason)
         self._board.fail(closed_error(self.rank))
         self._order.fail(closed_error(self.rank))
+        if self._host_fetches is not None:
+            self._host_fetches.end(closed_error(self.rank))
         for link in self._links:
             link.close()  # an attach in another thread fails
         self._watch.close()  # after the links, so that no unanswered question holds up its thread
@@ -597,6 +663,10 @@ class RemoteConnection:
             pool.shutdown(wait=True)
         for link in self._links:
             link.join()
+        if self._host_fetches is not None:
+            self._host_fetches.close()
+        if self._relay is not None:
+            self._relay.close()
 
 
 def _to_owner(request: pb.AttachRequest, owner: int) -> pb.AttachRequest:

@@ -386,6 +386,8 @@ class RankStore:
         awaited = f"the write to {route.unit.name} at step {version}"
         done = Future[None]()
         staged = DONE
+        if self._joined is not None and self._joined.fetches is not None:
+            self._forget_here(unit, done)  # before the lead is asked: the change is made once all ranks have
         if self.connection.rank == 0:
             self._staged = unit, version, kind, values, done
             staged = self._epochs.make(lambda: self._stage(unit, version, kind, values, done))
@@ -394,7 +396,32 @@ class RankStore:
             chain(self._ask_lead(lambda lead: lead.write(awaited, write)), done)
 
         when_all([staged], ask, partial(fail, done))
-        return done
+        return self._seen_here(done, unit, version)
+
+    def _forget_here(self, unit: int, made: Future[None]) -> None:
+        """Fetch nothing of a unit for this host until the write is made."""
+
+        def allow(_: object) -> None:
+            if self._joined is not None and self._joined.fetches is not None:  # of other owners by now, perhaps
+                self._joined.fetches.allow(shards)
+
+        joined = self._require_attached()
+        shards = joined.spec.layout.shards_by_unit[unit]
+        assert joined.fetches is not None
+        joined.fetches.forget(shards)
+        made.add_done_callback(allow)
+
+    def _seen_here(self, made: Future[None], unit: int, version: int) -> Future[None]:
+        """Done once what was written is also where this rank has the unit mapped."""
+        if self._joined is None or self._joined.fetches is None:
+            return made
+        seen = Future[None]()
+
+        def look(_: object) -> None:
+            chain(then(self.published(unit, version), lambda _: None), seen)
+
+        when_all([made], look, partial(fail, seen))
+        return seen
 
     def _stage(self, unit: int, version: int, kind: str, values: Tensor, made: Future[None]) -> Future[None]:
         parts = self._routes[unit].parts

@@ -15,9 +15,9 @@ class Listener:
 
     Knows the bell; not what there is to see. A ring during a look makes it look again."""
 
-    def __init__(self, bell: Bell, look: Callable[[], None], name: str) -> None:
-        """``look`` must not wait, and handles its own errors."""
-        self._bell, self._look = bell, look
+    def __init__(self, bell: Bell, look: Callable[[], None], name: str, every_s: float = _LISTEN_S) -> None:
+        """``look`` must not wait, and handles its own errors. ``every_s``: how often it looks if nothing rings."""
+        self._bell, self._look, self._every_s = bell, look, every_s
         self._closing = False
         self._thread = threading.Thread(target=self._listen, name=name, daemon=True)
         self._thread.start()
@@ -26,7 +26,7 @@ class Listener:
         while not self._closing:
             heard = self._bell.value  # before looking
             self._look()
-            self._bell.wait(heard, _LISTEN_S)
+            self._bell.wait(heard, self._every_s)
 
     def close(self) -> None:
         """End the thread and join it. If the thread itself calls this, it ends after the current look. Idempotent."""

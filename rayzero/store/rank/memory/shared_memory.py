@@ -136,8 +136,15 @@ class SharedRank:
             self._lead = Asker(questions, answers, bell_of(control))
         return _Owner(owner, control, params, plan)
 
-    def enter(self, plan: SharedPlan, memories: Mapping[int, SharedPaths], board: PublishBoard) -> None:
-        """Go on with the owners of the next epoch. ``memories``: of those of this host. Questions to the lead that have
+    def enter(
+        self,
+        plan: SharedPlan,
+        memories: Mapping[int, SharedPaths],
+        board: PublishBoard,
+        elsewhere: Mapping[int, Arena],
+    ) -> None:
+        """Go on with the owners of the next epoch. ``memories``: of those of this host. ``elsewhere``: what this host
+        has of the others' parameters, by owner. Questions to the lead that have
         no answer must be asked again. Raises HandshakeError as ``meet`` does."""
         before, self._plan, self._board = self._owners, plan, board
         lead, self._lead = self._lead, None
@@ -145,7 +152,7 @@ class SharedRank:
             lead.close(EpochOverError(f"rank {self.rank}: the lead was another one before"))
         self._owners = {owner: self._met(owner, memory) for owner, memory in memories.items()}
         if self._windows is not None:
-            self._windows.enter(plan, self._params())
+            self._windows.enter(plan, {**elsewhere, **self._params()})
         for each in before.values():
             each.close()
         self._bell.ring()
@@ -155,9 +162,10 @@ class SharedRank:
         self._board = board
         self._listener = Listener(self._bell, self._look, f"rayzero-rank{self.rank}-bell")
 
-    def windows(self) -> UnitWindows:
-        """Windows over the parameters of all owners that ``meet`` has mapped."""
-        self._windows = UnitWindows(self._plan, self._params(), page_lock=self._page_lock)
+    def windows(self, elsewhere: Mapping[int, Arena]) -> UnitWindows:
+        """Windows over the parameters of all owners that ``meet`` has mapped, and over what this host has of the
+        others'."""
+        self._windows = UnitWindows(self._plan, {**elsewhere, **self._params()}, page_lock=self._page_lock)
         return self._windows
 
     def _params(self) -> dict[int, Arena]:

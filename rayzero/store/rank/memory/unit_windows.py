@@ -24,14 +24,20 @@ class UnitWindows:
     encoded, or if shards of different owners do not meet at page boundaries."""
 
     def __init__(self, plan: SharedPlan, params: Mapping[int, Arena], *, page_lock: torch.device | None) -> None:
-        """``params``: by owner, of this host. ``page_lock``: lock windows for copies to this CUDA device; None: windows
-        are private (slabs/windows.py), because this process computes with these very bytes and may write to them."""
+        """``params``: by owner, where its shards lie on this host: in its slabs, or in the host's copy of what comes
+        from elsewhere. ``page_lock``: lock windows for copies to this CUDA device; None: windows are private
+        (slabs/windows.py), because this process computes with these very bytes and may write to them."""
         self._plan, self._params, self._page_lock = plan, params, page_lock
         self._making = threading.Lock()  # held while a window is made, or other owners take over
         self._locks: list[PageLock] = []
         self._windows: dict[int, Window | None] = {}  # freed by: close(), and the last tensor of each
         self._shown: dict[int, list[_Shown]] = {}  # by unit with a window: what it shows
         self._moved: set[int] = set()  # units with a window whose shards lie elsewhere by now
+
+    @property
+    def page_locked(self) -> bool:
+        """Whether windows are locked for copies to a device."""
+        return self._page_lock is not None
 
     def tensor(self, unit: int) -> Tensor | None:
         """1D, unit.numel elements, the unit's dtype; None where there is no window, or not any more."""
@@ -74,7 +80,9 @@ class UnitWindows:
             arena = self._params.get(self._plan.shard_map.owner(shard.index))
             if arena is None:
                 return None
-            place = arena.plan.places[shard.index]
+            place = arena.plan.places.get(shard.index)
+            if place is None:  # an owner elsewhere has it, and this host has no memory for it
+                return None
             piece = WindowPiece(
                 slab=arena.slabs[place.slab], offset=place.offset, bytes=shard.numel * layout.units[unit].dtype.itemsize
             )

@@ -19,15 +19,18 @@ Range = tuple[int, int]  # start, stop
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Download:
-    """One unit's shards of one owner, on their way into ``out``."""
+    """One unit's shards of one owner, on their way into memory."""
 
     gather: Gather
     awaited: str  # "layers.7 v42", for messages
     shards: list[Shard]
     version: int
     what: str  # the tensor kind
-    out: Tensor  # the whole unit
+    dtype: torch.dtype  # of the values
+    place: Callable[[Shard], Tensor]  # where a shard goes: its values, or, of records that stay encoded, its record
     kept: UnitLayout | None  # the unit, if records of it come: it is kept encoded
+    decode: bool = True  # records that come
+    moved: Callable[[], None] = lambda: None  # called for every message
     filled: int = 0  # shards
     received: int = 0  # bytes
     ended: bool = False
@@ -35,7 +38,7 @@ class Download:
     @property
     def size(self) -> int:
         """Bytes on the wire, at most."""
-        return sum(shard.numel for shard in self.shards) * self.out.itemsize
+        return sum(shard.numel for shard in self.shards) * self.dtype.itemsize
 
     @property
     def kind(self) -> Hashable:
@@ -43,22 +46,23 @@ class Download:
         return self.version, self.what
 
     def fill(self, messages: Iterator[bytes]) -> None:
-        """Copy, or decode, the next messages into ``out``, from the first shard on."""
+        """Copy, or decode, the next messages to where they go, from the first shard on."""
         self.filled = self.received = 0
         for shard in self.shards:
-            values = self.out[shard.start : shard.stop]
-            if self.kept is None:
-                self._receive(messages, shard, values)
+            memory = self.place(shard)
+            if self.kept is None or not self.decode:
+                self._receive(messages, shard, memory)
             else:
                 record = torch.empty(kept_bytes(self.kept, shard), dtype=torch.uint8)
                 self._receive(messages, shard, record)
-                read_record(record, self.kept, shard, values)
+                read_record(record, self.kept, shard, memory)
             self.filled += 1
 
     def _receive(self, messages: Iterator[bytes], shard: Shard, memory: Tensor) -> None:
         assembly = Assembly(shard.index, memory.nbytes, byte_view(memory))
         while not assembly.complete:
             assembly.take(next(messages, None))
+            self.moved()
             if self.kept is not None and assembly.filled >= LENGTH:
                 assembly.end_at(used_bytes(memory))
         self.received += assembly.filled

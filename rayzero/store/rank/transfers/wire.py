@@ -253,12 +253,46 @@ class WireTransfers:
         awaited = f"{unit.name} v{version}"
         kept = unit if kind == COMPUTE and unit.is_coded else None
         what = kind if kept is None else STORED
-        part = Download(gather=gather, awaited=awaited, shards=shards, version=version, what=what, out=out, kept=kept)
+        part = Download(
+            gather=gather,
+            awaited=awaited,
+            shards=shards,
+            version=version,
+            what=what,
+            dtype=out.dtype,
+            place=lambda shard: out[shard.start : shard.stop],
+            kept=kept,
+        )
         if self._options.broadcast == "push" and self._board.content(_indices(shards), version) is None:
             self._fetch_early(part)
             return
         published = self.published(awaited, shards, version)
         self._when(published, part, lambda: self._fetches.add(part))
+
+    def fetch_kept(
+        self,
+        gather: Gather,
+        unit: UnitLayout,
+        shards: list[Shard],
+        version: int,
+        place: Callable[[Shard], Tensor],
+        moved: Callable[[], None],
+    ) -> None:
+        """Fetch published parameters as the owner keeps them. ``place``: where a shard goes: 1D, its values in the
+        unit's dtype, or its record (codecs/record.py). ``moved`` is called for every message, in any thread."""
+        part = Download(
+            gather=gather,
+            awaited=f"{unit.name} v{version}",
+            shards=shards,
+            version=version,
+            what=STORED if unit.is_coded else COMPUTE,
+            dtype=unit.dtype,
+            place=place,
+            kept=unit if unit.is_coded else None,
+            decode=False,
+            moved=moved,
+        )
+        self._when(_DONE, part, lambda: self._fetches.add(part))
 
     def published(self, awaited: str, shards: Sequence[Shard], version: int) -> Future[None]:
         """See ``Transfers.published``."""
@@ -392,7 +426,7 @@ class WireTransfers:
                     raise TransferError(f"{self._link.name} sent more than the shards asked for")
                 numel = sum(shard.numel for shard in part.shards)
                 codec = RAW if part.kept is None else codec_of(part.kept)
-                count_bytes(self._recorder, "fetch", "grpc", numel, part.out.dtype, codec=codec, size=part.received)
+                count_bytes(self._recorder, "fetch", "grpc", numel, part.dtype, codec=codec, size=part.received)
                 part.end(None)
 
         self._repeat("fetch", self._name(parts[0].awaited), describe, stream)
