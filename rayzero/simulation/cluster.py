@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from rayzero.config import ZeroConfig
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
@@ -59,6 +60,11 @@ class Simulated:
     pushed: int
     kinds: int  # of hosts
     events: int = field(compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, with the eight busiest resources."""
+        busiest = sorted(self.busy.items(), key=lambda pair: -pair[1])[:8]
+        return asdict(self) | {"busy": dict(busiest), "of_bound": self.of_bound}
 
     @property
     def of_bound(self) -> float:
@@ -135,7 +141,9 @@ def _check(run: Run, steps: int) -> None:
         raise UnsupportedError("only wire_compression and cpu_compression none can be simulated; leave them out")
     lengths = {len(run.compute.forward), len(run.compute.backward), len(run.layout.units)}
     if len(lengths) > 1:
-        raise ConfigError(f"compute has seconds for {lengths} units, but must have as many as the layout")
+        raise ConfigError(
+            f"compute has seconds for {sorted(lengths)} of the layout's units, but must have as many as the layout"
+        )
 
 
 def _overlaps(run: Run) -> bool:

@@ -4,14 +4,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from rayzero.errors import ConfigError
 
-__all__ = ["Costs", "Machine", "Options", "Transport"]
+__all__ = ["Costs", "Machine", "Measured", "Options", "Transport"]
 
 Transport = Literal["inproc", "shm", "grpc"]
 
@@ -40,7 +42,8 @@ class Costs:
     shard_s: float  # an owner, for each shard of a step
     message_s: float  # the lead, for each message that it takes or sends; an owner, for each notice to a remote rank
     latency_s: float  # of a message; nobody computes
-    stream: float  # bytes per second of one stream, alone
+    fetch_stream: float  # bytes per second of one stream, alone
+    push_stream: float
     rank_byte_s: float  # for each byte that it sends or receives
     owner_byte_s: float
     touches: float = 3.0  # bytes of host memory for each byte sent or received: a copy in the kernel, and the card's
@@ -57,6 +60,39 @@ class Options:
     streams: int = 8  # of one rank in each direction; see transfer_threads (store/rank/transfers/wire.py)
     compute_threads: float = 1.0  # of a rank on CPUs
     compute_memory: float = 0.0  # bytes of host memory per second that a rank's computing takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was measured of a machine, as ``rayzero bench simulation --save`` writes it."""
+
+    machine: Machine
+    costs: dict[Transport, Costs]
+    part_s: float  # seconds of the lead for each part of a norm
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values; ``from_json`` is the inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, described: Mapping[str, Any]) -> Measured:
+        """Raises ConfigError for a missing or an unknown field."""
+        for name in ("machine", "costs", "part_s"):
+            if name not in described:
+                raise ConfigError(f"{name} is missing; write the file with rayzero bench simulation --save")
+        return cls(
+            machine=machine_from(described["machine"]),
+            costs={transport: costs_from(costs) for transport, costs in described["costs"].items()},
+            part_s=float(described["part_s"]),
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> Measured:
+        """Read a file of figures. Raises ConfigError, with its name, if it is none."""
+        try:
+            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise ConfigError(f"{path} has no figures of rayzero bench simulation --save: {error}") from error
 
 
 def machine_from(described: Mapping[str, Any]) -> Machine:
@@ -80,8 +116,3 @@ def _checked(kind: type[Machine] | type[Costs], described: Mapping[str, Any]) ->
         if isinstance(value, int | float) and not isinstance(value, bool) and (math.isnan(value) or value < 0):
             raise ConfigError(f"{kind.__name__}.{name} is {value} but must be a number from 0 on")
     return dict(described)
-
-
-def described(value: Machine | Costs) -> dict[str, Any]:
-    """As plain values, which JSON can hold."""
-    return asdict(value)

@@ -107,8 +107,8 @@ class Resources:
         others, callers = self.groups.remote(ranks, owners)
         once = self.options.fetch_once_per_host if way == "fetch" else self.options.push_once_per_host
         share = 1 / ranks.each if once else 1.0  # of the ranks of a host, one has a stream
-        speed = min(self.costs.stream, self.machine.network)
         outward = way == "push"
+        speed = min(self._stream(way), self.machine.network)
         at_rank = share * ranks.each * others * speed
         at_owner = share * owners.each * callers * speed
         return Load(
@@ -123,7 +123,7 @@ class Resources:
     def loopback(self, which: int, owners: OwnerGroup, size: int, way: str) -> Load:
         """The same to each owner of the rank's own host, over gRPC."""
         ranks = self.groups.ranks[which]
-        speed = self.costs.stream
+        speed = self._stream(way)
         moved = ranks.each * owners.each * speed
         byte_s = self.costs.rank_byte_s + self.costs.owner_byte_s
         return Load(
@@ -134,6 +134,9 @@ class Resources:
                 (self.streams(which, way), float(owners.each)),
             ),
         )
+
+    def _stream(self, way: str) -> float:
+        return self.costs.push_stream if way == "push" else self.costs.fetch_stream
 
     def _end(self, kind: int, speed: float, byte_s: float, card: str) -> Sequence[Demand]:
         wire = [] if math.isinf(self.machine.network) else [(self.of_host(card, kind), speed)]

@@ -14,7 +14,15 @@ from rayzero.simulation.machines import Costs, Machine, Options
 from rayzero.simulation.ranks import Compute
 
 FREE = Costs(
-    unit_s=0.0, step_s=0.0, shard_s=0.0, message_s=0.0, latency_s=0.0, stream=1e9, rank_byte_s=0.0, owner_byte_s=0.0
+    unit_s=0.0,
+    step_s=0.0,
+    shard_s=0.0,
+    message_s=0.0,
+    latency_s=0.0,
+    fetch_stream=1e9,
+    push_stream=1e9,
+    rank_byte_s=0.0,
+    owner_byte_s=0.0,
 )
 HOST = Machine(cores=100.0, memory=1e15, network=1e9, adam_core=1e9, norm_core=1e9, copy_core=1e9, owner_threads=1)
 SHM, GRPC = Options(transport="shm"), Options(transport="grpc")

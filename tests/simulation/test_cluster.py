@@ -156,7 +156,7 @@ def test_no_step_beats_the_bound_of_a_plan(
         1,
         machine=replace(HOST, network=network, memory=memory, adam_core=adam),
         compute=Compute(forward=(compute,) * 2, backward=(compute,) * 2),
-        costs=replace(FREE, stream=1e12),
+        costs=replace(FREE, fetch_stream=1e12, push_stream=1e12),
     )
     update = 2 * ranks * 2 * BYTES + 2 * NUMEL * 24
     traffic = StepTraffic(flops=int(4e12 * compute), fetch=2 * BYTES, push=2 * BYTES, update=update)
