@@ -9,7 +9,7 @@ import typer
 
 from rayzero.errors import ConfigError
 
-BENCHES = ("adam", "store", "step", "overlap")
+BENCHES = ("adam", "store", "step", "overlap", "simulation")
 
 
 def bench(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +16,8 @@ from rayzero.quantities import count, parse_bytes
 if TYPE_CHECKING:
     from rayzero.plan.hardware import Hardware
     from rayzero.recipes.planning import RecipePlan, RecipeWork
+    from rayzero.simulation.cluster import Simulated
+    from rayzero.simulation.machines import Measured
 
 _SPEEDS = {"flops": 1e12, "link": 1e9, "memory": 1e9}  # the options that describe a GPU machine, with their units
 _SIZES = {"device_bytes": "--gpu-memory", "host_bytes": "--host-memory", "shm_bytes": "--shm"}  # Hardware's -> option
@@ -34,6 +37,9 @@ def plan(
     link: Annotated[float | None, typer.Option(help="GB/s between a host and one GPU, each way.")] = None,
     network: Annotated[float | None, typer.Option(help="GB/s that one host sends and receives, each way.")] = None,
     memory: Annotated[float | None, typer.Option(help="GB/s of one host's memory, reads plus writes.")] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="A file of rayzero bench simulation --save: also simulate a step.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show a run's bytes by tier and phase, and the least time of a step, on the machines that the options describe.
@@ -47,9 +53,10 @@ def plan(
     _require_speeds(speeds)
     large = {name: _size(name, text) for name, text in sizes.items() if text is not None}
     _require_described(hosts, gpus, speeds, gpu_memory)
+    figures = None if measured is None else _read(measured)
     work = _work(arguments or [], gpus)
     hardware = _hardware(work, hosts, gpus, speeds, large)
-    planned = plan_recipe(work, hardware)
+    planned = plan_recipe(work, hardware, figures)
     typer.echo(json.dumps(planned.to_json()) if as_json else format_plan(planned))
     check_budgets(planned.bytes, work.recipe.zero)
     check_fits(planned.bytes, hardware)
@@ -69,6 +76,12 @@ def _work(arguments: list[str], gpus: int | None) -> RecipeWork:
     recipe = choose_recipe(arguments, {}, None)
     on_gpu = torch.cuda.is_available() if gpus is None else gpus > 0
     return recipe_work(recipe, make_tokenizer(recipe.tokenizer).vocab_size, imported, on_gpu=on_gpu)
+
+
+def _read(measured: Path) -> Measured:
+    from rayzero.simulation.machines import Measured
+
+    return Measured.read(measured)
 
 
 def _require_speeds(speeds: dict[str, float | None]) -> None:
@@ -148,4 +161,14 @@ def format_plan(planned: RecipePlan) -> str:
         f"a step takes at least {bound.seconds:.4g} s (bound by {bound.binds}): at most "
         f"{recipe.tokens_per_step / bound.seconds:,.0f} tokens/s",
     ]
+    lines += [] if planned.simulated is None else [_describe(planned.simulated)]
     return "\n".join(lines)
+
+
+def _describe(simulated: Simulated) -> str:
+    """A simulated step for people."""
+    waits = ", ".join(f"{cause} {seconds:.4g}" for cause, seconds in simulated.waits.items())
+    return (
+        f"simulated: a step takes {simulated.seconds:.4g} s, of which the slowest rank waits for {waits} s; "
+        f"the lead is busy for {simulated.lead:.1%} of it"
+    )

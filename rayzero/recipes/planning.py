@@ -14,6 +14,7 @@ from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.engine.activations import policy_of
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
 from rayzero.engine.units.inventory import ModelParameters, ModelParameterStats
+from rayzero.engine.units.partition import ROOT
 from rayzero.kernels import adam_states
 from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout
@@ -22,11 +23,14 @@ from rayzero.plan.activations import Offload
 from rayzero.plan.bound import StepBound, StepTraffic, bound_step, step_traffic
 from rayzero.plan.hardware import Hardware, Hosts, measure_here
 from rayzero.plan.programs import Imported, Programs
+from rayzero.plan.simulated import simulate_step
 from rayzero.plan.tiers import RunBytes, plan_bytes, shares_memory
 from rayzero.plan.work import Work, measure_work
 from rayzero.recipes.lm import next_token_loss
 from rayzero.recipes.model import build_model
 from rayzero.recipes.recipe import RecipeConfig
+from rayzero.simulation.cluster import Simulated
+from rayzero.simulation.machines import Measured
 
 __all__ = [
     "RecipePlan",
@@ -46,6 +50,7 @@ class RecipeWork:
     recipe: RecipeConfig
     parameters: ModelParameterStats
     layout: ModelLayout
+    root: frozenset[int]  # units of the root module
     work: Work
     programs: Programs
 
@@ -77,6 +82,7 @@ class RecipePlan:
     bytes: RunBytes
     traffic: StepTraffic
     bound: StepBound
+    simulated: Simulated | None = None  # a step, where what it takes was measured
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -87,7 +93,7 @@ class RecipePlan:
             "bytes": self.bytes.to_json(),
             "bound": self.bound.to_json(),
             "tokens_per_second_at_most": self.of.recipe.tokens_per_step / self.bound.seconds,
-        }
+        } | ({} if self.simulated is None else {"simulated": self.simulated.to_json()})
 
 
 def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on_gpu: bool) -> RecipeWork:
@@ -104,11 +110,18 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on
     with torch.device("meta"):
         model = build()
         parameters = ModelParameters.from_module(model).get_statistics()
-        layout = plan_units(model, recipe.zero_config).layout
+        units = plan_units(model, recipe.zero_config)
     match_modules([model], recipe.zero_config.offload_activations, "offload_activations")
-    work = measure_work(build, loss, layout, gathers=on_gpu, offload=_offload(recipe.zero_config))
+    work = measure_work(build, loss, units.layout, gathers=on_gpu, offload=_offload(recipe.zero_config))
     programs = Programs.between(imported, process_memory())
-    return RecipeWork(recipe=recipe, parameters=parameters, layout=layout, work=work, programs=programs)
+    return RecipeWork(
+        recipe=recipe,
+        parameters=parameters,
+        layout=units.layout,
+        root=frozenset(units.units_of_module.get(ROOT, ())),
+        work=work,
+        programs=programs,
+    )
 
 
 def _offload(config: ZeroConfig) -> Offload | None:
@@ -125,8 +138,9 @@ def recipe_hardware(work: RecipeWork, *, on_gpu: bool | None = None) -> Hardware
     return measure_here(COMPUTE_DTYPES[recipe.zero.precision], traffic.update // 2, Path(recipe.zero.slab_dir), on_gpu)
 
 
-def plan_recipe(work: RecipeWork, hardware: Hardware) -> RecipePlan:
-    """Plan the recipe's run on these machines: its bytes and its least step time."""
+def plan_recipe(work: RecipeWork, hardware: Hardware, measured: Measured | None = None) -> RecipePlan:
+    """Plan the recipe's run on these machines: its bytes and its least step time; with what was ``measured``, also a
+    simulated step."""
     recipe, traffic = work.recipe, _traffic(work)
     return RecipePlan(
         of=work,
@@ -134,6 +148,21 @@ def plan_recipe(work: RecipeWork, hardware: Hardware) -> RecipePlan:
         bytes=recipe_bytes(work, hardware.hosts),
         traffic=traffic,
         bound=bound_step(traffic, recipe.zero_config, recipe.scaling, hardware),
+        simulated=None if measured is None else _simulated(work, hardware, measured),
+    )
+
+
+def _simulated(work: RecipeWork, hardware: Hardware, measured: Measured) -> Simulated:
+    recipe = work.recipe
+    return simulate_step(
+        work.layout,
+        work.root,
+        work.work,
+        recipe.zero_config,
+        recipe.scaling,
+        hardware,
+        measured,
+        state_bytes=_state_bytes(recipe),
     )
 
 

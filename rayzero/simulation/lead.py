@@ -1,0 +1,133 @@
+"""The real lead in simulated time: its messages take the lead's core one after another, and their time on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import cached_property, partial
+from typing import Any
+
+from rayzero.layout.shard_map import ShardMap
+from rayzero.lead.lead import StepLead
+from rayzero.protocol.messages import Edit, EditKind, FinishReport, ModelSpec, NormParts, StepInputs
+from rayzero.simulation.fluid import Fluid, Line
+from rayzero.simulation.groups import Groups
+from rayzero.simulation.owners import Owners, Peer, answer_all
+from rayzero.simulation.resources import Resources
+
+__all__ = ["Lead"]
+
+_CLIP = Edit(EditKind.CLIP_NORM, 1.0)
+
+
+class _Inputs(StepInputs):
+    """The same inputs of every rank. Their digest is computed once: the real lead asks for it as often as the square of
+    the number of ranks."""
+
+    @cached_property
+    def digest(self) -> str:
+        """See ``StepInputs``."""
+        return super().digest
+
+
+class Lead:
+    """``StepLead`` with simulated owners as peers and simulated ranks as callers.
+
+    Knows who sends how many messages; what they lead to, the real class decides."""
+
+    def __init__(
+        self,
+        fluid: Fluid,
+        resources: Resources,
+        spec: ModelSpec,
+        shards: ShardMap,
+        owners: Sequence[Owners],
+        pushes: int,
+        part_s: float,
+    ) -> None:
+        """``pushes``: of each unit by each rank, a step. ``part_s``: seconds of the lead for each part of a norm."""
+        self.messages = 0  # taken and sent so far
+        self.decided = 0
+        self._fluid, self._resources, self._spec, self._owners = fluid, resources, spec, owners
+        self._pushes, self._part_s = pushes, part_s
+        self._groups: Groups = resources.groups
+        self._kind = next(each.group.host for each in owners if 0 in each.group.owners)
+        self.line = Line(fluid)
+        self._asked: dict[tuple[int, str], list[tuple[Peer, Future[Any]]]] = {}
+        peers: dict[int, Peer] = {}
+        for which, each in enumerate(owners):
+            for owner in each.group.owners:
+                parts = NormParts(step=0, parts=_norm_parts(spec, shards.shards_of(owner)))
+                peers[owner] = Peer(partial(self._ask, which), parts)
+        self._lead = StepLead([peers[owner] for owner in sorted(peers)])
+        for rank in range(spec.world_size):
+            self._lead.attach(rank, spec)
+        self._step = [0] * len(self._groups.ranks)
+
+    def finish(self, which: int) -> None:
+        """The finishes of a group of ranks have come, one message each."""
+        ranks, step = self._groups.ranks[which].ranks, self._step[which]
+        self._step[which] += 1
+        self._handle(len(ranks), 0.0, lambda: self._take(ranks, step))
+
+    def _take(self, ranks: Sequence[int], step: int) -> None:
+        counts = tuple(self._pushes if unit.trainable else 0 for unit in self._spec.layout.units)
+        inputs = _Inputs(edits=(_CLIP,), hyper=self._spec.hyper)
+        for rank in ranks:
+            report = FinishReport(step=step, attempt=0, rank=rank, counts=counts)
+            norm = self._lead.finish(report, inputs)
+            if rank == ranks[-1]:
+                norm.add_done_callback(lambda done: self._answer(len(ranks), done))
+
+    def _answer(self, ranks: int, norm: Future[Any]) -> None:
+        norm.result()  # raises what the real lead found wrong
+        self._handle(ranks, 0.0, lambda: None)
+
+    def _handle(self, messages: int, more: float, then: Callable[[], object]) -> None:
+        """Take or send so many messages, and compute ``more`` seconds, behind what the lead does already."""
+        self.messages += messages
+        load = self._resources.messages(self._kind, messages)
+        self.line.add(load.seconds + more, load.demands, then)
+
+    # ---- what the real lead asks
+
+    def _ask(self, which: int, what: str, peer: Peer, answer: Future[Any]) -> None:
+        """A group is asked once the real lead has asked all its owners."""
+        asked = self._asked.setdefault((which, what), [])
+        asked.append((peer, answer))
+        owners = self._owners[which]
+        if len(asked) < len(owners.group.owners):
+            return
+        del self._asked[which, what]
+        if what == "apply" and which == 0:
+            self.decided += 1
+        then = self._begin(owners, what, asked)
+        self._handle(len(asked), 0.0, lambda: self._fluid.after(self._resources.costs.latency_s, then))
+
+    def _begin(self, owners: Owners, what: str, asked: list[tuple[Peer, Future[Any]]]) -> Callable[[], object]:
+        """What a group does with a question, up to its answer at the lead."""
+        step = self.decided
+        parts = sum(len(peer.parts.parts) for peer, _ in asked) if what == "collect" else 0
+
+        def answered() -> None:
+            self._handle(len(asked), parts * self._part_s, lambda: answer_all(asked, step, what))
+
+        def answer() -> None:
+            self._fluid.after(self._resources.costs.latency_s, answered)
+
+        def apply() -> None:
+            owners.apply()
+            answer()
+
+        return (lambda: owners.collect(answer)) if what == "collect" else apply
+
+
+def _norm_parts(spec: ModelSpec, shards: Sequence[int]) -> tuple[tuple[int, int, float], ...]:
+    """The parts of an owner's norm, as many as the real ones; each square is 1."""
+    layout = spec.layout
+    return tuple(
+        (shard, part.slot, 1.0)
+        for shard in shards
+        if layout.units[layout.shards[shard].unit].trainable
+        for part in layout.slices(layout.shards[shard])
+    )

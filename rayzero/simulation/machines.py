@@ -1,0 +1,118 @@
+"""What is simulated on: hosts, and what RayZero's code costs on them. The user describes or measures every figure.
+
+``rayzero bench simulation`` measures those of this host (bench/simulation.py); JSON holds them between commands."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from rayzero.errors import ConfigError
+
+__all__ = ["Costs", "Machine", "Measured", "Options", "Transport"]
+
+Transport = Literal["inproc", "shm", "grpc"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A host, all alike. Speeds are bytes per second."""
+
+    cores: float
+    memory: float  # read plus written, by all cores together
+    network: float = math.inf  # each way
+    link: float = math.inf  # between host memory and one GPU, each way
+    adam_core: float  # bytes that one thread reads and writes in an update
+    norm_core: float  # bytes that one thread reads while it sums squares
+    copy_core: float  # bytes that one thread copies
+    owner_threads: int
+    gpus: bool = False  # ranks compute on GPUs, so not on the host's cores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What RayZero's own code takes over one transport; seconds of one core unless said otherwise."""
+
+    unit_s: float  # a rank, for each unit of a step: hooks, schedule, a push
+    step_s: float  # a rank, for each step
+    shard_s: float  # an owner, for each shard of a step
+    message_s: float  # the lead, for each message that it takes or sends; an owner, for each notice to a remote rank
+    latency_s: float  # of a message; nobody computes
+    fetch_stream: float  # bytes per second of one stream, alone
+    push_stream: float
+    rank_byte_s: float  # for each byte that it sends or receives
+    owner_byte_s: float
+    touches: float = 3.0  # bytes of host memory for each byte sent or received: a copy in the kernel, and the card's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a run is set up, where its ZeroConfig does not say it."""
+
+    transport: Transport
+    fetch_once_per_host: bool = False  # a relay: one rank of a host fetches, the others read its memory
+    push_once_per_host: bool = False  # ranks of a host add up their gradients before they send them
+    lockstep: bool = False  # all ranks ask the owners in the same order, one stream's place after another
+    streams: int = 8  # of one rank in each direction; see transfer_threads (store/rank/transfers/wire.py)
+    compute_threads: float = 1.0  # of a rank on CPUs
+    compute_memory: float = 0.0  # bytes of host memory per second that a rank's computing takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was measured of a machine, as ``rayzero bench simulation --save`` writes it."""
+
+    machine: Machine
+    costs: dict[Transport, Costs]
+    part_s: float  # seconds of the lead for each part of a norm
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values; ``from_json`` is the inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, described: Mapping[str, Any]) -> Measured:
+        """Raises ConfigError for a missing or an unknown field."""
+        for name in ("machine", "costs", "part_s"):
+            if name not in described:
+                raise ConfigError(f"{name} is missing; write the file with rayzero bench simulation --save")
+        return cls(
+            machine=machine_from(described["machine"]),
+            costs={transport: costs_from(costs) for transport, costs in described["costs"].items()},
+            part_s=float(described["part_s"]),
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> Measured:
+        """Read a file of figures. Raises ConfigError, with its name, if it is none."""
+        try:
+            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise ConfigError(f"{path} has no figures of rayzero bench simulation --save: {error}") from error
+
+
+def machine_from(described: Mapping[str, Any]) -> Machine:
+    """The inverse of ``asdict``. Raises ConfigError for a missing or an unknown field."""
+    return Machine(**_checked(Machine, described))
+
+
+def costs_from(described: Mapping[str, Any]) -> Costs:
+    """The inverse of ``asdict``. Raises ConfigError for a missing or an unknown field."""
+    return Costs(**_checked(Costs, described))
+
+
+def _checked(kind: type[Machine] | type[Costs], described: Mapping[str, Any]) -> dict[str, Any]:
+    known = {field.name for field in fields(kind)}
+    if unknown := sorted(described.keys() - known):
+        raise ConfigError(f"{kind.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    missing = [f.name for f in fields(kind) if f.name not in described and f.default is f.default_factory]
+    if missing:
+        raise ConfigError(f"{kind.__name__} lacks {', '.join(missing)}; measure it with rayzero bench simulation")
+    for name, value in described.items():
+        if isinstance(value, int | float) and not isinstance(value, bool) and (math.isnan(value) or value < 0):
+            raise ConfigError(f"{kind.__name__}.{name} is {value} but must be a number from 0 on")
+    return dict(described)
