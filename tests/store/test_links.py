@@ -24,7 +24,7 @@ import pytest
 from rayzero.concurrency.backoff import backoff
 from rayzero.concurrency.processes import ProcessIdentity
 from rayzero.errors import RankLeftError, StallError, StoreClosedError, StoreError, TransferError
-from rayzero.store.owner.running_calls import RunningCalls
+from rayzero.store.owner.calls.running_calls import RunningCalls
 from rayzero.store.rank import remote
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.remote import RemoteConnection

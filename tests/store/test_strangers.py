@@ -14,8 +14,8 @@ import grpc
 import psutil
 import pytest
 
-from rayzero.store.owner.allowance import BODIES, UPLOADS, WAITING
-from rayzero.store.owner.allowance import CALLS as CALLS_AT_ONCE
+from rayzero.store.owner.calls.allowance import BODIES, UPLOADS, WAITING
+from rayzero.store.owner.calls.allowance import CALLS as CALLS_AT_ONCE
 from rayzero.store.owner.health import SERVICE
 from rayzero.store.wire.rpc import (
     CHANNEL_OPTIONS,

@@ -13,7 +13,7 @@ import grpc
 from rayzero.errors import HandshakeError, RayZeroError, TransferError
 from rayzero.security.credentials import names_shown, require_role
 from rayzero.security.refusals import Refusals
-from rayzero.store.owner.allowance import Allowances, SlowBodyError, TooManyCallsError
+from rayzero.store.owner.calls.allowance import Allowances, SlowBodyError, TooManyCallsError
 from rayzero.store.owner.handlers import Context, ModelCalls, Requests
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
@@ -117,7 +117,7 @@ class TokenDoor(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generi
     [Note: bodies of strangers] The token is in a call's metadata, which comes before its body. A call without it gets a
     handler for streams that reads nothing and ends the call: this process never holds more of the body than HTTP/2's
     flow control lets through, and parses none of it. (A unary handler is only called once the body has been read,
-    so all handlers are of streams, and read within their caller's allowance: store/owner/allowance.py.)"""
+    so all handlers are of streams, and read within their caller's allowance: store/owner/calls/allowance.py.)"""
 
     def __init__(self, find: FindModel, token: str, recorder: Recorder) -> None:
         """``find``: returns the calls of a prepared model, by its number, in an epoch."""

@@ -24,8 +24,8 @@ from rayzero.memory.malloc import give_back_freed
 from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Contribution, Published
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner.calls.long_polls import Repeats, ended, result_of
 from rayzero.store.owner.known_specs import KnownSpecs
-from rayzero.store.owner.long_polls import Repeats, ended, result_of
 from rayzero.store.owner.memory.shared_memory import SharedOwner
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.wire import translate

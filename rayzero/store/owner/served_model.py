@@ -24,12 +24,12 @@ from rayzero.protocol.owner import OwnerPeer
 from rayzero.protocol.ownership import owner_map
 from rayzero.quantities import count
 from rayzero.security.credentials import Credentials
+from rayzero.store.owner.calls.rank_links import RankLinks
+from rayzero.store.owner.calls.running_calls import RunningCalls
 from rayzero.store.owner.hosted import Hosted
 from rayzero.store.owner.peers.shared import SharedPeer
 from rayzero.store.owner.peers.wire import RemotePeer
 from rayzero.store.owner.publish_streams import PublishStreams
-from rayzero.store.owner.rank_links import RankLinks
-from rayzero.store.owner.running_calls import RunningCalls
 from rayzero.store.owner.step_calls import StepCalls
 
 T = TypeVar("T")
