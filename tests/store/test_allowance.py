@@ -11,7 +11,7 @@ import pytest
 
 from rayzero.errors import StoreError, TransferError
 from rayzero.owner.service import ShardService
-from rayzero.store.owner import allowance
+from rayzero.store.owner.calls import allowance
 from rayzero.store.owner.calls.allowance import BODIES, CALLS, UPLOADS, WAITING, Allowance, Allowances
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.wire.rpc import STORE_SERVICE, from_status, life_metadata, methods, open_channel, token_metadata
