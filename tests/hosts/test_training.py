@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from .hosts import why_no_hosts
-from .trainings import MODEL_BYTES, OWNERS_ELSEWHERE, STEPS, TwoHosts, train
+from .trainings import MODEL_BYTES, OWNERS_ELSEWHERE, PYTHON, STEPS, TwoHosts, train
 
 pytestmark = [
     pytest.mark.ray,
@@ -29,6 +29,36 @@ def test_a_rank_and_an_owner_on_each_host(two_hosts: TwoHosts, undisturbed: str,
     for sent, earlier in zip((a.sent_to(b), b.sent_to(a)), before, strict=True):
         assert sent - earlier > 0.9 * PUSHED, "half a rank's gradients one way, and half of the weights for the other's"
     assert training.digest() == undisturbed
+
+
+def test_metrics_of_both_hosts_are_for_the_runs_own_tools_and_owners_listen_in_its_network(
+    two_hosts: TwoHosts, tmp_path: Path
+) -> None:
+    a, b = two_hosts.a, two_hosts.b
+    network = f"{a.address.rpartition('.')[0]}.0/24"
+    training = train(a, tmp_path, two_hosts.address, f"run.network={network}", "steps=600")
+    training.until(10)
+    told = training.record()["telemetry"]
+    assert told["http_sd"].startswith(f"https://{a.address}:")
+    shown = a.run([PYTHON, "-m", "rayzero", "top", str(training.folder), "--once"], timeout=60)
+    assert re.search(r"rank 1|optimizer 1", shown.stdout), shown.stdout + shown.stderr
+    assert "answer" not in shown.stdout, "one that does not"
+    ask = f"""
+import ssl, urllib.request
+try:
+    print(urllib.request.urlopen({told["http_sd"]!r}, timeout=20, context=ssl._create_unverified_context()).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""
+    assert b.run([PYTHON, "-c", ask], timeout=60).stdout.strip() == "401"
+    training.end()
+
+
+def test_a_network_that_hosts_do_not_have_is_refused_by_name(two_hosts: TwoHosts, tmp_path: Path) -> None:
+    training = train(two_hosts.a, tmp_path, two_hosts.address, "run.network=203.0.113.0/24")
+    said = training.until_it_says("run.network is 203.0.113.0/24, but the host of optimizer")
+    assert "pass a network that has an address of every host" in said
+    assert training.driver.wait(60) != 0
 
 
 def test_all_ranks_on_one_host_and_all_owners_on_the_other(
