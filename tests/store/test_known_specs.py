@@ -21,7 +21,7 @@ DESCRIBED = translate.spec_to_bytes(SPEC)
 LONG = 60.0
 
 
-def run(attach: Coroutine[Any, Any, None]) -> None:
+def run(attach: Coroutine[Any, Any, object]) -> None:
     asyncio.run(asyncio.wait_for(attach, 10.0))
 
 
@@ -106,3 +106,21 @@ def test_few_specs_are_kept() -> None:
         assert (await specs.of(request(1, described=translate.spec_to_bytes(make_spec(8))))).world_size == 8
 
     run(attach())
+
+
+def test_specs_that_never_come_are_forgotten() -> None:
+    async def attach() -> None:
+        specs = KnownSpecs(0, compute, LONG)
+        for number in range(200):
+            assert await specs.of(request(0, described=b"%d" % number)) is None
+        assert len(specs._coming) == 64
+        assert await specs.of(request(0, whole=True)) == SPEC
+
+    run(attach())
+
+
+def test_a_name_that_is_no_digest_is_refused() -> None:
+    named = request(0)
+    named.spec_digest = "x" * 1000
+    with pytest.raises(HandshakeError, match="rank 0 names its spec by 1,000 characters, and optimizer 0 by the 64"):
+        run(KnownSpecs(0, compute).of(named))

@@ -8,10 +8,13 @@ from functools import partial
 
 from rayzero.errors import HandshakeError
 from rayzero.protocol.messages import ModelSpec
+from rayzero.quantities import count
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire import translate
 
+_DIGEST_CHARS = 64
 _KEPT = 4  # a run has one; ranks that come back may name another checkpoint
+_AWAITED = 64  # specs that may be on their way; a caller could name any number of them
 _PATIENCE_S = 5.0
 
 Compute = Callable[[Callable[[], ModelSpec]], Awaitable[ModelSpec]]
@@ -37,6 +40,11 @@ class KnownSpecs:
         """The spec of a rank's request; None: the rank has to send it. Raises HandshakeError if it is not the one that
         its digests name."""
         digest = request.spec_digest
+        if len(digest) != _DIGEST_CHARS:
+            raise HandshakeError(
+                f"rank {request.rank} names its spec by {count(len(digest), 'character')}, and optimizer {self._owner} "
+                f"by the {_DIGEST_CHARS} of a SHA-256: install the same rayzero on both"
+            )
         if digest not in self._known and not request.spec and not await self._comes(digest):
             return None
         if digest not in self._known:
@@ -60,13 +68,15 @@ class KnownSpecs:
                 if self._coming.get(digest) is coming:
                     break
         self._coming[digest] = asyncio.Event()
+        while len(self._coming) > _AWAITED:
+            del self._coming[next(iter(self._coming))]
         return False
 
     async def _take(self, request: pb.AttachRequest) -> None:
         digest = request.spec_digest
         if translate.spec_digest(request.spec) != digest:
             raise HandshakeError(
-                f"rank {request.rank} names its spec by {digest[:12] or 'nothing'}, which is not the digest of what it "
+                f"rank {request.rank} names its spec by {digest[:12]}, which is not the digest of what it "
                 f"sends to optimizer {self._owner}: install the same rayzero on both"
             )
         spec = await self._compute(partial(translate.spec_from_bytes, request.spec))
