@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +62,23 @@ def test_wrong_cases_and_files_are_refused(tmp_path):
     (tmp_path / "none.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"none\.json has no figures"):
         simulation.main(["--load", str(tmp_path / "none.json")])
+
+
+def test_described_hosts_are_simulated_at_scale(tmp_path, capsys):
+    """The command of docs/scale_simulation.md, with its smallest runs."""
+    path = Path(__file__).parents[2] / "benchmarks" / "scale_simulation.py"
+    found = importlib.util.spec_from_file_location("scale_simulation", path)
+    scale = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = scale  # dataclasses look their module up
+    found.loader.exec_module(scale)
+    machine = {"cores": 2, "memory": 1e11, "adam_core": 1e10, "norm_core": 1e10, "copy_core": 1e10, "owner_threads": 1}
+    costs = dict.fromkeys(("unit_s", "step_s", "shard_s", "latency_s", "rank_byte_s", "owner_byte_s"), 0.0)
+    costs |= {"fetch_stream": 3e9, "push_stream": 2e9, "message_s": 1e-4}
+    (tmp_path / "here.json").write_text(json.dumps({"machine": machine, "costs": {"grpc": costs}, "part_s": 0.0}))
+    scale.main(["--here", str(tmp_path / "here.json"), "--quick", "--json", str(tmp_path / "out.json")])
+    points = json.loads((tmp_path / "out.json").read_text())
+    assert [(p["ranks"], p["owners"]) for p in points] == [(8, 8)] * 3 + [(32, 8)] * 3
+    assert all(p["found"]["seconds"] >= p["found"]["bound"] for p in points)
+    plain, relay, both = (p["found"]["seconds"] for p in points[:3])
+    assert plain > relay > both
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 6 + 1

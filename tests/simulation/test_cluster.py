@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.owner.gradients.contributions import EARLY
 from rayzero.plan.bound import StepTraffic, bound_step
 from rayzero.plan.hardware import Hosts
 from rayzero.simulation.cluster import Run, simulate
@@ -55,6 +56,14 @@ def test_the_second_units_update_hides_behind_the_first_ones_forward() -> None:
     assert found.seconds == pytest.approx(6 + MOVED + 2 * MOVED + UPDATED), "the last gather, both norms, one update"
     none = simulate(run_of(2, compute=compute, zero=ZeroConfig(overlap="none", prefetch_buffer_size=1)), steps=4)
     assert none.seconds == pytest.approx(6 + MOVED + 2 * MOVED + 2 * UPDATED)
+
+
+def test_norms_of_large_parts_are_summed_while_backward_goes_on() -> None:
+    """Only the last unit's norm is waited for; smaller parts wait for the collect (EARLY, owner/gradients/)."""
+    compute = Compute(forward=(1.0, 1.0), backward=(2.0, 2.0))
+    found = simulate(run_of(layout=layout_of([EARLY, EARLY], shard=EARLY), compute=compute), steps=4)
+    moved, updated = 4 * EARLY / 1e9, 28 * EARLY / 1e9
+    assert found.seconds == pytest.approx(6 + moved + moved + updated)
 
 
 def test_owners_in_this_process_copy_nothing_and_overlap_nothing() -> None:
