@@ -36,7 +36,7 @@ def test_metrics_of_both_hosts_are_for_the_runs_own_tools_and_owners_listen_in_i
 ) -> None:
     a, b = two_hosts.a, two_hosts.b
     network = f"{a.address.rpartition('.')[0]}.0/24"
-    training = train(a, tmp_path, two_hosts.address, f"run.network={network}", "steps=600")
+    training = train(a, tmp_path, two_hosts.address, f"run.network={network}", "batch_size=256")  # it lasts longer
     training.until(10)
     told = training.record()["telemetry"]
     assert told["http_sd"].startswith(f"https://{a.address}:")
