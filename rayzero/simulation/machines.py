@@ -56,7 +56,6 @@ class Options:
     transport: Transport
     fetch_once_per_host: bool = False  # a relay: one rank of a host fetches, the others read its memory
     push_once_per_host: bool = False  # ranks of a host add up their gradients before they send them
-    lockstep: bool = False  # all ranks ask the owners in the same order, one stream's place after another
     streams: int = 8  # of one rank in each direction; see transfer_threads (store/rank/transfers/wire.py)
     compute_threads: float = 1.0  # of a rank on CPUs
     compute_memory: float = 0.0  # bytes of host memory per second that a rank's computing takes

@@ -50,11 +50,11 @@ class _Arrival:
 
 
 class _Streams:
-    """The streams of a rank in one direction: transfers begin in their order, while some stream is free."""
+    """The streams of a rank in one direction: units begin in their order while a stream is free, and all
+    transfers of a unit share what there are."""
 
-    def __init__(self, fluid: Fluid, number: int, *, lockstep: bool) -> None:
-        """``lockstep``: a transfer to n owners begins only where that many streams are free."""
-        self._fluid, self._number, self._lockstep = fluid, number, lockstep
+    def __init__(self, fluid: Fluid, number: int) -> None:
+        self._fluid, self._number = fluid, number
         self._waiting: deque[tuple[Load, int, int, Resume]] = deque()
         self._open: Counter[int] = Counter()  # unit -> transfers under way
 
@@ -77,8 +77,6 @@ class _Streams:
 
     def _has_room(self, unit: int) -> bool:
         under_way = +self._open
-        if self._lockstep:
-            return under_way.total() < self._number
         return under_way.total() < self._number or unit in under_way
 
 
@@ -118,9 +116,7 @@ class Ranks:
         self._known = {id(each): dict.fromkeys(each.parts, 0) for each in owners}  # published, as it was told
         self._hopes: dict[tuple[int, int], list[Resume]] = {}  # (owner group, unit) -> who waits
         self._arrivals: dict[int, _Arrival] = {}
-        lockstep = self._options.lockstep
-        self._down = _Streams(fluid, self._options.streams, lockstep=lockstep)
-        self._up = _Streams(fluid, self._options.streams, lockstep=lockstep)
+        self._down, self._up = (_Streams(fluid, self._options.streams) for _ in range(2))
         self._into, self._out = Line(fluid), Line(fluid)
         self._flying: dict[int, int] = {}  # push -> bytes, until its room is free
         self._unlanded = 0
