@@ -46,7 +46,7 @@ def test_so_many_bodies_are_read_at_once_and_so_many_wait() -> None:
         calls = [asyncio.ensure_future(own.body(body())) for _ in range(CALLS)]
         await asyncio.sleep(0.05)
         assert len(read) == BODIES
-        with pytest.raises(StoreError, match=r"rank 3 has 1000 calls whose bodies do not come"):
+        with pytest.raises(StoreError, match=r"rank 3 has 256 calls whose bodies do not come"):
             await own.body(one(b"x"))
         for call in calls:
             call.cancel()

@@ -27,7 +27,7 @@ OWNER_SERVICE = "rayzero.v1.OwnerService"
 
 MAX_MESSAGE_BYTES = 64 << 20  # of any message; a chunk is far smaller, a ModelSpec of 10,000 units about 10 MiB
 MAX_CHUNK_BYTES = 32 << 20  # of payload; 1-2 MiB is fastest
-LOOKAHEAD_BYTES = 512 << 10  # of an upload, sent before its message is asked for: 2.6 GB/s over 0.2 ms
+LOOKAHEAD_BYTES = 4 << 20  # of an upload, sent before its message is asked for; pushes are slower with less
 
 POLL_MARGIN_S = 2.0  # a long poll is answered this long before its deadline
 

@@ -21,7 +21,7 @@ from rayzero.store.wire.rpc import caller_of
 BODIES = 16  # of one caller that are read at a time
 UPLOADS = 16  # of one caller that are under way
 WAITING = 48  # uploads of one caller beyond those; the next one is refused
-CALLS = 1_000  # of one caller whose bodies are read or wait for that; the next one is refused
+CALLS = 256  # of one caller whose bodies are read or wait for that; the next one is refused
 BODY_S = 120.0  # in which a body must come, from the moment that it is read: 64 MiB at 0.5 MB/s
 
 
