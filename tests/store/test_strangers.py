@@ -153,7 +153,8 @@ def test_a_member_that_ends_none_of_a_thousand_messages_fills_no_memory(
     """Each of 2 MiB: few are read, the others may send what HTTP/2's window lets through, and the rest is refused."""
     address, pid = owner
     forget_peak(pid)
-    before, room = peak(pid), BODIES * 2 * MIB + unread * min(LOOKAHEAD_BYTES, 2 * MIB) + 200 * MIB  # gRPC's own for 1,000 calls
+    before = peak(pid)
+    room = BODIES * 2 * MIB + unread * min(LOOKAHEAD_BYTES, 2 * MIB) + 200 * MIB  # and gRPC's own for 1,000 calls
     metadata = (*token_metadata(TOKEN), *life_metadata(0, 0))
     calls = UnendedCalls(address, f"/{STORE_SERVICE}/{method}", metadata, 1000, 2 * MIB)
     try:
