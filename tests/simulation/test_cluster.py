@@ -192,15 +192,13 @@ def test_nothing_gets_slower_with_more_of_something(what: str, factor: float) ->
 PLACES = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.integers(1, 2))
 
 
-@settings(deadline=None, max_examples=30)
-@given(PLACES, st.sampled_from([SHM, GRPC]), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_one_of_each_kind_is_as_fast_as_all(places, options: Options, gpus: bool, dtype: torch.dtype) -> None:
+def placed(places: tuple[int, int, int, int], options: Options, gpus: bool, dtype: torch.dtype) -> Run:
     """``places``: hosts with ranks, ranks on each, owners beside them on each, hosts with owners alone."""
     hosts, each, beside, apart = places
     rank_hosts = tuple(host for host in range(hosts) for _ in range(each))
     owner_hosts = (*range(hosts, hosts + apart), *(host for host in range(hosts) for _ in range(beside)))
     layout = layout_of([NUMEL, 3 * NUMEL, NUMEL // 2], dtype)
-    run = run_of(
+    return run_of(
         layout=layout,
         rank_hosts=rank_hosts,
         owner_hosts=owner_hosts,
@@ -209,11 +207,33 @@ def test_one_of_each_kind_is_as_fast_as_all(places, options: Options, gpus: bool
         costs=replace(FREE, rank_byte_s=3e-10, owner_byte_s=3e-10, unit_s=1e-5, step_s=1e-4, latency_s=1e-5),
         compute=Compute(forward=(1e-4,) * 3, backward=(2e-4,) * 3),
     )
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    PLACES,
+    st.sampled_from([SHM, replace(GRPC, streams=64)]),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_one_of_each_kind_is_as_fast_as_all(
+    places: tuple[int, int, int, int], options: Options, gpus: bool, dtype: torch.dtype
+) -> None:
+    run = placed(places, options, gpus, dtype)
     reduced, full = simulate(run), simulate(run, full=True)
     assert reduced.seconds == pytest.approx(full.seconds, rel=1e-6)
     assert (reduced.fetched, reduced.pushed, reduced.lead_messages) == (full.fetched, full.pushed, full.lead_messages)
     assert reduced.bound == pytest.approx(full.bound, rel=1e-6)
     assert reduced.kinds <= full.kinds
+
+
+@pytest.mark.parametrize("streams", [4, 6, 8])
+def test_it_is_about_as_fast_where_owners_wait_for_a_stream(streams: int) -> None:
+    """Among 8 owners, the order in which they get one is not the same for all ranks."""
+    run = placed((3, 2, 2, 2), replace(GRPC, streams=streams), True, torch.float32)
+    reduced, full = simulate(run), simulate(run, full=True)
+    assert reduced.seconds != full.seconds
+    assert reduced.seconds == pytest.approx(full.seconds, rel=0.04)
 
 
 def test_the_same_run_gives_the_same_figures() -> None:
