@@ -174,6 +174,14 @@ def _watched(told: Iterable[list[Any]]) -> list[psutil.Process]:
     return found
 
 
+def _wait_for_the_end_of(driver: int) -> None:
+    """The kernel closes a dying process's files, and so the pipe, before the process counts as dead, and until then its
+    announcement is taken for that of a living run."""
+    deadline = time.monotonic() + _ENDS_S
+    while os.getppid() == driver and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def _lines(pipe: int, driver: int) -> Iterator[bytes]:
     """The whole lines that come from ``pipe``, until it ends or ``driver``, this process's parent, is gone. A driver
     that was killed may have written half of one more."""
@@ -200,6 +208,7 @@ def main() -> None:
         if told == _DONE:
             return
         processes = _watched(told)
+    _wait_for_the_end_of(driver)
     clear_up(processes, slab_dir, discovery_dir, keep=keep)
 
 

@@ -51,7 +51,12 @@ janitor = Janitor(slabs, targets)
 janitor.watch([psutil.Process(int(pid)) for pid in sys.argv[3:]])
 with announced(targets, "demo", b"[]"):
     print(json.dumps(janitor.pid), flush=True)
-    if sys.stdin.readline().strip() == "fork":
+    asked = sys.stdin.readline().strip()
+    if asked == "end the pipe":
+        os.close(janitor._process.stdin.fileno())
+        print("ended", flush=True)
+        signal.pause()
+    if asked == "fork":
         child = os.fork()
         if not child:
             signal.pause()
@@ -108,6 +113,25 @@ def test_what_a_killed_driver_leaves_is_removed_once_its_processes_are_gone(owne
     owner.kill()
     owner.wait()
     assert until_empty(slabs) == []
+    assert still_there([janitor], timeout_s=30) == []
+    driver.communicate()
+
+
+def test_a_driver_whose_pipe_has_ended_may_still_be_dying(owner, tmp_path):
+    """The kernel closes a process's files before it says that the process has ended."""
+    slabs, targets = tmp_path / "slabs", tmp_path / "targets"
+    driver = start(DRIVER, slabs, targets, owner.pid)
+    assert driver.stdin is not None
+    assert driver.stdout is not None
+    janitor = psutil.Process(json.loads(driver.stdout.readline()))
+    driver.stdin.write("end the pipe\n")
+    driver.stdin.flush()
+    assert driver.stdout.readline() == "ended\n"
+    assert still_there([janitor], timeout_s=1.0) != []
+    os.kill(driver.pid, signal.SIGKILL)
+    owner.kill()
+    owner.wait()
+    assert until_empty(slabs, targets) == []
     assert still_there([janitor], timeout_s=30) == []
     driver.communicate()
 
