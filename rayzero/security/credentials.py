@@ -41,17 +41,19 @@ class Credentials:
 
 def read_credentials(certificate: Path, key: Path, authority: Path, *, on_loopback: bool) -> Credentials:
     """Raises ConfigError, naming the file, if one cannot be read or is not PEM."""
-    read = {name: _read(name, path) for name, path in (("certificate", certificate), ("key", key))}
-    return Credentials(**read, authority=_read("authority", authority), on_loopback=on_loopback)
+    paths = {"certificate": certificate, "key": key, "authority": authority}
+    read = {name: read_pem(f"security.{name}", path) for name, path in paths.items()}
+    return Credentials(**read, on_loopback=on_loopback)
 
 
-def _read(name: str, path: Path) -> bytes:
+def read_pem(setting: str, path: Path) -> bytes:
+    """The content of a PEM file that a setting names. Raises ConfigError if it cannot be read or is not PEM."""
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"security.{name}: cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from error
     if b"-----BEGIN " not in content:
-        raise ConfigError(f"security.{name}: {path} is no PEM file; convert it, or pass another one")
+        raise ConfigError(f"{setting}: {path} is no PEM file; convert it, or pass another one")
     return content
 
 

@@ -17,6 +17,7 @@ from cryptography import x509
 from rayzero.config.web_config import TlsServerConfig, read_web_config
 from rayzero.errors import ConfigError
 from rayzero.security.authority import Authority
+from rayzero.security.credentials import read_pem
 from rayzero.telemetry.guard import Protection, require_bcrypt
 from rayzero.telemetry.scrape import Viewer
 
@@ -82,13 +83,7 @@ def _encrypted(asks: Protection, tls: TlsServerConfig) -> Protection:
 
 
 def _read(name: str, path: str) -> bytes:
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{_SETTING}: {name}: cannot read {path}: {error.strerror}") from error
-    if b"-----BEGIN " not in content:
-        raise ConfigError(f"{_SETTING}: {name}: {path} is no PEM file; convert it, or pass another one")
-    return content
+    return read_pem(f"{_SETTING}: {name}", Path(path))
 
 
 def _first(chain: bytes) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from rayzero.layout.shard_map import ShardMap
@@ -18,16 +18,6 @@ from rayzero.simulation.resources import Resources
 __all__ = ["Lead"]
 
 _CLIP = Edit(EditKind.CLIP_NORM, 1.0)
-
-
-class _Inputs(StepInputs):
-    """The same inputs of every rank. Their digest is computed once: the real lead asks for it as often as the square of
-    the number of ranks."""
-
-    @cached_property
-    def digest(self) -> str:
-        """See ``StepInputs``."""
-        return super().digest
 
 
 class Lead:
@@ -72,7 +62,7 @@ class Lead:
 
     def _take(self, ranks: Sequence[int], step: int) -> None:
         counts = tuple(self._pushes if unit.trainable else 0 for unit in self._spec.layout.units)
-        inputs = _Inputs(edits=(_CLIP,), hyper=self._spec.hyper)
+        inputs = StepInputs(edits=(_CLIP,), hyper=self._spec.hyper)
         for rank in ranks:
             report = FinishReport(step=step, attempt=0, rank=rank, counts=counts)
             norm = self._lead.finish(report, inputs)
