@@ -20,7 +20,7 @@ from rayzero.bench.figures import Cost
 from rayzero.bench.turns import Player, Seat, Turn
 from rayzero.memory.malloc import keep_message_buffers
 from rayzero.security.authority import Authority
-from rayzero.security.credentials import OWNER, Credentials
+from rayzero.security.credentials import OWNER, Identity
 from rayzero.store.wire.rpc import add_port, open_channel
 
 _UP, _UP_KEPT, _DOWN = "/raw/Up", "/raw/UpIntoTensor", "/raw/Down"
@@ -65,12 +65,12 @@ async def _send(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes])
         await context.write(message)
 
 
-def _serve(pipe: Connection, size_bytes: int, shown: Credentials | None) -> None:
+def _serve(pipe: Connection, size_bytes: int, shown: Identity | None) -> None:
     keep_message_buffers()
     asyncio.run(_serve_both(pipe, size_bytes, shown))
 
 
-async def _serve_both(pipe: Connection, size_bytes: int, shown: Credentials | None) -> None:
+async def _serve_both(pipe: Connection, size_bytes: int, shown: Identity | None) -> None:
     """Serve each direction with the faster kind of server: threads receive what comes up, an event loop sends down."""
     up = grpc.server(ThreadPoolExecutor(1), handlers=[_Up(size_bytes)], options=_UNLIMITED)
     down = grpc.aio.server(handlers=[_Down()], options=_UNLIMITED)
@@ -85,7 +85,7 @@ class RawPlayer:
     """A client of bare stream servers that run in another process."""
 
     def __init__(
-        self, size_bytes: int, chunks: tuple[int, ...], pid: int, ports: tuple[int, int], shown: Credentials | None
+        self, size_bytes: int, chunks: tuple[int, ...], pid: int, ports: tuple[int, int], shown: Identity | None
     ) -> None:
         """``pid``: of the servers' process."""
         up, down = (open_channel(f"127.0.0.1:{port}", shown) for port in ports)
@@ -127,7 +127,7 @@ class RawPlayer:
 
 def build_raw(size_bytes: int, chunks: tuple[int, ...], tls: bool, seat: Seat) -> Player:
     """Build a client, and start its server, which ends with it. ``tls``: between them is mutual TLS."""
-    shown = Authority("bench", on_loopback=True).issue("both", [OWNER]) if tls else None
+    shown = Identity(Authority("bench", on_loopback=True).issue("both", [OWNER])) if tls else None
     torch.set_num_threads(seat.threads)
     keep_message_buffers()
     spawn = multiprocessing.get_context("spawn")

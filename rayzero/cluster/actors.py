@@ -35,6 +35,7 @@ from rayzero.cluster.processes.owner_process import OwnerSettings
 from rayzero.cluster.processes.process_exporter import (
     LOOPBACK,
     ExporterSettings,
+    Renewed,
     plan_exporters,
     protection_at,
 )
@@ -46,8 +47,8 @@ from rayzero.concurrency.processes import is_stopped
 from rayzero.config import SecurityConfig, TelemetryConfig
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.protocol.ownership import Ownership
-from rayzero.security.authority import Issuer, issuer
 from rayzero.security.credentials import ANY_RANK, OWNER, Credentials, name_of_rank
+from rayzero.security.issuer import Issuer, issuer
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.slabs.hold import end_hold
 from rayzero.slabs.slab import sweep
@@ -107,7 +108,7 @@ class RunActors:
         self._placement = placement
         self._places = OwnerPlaces(placement, cpus_are_set)  # freed by: end()
         self._token = secrets.token_hex(32)  # sent only as an argument of actors
-        self._issue: Issuer = lambda who, names: None  # of credentials, which are sent like the token
+        self._issuer: Issuer | None = None  # of credentials, which are sent like the token
         self._share: Path | None = None  # directory of the slabs that owners and ranks make
         self._processes: dict[str, psutil.Process] = {}  # on this node; end() waits until they are gone
         self._janitor: Janitor | None = None  # freed by: end()
@@ -175,7 +176,7 @@ class RunActors:
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken.
         """
         self._access, self._network = access, network
-        self._issue = issuer(self._run, security or SecurityConfig())
+        self._issuer = issuer(self._run, security or SecurityConfig())
         self._make_coordinator(max_failures)
         self._share = share
         self._plan_owners(owner_memory, share, telemetry, beside_ranks, max_failures > 0 or other_ranks, former)
@@ -558,12 +559,47 @@ class RunActors:
         return self._token
 
     def _credentials_of_owner(self, owner: int) -> Credentials | None:
-        return self._issue(optimizer_name(owner), [OWNER])
+        return None if self._issuer is None else self._issuer.issue(optimizer_name(owner), [OWNER])
 
     def credentials_of(self, rank: int | None) -> Credentials | None:
         """What a rank shows to owners; None: it uses no TLS. ``rank``: None: any."""
         who, name = ("any rank", ANY_RANK) if rank is None else (f"rank {rank}", name_of_rank(rank))
-        return self._issue(who, [name])
+        return None if self._issuer is None else self._issuer.issue(who, [name])
+
+    @property
+    def expiry_warnings(self) -> list[str]:
+        """Which certificates of the user's may end before the run."""
+        sources = [source for source in (self._issuer, self._access) if source is not None]
+        return [source.warning for source in sources if source.warning is not None]
+
+    def refresh_certificates(self) -> bool:
+        """Whether ``renew`` has something newer for everybody by now. Raises ConfigError if files of the user's cannot
+        be used."""
+        access = self._access
+        new_access = access is not None and access.refresh()
+        if access is not None and new_access:
+            bind = self._exporters_bind
+            for who, known in self._exporters.items():
+                asked = protection_at(known.host, bind, access.given, access.own)
+                self._exporters[who] = replace(known, protection=asked)
+        return (self._issuer is not None and self._issuer.refresh()) or new_access
+
+    def renew(self, who: str) -> Any:
+        """Send a member, or the coordinator, its newest certificates. Returns the call."""
+        exporter = self._exporters.get(who)
+        metrics = None if exporter is None else exporter.protection
+        if who == _COORDINATOR:
+            return self.coordinator.renew.remote(Renewed(metrics=metrics))
+        serves = self._credentials_of_owner(self._settings[who].owner) if who in self._settings else None
+        if who in self.owners:
+            return control(self.owners[who].renew).remote(Renewed(tls=serves, metrics=metrics))
+        rank = self.credentials_of(int(who.partition(" ")[2]))
+        return control(self.ranks[who].renew).remote(Renewed(tls=rank, beside=serves, metrics=metrics))
+
+    @property
+    def everybody(self) -> list[str]:
+        """The coordinator and the members, by name."""
+        return [_COORDINATOR, *self.members]
 
     def ask(self, calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """The answers to calls already made, by process. Raises RunFailedError, naming the process that failed or is

@@ -122,6 +122,8 @@ def _attempt(request: RunRequest, journal: Journal) -> RunFailedError | None:
     )
     places = placed(plan, timeout_s=scaling.placement_timeout)
     cpus_are_set = scaling.cpus_per_optimizer is not None
+    if request.access is not None:
+        request.access.refresh()  # it may have been made long ago
     viewer = None if request.access is None else request.access.viewer
     tools = viewable(request.directory.path, viewer)
     with places as placement, tools, RunActors(run, placement, log, cpus_are_set=cpus_are_set) as actors:

@@ -27,6 +27,7 @@ from rayzero.cluster.nodes.placement import Placement
 from rayzero.cluster.processes.worker_groups import GroupStart, WorkerGroup, WorkerGroups
 from rayzero.cluster.run import RunState, optimizer_name
 from rayzero.cluster.supervision import Failure
+from rayzero.cluster.upkeep.renewal import Renewal
 from rayzero.cluster.upkeep.replacement import Replacement
 from rayzero.config import SecurityConfig, TelemetryConfig, ZeroConfig
 from rayzero.elastic.controller import Controller
@@ -141,6 +142,7 @@ class GroupOwners:
             recovered=lambda _: None,
             succeeded=self._tell_successor,
         )
+        self._renewal = Renewal(self._actors, say=log.warning, others={"the workers": self._renew_workers})
         self._failure = None
 
     def _fail(self, failure: Failure) -> None:
@@ -164,6 +166,11 @@ class GroupOwners:
     def _tell_successor(self, owner: int, address: str) -> None:
         if self._group is not None:
             self._tell(self.groups.succeed.remote(self._group.name, owner, address))
+
+    def _renew_workers(self) -> None:
+        shown = None if self._actors is None else self._actors.credentials_of(None)
+        if self._group is not None and shown is not None:
+            self._tell(self.groups.renew.remote(self._group.name, shown))
 
     def _tell(self, call: Any) -> None:
         ray.get(call, timeout=ANSWER_S)
@@ -192,6 +199,7 @@ class GroupOwners:
                     self._replacement.take(call)
             if self._replacement is not None:
                 self._replacement.act()
+                self._renewal.act()
 
     def _patience_s(self) -> float:
         due = None if self._replacement is None else self._replacement.patience_s(time.monotonic())

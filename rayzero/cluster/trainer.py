@@ -24,7 +24,7 @@ from rayzero.cluster.loop import pack_loop
 from rayzero.cluster.run import DISCOVERY_PATH, RunState
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.errors import ConfigError, RayZeroError, RunFailedError, UnsupportedError
-from rayzero.security.metrics_access import metrics_access
+from rayzero.security.metrics_access import MetricsAccess
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import Measurements
@@ -112,7 +112,7 @@ class ZeroTrainer:
                 "optimizer actor's states die with its process, so no spare takes its place; leave it at 0"
             )
         telemetry = self._run.telemetry
-        self._access = metrics_access(self._run.name, telemetry.web_config) if telemetry.enabled else None
+        self._access = MetricsAccess(self._run.name, telemetry.web_config) if telemetry.enabled else None
         self._packed_loop = pack_loop(train_loop, train_loop_config)
 
     def fit(self, *, raise_on_error: bool = True, directory: RunDirectory | None = None) -> Result:

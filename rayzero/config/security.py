@@ -19,7 +19,8 @@ class SecurityConfig(ConfigModel):
 
     certificate: str | None = None
     """PEM file of the certificate that every process shows, with the DNS names owner.rayzero and rank.rayzero, read
-    where the run is started; null: the run makes an authority of its own, and a certificate for each process."""
+    where the run is started, and again when the file changes; null: the run makes an authority of its own, and for each
+    process a certificate that lasts a day and is renewed."""
 
     key: str | None = None
     """PEM file of the certificate's private key."""

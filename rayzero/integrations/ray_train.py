@@ -49,6 +49,7 @@ from rayzero.config import ScalingConfig, SecurityConfig, ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.protocol.store import ParameterStore
+from rayzero.security.credentials import Identity, identity_of
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.select import connect_store
 from rayzero.telemetry.recorder import MemoryRecorder
@@ -85,8 +86,9 @@ class Owners:
         if isinstance(start, Ended):
             raise RunFailedError(f"rank {place.get_world_rank()} has no optimizer actors: {start.why}")
         table = OwnerTable(start.addresses)
-        context = self._context(place, group, start, table)
-        follower = _Follower(self.groups, group, start, table, context)
+        identity = identity_of(start.tls)
+        context = self._context(place, group, start, table, identity)
+        follower = _Follower(self.groups, group, start, table, identity, context)
         try:
             with running_in(context):
                 yield context
@@ -97,7 +99,9 @@ class Owners:
         finally:
             follower.close()
 
-    def _context(self, place: Any, group: WorkerGroup, start: GroupStart, table: OwnerTable) -> RankContext:
+    def _context(
+        self, place: Any, group: WorkerGroup, start: GroupStart, table: OwnerTable, identity: Identity | None
+    ) -> RankContext:
         rank, recorder = place.get_world_rank(), MemoryRecorder()
         resume = start.resume if start.life else group.resume
 
@@ -106,7 +110,7 @@ class Owners:
                 rank,
                 table,
                 token=start.token,
-                tls=start.tls,
+                tls=identity,
                 config=self.config,
                 recorder=recorder,
                 model=model,
@@ -136,14 +140,20 @@ def _group_name() -> str:
 
 
 class _Follower:
-    """Tells a worker's rank where its owners are, in a thread, while its loop runs."""
+    """Tells a worker's rank where its owners are, and what it shows them, in a thread, while its loop runs."""
 
     def __init__(
-        self, groups: GroupsAsked, group: WorkerGroup, start: GroupStart, table: OwnerTable, context: RankContext
+        self,
+        groups: GroupsAsked,
+        group: WorkerGroup,
+        start: GroupStart,
+        table: OwnerTable,
+        identity: Identity | None,
+        context: RankContext,
     ) -> None:
         self.ended: str | None = None  # why there are no owners any more
-        self._groups, self._group, self._known = groups, group.name, start.addresses
-        self._table, self._context = table, context
+        self._groups, self._group, self._known = groups, group.name, start
+        self._table, self._context, self._identity = table, context, identity
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="rayzero-owners", daemon=True)
         self._thread.start()
@@ -155,19 +165,21 @@ class _Follower:
 
     def _follow(self) -> None:
         while self.ended is None:
-            answer = self._groups.moved(self._group, self._known, self._closed)
+            answer = self._groups.news(self._group, self._known, self._closed)
             if answer is None:
                 return
             self._take(answer)
 
-    def _take(self, answer: tuple[str, ...] | Ended) -> None:
+    def _take(self, answer: GroupStart | Ended) -> None:
         if isinstance(answer, Ended):
             self.ended = f"rank {self._context.rank} has lost its optimizer actors: {answer.why}"
             self._context.close(self.ended)  # its loop may wait for them
             return
-        for owner, (before, now) in enumerate(zip(self._known, answer, strict=True)):
+        for owner, (before, now) in enumerate(zip(self._known.addresses, answer.addresses, strict=True)):
             if now != before:
                 self._table.succeed(owner, now)
+        if self._identity is not None and answer.tls is not None:
+            self._identity.renew(answer.tls)
         self._known = answer
 
 

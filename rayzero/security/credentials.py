@@ -11,12 +11,14 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from rayzero.errors import ConfigError, HandshakeError
 
 OWNER = "owner.rayzero"
 ANY_RANK = "rank.rayzero"
+SAID_BEFORE = timedelta(days=30)  # the end of a certificate of the user's: a run may last as long
 
 
 def name_of_rank(rank: int) -> str:
@@ -31,6 +33,7 @@ class Credentials:
     certificate: bytes  # with the chain up to the authority's own, if there is one
     key: bytes = field(repr=False)
     authority: bytes
+    ends: datetime  # nobody opens a connection with them from then on
     on_loopback: bool = False  # whether connections within a host are protected too
 
     def protects(self, address: str) -> bool:
@@ -38,12 +41,48 @@ class Credentials:
         host."""
         return self.on_loopback or not is_loopback(address)
 
+    @property
+    def have_ended(self) -> bool:
+        """Whether they are of no use any more, by this host's clock."""
+        return self.ends <= datetime.now(UTC)
 
-def read_credentials(certificate: Path, key: Path, authority: Path, *, on_loopback: bool) -> Credentials:
-    """Raises ConfigError, naming the file, if one cannot be read or is not PEM."""
-    paths = {"certificate": certificate, "key": key, "authority": authority}
-    read = {name: read_pem(f"security.{name}", path) for name, path in paths.items()}
-    return Credentials(**read, on_loopback=on_loopback)
+
+class Identity:
+    """What this process shows to others, and wants to see of them: its newest credentials.
+
+    Connections read them when they are opened. One that is open lives on, also beyond the end of the certificates that
+    it was opened with: TLS looks at them once. Thread-safe."""
+
+    def __init__(self, first: Credentials) -> None:
+        self.now = first
+
+    def renew(self, newer: Credentials) -> None:
+        """Show these from now on."""
+        self.now = newer
+
+    def protects(self, address: str) -> bool:
+        """See ``Credentials.protects``."""
+        return self.now.protects(address)
+
+
+def identity_of(credentials: Credentials | None) -> Identity | None:
+    """None: connections are plain."""
+    return None if credentials is None else Identity(credentials)
+
+
+def expiry_warning(what: str, ends: datetime, now: datetime) -> str | None:
+    """That a certificate of the user's may end before the run does; None: it lasts long. ``what``: setting and file."""
+    if ends - now > SAID_BEFORE:
+        return None
+    return (
+        f"{what} is valid until {utc(ends)}; afterwards no connection can be opened. Put a new one in its place before "
+        "that: the run takes it within some minutes"
+    )
+
+
+def utc(when: datetime) -> str:
+    """For messages."""
+    return f"{when:%Y-%m-%d %H:%M} UTC"
 
 
 def read_pem(setting: str, path: Path) -> bytes:

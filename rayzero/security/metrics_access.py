@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import secrets
 import ssl
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from cryptography import x509
 
-from rayzero.config.web_config import TlsServerConfig, read_web_config
+from rayzero.config.web_config import TlsServerConfig, WebConfig, read_web_config
 from rayzero.errors import ConfigError
 from rayzero.security.authority import Authority
-from rayzero.security.credentials import read_pem
+from rayzero.security.credentials import expiry_warning, read_pem, utc
 from rayzero.telemetry.guard import Protection, require_bcrypt
 from rayzero.telemetry.scrape import Viewer
 
@@ -25,43 +27,73 @@ _SETTING = "run.telemetry.web_config"
 _END = b"-----END CERTIFICATE-----"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsAccess:
-    """The protections that a run's exporters may have, and what opens them to the run's own tools."""
+    """The protections that a run's exporters may have, and what opens them to the run's own tools, as they are by now.
 
-    given: Protection | None  # as the user's web config says; None: there is none
-    own: Protection  # TLS with a certificate of the run, for whoever has its token
-    viewer: Viewer
+    The authorities of its own certificates stay in this process's memory. What exporters show and what tools show is
+    signed by different ones, so that neither can pose as the other."""
+
+    def __init__(self, run: str, web_config: str | None, clock: Callable[[], float] = time.time) -> None:
+        """``web_config``: path of the user's; None: none. ``clock``: seconds since 1970. Raises ConfigError, naming the
+        file, for what cannot be used."""
+        self._token, self._clock = secrets.token_hex(32), clock
+        self._exporters = Authority(run, on_loopback=False, clock=clock)
+        self._tools = Authority(f"{run} tools", on_loopback=False, clock=clock)
+        self._config = None if web_config is None else _web_config(Path(web_config))
+        self._files = self._read()
+        self._issue()
+
+    def refresh(self) -> bool:
+        """Whether they are newer than before: certificates of the run's own are renewed, those in the user's files are
+        read again; the rest of the web config holds from the start. Called once a minute. Raises ConfigError, and stays
+        as it was, if the user's cannot be used."""
+        before, self._files = self._files, self._read()
+        changed = self._exporters.refresh() or self._files != before
+        if changed:
+            self._issue()
+        return changed
+
+    @property
+    def warning(self) -> str | None:
+        """That the user's certificate may end before the run; None: it lasts long, or there is none."""
+        if self._files is None or self._files.certificate is None:
+            return None
+        ends = x509.load_pem_x509_certificate(self._files.certificate).not_valid_after_utc
+        return expiry_warning(f"{_SETTING}: its cert_file", ends, datetime.fromtimestamp(self._clock(), UTC))
+
+    def _read(self) -> Protection | None:
+        """What the user asks of clients."""
+        return None if self._config is None else _given(self._config, self._token, self._clock())
+
+    def _issue(self) -> None:
+        token, given = self._token, self._files
+        shown = self._exporters.issue("metrics", ["metrics.rayzero"])
+        self.own = Protection(certificate=shown.certificate, key=shown.key, token=token)
+        trusted, client = shown.authority, None
+        if given is not None:
+            trusted += _first(given.certificate or b"")
+        if given is not None and given.requires_client:
+            made = self._tools.issue("rayzero", ["viewer.rayzero"])
+            given = replace(given, clients=given.clients + b"\n" + made.authority)
+            client = (made.certificate + made.key).decode()
+        in_clear = given is not None and given.certificate is None
+        self.given = given  # as the user's web config says; None: there is none
+        self.viewer = Viewer(token=token, trusted=trusted.decode(), client=client, in_clear=in_clear)
 
 
-def metrics_access(run: str, web_config: str | None) -> MetricsAccess:
-    """Make a run's protections. ``web_config``: path of the user's; None: none. Raises ConfigError, naming the file,
-    for what cannot be used."""
-    token = secrets.token_hex(32)
-    shown = Authority(run, on_loopback=False).issue("metrics", ["metrics.rayzero"])
-    own = Protection(certificate=shown.certificate, key=shown.key, token=token)
-    if web_config is None:
-        return MetricsAccess(given=None, own=own, viewer=Viewer(token=token, trusted=shown.certificate.decode()))
-    given = _given(Path(web_config), token)
-    trusted = shown.certificate + _first(given.certificate or b"")
-    client = None
-    if given.requires_client:
-        made = Authority(f"{run} tools", on_loopback=False).issue("rayzero", ["viewer.rayzero"])
-        given = replace(given, clients=given.clients + b"\n" + made.authority)
-        client = (made.certificate + made.key).decode()
-    viewer = Viewer(token=token, trusted=trusted.decode(), client=client, in_clear=given.certificate is None)
-    return MetricsAccess(given=given, own=own, viewer=viewer)
-
-
-def _given(path: Path, token: str) -> Protection:
+def _web_config(path: Path) -> WebConfig:
     config = read_web_config(path)
     if config.basic_auth_users:
         require_bcrypt()
+    return config
+
+
+def _given(config: WebConfig, token: str, now: float) -> Protection:
     asks = Protection(users=config.basic_auth_users, token=token if config.basic_auth_users else None)
-    return asks if config.tls_server_config is None else _encrypted(asks, config.tls_server_config)
+    return asks if config.tls_server_config is None else _encrypted(asks, config.tls_server_config, now)
 
 
-def _encrypted(asks: Protection, tls: TlsServerConfig) -> Protection:
+def _encrypted(asks: Protection, tls: TlsServerConfig, now: float) -> Protection:
     certificate, key = _read("cert_file", tls.cert_file), _read("key_file", tls.key_file)
     made = replace(
         asks,
@@ -77,8 +109,8 @@ def _encrypted(asks: Protection, tls: TlsServerConfig) -> Protection:
     except (ssl.SSLError, ValueError) as error:
         files = ", ".join(file for file in (tls.cert_file, tls.key_file, tls.client_ca_file) if file is not None)
         raise ConfigError(f"{_SETTING}: {files}: {error}; pass a certificate and its key, without password") from error
-    if until <= datetime.now(UTC):
-        raise ConfigError(f"{_SETTING}: {tls.cert_file} was valid until {until:%Y-%m-%d %H:%M} UTC; renew it")
+    if until <= datetime.fromtimestamp(now, UTC):
+        raise ConfigError(f"{_SETTING}: {tls.cert_file} was valid until {utc(until)}; renew it")
     return made
 
 

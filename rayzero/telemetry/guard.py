@@ -95,6 +95,11 @@ class Guard:
         self._ended = threading.Event()
         self.comparing = ThreadPoolExecutor(1, "rayzero-passwords")
 
+    def renew(self, protection: Protection) -> None:
+        """Show and believe the certificates of this protection from the next handshake on; all else stays. Any thread
+        may call it."""
+        self.tls = protection.context()
+
     def admits(self, head: bytes) -> bool | None:
         """Whether the request with this head may be answered; None: ``compare`` says."""
         if self._token is None:

@@ -19,7 +19,7 @@ from rayzero.elastic.reform import Step
 from rayzero.errors import RayZeroError
 from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
-from rayzero.security.credentials import Credentials
+from rayzero.security.credentials import Identity
 from rayzero.store.inprocess import LocalConnection, LocalOwners
 from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.hosted import HostedModels
@@ -62,7 +62,7 @@ class ServedReach:
     config: ZeroConfig
     outlives_owners: bool = False
     world_size: int = 1
-    tls: Credentials | None = None
+    tls: Identity | None = None
 
     def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
         """See ``Reach``."""
@@ -140,7 +140,7 @@ class Service:
     share: Path | None  # where they make their slabs; None: they have private memory
     hosts: Mapping[str, Path] = field(default_factory=dict)  # see ``run_ranks``
     replaces_ranks: bool = False
-    tls: Credentials | None = None
+    tls: Identity | None = None
     token: str = field(repr=False, default_factory=lambda: secrets.token_hex(16))
 
     def host(self, owner: int, life: int, ownership: Ownership | None = None) -> HostedModels:

@@ -25,7 +25,7 @@ from rayzero.config import ZeroConfig
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import device_owners
 from rayzero.protocol.store import ParameterStore
-from rayzero.security.credentials import ANY_RANK, OWNER, Credentials
+from rayzero.security.credentials import ANY_RANK, OWNER, Identity
 from rayzero.slabs.slab import SHARED_MEMORY, sweep
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
@@ -149,11 +149,11 @@ def run_ranks(
                 sweep(directory)
 
 
-def _certificate_of_all(run: str) -> Credentials:
+def _certificate_of_all(run: str) -> Identity:
     # imported here: other runs need no certificates, and their processes no memory for the library
     from rayzero.security.authority import Authority
 
-    return Authority(run, on_loopback=True).issue("every process", [OWNER, ANY_RANK])
+    return Identity(Authority(run, on_loopback=True).issue("every process", [OWNER, ANY_RANK]))
 
 
 def _reached_by(own: Connect) -> OwnersHere:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
+from cryptography.x509 import load_pem_x509_certificate
 from safetensors.torch import load_file, save_file
+from telemetry.web_configs import TestAuthority, written
 
 import rayzero
 from rayzero.cluster.files.metrics_log import read_log
 from rayzero.cluster.files.run_dir import read_record
 from rayzero.cluster.run import NAMESPACE, coordinator_name
+from rayzero.cluster.upkeep import renewal
 from rayzero.config import ZeroConfig
 from rayzero.engine import full_state_dict, get_context, report
 from rayzero.errors import ConfigError, RunFailedError
+from rayzero.security import authority
 from rayzero.store.shm.same_host import why_no_sharing
 
 from .processes import Kills
@@ -172,6 +178,54 @@ def test_a_spare_takes_the_place_of_an_optimizer_and_another_spare_is_started(
     assert [m["pid"] for m in record["members"] if m["who"] == "optimizer 1"] == spares
     assert [spare["who"] for spare in record["spares"]] == ["spare 1"]
     assert same(result.path, undisturbed)
+
+
+def train_beyond_the_first_certificates(config: Any) -> None:
+    """Like ``train``; step 25 begins when those of the start have ended."""
+    began = time.time()
+    train(config, lambda step: time.sleep(max(0.0, began + LASTS_S + 1 - time.time()) if step == 25 else 0.0))
+
+
+LASTS_S = 8
+
+
+def test_certificates_are_renewed_while_the_run_goes_on_and_processes_are_replaced(
+    trainer, nothing_left, tmp_path, undisturbed, monkeypatch
+):
+    """Who takes a place opens connections when the certificates of the run's start have ended."""
+    monkeypatch.setattr(authority, "LASTS", timedelta(seconds=LASTS_S))
+    monkeypatch.setattr(authority, "RENEW_EVERY", timedelta(seconds=2))
+    monkeypatch.setattr(renewal, "LOOK_S", 0.3)
+    files = TestAuthority(tmp_path)
+    first = files.issue("server")[0].read_bytes()
+    web = written(tmp_path, "tls_server_config:\n  cert_file: server.pem\n  key_file: server.key\n")
+    kills = Kills(tmp_path / "demo", {30: "optimizer 0", 35: "rank 1"})
+    shown: dict[str, list[Any]] = {"owner": [], "metrics": []}
+
+    def look(one: Any) -> None:
+        kills(one)
+        if one.rank == 0 and one.metrics["done"] in (1, 25):
+            record = read_record(tmp_path / "demo")
+            shown["owner"].append(certificate_at(record["routing"]["addresses"][1]))
+            shown["metrics"].append(certificate_at(record["telemetry"]["targets"][-1]["address"]))
+            files.issue("server")
+
+    run = {"security": {"tls": "always"}, "telemetry": {"web_config": web}}
+    said: list[str] = []
+    result = trainer(train_beyond_the_first_certificates, on_report=look, on_phase=said.append, run=run).fit()
+    assert kills.kills == {}
+    assert same(result.path, undisturbed)
+    assert [one["who"] for one in read_record(result.path)["recoveries"]] == ["optimizer 0", "rank 1"]
+    early, late = shown["owner"]
+    assert late.not_valid_after_utc - early.not_valid_after_utc >= timedelta(seconds=LASTS_S - 2)
+    assert shown["metrics"][0] == load_pem_x509_certificate(first) != shown["metrics"][1]
+    assert [line for line in said if "certificates cannot" in line or "new certificate" in line] == []
+    assert any("server.pem" in line or "cert_file is valid until" in line for line in said), "it lasts a day"
+
+
+def certificate_at(address: str) -> Any:
+    host, _, port = address.rpartition(":")
+    return load_pem_x509_certificate(ssl.get_server_certificate((host, int(port)), timeout=20).encode())
 
 
 def test_without_shared_memory_there_are_no_successors_and_so_no_spares():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rayzero.cluster.processes.worker_groups import Ended, GroupStart, WorkerGroup, WorkerGroups
+from rayzero.security.authority import Authority
+from rayzero.security.credentials import ANY_RANK
 
 
 def group(name: str) -> WorkerGroup:
@@ -48,7 +51,7 @@ def test_a_newer_group_ends_the_one_before_it() -> None:
         old = asyncio.create_task(groups.join(group("a"), 0, "pid 1"))
         await soon(groups.next_group(None))
         news = asyncio.create_task(groups.next_group("a"))
-        moved = asyncio.create_task(groups.moved("a", ()))
+        moved = asyncio.create_task(groups.news("a", start()))
         assert await waits(news)
         new = asyncio.create_task(groups.join(group("b"), 0, "pid 3"))
         assert await soon(news) == group("b")
@@ -62,18 +65,25 @@ def test_a_newer_group_ends_the_one_before_it() -> None:
     asyncio.run(story())
 
 
-def test_ranks_learn_that_an_owner_has_moved_and_that_owners_are_lost() -> None:
+def test_ranks_learn_that_an_owner_has_moved_of_new_certificates_and_that_owners_are_lost() -> None:
     async def story() -> None:
         groups = WorkerGroups()
         joined = asyncio.create_task(groups.join(group("a"), 0, "pid 1"))
         await soon(groups.next_group(None))
         await groups.open("a", start("x", "y"))
         await soon(joined)
-        moved = asyncio.create_task(groups.moved("a", ("x", "y")))
+        moved = asyncio.create_task(groups.news("a", start("x", "y")))
         assert await waits(moved)
         await groups.succeed("a", 1, "z")
-        assert await soon(moved) == ("x", "z")
-        lost = asyncio.create_task(groups.moved("a", ("x", "z")))
+        assert await soon(moved) == start("x", "z")
+        shown = Authority("demo", on_loopback=False).issue("any rank", [ANY_RANK])
+        renewed = asyncio.create_task(groups.news("a", start("x", "z")))
+        assert await waits(renewed)
+        await groups.renew("a", shown)
+        now = replace(start("x", "z"), tls=shown)
+        assert await soon(renewed) == now
+        assert await soon(groups.join(group("a"), 1, "pid 2")) == now, "who comes later begins with it"
+        lost = asyncio.create_task(groups.news("a", now))
         assert await waits(lost)
         await groups.fail("a", "optimizer 1 died")
         assert await soon(lost) == Ended(why="optimizer 1 died")

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from clock import Clock
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from rayzero.config import RunConfig, SecurityConfig
 from rayzero.errors import ConfigError
-from rayzero.security.authority import LASTS, Authority, issuer
-from rayzero.security.credentials import ANY_RANK, OWNER, Credentials
+from rayzero.security.authority import LASTS, RENEW_EVERY, Authority
+from rayzero.security.credentials import ANY_RANK, OWNER, SAID_BEFORE, Credentials
+from rayzero.security.issuer import GivenFiles, Issuer, issuer
 
 RUN = Authority("x", on_loopback=False)
+
+
+def issuer_of(config: SecurityConfig) -> Issuer:
+    found = issuer("a run", config)
+    assert found is not None
+    return found
 
 
 def names_in(credentials: Credentials) -> list[str]:
@@ -26,19 +35,34 @@ def names_in(credentials: Credentials) -> list[str]:
 
 
 def test_each_process_has_a_certificate_of_its_own_that_only_its_run_signed() -> None:
-    issue = issuer("a run", SecurityConfig())
-    one, other = issue("optimizer 0", [OWNER]), issue("rank 3", ["rank-3.rayzero"])
-    assert one is not None
-    assert other is not None
+    run = issuer_of(SecurityConfig())
+    one, other = run.issue("optimizer 0", [OWNER]), run.issue("rank 3", ["rank-3.rayzero"])
     assert one.authority == other.authority != RUN.issue("x", []).authority
     assert one.key != other.key
     assert (names_in(one), names_in(other)) == ([OWNER], ["rank-3.rayzero"])
     made, authority = map(x509.load_pem_x509_certificate, (one.certificate, one.authority))
     made.verify_directly_issued_by(authority)
-    assert made.not_valid_after_utc - made.not_valid_before_utc < LASTS + timedelta(days=1)
+    assert made.not_valid_after_utc - made.not_valid_before_utc <= LASTS + timedelta(hours=1)
     usage = made.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     assert set(usage) == {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH}
     assert not made.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+
+
+def test_certificates_are_renewed_three_times_in_their_life_and_the_authority_does_not_end() -> None:
+    clock = Clock()
+    run = Authority("x", on_loopback=False, clock=clock)
+    first = run.issue("optimizer 0", [OWNER])
+    assert first.ends.timestamp() == clock.now + LASTS.total_seconds()
+    assert not run.refresh()
+    clock.now += RENEW_EVERY.total_seconds()
+    assert (run.refresh(), run.refresh()) == (True, False)
+    newer = run.issue("optimizer 0", [OWNER])
+    assert newer.ends - first.ends == RENEW_EVERY
+    assert newer.ends.timestamp() - clock.now == LASTS.total_seconds() == 3 * RENEW_EVERY.total_seconds()
+    assert (newer.authority, newer.key != first.key) == (first.authority, True)
+    assert x509.load_pem_x509_certificate(first.authority).not_valid_after_utc.year == 9999
+    clock.now -= 1.0
+    assert run.refresh(), "the clock was set back: who knows how long certificates last by it"
 
 
 def test_a_key_is_not_shown() -> None:
@@ -49,10 +73,11 @@ def test_a_key_is_not_shown() -> None:
     ("tls", "local", "remote"), [("auto", False, True), ("always", True, True), ("never", None, None)]
 )
 def test_which_connections_are_protected(tls: Any, local: bool | None, remote: bool | None) -> None:
-    found = issuer("a run", SecurityConfig(tls=tls))("optimizer 0", [OWNER])
-    if found is None:
+    run = issuer("a run", SecurityConfig(tls=tls))
+    if run is None:
         assert remote is None
     else:
+        found = run.issue("optimizer 0", [OWNER])
         assert (found.protects("127.0.0.1:5"), found.protects("10.0.0.1:5")) == (local, remote)
 
 
@@ -65,8 +90,47 @@ def files(folder: Path, made: Credentials, **others: bytes) -> SecurityConfig:
 
 def test_given_certificates_are_shown_by_every_process(tmp_path: Path) -> None:
     made = RUN.issue("all", [OWNER, ANY_RANK, "something.else"])
-    issue = issuer("a run", files(tmp_path, made))
-    assert issue("optimizer 0", [OWNER]) == issue("rank 0", ["rank-0.rayzero"]) == made
+    run = issuer_of(files(tmp_path, made))
+    found = run.issue("optimizer 0", [OWNER])
+    assert found == run.issue("rank 0", ["rank-0.rayzero"])
+    assert (found.certificate, found.key, found.authority) == (made.certificate, made.key, made.authority)
+    assert found.ends == made.ends.replace(microsecond=0)
+
+
+def test_given_files_that_are_replaced_are_what_processes_get_next(tmp_path: Path) -> None:
+    old, new = RUN.issue("all", BOTH), RUN.issue("all", BOTH, timedelta(days=100))
+    run = issuer_of(files(tmp_path, old))
+    assert not run.refresh()
+    (tmp_path / "certificate.pem").write_bytes(new.certificate)
+    with pytest.raises(ConfigError, match=r"key.pem is not the key of .*; what the run has ends at 2\d\d\d-"):
+        run.refresh()
+    assert run.issue("rank 0", []).certificate == old.certificate
+    (tmp_path / "key.pem").write_bytes(new.key)
+    assert (run.refresh(), run.refresh()) == (True, False)
+    assert run.issue("rank 0", []).certificate == new.certificate
+
+
+def test_given_files_that_may_end_before_the_run_are_named_and_refused_once_they_have(tmp_path: Path) -> None:
+    made, clock = RUN.issue("all", BOTH, SAID_BEFORE + timedelta(days=1)), Clock()
+    clock.now = time.time()
+    run = GivenFiles(files(tmp_path, made), clock)
+    assert run.warning is None
+    clock.now += timedelta(days=2).total_seconds()
+    assert run.warning is not None
+    assert f"certificate.pem is valid until {made.ends:%Y-%m-%d %H:%M} UTC; afterwards no connection" in run.warning
+    clock.now = made.ends.timestamp() + 1
+    with pytest.raises(ConfigError, match=r"certificate.pem was valid until .*; renew it"):
+        run.refresh()
+
+
+def test_of_a_chain_the_first_that_ends_counts(tmp_path: Path) -> None:
+    made, short = RUN.issue("all", BOTH), RUN.issue("all", BOTH, timedelta(minutes=5))
+    config = files(tmp_path, made, certificate=made.certificate + short.certificate)
+    assert issuer_of(config).issue("x", []).ends == short.ends.replace(microsecond=0)
+    gone = RUN.issue("all", BOTH, timedelta(seconds=-5))
+    config = files(tmp_path, made, certificate=made.certificate + gone.certificate)
+    with pytest.raises(ConfigError, match=r"what has signed .*certificate.pem was valid until"):
+        issuer_of(config)
 
 
 def signed_by_another(made: Credentials) -> dict[str, bytes]:

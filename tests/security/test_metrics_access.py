@@ -17,12 +17,12 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from telemetry.web_configs import HASH, TestAuthority, written
 
-from rayzero.cluster.files.viewer_file import VIEWER_FILE, read_viewer, viewable
+from rayzero.cluster.files.viewer_file import VIEWER_FILE, read_viewer, viewable, write_viewer
 from rayzero.cluster.processes.process_exporter import plan_exporters, protection_at
 from rayzero.cluster.run import Member
 from rayzero.config import RunConfig, TelemetryConfig
 from rayzero.errors import ConfigError
-from rayzero.security.metrics_access import metrics_access
+from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry.guard import Protection
 from rayzero.telemetry.scrape import Viewer
 
@@ -76,7 +76,7 @@ def test_what_a_web_config_may_not_say_is_one_line(
     locked = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"word"))
     (tmp_path / "locked.key").write_bytes(locked)
     with pytest.raises(ConfigError) as refused:
-        metrics_access("demo", written(tmp_path, text))
+        MetricsAccess("demo", written(tmp_path, text))
     assert said in str(refused.value)
     assert str(refused.value).startswith("run.telemetry.web_config: ")
     assert "\n" not in str(refused.value)
@@ -85,7 +85,7 @@ def test_what_a_web_config_may_not_say_is_one_line(
 
 def test_a_missing_web_config_is_named() -> None:
     with pytest.raises(ConfigError, match=r"run.telemetry.web_config: .*cannot read /nowhere/web.yaml: No such file"):
-        metrics_access("demo", "/nowhere/web.yaml")
+        MetricsAccess("demo", "/nowhere/web.yaml")
     with pytest.raises(ConfigError, match="web_config needs enabled: true"):
         TelemetryConfig(web_config="x", enabled=False)
     with pytest.raises(ConfigError, match="web_config is '' but must not be empty"):
@@ -96,7 +96,7 @@ def test_paths_are_relative_to_the_file(
     tmp_path: Path, authority: TestAuthority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir("/")
-    made = metrics_access("demo", written(tmp_path, TLS))
+    made = MetricsAccess("demo", written(tmp_path, TLS))
     assert made.given.certificate == (tmp_path / "server.pem").read_bytes()
     assert made.given.token is None, "TLS alone asks nobody who it is"
 
@@ -106,7 +106,7 @@ def test_an_authority_behind_the_servers_certificate_is_not_what_tools_trust(
 ) -> None:
     chain = (tmp_path / "server.pem").read_text() + authority.file.read_text()
     (tmp_path / "server.pem").write_text(chain)
-    made = metrics_access("demo", written(tmp_path, TLS))
+    made = MetricsAccess("demo", written(tmp_path, TLS))
     assert authority.file.read_text().strip() not in made.viewer.trusted
 
 
@@ -136,7 +136,7 @@ def test_what_crosses_a_network_is_open_only_by_a_word(
 
 
 def test_exporters_on_several_nodes_are_for_the_runs_own_tools_and_say_https() -> None:
-    made = metrics_access("demo", None)
+    made = MetricsAccess("demo", None)
     two = {who: Member(who=who, pid=1, node=at, host=at) for who, at in (("coordinator", "10.0.0.1"), ("rank 0", "b"))}
     found = plan_exporters("demo", two, TelemetryConfig(), Path("/dev/shm"), made)
     assert [one.protection for one in found.values()] == [made.own] * 2
@@ -153,13 +153,17 @@ def test_exporters_on_several_nodes_are_for_the_runs_own_tools_and_say_https() -
 
 
 def test_the_viewer_lies_in_the_runs_folder_for_its_user_alone_while_it_runs(tmp_path: Path) -> None:
-    viewer = metrics_access("demo", None).viewer
+    viewer = MetricsAccess("demo", None).viewer
     assert read_viewer(tmp_path) == Viewer()
     (tmp_path / VIEWER_FILE).touch(0o666)  # a killed run's
     with viewable(tmp_path, viewer):
         assert stat.S_IMODE(os.stat(tmp_path / VIEWER_FILE).st_mode) == 0o600
         assert read_viewer(tmp_path) == viewer
-    assert not (tmp_path / VIEWER_FILE).exists()
+        newer = MetricsAccess("demo", None).viewer
+        write_viewer(tmp_path, newer)
+        assert stat.S_IMODE(os.stat(tmp_path / VIEWER_FILE).st_mode) == 0o600
+        assert read_viewer(tmp_path) == newer
+    assert list(tmp_path.iterdir()) == []
     with viewable(tmp_path, None):
         assert not (tmp_path / VIEWER_FILE).exists()
 

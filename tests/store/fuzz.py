@@ -23,7 +23,7 @@ import torch
 from google.protobuf.descriptor import FieldDescriptor
 
 from rayzero.security.authority import Authority
-from rayzero.security.credentials import OWNER, Credentials, name_of_rank
+from rayzero.security.credentials import OWNER, Identity, name_of_rank
 from rayzero.store.wire.payload import encode_chunk, encode_header
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
@@ -149,22 +149,22 @@ def bent(messages: list[bytes], draws: random.Random) -> list[bytes]:
 class Attacker:
     """Somebody who may ask for nothing."""
 
-    shown: Credentials | None
+    shown: Identity | None
     metadata: Metadata
     owners_methods: bool  # whether it also calls what ranks may not; else only what they may
     only_bent: bool = False  # it is a rank, whose messages are damaged
 
 
 def attackers() -> dict[str, Attacker]:
-    of_rank = {rank: RUN.issue(f"rank {rank}", [name_of_rank(rank)]) for rank in (0, 1)}
+    of_rank = {rank: Identity(RUN.issue(f"rank {rank}", [name_of_rank(rank)])) for rank in (0, 1)}
     token, guess = token_metadata(TOKEN), token_metadata("of another run")
     rank_0 = life_metadata(0, 0)
     return {
         "without TLS": Attacker(None, (*token, *rank_0), True),
-        "another run's rank 0": Attacker(OTHER.issue("rank 0", [name_of_rank(0)]), (*token, *rank_0), True),
+        "another run's rank 0": Attacker(Identity(OTHER.issue("rank 0", [name_of_rank(0)])), (*token, *rank_0), True),
         "rank 0 with another run's token": Attacker(of_rank[0], (*guess, *rank_0), True),
         "rank 1 as rank 0": Attacker(of_rank[1], (*token, *rank_0), True),
-        "an owner as rank 0": Attacker(RUN.issue("optimizer", [OWNER]), (*token, *rank_0), False),
+        "an owner as rank 0": Attacker(Identity(RUN.issue("optimizer", [OWNER])), (*token, *rank_0), False),
         "rank 0, which does not say so": Attacker(of_rank[0], token, True),
         "rank 0, damaged": Attacker(of_rank[0], (*token, *rank_0), False, only_bent=True),
     }
@@ -233,9 +233,9 @@ def train(goes_on: Callable[[int], bool], recording: Recording | None = None) ->
     ``goes_on``, and yields the steps and the weights."""
     spec, step = make_spec(1), 0
     interceptors = [] if recording is None else [recording]
-    shown = RUN.issue("rank 0", [name_of_rank(0)])
+    shown = Identity(RUN.issue("rank 0", [name_of_rank(0)]))
     with (
-        serving(tls=RUN.issue("optimizer", [OWNER]), interceptors=interceptors) as (server,),
+        serving(tls=Identity(RUN.issue("optimizer", [OWNER])), interceptors=interceptors) as (server,),
         connected([server], tls=shown) as stores,
     ):
         ranks = start(stores, spec)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from rayzero.security.authority import Authority
-from rayzero.security.credentials import OWNER, Credentials
+from rayzero.security.credentials import OWNER, Identity
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.wire.payload import encode_chunk
 from rayzero.store.wire.rpc import (
@@ -31,12 +31,12 @@ from store.stores import TOKEN
 from store.test_grpc import connected, serving
 from store.toy import make_spec, masters, random_grads, start, take_step
 
-SHOWN = Authority("hostile", on_loopback=True).issue("all", [OWNER, "rank-0.rayzero"])
+SHOWN = Identity(Authority("hostile", on_loopback=True).issue("all", [OWNER, "rank-0.rayzero"]))
 MIB = 1 << 20
 
 
 @contextmanager
-def training_goes_on(shown: Credentials | None, most_bytes: int) -> Iterator[OwnerServer]:
+def training_goes_on(shown: Identity | None, most_bytes: int) -> Iterator[OwnerServer]:
     """A rank takes a step before the block and after it; the process grows by less than ``most_bytes`` meanwhile."""
     spec = make_spec(1)
     with serving(tls=shown) as (server,), connected([server], tls=shown) as stores:
@@ -77,7 +77,7 @@ SAID = {
 
 @pytest.mark.parametrize("said", SAID)
 @pytest.mark.parametrize("shown", [None, SHOWN], ids=["plain", "tls"])
-def test_clients_that_do_not_speak_the_protocol_are_cut(said: str, shown: Credentials | None) -> None:
+def test_clients_that_do_not_speak_the_protocol_are_cut(said: str, shown: Identity | None) -> None:
     draws = random.Random(1)
     with training_goes_on(shown, 64 * MIB) as server, ExitStack() as stack:
         connections = [stack.enter_context(connect(server)) for _ in range(100)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -13,7 +14,7 @@ import pytest
 
 from rayzero.errors import HandshakeError, TransferError
 from rayzero.security.authority import Authority
-from rayzero.security.credentials import ANY_RANK, OWNER, Credentials, is_loopback, name_of_rank
+from rayzero.security.credentials import ANY_RANK, OWNER, Identity, identity_of, is_loopback, name_of_rank
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.store import RankStore
 from rayzero.store.wire.rpc import (
@@ -26,20 +27,23 @@ from rayzero.store.wire.rpc import (
     open_channel,
     token_metadata,
 )
+from rayzero.telemetry.names import LINK_RECONNECTS
+from rayzero.telemetry.recorder import MemoryRecorder
+from store.proxy import Proxy
 from store.stores import TOKEN
 from store.test_grpc import connected, serving
 from store.toy import WAIT, make_spec, masters, random_grads, start, take_step
 
 RUN = Authority("this one", on_loopback=True)
 OTHER = Authority("this one", on_loopback=True)  # of a run of the same name
-OWN = RUN.issue("optimizer", [OWNER])
+OWN = Identity(RUN.issue("optimizer", [OWNER]))
 
 
-def of_rank(rank: int) -> Credentials:
-    return RUN.issue(f"rank {rank}", [name_of_rank(rank)])
+def of_rank(rank: int) -> Identity:
+    return Identity(RUN.issue(f"rank {rank}", [name_of_rank(rank)]))
 
 
-def refusal(server: OwnerServer, shown: Credentials | None, service: str, name: str, metadata: Metadata) -> Any:
+def refusal(server: OwnerServer, shown: Identity | None, service: str, name: str, metadata: Metadata) -> Any:
     """The error of a call to one method."""
     method = methods(service)[name]
     with open_channel(server.address, shown) as channel:
@@ -70,7 +74,7 @@ def test_steps_over_tls() -> None:
 
 
 @pytest.mark.parametrize("tls", [None, OWN], ids=["plain", "tls"])
-def test_steps_over_ipv6(tls: Credentials | None) -> None:
+def test_steps_over_ipv6(tls: Identity | None) -> None:
     shown = None if tls is None else of_rank(0)
     with serving(2, host="::1", tls=tls) as servers, connected(servers, tls=shown) as stores:
         assert all(server.address.startswith("[::1]:") for server in servers)
@@ -83,9 +87,9 @@ def test_steps_over_ipv6(tls: Credentials | None) -> None:
 STRANGERS = {
     "no TLS": None,
     "no certificate of the run": OTHER.issue("rank 0", [name_of_rank(0)]),
-    "another authority's trust": replace(OTHER.issue("rank 0", [name_of_rank(0)]), authority=OWN.authority),
+    "another authority's trust": replace(OTHER.issue("rank 0", [name_of_rank(0)]), authority=OWN.now.authority),
     "an expired certificate": RUN.issue("rank 0", [name_of_rank(0)], timedelta(seconds=-1)),
-    "another's key": replace(of_rank(0), key=of_rank(0).key),
+    "another's key": replace(of_rank(0).now, key=of_rank(0).now.key),
 }
 
 
@@ -93,13 +97,13 @@ STRANGERS = {
 def test_a_stranger_with_the_token_is_not_let_in(stranger: str) -> None:
     with serving(tls=OWN) as servers, one_step_goes_on(servers):
         for service, name in ((STORE_SERVICE, "Describe"), (OWNER_SERVICE, "Identify")):
-            said = refusal(servers[0], STRANGERS[stranger], service, name, token_metadata(TOKEN))
+            said = refusal(servers[0], identity_of(STRANGERS[stranger]), service, name, token_metadata(TOKEN))
             assert isinstance(said, TransferError), said
 
 
 def test_a_client_that_shows_nothing_is_not_let_in() -> None:
     with serving(tls=OWN) as (server,):
-        trusting = grpc.ssl_channel_credentials(OWN.authority)
+        trusting = grpc.ssl_channel_credentials(OWN.now.authority)
         options = (("grpc.ssl_target_name_override", OWNER),)
         identify = methods(OWNER_SERVICE)["Identify"]
         with grpc.secure_channel(server.address, trusting, options) as channel, pytest.raises(grpc.RpcError) as refused:
@@ -107,13 +111,14 @@ def test_a_client_that_shows_nothing_is_not_let_in() -> None:
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-@pytest.mark.parametrize("shown", [of_rank(0), RUN.issue("any", [ANY_RANK]), RUN.issue("nobody", [])], ids=str)
-def test_what_owners_ask_of_each_other_is_not_for_ranks(shown: Credentials) -> None:
+@pytest.mark.parametrize("name", [name_of_rank(0), ANY_RANK, None])
+def test_what_owners_ask_of_each_other_is_not_for_ranks(name: str | None) -> None:
+    shown = Identity(RUN.issue("somebody", [] if name is None else [name]))
     with serving(tls=OWN) as servers, one_step_goes_on(servers):
-        for name in methods(OWNER_SERVICE):
-            said = refusal(servers[0], shown, OWNER_SERVICE, name, token_metadata(TOKEN))
-            assert isinstance(said, HandshakeError), name
-            assert f"{name} was called with a certificate of" in str(said)
+        for method in methods(OWNER_SERVICE):
+            said = refusal(servers[0], shown, OWNER_SERVICE, method, token_metadata(TOKEN))
+            assert isinstance(said, HandshakeError), method
+            assert f"{method} was called with a certificate of" in str(said)
 
 
 def test_what_a_rank_asks_is_for_that_rank_alone() -> None:
@@ -140,7 +145,7 @@ def test_what_is_kept_of_a_loop_is_for_its_next_owner_too() -> None:
 
 @pytest.mark.parametrize("names", [[], [name_of_rank(0)], ["127.0.0.1"]])
 def test_a_server_that_is_no_owner_gets_nothing(names: list[str]) -> None:
-    posing = RUN.issue("rank 0", names)
+    posing = Identity(RUN.issue("rank 0", names))
     with (
         serving(tls=posing) as servers,
         connected(servers, tls=of_rank(0)) as (store,),
@@ -150,7 +155,7 @@ def test_a_server_that_is_no_owner_gets_nothing(names: list[str]) -> None:
 
 
 def test_connections_within_a_host_need_none_unless_they_shall() -> None:
-    plain = replace(OWN, on_loopback=False)
+    plain = Identity(replace(OWN.now, on_loopback=False))
     with serving(tls=plain) as servers, connected(servers) as stores:
         assert isinstance(stores[0], RankStore)
         assert start(stores, make_spec(1))
@@ -174,3 +179,65 @@ def test_refused_calls_are_counted_and_told(caplog: pytest.LogCaptureFixture) ->
     (said,) = [line for line in caplog.messages if line.startswith("refused")]
     assert "refused 1 call, the last from ipv4:127.0.0.1:" in said
     assert said.endswith("Apply was called with a certificate of rank-0.rayzero; it takes one of owner.rayzero")
+
+
+# ---- certificates that end
+
+
+def test_new_certificates_are_shown_to_who_connects_next_and_cut_no_connection() -> None:
+    """An owner and a rank that began with certificates that have ended now take steps over what is open, and what they
+    open next needs new ones."""
+    short = timedelta(seconds=2)
+    owner, rank = Identity(RUN.issue("optimizer", [OWNER], short)), Identity(RUN.issue("0", [name_of_rank(0)], short))
+    spec, recorder = make_spec(1), MemoryRecorder()
+    with serving(tls=owner) as servers, connected(servers, tls=rank, recorder=recorder) as stores:
+        ranks = start(stores, spec)
+        take_step(ranks, [random_grads(spec, 1)], 0.5)
+        time.sleep(max(0.0, rank.now.ends.timestamp() + 0.1 - time.time()))
+        assert owner.now.have_ended
+        take_step(ranks, [random_grads(spec, 2)], 0.5)  # over connections that live on
+        assert identify(servers[0], OWN) is grpc.StatusCode.UNAVAILABLE, "the owner's has ended"
+        owner.renew(RUN.issue("optimizer", [OWNER]))
+        assert identify(servers[0], OWN) is None
+        assert identify(servers[0], Identity(owner.now)) is None
+        assert identify(servers[0], Identity(RUN.issue("x", [OWNER], -short))) is grpc.StatusCode.UNAVAILABLE
+        take_step(ranks, [random_grads(spec, 3)], 0.5)
+        assert recorder.total(LINK_RECONNECTS) == 0
+        assert masters(ranks[0])
+
+
+def identify(server: OwnerServer, shown: Identity) -> grpc.StatusCode | None:
+    """What becomes of a call over a new connection; None: it is answered."""
+    method = methods(OWNER_SERVICE)["Identify"]
+    with open_channel(server.address, shown) as channel:
+        try:
+            method.bind(channel)(method.request(), metadata=token_metadata(TOKEN), timeout=WAIT)
+        except grpc.RpcError as error:
+            return error.code()
+    return None
+
+
+def until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_link_that_is_cut_when_certificates_have_ended_is_opened_with_new_ones() -> None:
+    """Until the run has renewed them, the link says why it cannot be opened."""
+    rank, spec = of_rank(0), make_spec(1)
+    with (
+        serving(tls=OWN) as (server,),
+        Proxy(server.address) as proxy,
+        connected([proxy], tls=rank) as stores,
+    ):
+        ranks = start(stores, spec)
+        take_step(ranks, [random_grads(spec, 1)], 0.5)
+        rank.renew(RUN.issue("rank 0", [name_of_rank(0)], timedelta(seconds=-1)))
+        proxy.cut()
+        (link,) = stores[0].connection._links
+        until(lambda: "; this rank's certificate ended at 2" in str(link.down()))
+        rank.renew(RUN.issue("rank 0", [name_of_rank(0)]))
+        take_step(ranks, [random_grads(spec, 2)], 0.5)
+        assert masters(ranks[0])

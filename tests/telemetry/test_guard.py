@@ -20,9 +20,11 @@ from urllib.request import urlopen
 
 import pytest
 import yaml
+from clock import Clock
 
 from rayzero.errors import ConfigError
-from rayzero.security.metrics_access import MetricsAccess, metrics_access
+from rayzero.security.authority import LASTS
+from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry import http as server
 from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.exporter import Exporter
@@ -82,7 +84,7 @@ def asks_for_clients(authority: TestAuthority, kind: str = "RequireAndVerifyClie
 
 
 def access(folder: Path, text: str) -> MetricsAccess:
-    return metrics_access("demo", written(folder, text))
+    return MetricsAccess("demo", written(folder, text))
 
 
 def status(address: str, shown: str | None = None, tls: ssl.SSLContext | None = None) -> int:
@@ -223,7 +225,7 @@ def test_a_request_that_comes_with_the_end_of_the_handshake_is_answered(
 
 
 def test_an_exporter_at_an_ipv6_address_is_read_over_tls() -> None:
-    made = metrics_access("demo", None)
+    made = MetricsAccess("demo", None)
     exporter = Exporter(MemoryRecorder(), Role.RANK, host="::1", protection=made.own)
     try:
         assert exporter.address.startswith("[::1]:")
@@ -324,7 +326,7 @@ def test_closing_ends_handshakes_and_comparisons(tmp_path: Path, authority: Test
 
 
 def test_the_runs_own_protection_lets_its_tools_in_and_nobody_else(serve: Open) -> None:
-    made, other = metrics_access("demo", None), metrics_access("demo", None)
+    made, other = MetricsAccess("demo", None), MetricsAccess("demo", None)
     assert made.given is None
     exporter = serve(made.own)
     assert step_seen(exporter, made.own, made.viewer) == 7
@@ -334,8 +336,56 @@ def test_the_runs_own_protection_lets_its_tools_in_and_nobody_else(serve: Open) 
     assert "PRIVATE" not in repr(made)
 
 
+def test_new_certificates_are_shown_from_the_next_connection_on(serve: Open) -> None:
+    """What has a page before keeps its connection; what was shown before is no good any more."""
+    clock = Clock()
+    clock.now = time.time() - LASTS.total_seconds()
+    made = MetricsAccess("demo", None, clock)
+    exporter, old = serve(made.own), made.viewer
+    assert "expired" in str(step_seen(exporter, made.own, old))
+    clock.now = time.time()
+    assert made.refresh()
+    exporter.renew(made.own)
+    assert step_seen(exporter, made.own, made.viewer) == step_seen(exporter, made.own, old) == 7
+
+
+def test_files_that_are_replaced_and_the_tools_own_certificate_are_taken_over(
+    serve: Open, tmp_path: Path, authority: TestAuthority
+) -> None:
+    clock = Clock()
+    clock.now = time.time() - LASTS.total_seconds()
+    made = MetricsAccess("demo", written(tmp_path, asks_for_clients(authority) + USERS), clock)
+    exporter = serve(made.given)
+    assert isinstance(step_seen(exporter, made.given, made.viewer), str), "the tools' has ended"
+    clock.now = time.time()
+    assert "cert_file is valid until" in str(made.warning), "it lasts a day"
+    kept = http.client.HTTPSConnection(
+        exporter.address, timeout=20, context=trusting(authority, authority.issue("client"))
+    )
+    assert answer(kept) == 200
+    newer, _ = authority.issue("server")
+    assert made.refresh()
+    exporter.renew(made.given)
+    assert made.given.certificate == newer.read_bytes()
+    assert step_seen(exporter, made.given, made.viewer) == 7
+    assert answer(kept) == 200
+    kept.close()
+    (tmp_path / "server.key").write_bytes(b"")
+    before = made.given
+    with pytest.raises(ConfigError, match=r"server.key is no PEM file"):
+        made.refresh()
+    assert made.given is before
+
+
+def answer(connection: http.client.HTTPSConnection) -> int:
+    connection.request("GET", "/metrics", headers={"Authorization": basic("reader", "secret")})
+    with connection.getresponse() as told:
+        told.read()
+        return told.status
+
+
 def test_the_token_is_not_sent_in_clear_unless_passwords_are(serve: Open, tmp_path: Path) -> None:
-    assert metrics_access("demo", None).viewer.header("http") == ""
+    assert MetricsAccess("demo", None).viewer.header("http") == ""
     assert "Bearer" in access(tmp_path, USERS).viewer.header("http")
 
 

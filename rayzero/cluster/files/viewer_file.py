@@ -13,7 +13,7 @@ from rayzero.errors import ConfigError
 from rayzero.files import parse_json, read_text
 from rayzero.telemetry.scrape import Viewer
 
-__all__ = ["VIEWER_FILE", "read_viewer", "viewable"]
+__all__ = ["VIEWER_FILE", "read_viewer", "viewable", "write_viewer"]
 
 VIEWER_FILE = ".metrics-viewer.json"
 
@@ -27,18 +27,24 @@ def viewable(run_dir: Path, viewer: Viewer | None) -> Iterator[None]:
     if viewer is None:
         yield
         return
-    path = run_dir / VIEWER_FILE
-    try:
-        path.unlink(missing_ok=True)  # of a run that was killed; its mode may be another
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with open(handle, "w") as file:
-            json.dump(asdict(viewer), file)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; choose another run.storage_path") from error
+    write_viewer(run_dir, viewer)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        (run_dir / VIEWER_FILE).unlink(missing_ok=True)
+
+
+def write_viewer(run_dir: Path, viewer: Viewer) -> None:
+    """Write the file with mode 0600, in the place of an older one. Raises ConfigError if it cannot be written."""
+    path, new = run_dir / VIEWER_FILE, run_dir / f"{VIEWER_FILE}.new"
+    try:
+        new.unlink(missing_ok=True)  # of a run that was killed; its mode may be another
+        handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with open(handle, "w") as file:
+            json.dump(asdict(viewer), file)
+        new.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; choose another run.storage_path") from error
 
 
 def read_viewer(run_dir: Path) -> Viewer:

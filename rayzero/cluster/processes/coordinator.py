@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import ray
 
 from rayzero.cluster.files.metrics_log import MetricsLog
-from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter
+from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
 from rayzero.cluster.run import DISCOVERY_PATH, Member, Report, Routing, RunState
 from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.http import Page
@@ -260,6 +260,11 @@ class Coordinator:
         page = Page("application/json", lambda: service_discovery(self._targets))
         self._exporter = ProcessExporter(settings, self._recorder, pages={DISCOVERY_PATH: page})
         return self._exporter.target
+
+    async def renew(self, new: Renewed) -> None:
+        """Show what is new from now on."""
+        if new.metrics is not None and self._exporter is not None:
+            self._exporter.renew(new.metrics)
 
     async def beat(self, who: str, update_seconds: float | None) -> None:
         """See :meth:`Heartbeats.beat`."""

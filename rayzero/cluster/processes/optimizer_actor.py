@@ -15,7 +15,7 @@ from rayzero.cluster.nodes.numa import bind
 from rayzero.cluster.nodes.reachability import unreachable
 from rayzero.cluster.processes.coordinator import this_process
 from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
-from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter
+from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
 from rayzero.cluster.run import Load, Member, optimizer_name
 from rayzero.elastic.reform import Step
 from rayzero.kernels.bandwidth import measure_bandwidth
@@ -101,6 +101,13 @@ class OptimizerActor:
         member = self.become(settings, measure_bandwidth=False, bind_numa=bind_numa)
         address = self.serve(host or member.host)
         return member, address, None if exporter is None else self.open_exporter(exporter, coordinator)
+
+    def renew(self, new: Renewed) -> None:
+        """Show what is new from now on; connections stay open."""
+        if new.tls is not None:
+            self._served.renew(new.tls)
+        if new.metrics is not None and self._exporter is not None:
+            self._exporter.renew(new.metrics)
 
     def succeed(self, owner: int, address: str) -> None:
         """Another owner has died; its successor is at ``address``."""

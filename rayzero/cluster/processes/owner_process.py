@@ -12,7 +12,7 @@ import torch
 from rayzero.cluster.nodes.reachability import address_to_serve, own_addresses
 from rayzero.elastic.reform import Step
 from rayzero.protocol.ownership import Ownership
-from rayzero.security.credentials import Credentials
+from rayzero.security.credentials import Credentials, identity_of
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.shm.same_host import why_no_sharing
@@ -45,6 +45,7 @@ class ServedOwner:
 
     def __init__(self, settings: OwnerSettings, recorder: Recorder) -> None:
         self._settings = settings
+        self._identity = identity_of(settings.tls)
         share = settings.share if settings.share is not None and why_no_sharing(settings.share) is None else None
         self.models = HostedModels(
             settings.owner,
@@ -67,7 +68,7 @@ class ServedOwner:
         self._server = serve_models(
             self.models,
             token=self._settings.token,
-            tls=self._settings.tls,
+            tls=self._identity,
             host=self._at(host),
             replaces_ranks=replaces,
             replaces_owners=replaces and self._settings.share is not None,
@@ -81,6 +82,11 @@ class ServedOwner:
 
     def _at(self, host: str) -> str:
         return address_to_serve(f"optimizer {self._settings.owner}", host, self._settings.network, own_addresses())
+
+    def renew(self, tls: Credentials) -> None:
+        """Show this from now on; connections stay open."""
+        if self._identity is not None:
+            self._identity.renew(tls)
 
     def connect_peers(self, addresses: Sequence[str]) -> None:
         """Set the addresses of all owners, its own included. Call it before the first rank attaches."""

@@ -17,7 +17,7 @@ from rayzero.memory.heap import heap_use
 from rayzero.memory.ledger import LedgerCount, ledger_rest, without_model
 from rayzero.memory.malloc import give_back_freed
 from rayzero.memory.process_memory import node_memory, process_memory
-from rayzero.security.credentials import is_loopback
+from rayzero.security.credentials import Credentials, is_loopback
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.security.refusals import Refusals
 from rayzero.telemetry.discovery import Target
@@ -43,6 +43,7 @@ __all__ = [
     "ExporterSettings",
     "MemorySource",
     "ProcessExporter",
+    "Renewed",
     "plan_exporters",
     "protection_at",
 ]
@@ -72,6 +73,15 @@ class ExporterSettings:
         """The exporter as discovery describes it."""
         scheme = "http" if self.protection is None else self.protection.scheme
         return Target(address=address, run=self.run, role=self.role, node=self.node, index=self.index, scheme=scheme)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewed:
+    """What a process shows from now on. None: it shows nothing of the kind."""
+
+    tls: Credentials | None = None  # to owners and ranks
+    beside: Credentials | None = None  # the same as the owner beside a rank
+    metrics: Protection | None = None
 
 
 def protection_at(host: str, bind: str, given: Protection | None, own: Protection | None) -> Protection | None:
@@ -191,6 +201,10 @@ class ProcessExporter:
         self.target = settings.target(exporter.address)
         self._exporter = exporter
         self._pulse = None if coordinator is None else Pulse(settings.who, coordinator, update_seconds)
+
+    def renew(self, protection: Protection) -> None:
+        """See ``Exporter.renew``."""
+        self._exporter.renew(protection)
 
     def close(self) -> None:
         """Free the port, end the heartbeat. Idempotent."""

@@ -17,7 +17,7 @@ from rayzero.cluster.nodes.numa import bind, cpus_near_gpu
 from rayzero.cluster.nodes.reachability import unreachable
 from rayzero.cluster.processes.coordinator import Received, this_process
 from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
-from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter
+from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
 from rayzero.cluster.processes.reports import ReportChannel, ReportGauges, ReportSender, RunGoneError
 from rayzero.cluster.run import Load, Member, Report, rank_name
 from rayzero.cluster.supervision import RankOutcome, failure_of
@@ -28,7 +28,7 @@ from rayzero.engine.loop.reports import LoopReport, RecentReports
 from rayzero.engine.private_torch import load_compiler_only_to_compile
 from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
-from rayzero.security.credentials import Credentials
+from rayzero.security.credentials import Credentials, Identity, identity_of
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.select import connect_store
 from rayzero.telemetry.discovery import Target
@@ -78,7 +78,8 @@ class RankWorker:
         self._table: OwnerTable | None = None  # while the loop runs
         self._owners: tuple[Sequence[str], Ownership] | None = None  # those of the last change that this rank heard of
         self._successors: list[tuple[int, str]] = []  # of owners, since that, or since the loop's addresses were sent
-        self._moving = threading.Lock()  # guards both
+        self._identity: Identity | None = None  # while the loop runs, or once it was renewed
+        self._moving = threading.Lock()  # guards these
         self._channel: ReportChannel | None = None
         self._exporter: ProcessExporter | None = None  # open to the end: a loop that has returned still shows
 
@@ -111,6 +112,18 @@ class RankWorker:
     def take_place(self, exporter: ExporterSettings | None, coordinator: Any) -> tuple[Member, str, Target | None]:
         """Begin in the place of a rank that has died: who this is, no address, and its exporter."""
         return self.hello(), "", None if exporter is None else self.open_exporter(exporter, coordinator)
+
+    def renew(self, new: Renewed) -> None:
+        """Show what is new from now on; connections stay open."""
+        with self._moving:
+            if new.tls is not None and self._identity is not None:
+                self._identity.renew(new.tls)
+            elif new.tls is not None:
+                self._identity = Identity(new.tls)
+        if new.beside is not None:
+            self._beside.renew(new.beside)
+        if new.metrics is not None and self._exporter is not None:
+            self._exporter.renew(new.metrics)
 
     def succeed(self, owner: int, address: str) -> None:
         """Tell the rank that an owner has died, and that its successor is at ``address``. The owner beside the rank is
@@ -170,7 +183,7 @@ class RankWorker:
         recent = RecentReports()
         sender = ReportSender(partial(_ask, coordinator), recent, partial(_report, settings))
         channel = self._channel = ReportChannel(sender.send)
-        context = self._context = _context(settings, table, channel, recent, self._recorder)
+        context = self._context = _context(settings, table, self._identity, channel, recent, self._recorder)
         context.handing_over = None if self._exporter is None else self._exporter.begin_run
         failure = None
         try:
@@ -189,6 +202,8 @@ class RankWorker:
             for owner, address in self._successors:
                 table.succeed(owner, address)
             self._table = table
+            if self._identity is None:
+                self._identity = identity_of(settings.tls)
         return table
 
     def stop(self, reason: str) -> None:
@@ -222,6 +237,7 @@ def _report(settings: RankSettings, made: LoopReport) -> Report:
 def _context(
     settings: RankSettings,
     table: OwnerTable,
+    shown: Identity | None,
     channel: ReportChannel,
     recent: RecentReports,
     recorder: MemoryRecorder,
@@ -237,7 +253,7 @@ def _context(
             settings.rank,
             table,
             token=settings.token,
-            tls=settings.tls,
+            tls=shown,
             config=settings.config,
             recorder=recorder,
             model=model,

@@ -89,14 +89,16 @@ class WorkerGroups:
         self._newest, self._processes, self._start, self._failed = group, {}, None, None
         self._news.notify_all()
 
-    async def moved(self, group: str, known: tuple[str, ...]) -> tuple[str, ...] | Ended:
-        """The addresses of the group's owners, as soon as they are not ``known``."""
+    async def news(self, group: str, known: GroupStart) -> GroupStart | Ended:
+        """What the ranks of the group would begin with now, as soon as it is not ``known``: an owner has moved, or
+        ranks are to show another certificate."""
         async with self._news:
-            await self._news.wait_for(lambda: self._end_of(group) is not None or self._addresses() != known)
-            return self._end_of(group) or self._addresses()
-
-    def _addresses(self) -> tuple[str, ...]:
-        return () if self._start is None else self._start.addresses
+            await self._news.wait_for(lambda: self._end_of(group) is not None or self._start not in (None, known))
+            end = self._end_of(group)
+            if end is not None:
+                return end
+            assert self._start is not None
+            return self._start
 
     def _end_of(self, group: str) -> Ended | None:
         if self._over is not None:
@@ -127,6 +129,13 @@ class WorkerGroups:
             if self._is_newest(group) and self._start is not None:
                 told = self._start.addresses
                 self._start = replace(self._start, addresses=(*told[:owner], address, *told[owner + 1 :]))
+                self._news.notify_all()
+
+    async def renew(self, group: str, tls: Credentials) -> None:
+        """The ranks of ``group`` show this from now on."""
+        async with self._news:
+            if self._is_newest(group) and self._start is not None:
+                self._start = replace(self._start, tls=tls)
                 self._news.notify_all()
 
     async def fail(self, group: str, why: str) -> None:
@@ -160,14 +169,14 @@ class GroupsAsked:
             return _gone(error)
         return answer
 
-    def moved(self, group: str, known: tuple[str, ...], unwanted: threading.Event) -> tuple[str, ...] | Ended | None:
-        """See ``WorkerGroups.moved``; None once the answer is ``unwanted``."""
-        call = self.actor.moved.remote(group, known)
+    def news(self, group: str, known: GroupStart, unwanted: threading.Event) -> GroupStart | Ended | None:
+        """See ``WorkerGroups.news``; None once the answer is ``unwanted``."""
+        call = self.actor.news.remote(group, known)
         while not ray.wait([call], timeout=_LOOK_S)[0]:
             if unwanted.is_set():
                 return None
         try:
-            answer: tuple[str, ...] | Ended = ray.get(call)
+            answer: GroupStart | Ended = ray.get(call)
         except ray.exceptions.RayError as error:
             return _gone(error)
         return answer

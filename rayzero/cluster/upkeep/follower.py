@@ -12,6 +12,7 @@ import ray
 
 from rayzero.cluster.actors import ANSWER_S, STOP_S, RunActors
 from rayzero.cluster.files.run_dir import StartPoint
+from rayzero.cluster.files.viewer_file import write_viewer
 from rayzero.cluster.interrupts import postponed, shielded
 from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.processes.coordinator import HeardReports, News
@@ -19,6 +20,7 @@ from rayzero.cluster.processes.rank_worker import RankSettings
 from rayzero.cluster.run import Recovery, Report, Rescaled, Routing, RunState, actor_name
 from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, is_lost
 from rayzero.cluster.upkeep.autoscaling import Autoscaling
+from rayzero.cluster.upkeep.renewal import Renewal
 from rayzero.cluster.upkeep.replacement import Replacement
 from rayzero.cluster.upkeep.rescaling import Rescaling
 from rayzero.config import ScalingConfig
@@ -153,6 +155,9 @@ class Follower:
             rescaling=self._rescaling,
             progress=self._note_replaced,
         )
+        access = request.access
+        tools = {} if access is None else {"rayzero top": lambda: write_viewer(self._run_dir, access.viewer)}
+        self._renewal = Renewal(actors, say=request.on_phase, others=tools)
         self._fewest = min(request.fewest_optimizers, request.scaling.num_optimizers)
         self._autoscaling = self._made_autoscaling(actors, request.scaling)
         self._heard, self._life = HeardReports(), actors.coordinator_life
@@ -194,6 +199,7 @@ class Follower:
                 for call in ready:
                     self._take(call)
             self._replacement.act()
+            self._renewal.act()
             self._take_request()
             if self._autoscaling is not None:
                 self._autoscaling.act(time.monotonic())

@@ -23,7 +23,7 @@ from rayzero.protocol.messages import Contribution, ModelSpec
 from rayzero.protocol.owner import OwnerPeer
 from rayzero.protocol.ownership import owner_map
 from rayzero.quantities import count
-from rayzero.security.credentials import Credentials
+from rayzero.security.credentials import Identity
 from rayzero.store.owner.calls.rank_links import RankLinks
 from rayzero.store.owner.calls.running_calls import RunningCalls
 from rayzero.store.owner.hosted import Hosted
@@ -40,7 +40,7 @@ class ServerTerms:
     """The options that all models of a server share; see ``OwnerServer``."""
 
     token: str = field(repr=False)
-    tls: Credentials | None
+    tls: Identity | None
     poll_s: float
     peer_timeout_s: float
     replaces_ranks: bool = False

@@ -18,7 +18,7 @@ from rayzero.errors import ConfigError, EpochOverError, StoreError, UnsupportedE
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import LoopState, ModelSpec
 from rayzero.protocol.ownership import Ownership, Prepared, device_owners
-from rayzero.security.credentials import Credentials, is_loopback
+from rayzero.security.credentials import Identity, is_loopback
 from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.door import TokenDoor
 from rayzero.store.owner.handlers import ModelCalls
@@ -54,7 +54,7 @@ class OwnerServer:
         token: str,
         host: str = "127.0.0.1",
         port: int = 0,
-        tls: Credentials | None = None,
+        tls: Identity | None = None,
         poll_s: float = 10.0,
         peer_timeout_s: float = 600.0,
         shared: SharedOwner | None = None,
@@ -149,7 +149,7 @@ class OwnerServer:
         self._servers.append(server)
         return _joined(host, bound)
 
-    def _bind(self, server: Any, address: str, tls: Credentials | None) -> int:
+    def _bind(self, server: Any, address: str, tls: Identity | None) -> int:
         try:
             return add_port(server, address, tls)
         except RuntimeError as exc:

@@ -26,7 +26,7 @@ from rayzero.concurrency.backoff import backoff
 from rayzero.concurrency.futures import fail, failed, settle
 from rayzero.concurrency.processes import ProcessIdentity, SeenProcess
 from rayzero.errors import RayZeroError, StallError, StoreClosedError, StoreError, TransferError
-from rayzero.security.credentials import Credentials
+from rayzero.security.credentials import Identity, utc
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate
@@ -99,13 +99,13 @@ class Channel:
         address: str,
         link: LinkNumber,
         metadata: Metadata,
-        credentials: Credentials | None,
+        shown: Identity | None,
     ) -> None:
-        """``peer``: the owner, for messages. ``credentials``: None: without TLS."""
+        """``peer``: the owner, for messages. ``shown``: None: without TLS."""
         self.link = link
         self._peer = f"rank {rank}, {peer}"
         self._metadata = (*metadata, *link.metadata)
-        self._channel = open_channel(address, credentials)
+        self._channel = open_channel(address, shown)
         self._calls = {name: method.bind(self._channel) for name, method in methods(STORE_SERVICE).items()}
         self._given_up = False
         self.notices: Any = self.stream("Notices", pb.NoticesRequest(rank=rank), None)
@@ -179,7 +179,7 @@ class OwnerLink:
         address: str,
         *,
         token: str,
-        tls: Credentials | None,
+        tls: Identity | None,
         recorder: Recorder,
         hear: Callable[[OwnerLink, pb.NoticesResponse], None],
         over: Callable[[OwnerLink, RayZeroError], None],
@@ -197,7 +197,7 @@ class OwnerLink:
         self.owner, self.rank = owner, rank
         self.name = f"optimizer {owner} at {address}" + (f" for prepared model {model}" if model else "")
         self._address, self._metadata = address, token_metadata(token, model, epoch) + life_metadata(rank, life)
-        self._credentials = tls
+        self._shown = tls
         self._hear, self._tell_over, self._recorder = hear, over, recorder
         self._number = LinkNumber(f"rank {rank}", 0)
         self._lock = threading.Lock()
@@ -246,7 +246,7 @@ class OwnerLink:
     def _follow(self) -> RayZeroError:
         """Open the link and follow the owner's notices until they end; why they did."""
         self._number = self._number.next()
-        channel = Channel(self.rank, self.name, self._address, self._number, self._metadata, self._credentials)
+        channel = Channel(self.rank, self.name, self._address, self._number, self._metadata, self._shown)
         with self._lock:
             self._trying = channel
             if self._end is not None:
@@ -293,10 +293,17 @@ class OwnerLink:
             if was_open:
                 self._down_since = time.monotonic()
             if isinstance(cause, grpc.RpcError):
-                self._why = break_of(cause)
+                self._why = break_of(cause) + ("" if was_open else self._ended_certificate())
         if was_open:
             log.warning("rank %d lost the link to %s: %s", self.rank, self.name, self._why)
             channel.give_up()
+
+    def _ended_certificate(self) -> str:
+        """Why no connection can be opened, if that is the reason; else nothing."""
+        shown = self._shown
+        if shown is None or not shown.protects(self._address) or not shown.now.have_ended:
+            return ""
+        return f"; this rank's certificate ended at {utc(shown.now.ends)}, and the run has not renewed it"
 
     def when_open(self, after: Channel | None = None) -> Future[Channel]:
         """Done once a channel other than ``after`` is open; fails if there will be none."""

@@ -28,7 +28,7 @@ from rayzero.memory.malloc import keep_some_buffers
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import LOOP_STEPS, PROTOCOL_VERSION, Attached, LoopState, ModelSpec, Published, Pushed
 from rayzero.protocol.ownership import Ownership
-from rayzero.security.credentials import Credentials
+from rayzero.security.credentials import Identity
 from rayzero.slabs.arena import Arena
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.connection import GradientSender, Joined, Transfers
@@ -83,7 +83,7 @@ class RemoteConnection:
         addresses: Sequence[str],
         *,
         token: str,
-        tls: Credentials | None = None,
+        tls: Identity | None = None,
         model: int = 0,
         life: int = 0,
         stall_timeout: float = 600.0,

@@ -9,7 +9,7 @@ from rayzero.config import ZeroConfig
 from rayzero.errors import UnsupportedError
 from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
-from rayzero.security.credentials import Credentials
+from rayzero.security.credentials import Identity
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.shm.same_host import why_no_sharing
@@ -29,7 +29,7 @@ def connect_store(
     life: int = 0,
     ranks_here: int = 1,
     outlives_owners: bool = False,
-    tls: Credentials | None = None,
+    tls: Identity | None = None,
 ) -> ParameterStore:
     """Make a rank's store for owners in other processes, which are where ``table`` says. ``model``: the prepared
     model's number. ``life``: how often the rank has died and was started again. ``ranks_here``: how many ranks

@@ -16,7 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from rayzero import errors
 from rayzero.errors import RayZeroError, StoreError, TransferError
-from rayzero.security.credentials import OWNER, Credentials
+from rayzero.security.credentials import OWNER, Credentials, Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire.seal import seal, unseal
 
@@ -148,22 +148,36 @@ def methods(service: str) -> dict[str, Method]:
 # -------------------------------------------------------------------------------------------------- credentials
 
 
-def open_channel(address: str, credentials: Credentials | None, api: Any = grpc) -> Any:
-    """A channel to an owner; closed by whoever asked for it. ``api``: grpc, or grpc.aio for an event loop."""
-    if credentials is None or not credentials.protects(address):
+def open_channel(address: str, shown: Identity | None, api: Any = grpc) -> Any:
+    """A channel to an owner; closed by whoever asked for it. ``shown``: None: without TLS. ``api``: grpc, or grpc.aio
+    for an event loop."""
+    if shown is None or not shown.protects(address):
         return api.insecure_channel(address, options=CHANNEL_OPTIONS)
-    shown = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
-    return api.secure_channel(address, shown, options=_TLS_OPTIONS)
+    own = shown.now
+    secured = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
+    return api.secure_channel(address, secured, options=_TLS_OPTIONS)
 
 
-def add_port(server: Any, address: str, credentials: Credentials | None) -> int:
-    """Let a server listen at ``address``; returns the port. With TLS it takes no client without a certificate. Raises
-    RuntimeError if the port is taken."""
-    if credentials is None or not credentials.protects(address):
+def add_port(server: Any, address: str, shown: Identity | None) -> int:
+    """Let a server listen at ``address``; returns the port. With TLS it takes no client without a certificate, and
+    shows each what is the newest then. Raises RuntimeError if the port is taken."""
+    if shown is None or not shown.protects(address):
         return int(server.add_insecure_port(address))
-    pair = (credentials.key, credentials.certificate)
-    secured = grpc.ssl_server_credentials([pair], credentials.authority, require_client_auth=True)
+    latest = shown.now
+
+    def newer() -> Any:  # called at each handshake, one after the other
+        nonlocal latest
+        if shown.now is latest:
+            return None
+        latest = shown.now
+        return _at_server(latest)
+
+    secured = grpc.dynamic_ssl_server_credentials(_at_server(latest), newer, require_client_authentication=True)
     return int(server.add_secure_port(address, secured))
+
+
+def _at_server(own: Credentials) -> Any:
+    return grpc.ssl_server_certificate_configuration([(own.key, own.certificate)], own.authority)
 
 
 def token_metadata(token: str, model: int = 0, epoch: int = 0) -> Metadata:

@@ -15,7 +15,7 @@ from torch import Tensor
 from rayzero.concurrency.backoff import backoff
 from rayzero.errors import StoreError
 from rayzero.protocol.messages import LoopState
-from rayzero.security.credentials import Credentials
+from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.memory.next_epoch import EpochFacts
 from rayzero.store.wire import translate
@@ -51,7 +51,7 @@ class RemoteShards:
         address: str,
         *,
         token: str,
-        tls: Credentials | None,
+        tls: Identity | None,
         model: int,
         epoch: int,
         timeout_s: float,

@@ -23,7 +23,7 @@ from rayzero.concurrency.event_loop import shared_loop
 from rayzero.concurrency.processes import watch_process
 from rayzero.errors import RayZeroError, StoreClosedError, StoreError, TransferError
 from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Record, Write
-from rayzero.security.credentials import Credentials
+from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.peers.orders import apply_request, collect_request
 from rayzero.store.traffic import count_reconnect
@@ -54,7 +54,7 @@ _ABORT_S = 3.0  # how long an abort is repeated: an owner that cannot be reached
 class _Channel:
     """One channel of the lead's link to an owner. Lives on the event loop."""
 
-    def __init__(self, address: str, link: LinkNumber, metadata: Metadata, tls: Credentials | None) -> None:
+    def __init__(self, address: str, link: LinkNumber, metadata: Metadata, tls: Identity | None) -> None:
         self.link = link
         self._metadata = (*metadata, *link.metadata)
         self._channel = open_channel(address, tls, grpc.aio)
@@ -84,7 +84,7 @@ class RemotePeer:
         address: str,
         *,
         token: str,
-        tls: Credentials | None = None,
+        tls: Identity | None = None,
         timeout_s: float = 600.0,
         model: int = 0,
         epoch: int = 0,

@@ -1,0 +1,123 @@
+"""Where the processes of a run have their certificates from: the run's own authority, or files of its user."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from rayzero.config import SecurityConfig
+from rayzero.errors import ConfigError
+from rayzero.security.authority import Authority
+from rayzero.security.credentials import ANY_RANK, OWNER, Credentials, expiry_warning, read_pem, utc
+
+
+class Issuer(Protocol):
+    """Gives each process of a run its credentials, and says when everybody needs newer ones."""
+
+    def issue(self, who: str, names: Sequence[str]) -> Credentials:
+        """See ``Authority.issue``."""
+
+    def refresh(self) -> bool:
+        """Whether what is issued from now on is newer than what processes have. Called once a minute."""
+
+    @property
+    def warning(self) -> str | None:
+        """That certificates may end before the run; None: they do not."""
+
+
+class GivenFiles:
+    """An issuer that gives everybody the certificate in a user's files, as they are by now."""
+
+    def __init__(self, config: SecurityConfig, clock: Callable[[], float] = time.time) -> None:
+        """Raises ConfigError, naming the file, for what every process would refuse."""
+        self._config, self._clock = config, clock
+        self._given = self._read()
+
+    def issue(self, who: str, names: Sequence[str]) -> Credentials:
+        """The same for everybody."""
+        return self._given
+
+    def refresh(self) -> bool:
+        """Whether the files have changed. Raises ConfigError, and issues what it had before, if they cannot be used."""
+        try:
+            found = self._read()
+        except ConfigError as error:
+            raise ConfigError(f"{error}; what the run has ends at {utc(self._given.ends)}") from error
+        changed, self._given = found != self._given, found
+        return changed
+
+    @property
+    def warning(self) -> str | None:
+        """That they may end before the run; None: they last long."""
+        return expiry_warning(f"security.certificate: {self._config.certificate}", self._given.ends, self._now())
+
+    def _now(self) -> datetime:
+        return datetime.fromtimestamp(self._clock(), UTC)
+
+    def _read(self) -> Credentials:
+        config = self._config
+        paths = {"certificate": config.certificate, "key": config.key, "authority": config.authority}
+        pem = {name: read_pem(f"security.{name}", Path(str(path))) for name, path in paths.items()}
+        try:
+            chain, believed = map(x509.load_pem_x509_certificates, (pem["certificate"], pem["authority"]))
+            key = load_pem_private_key(pem["key"], None)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"security: {', '.join(map(str, paths.values()))}: {error}") from error
+        counting = chain + (believed if len(believed) == 1 else [])  # of several, the verifier chooses one
+        ends = min(each.not_valid_after_utc for each in counting)
+        _check(chain, key.public_key(), believed, config)
+        if ends <= self._now():
+            signer = f"what has signed {config.certificate}"
+            which = config.certificate if chain[0].not_valid_after_utc == ends else signer
+            raise ConfigError(f"security.certificate: {which} was valid until {utc(ends)}; renew it")
+        return Credentials(**pem, ends=ends, on_loopback=config.tls == "always")
+
+
+def issuer(run: str, config: SecurityConfig, clock: Callable[[], float] = time.time) -> Issuer | None:
+    """What gives each process of a run its credentials; None: connections are plain. ``clock``: seconds since 1970.
+    Raises ConfigError if given ones cannot be used."""
+    if config.tls == "never":
+        return None
+    if config.certificate is None:
+        return Authority(run, on_loopback=config.tls == "always", clock=clock)
+    return GivenFiles(config, clock)
+
+
+def _check(
+    chain: Sequence[x509.Certificate], key: object, believed: Sequence[x509.Certificate], config: SecurityConfig
+) -> None:
+    """Raise ConfigError, naming the file, for what every process would refuse. ``key``: the public part of the given
+    one."""
+    certificate = chain[0]
+    if key != certificate.public_key():
+        raise ConfigError(f"security.key: {config.key} is not the key of {config.certificate}; pass the one that is")
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        names = set(found.value.get_values_for_type(x509.DNSName))
+    except x509.ExtensionNotFound:
+        names = set()
+    if missing := [name for name in (OWNER, ANY_RANK) if name not in names]:
+        raise ConfigError(
+            f"security.certificate: {config.certificate} lacks the DNS name {' and '.join(missing)}; every process of "
+            "the run shows it, so it needs both"
+        )
+    if len(chain) == 1 and not any(_has_signed(authority, certificate) for authority in believed):
+        raise ConfigError(
+            f"security.authority: {config.authority} has not signed {config.certificate}; pass the one that has, or "
+            "put the chain into the certificate's file"
+        )
+
+
+def _has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
