@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from ipaddress import ip_address
 from itertools import combinations
 from pathlib import Path
 
@@ -36,26 +37,26 @@ class HostsError(Exception):
 
 
 class Host:
-    """One host. ``address``: its IPv4 address, which the others reach. ``own``: the path of a folder that each host has
-    for itself."""
+    """One host. ``address``: its IPv4 address, which the others reach; ``addresses``: in each network, that one first.
+    ``own``: the path of a folder that each host has for itself."""
 
-    def __init__(self, name: str, address: str, own: Path) -> None:
-        self.name, self.address, self.own = name, address, own
-        self._cables: dict[str, Cable] = {}
+    def __init__(self, name: str, addresses: Sequence[str], own: Path) -> None:
+        self.name, self.address, self.addresses, self.own = name, addresses[0], tuple(addresses), own
+        self._cables: dict[str, Cable] = {}  # by the other end's address
         self._started: list[subprocess.Popen[str]] = []
         command = ["unshare", *_NAMESPACES, "--fork", "--mount-proc", sys.executable, "-I", str(_POWER_ON)]
-        command += [name, address, str(MTU), str(own)]
+        command += [name, str(MTU), str(own), *addresses]
         with ExitStack() as on_error:
             self._power_line, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             on_error.enter_context(self._power_line)
             with its_end:
                 self._power = subprocess.Popen(command, stdin=its_end.fileno(), stderr=subprocess.PIPE, text=True)
-            said, files, _, _ = socket.recv_fds(self._power_line, 2, 1)
+            said, files, _, _ = socket.recv_fds(self._power_line, 2, len(addresses))
             if said != b"up":
                 error = self._power.communicate(timeout=_TIMEOUT_S)[1].strip().rpartition("\n")[2]
                 raise HostsError(error or f"a host ended with exit code {self._power.returncode}")
             on_error.pop_all()
-        [self.device] = files
+        self.devices = tuple(files)  # by network
         [process_1] = psutil.Process(self._power.pid).children()
         self._enter = ("nsenter", f"--target={process_1.pid}", *_NAMESPACES)
 
@@ -68,11 +69,12 @@ class Host:
         )
 
     def start(self, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start a command on the host, with one pipe for its stdout and stderr. It ends with the host at the latest. To
-        send it a signal, use ``kill`` with the pid that it has on the host: what is returned does not pass signals on.
-        """
+        """Start a command on the host, with a pipe for its stdin, and one for its stdout and stderr. It ends with the
+        host at the latest. To send it a signal, use ``kill`` with the pid that it has on the host: what is returned
+        does not pass signals on."""
         started = subprocess.Popen(
             self._entered(command),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -89,14 +91,29 @@ class Host:
         done = self.run(["kill", f"-{signal}", str(pid)])
         assert done.returncode == 0, f"{self.name}: {done.stderr}"
 
+    @property
+    def device(self) -> int:
+        """The end of its cables in the first network."""
+        return self.devices[0]
+
     def cable(self, other: Host) -> Cable:
-        """What is between this host and another one."""
+        """What is between this host and another one in the first network."""
         return self._cables[other.address]
 
-    def plug(self, other: Host) -> Cable:
-        """Lay the cable to another host."""
-        self._cables[other.address] = other._cables[self.address] = Cable((self.device, other.device))
-        return self.cable(other)
+    def plug(self, other: Host) -> dict[frozenset[int], Cable]:
+        """Lay the cables to another host, one a network; by the devices at their ends."""
+        laid = {}
+        for mine, others, at, to in zip(self.addresses, other.addresses, self.devices, other.devices, strict=True):
+            self._cables[others] = other._cables[mine] = laid[frozenset((at, to))] = Cable((at, to))
+        return laid
+
+    def passed(self) -> list[int]:
+        """Bytes that its devices have sent and received so far, by network, as its kernel counts them."""
+        table = self.run(["cat", "/proc/net/dev"]).stdout.splitlines()
+        counts = {
+            name.strip(): list(map(int, rest.split())) for name, _, rest in (one.partition(":") for one in table[2:])
+        }
+        return [counts[f"eth{number}"][0] + counts[f"eth{number}"][8] for number in range(len(self.addresses))]
 
     def sent_to(self, other: Host) -> int:
         """Bytes that have reached the other host, with the headers of their packets."""
@@ -111,16 +128,18 @@ class Host:
         self._power.wait(_TIMEOUT_S)
 
     def close(self) -> None:
-        """End the host, and its device, which no switch may use any more."""
+        """End the host, and its devices, which no switch may use any more."""
         self.power_off()
-        os.close(self.device)
+        for device in self.devices:
+            os.close(device)
         for process in (self._power, *self._started):
             process.communicate(timeout=_TIMEOUT_S)  # closes its pipes
 
 
 @contextmanager
-def hosts(count: int) -> Iterator[tuple[Host, ...]]:
-    """``count`` hosts, with a cable between each two. Raises HostsError if there can be none here."""
+def hosts(count: int, *more: str) -> Iterator[tuple[Host, ...]]:
+    """``count`` hosts, with a cable between each two. ``more``: how addresses begin in further networks ("10.88.0.",
+    "fd00:88::"), which have devices and cables of their own. Raises HostsError if there can be none here."""
     with ExitStack() as ends:
         own = Path(
             ends.enter_context(tempfile.TemporaryDirectory(prefix="rz-hosts-", dir="/tmp"))
@@ -128,12 +147,18 @@ def hosts(count: int) -> Iterator[tuple[Host, ...]]:
         made: list[Host] = []
         for number in range(1, count + 1):
             try:
-                made.append(Host(f"host-{number}", f"10.77.0.{number}", own))
+                addresses = [f"{begin}{number}" for begin in ("10.77.0.", *more)]
+                made.append(Host(f"host-{number}", addresses, own))
             except OSError as error:
                 raise HostsError(str(error)) from error
             ends.callback(made[-1].close)
-        cables = {frozenset((a.device, b.device)): a.plug(b) for a, b in combinations(made, 2)}
-        switch = Switch({socket.inet_aton(host.address): host.device for host in made}, cables)
+        cables = {ends: cable for a, b in combinations(made, 2) for ends, cable in a.plug(b).items()}
+        devices = {
+            ip_address(address).packed: device
+            for host in made
+            for address, device in zip(host.addresses, host.devices, strict=True)
+        }
+        switch = Switch(devices, cables)
         ends.callback(switch.close)
         yield tuple(made)
 

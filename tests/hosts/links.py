@@ -58,8 +58,8 @@ class Switch:
     """Carries packets between the TUN devices of all hosts, in a thread, until it is closed."""
 
     def __init__(self, devices: Mapping[bytes, int], cables: Mapping[frozenset[int], Cable]) -> None:
-        """``devices``: the file of each host's device, by IPv4 address in network order; all stay open until the switch
-        is closed. ``cables``: by the two files at their ends."""
+        """``devices``: the file of each device, by its IPv4 or IPv6 address in network order; all stay open until the
+        switch is closed. ``cables``: by the two files at their ends."""
         self._devices, self._cables = dict(devices), dict(cables)
         self._late: list[tuple[float, int, int, bytes]] = []  # arrival, a number, receiver, packet
         self._numbers = count()
@@ -99,7 +99,7 @@ class Switch:
         return True
 
     def _carry(self, sender: int, packet: bytes) -> None:
-        receiver = self._devices.get(packet[16:20]) if packet[0] >> 4 == 4 else None  # IPv6 asks for routers
+        receiver = self._devices.get(packet[16:20] if packet[0] >> 4 == 4 else packet[24:40])  # IPv6 asks for routers
         cable = None if receiver is None else self._cables.get(frozenset((sender, receiver)))
         if receiver is None or cable is None:
             return

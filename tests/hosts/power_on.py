@@ -1,7 +1,8 @@
-"""Process 1 of a host, run by hosts.py in namespaces of its own: ``power_on.py NAME ADDRESS MTU OWN``.
+"""Process 1 of a host, run by hosts.py in namespaces of its own: ``power_on.py NAME MTU OWN ADDRESS...``.
 
-It makes the host what it is, sends its network device over the socket that is its stdin, and waits there for the end of
-that socket. Its own end is that of the host: the kernel kills every other process of the host with it.
+It makes the host what it is, sends its network devices (one an address: eth0, eth1, ...) over the socket that is its
+stdin, and waits there for the end of that socket. Its own end is that of the host: the kernel kills every other process
+of the host with it.
 """
 
 from __future__ import annotations
@@ -20,23 +21,31 @@ TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
-def main(name: str, address: str, mtu: str, own: str) -> None:
+def main(name: str, mtu: str, own: str, *addresses: str) -> None:
     socket.sethostname(name)
     system("mount", "-t", "tmpfs", "-o", "size=2g", "none", "/dev/shm")
     system("mount", "-t", "tmpfs", "none", own)
     boot_id = Path(own) / "boot_id"
     boot_id.write_text(f"{uuid.uuid4()}\n")
     system("mount", "--bind", str(boot_id), BOOT_ID)
-    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", b"eth0", IFF_TUN | IFF_NO_PI))
-    system("ip", "address", "add", f"{address}/24", "dev", "eth0")
-    system("ip", "link", "set", "eth0", "mtu", mtu, "up")
+    devices = [plug(f"eth{number}", address, mtu) for number, address in enumerate(addresses)]
     system("ip", "link", "set", "lo", "up")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans of the host are children of this process: no zombies
     with socket.socket(fileno=0) as outside:
-        socket.send_fds(outside, [b"up"], [device])
-        os.close(device)
+        socket.send_fds(outside, [b"up"], devices)
+        for device in devices:
+            os.close(device)
         outside.recv(1)
+
+
+def plug(name: str, address: str, mtu: str) -> int:
+    """Make a network device; returns its file."""
+    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TUN | IFF_NO_PI))
+    within = [f"{address}/64", "nodad"] if ":" in address else [f"{address}/24"]  # nobody else can have it
+    system("ip", "address", "add", *within, "dev", name)
+    system("ip", "link", "set", name, "mtu", mtu, "up")
+    return device
 
 
 def system(*command: str) -> None:

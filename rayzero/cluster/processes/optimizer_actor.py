@@ -103,9 +103,10 @@ class OptimizerActor:
         return member, address, None if exporter is None else self.open_exporter(exporter, coordinator)
 
     def renew(self, new: Renewed) -> None:
-        """Show what is new from now on; connections stay open."""
-        if new.tls is not None:
-            self._served.renew(new.tls)
+        """Show what is new from now on; connections stay open. Nothing if this is no owner yet: what it will begin with
+        was made just now."""
+        if new.tls is not None and self._owner is not None:
+            self._owner.renew(new.tls)
         if new.metrics is not None and self._exporter is not None:
             self._exporter.renew(new.metrics)
 
