@@ -37,12 +37,14 @@ from rayzero.engine.optimizer.param_groups import ResumedGroups, saved_groups
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.meta import fill_buffers
 from rayzero.errors import CheckpointError, CheckpointWriteError, ConfigError, UnsupportedError
-from rayzero.protocol.messages import CheckpointInfo, FileEntry
+from rayzero.layout.model_layout import ParamSlot
+from rayzero.protocol.messages import COMPUTE, MASTER, CheckpointInfo, FileEntry
 
 log = logging.getLogger(__name__)
 
 _saved_by: dict[Path, ReferenceType[Engine]] = {}  # checkpoint -> the engine of this process that saved it
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_PART = 1 << 20  # elements that are compared at once
 _FURTHER = "model-"  # + its number: the folder for the checkpoint of a later prepared model
 
 
@@ -224,7 +226,7 @@ def restore_rank(
             state = unpack(*reader.rank_state(rank))
             fill_buffers(model, reader.buffers(rank))
             context.loop_state = dict(state["loop_state"])
-            if known:
+            if known and state["rng"] is not None:  # rayzero convert has none
                 set_generator_states(state["rng"], device)
             return dict(state.get("tracked", {}))  # checkpoints of older versions have none
 
@@ -269,15 +271,34 @@ def check_resume(resume: Path | None, model: nn.Module) -> None:
     if resume is None:
         return
     _require_model(resume)
-    known = {name for name, _ in model.named_parameters()}
+    known, tied = {name for name, _ in model.named_parameters()}, tied_names(model)
     with CheckpointReader(resume) as reader:
         for unit in reader.layout.units:
             for slot in unit.slots:
-                if slot.name not in known:
+                if slot.name in tied:
+                    _check_tied(reader, slot, tied[slot.name])
+                elif slot.name not in known:
                     raise CheckpointError(
                         f"{reader.directory} has a parameter {slot.name!r} of shape {slot.shape}, but the model has "
                         f"none of that name; it is a checkpoint of another model"
                     )
+
+
+def _check_tied(reader: CheckpointReader, slot: ParamSlot, name: str) -> None:
+    """Raise CheckpointError unless ``slot`` has the values of the parameter ``name``, which is the same in the model. A
+    checkpoint that was converted from a format without ties has both."""
+    for start in range(0, slot.numel, _PART):
+        stop = min(start + _PART, slot.numel)
+        ours, theirs = (reader.read_slice(each, _widest(reader, each), start, stop) for each in (slot.name, name))
+        if not torch.equal(ours, theirs):
+            raise CheckpointError(
+                f"{reader.directory} has different values for {slot.name!r} and {name!r}, which are one tied parameter "
+                "of the model; it is a checkpoint of another model"
+            )
+
+
+def _widest(reader: CheckpointReader, name: str) -> str:
+    return MASTER if MASTER in reader.kinds(name) else COMPUTE
 
 
 def _require_model(resume: Path) -> None:
