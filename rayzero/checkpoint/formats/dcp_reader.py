@@ -37,7 +37,7 @@ from rayzero.files import open_regular, regular_size
 from rayzero.layout.model_layout import dtype_name
 
 _STATE, _GROUPS = "state", "param_groups"
-_MAX_BYTES_ENTRY = 1 << 28  # bytes of the parameter groups
+_MAX_BYTES_ENTRY = 1 << 28  # bytes of one option of a parameter group
 
 Keys = tuple[Any, ...]  # keys from the top of the saved state dict to a value
 
@@ -67,7 +67,7 @@ class Roles:
 
     weights: Mapping[str, str]  # parameter or buffer -> entry
     states: Mapping[str, Mapping[str, str]]  # parameter -> state -> entry
-    groups: tuple[str, ...]  # entries of whole lists of parameter groups
+    groups: Mapping[Keys, Mapping[str, str]]  # keys to a parameter group -> option, "params" too -> entry
     options: Mapping[str, Mapping[str, str]]  # parameter -> option -> entry, of flattened parameter groups
 
 
@@ -75,20 +75,21 @@ def roles_of(paths: Mapping[str, Keys]) -> Roles:
     """Tell weights from states.
 
     paths: entry -> the keys to it. Optimizer states are ``(..., "state", parameter, kind)`` or, flattened, one key
-    ``"state.parameter.kind"``; other tensors are weights and have their last key as their name, since the keys of a
-    model's state dict are whole names. If anything is below a key ``"model"``, only that is a weight: a folder may hold
-    generators and loaders, too. Names in which two weights agree are refused."""
+    ``"state.parameter.kind"``; options of groups ``(..., "param_groups", number, option)`` or, flattened,
+    ``"param_groups.parameter.option"``. Other tensors are weights and have their last key as their name, since the
+    keys of a model's state dict are whole names. If anything is below a key ``"model"``, only that is a weight: a
+    folder may hold generators and loaders, too. Names in which two weights agree are refused."""
     below_model = any("model" in path[:-1] for path in paths.values())
     weights: dict[str, str] = {}
     states: dict[str, dict[str, str]] = {}
     options: dict[str, dict[str, str]] = {}
-    groups: list[str] = []
+    groups: dict[Keys, dict[str, str]] = {}
     for entry, path in paths.items():
         keys = [str(key) for key in path]
         if len(keys) >= 3 and keys[-3] == _STATE:
             states.setdefault(keys[-2], {})[keys[-1]] = entry
-        elif keys[-1] == _GROUPS:
-            groups.append(entry)
+        elif len(keys) >= 3 and keys[-3] == _GROUPS:
+            groups.setdefault(path[:-1], {})[keys[-1]] = entry
         elif (flat := _flattened(keys[-1])) is not None:
             where = states if flat[0] == _STATE else options
             where.setdefault(flat[1], {})[flat[2]] = entry
@@ -101,7 +102,7 @@ def roles_of(paths: Mapping[str, Keys]) -> Roles:
             )
         else:
             weights[keys[-1]] = entry
-    return Roles(weights, states, tuple(groups), options)
+    return Roles(weights, states, groups, options)
 
 
 def _flattened(key: str) -> tuple[str, str, str] | None:
@@ -256,14 +257,12 @@ class DcpReader:
         return load_torch_bytes(self._bytes_at(place.relative_path, place.offset, place.length), self._where(entry))
 
     def _groups(self, roles: Roles) -> tuple[Group, ...]:
-        listed = [group for entry in roles.groups if entry in self._bytes for group in self._list(entry)]
+        listed = [
+            {o: self._option(e) for o, e in given.items()} for _, given in sorted(roles.groups.items(), key=_last)
+        ]
         if listed:
             return tuple(group_from(group, self._folder) for group in listed)
         return grouped({name: {o: self._option(e) for o, e in given.items()} for name, given in roles.options.items()})
-
-    def _list(self, entry: str) -> list[Any]:
-        value = self._plain(entry)
-        return value if isinstance(value, list) else []
 
     def _option(self, entry: str) -> Any:
         value = self._scalar(entry)
@@ -321,6 +320,11 @@ class DcpReader:
     def close(self) -> None:
         """See ``Reader.close``."""
         self._loaded.clear()
+
+
+def _last(entry: tuple[Keys, object]) -> int:
+    """A parameter group's number."""
+    return entry[0][-1] if isinstance(entry[0][-1], int) else 0
 
 
 def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:

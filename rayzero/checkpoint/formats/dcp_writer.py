@@ -47,7 +47,7 @@ def write_dcp(reader: Reader, folder: Path, *, dtype: torch.dtype | None, max_by
     metadata.version = _VERSION
     with files:
         for keys, value in _entries(reader, dtype):
-            entry = ".".join(keys)
+            entry = ".".join(map(str, keys))
             metadata.planner_data[entry] = keys
             if isinstance(value, _Values):
                 metadata.state_dict_metadata[entry] = _write_tensor(entry, value, files, metadata.storage_data)
@@ -85,7 +85,7 @@ class _Number(_Values):
         return torch.tensor(float(self._value))
 
 
-def _entries(reader: Reader, dtype: torch.dtype | None) -> Iterator[tuple[tuple[str, ...], _Values | Any]]:
+def _entries(reader: Reader, dtype: torch.dtype | None) -> Iterator[tuple[tuple[str | int, ...], _Values | Any]]:
     """(keys in the state dict, a tensor to read or a plain value)."""
     content = reader.content
     for name, decl in content.decls.items():
@@ -98,7 +98,9 @@ def _entries(reader: Reader, dtype: torch.dtype | None) -> Iterator[tuple[tuple[
         if param.states:
             yield (_OPTIM, "state", name, "step"), _Number(param.updates)
     if content.has_states:
-        yield (_OPTIM, "param_groups"), groups_of(content)
+        for index, group in enumerate(groups_of(content)):
+            for option, value in group.items():
+                yield (_OPTIM, "param_groups", index, option), value
 
 
 def groups_of(content: Content) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.serialization import _get_layout, get_unsafe_globals_in_checkpoint, safe_globals
@@ -124,46 +124,42 @@ def load_torch_file(path: Path) -> Any:
     try:
         with open_regular(path):
             pass
-        if not zipfile.is_zipfile(path):
-            raise UnsupportedError(
-                f"{path} is refused: it is not in torch's zip format, so it is damaged or older than torch 1.6"
-            )
-        with safe_globals(_DEEPSPEED_NAMES):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError as exc:
         raise CheckpointError(f"{path} cannot be read: {exc.strerror or exc}") from exc
-    except pickle.UnpicklingError as exc:
-        raise _unsafe(path) or damaged(path, exc) from exc
-    except (UnsupportedError, CheckpointError):
-        raise
-    except Exception as exc:  # a damaged archive raises anything
-        raise damaged(path, repr(exc)) from exc
+    return _load(path, path, mmap=True)
 
 
-def load_torch_bytes(data: IO[bytes], where: object) -> Any:
-    """What ``torch.save`` wrote, from an open stream. Weights only; raises as ``load_torch_file``."""
+def load_torch_bytes(data: io.BytesIO, where: object) -> Any:
+    """What ``torch.save`` wrote, from memory. ``where``: its place, for messages. Raises as ``load_torch_file``."""
+    return _load(data, where, mmap=False)
+
+
+def _load(source: Path | io.BytesIO, where: object, *, mmap: bool) -> Any:
+    if not zipfile.is_zipfile(source):
+        raise damaged(where, "it is not in torch's zip format; it is cut short, or older than torch 1.6")
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
     try:
-        return torch.load(data, map_location="cpu", weights_only=True)
+        with safe_globals(_DEEPSPEED_NAMES):
+            return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as exc:
-        raise UnsupportedError(f"{where} is refused: {_first_sentence(exc)}") from exc
-    except Exception as exc:
+        raise _unsafe(source, where) or damaged(where, exc) from exc
+    except Exception as exc:  # a damaged archive raises anything
         raise damaged(where, repr(exc)) from exc
 
 
-def _unsafe(path: Path) -> UnsupportedError | None:
-    """The refusal that names what the file wants to run; None if it names nothing."""
+def _unsafe(source: Path | io.BytesIO, where: object) -> UnsupportedError | None:
+    """The refusal that names what the source wants to run; None if it names nothing."""
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
     with safe_globals(_DEEPSPEED_NAMES):
         try:
-            names = get_unsafe_globals_in_checkpoint(path)
+            names = get_unsafe_globals_in_checkpoint(source)
         except Exception:  # damaged: the caller says so
             return None
     if not names:
         return None
     return UnsupportedError(
-        f"{path} is refused: it needs {', '.join(sorted(names)[:3])}, and only tensors and plain values are loaded; "
+        f"{where} is refused: it needs {', '.join(sorted(names)[:3])}, and only tensors and plain values are loaded; "
         "save it again without such objects (client_state, lr_scheduler)"
     )
-
-
-def _first_sentence(exc: Exception) -> str:
-    return " ".join(str(exc).split())[:300]

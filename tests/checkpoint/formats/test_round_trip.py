@@ -119,7 +119,7 @@ def test_torch_loads_a_dcp_folder_and_turns_it_into_a_file(tmp_path: Path, state
         "model": {name: torch.zeros(shape) for name, shape in SHAPES.items()},
         "optim": {
             "state": {n: {k: torch.zeros(s) for k in MOMENTS} | {"step": torch.zeros(())} for n, s in SHAPES.items()},
-            "param_groups": [],
+            "param_groups": [{**dict.fromkeys(OPTIONS, 0.0), "params": group} for group in TWO],
         },
     }
     dcp.load(target, checkpoint_id=folder, no_dist=True)
