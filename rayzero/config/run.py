@@ -146,6 +146,9 @@ class RunConfig(ConfigModel):
     keep_last: Count | None = None
     """Checkpoints that `rayzero train` keeps: it deletes older ones once a new one is complete; None: all."""
 
+    keep_every: Count | None = None
+    """With keep_last: `rayzero train` never deletes a checkpoint of a step that this number divides."""
+
     on_checkpoint_error: CheckpointErrors = "warn"
     """What save_checkpoint does if the storage does not take a checkpoint (full, read-only). "warn": it returns None
     with a warning, and training goes on. "raise": it raises CheckpointWriteError on every rank."""
@@ -186,6 +189,7 @@ class RunConfig(ConfigModel):
             storage_path: str | Path = ...,
             checkpoint_every: int | None = ...,
             keep_last: int | None = ...,
+            keep_every: int | None = ...,
             on_checkpoint_error: CheckpointErrors = ...,
             max_failures: int = ...,
             warm_spares: int = ...,
@@ -202,6 +206,14 @@ class RunConfig(ConfigModel):
             raise ValueError(
                 f"warm_spares is {self.warm_spares} but max_failures is 0, so nobody is replaced; raise max_failures "
                 "or leave warm_spares at 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_deleted(self) -> Self:
+        if self.keep_every is not None and self.keep_last is None:
+            raise ValueError(
+                f"keep_every is {self.keep_every} but keep_last is null, so nothing is deleted; set keep_last, too"
             )
         return self
 

@@ -101,8 +101,8 @@ def _in_directory(directory: Path) -> Path:
             return directory / name
     held = sorted(entry.name for entry in directory.iterdir())[:8]
     raise CheckpointError(
-        f"{directory} has neither {WHOLE_FILE} nor {INDEX_FILE}; it has {', '.join(held) or 'nothing'}. Save the "
-        "weights as safetensors"
+        f"{directory} has neither {WHOLE_FILE} nor {INDEX_FILE}; it has {', '.join(held) or 'nothing'}. Give "
+        "safetensors, or a checkpoint of RayZero, torch DCP or DeepSpeed ZeRO"
     )
 
 

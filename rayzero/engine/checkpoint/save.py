@@ -54,6 +54,7 @@ def save_checkpoint(
     loop_state: Mapping[str, Any] = _NOTHING,
     *,
     keep_last: int | None = None,
+    keep_every: int | None = None,
 ) -> CheckpointInfo | None:
     """Write the present version, the optimizer state and every rank's loop state as the checkpoint ``directory``.
 
@@ -66,13 +67,14 @@ def save_checkpoint(
 
     keep_last: once the checkpoint is complete, delete the oldest of those beside it whose names differ from its own
     in nothing but the number (``step-000100``, ``step-000200``), until this many are left; None: delete none.
+    keep_every: with ``keep_last``, never delete a checkpoint of a step that this number divides.
 
     Raises UnsupportedError for an optimizer that prepare() did not return, ConfigError if ``loop_state`` is no mapping,
     and CheckpointError if ``directory`` exists and is not a checkpoint, if it cannot be written, or if ``loop_state``
     or a tracked object's state holds other values. A failed save leaves no files, and may be tried again once every
     rank has its error. If the storage fails (CheckpointWriteError) and the run has ``on_checkpoint_error="warn"``,
     every rank gets None and a warning, and training goes on."""
-    _check_arguments(optimizer, loop_state, keep_last)
+    _check_arguments(optimizer, loop_state, keep_last, keep_every)
     engine = optimizer.engine
     context = get_context()
     directory = of_model(Path(directory), engine.number)
@@ -100,7 +102,8 @@ def save_checkpoint(
     _saved_by[directory.absolute()] = ref(engine)
     complete = context.unsaved is None and (context.connect is None or engine.number == context.prepared - 1)
     if keep_last is not None and engine.rank == 0 and complete:
-        delete_older(directory.parent if engine.number else directory, keep_last)  # all models' are complete
+        whole = directory.parent if engine.number else directory  # all models' are complete
+        delete_older(whole, keep_last, keep_every)
     return saved
 
 
@@ -132,13 +135,18 @@ def _write_rank_file(
         return unwritten(engine.rank, f"rank {engine.rank}: {error}")
 
 
-def _check_arguments(optimizer: object, loop_state: object, keep_last: object) -> None:
+def _check_arguments(optimizer: object, loop_state: object, keep_last: object, keep_every: object) -> None:
     if not isinstance(optimizer, ZeroOptimizer):
         raise UnsupportedError(
             f"save_checkpoint takes the optimizer that rayzero.prepare() returned, got {_type_name(optimizer)}"
         )
-    if keep_last is not None and (not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1):
-        raise ConfigError(f"keep_last of save_checkpoint is {keep_last!r}; pass a number of checkpoints >= 1, or None")
+    for name, value, unit in (("keep_last", keep_last, "checkpoints"), ("keep_every", keep_every, "steps")):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"{name} of save_checkpoint is {value!r}; pass a number of {unit} >= 1, or None")
+    if keep_every is not None and keep_last is None:
+        raise ConfigError(
+            f"keep_every of save_checkpoint is {keep_every!r}, but without keep_last nothing is deleted; pass both"
+        )
     if not isinstance(loop_state, Mapping):
         raise ConfigError(f"loop_state of save_checkpoint is {_type_name(loop_state)}; pass a dict, {{}} for none")
 
