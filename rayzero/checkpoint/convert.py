@@ -16,6 +16,7 @@ from rayzero.checkpoint.formats import Content, Format, Reader, open_reader
 from rayzero.checkpoint.formats.dcp_writer import write_dcp
 from rayzero.checkpoint.formats.rayzero_writer import write_rayzero
 from rayzero.checkpoint.formats.safetensors_folder import write_safetensors
+from rayzero.checkpoint.remote import nearby
 from rayzero.checkpoint.writer import staging_path
 from rayzero.errors import CheckpointError, CheckpointWriteError, ConfigError
 
@@ -52,7 +53,8 @@ def convert(
     optimizer: str = "",
     weights_only: bool = False,
 ) -> Converted:
-    """Write the checkpoint ``source``, of any format that ``open_reader`` knows, as the new folder ``dest``.
+    """Write the checkpoint ``source``, of any format that ``open_reader`` knows, as the new folder ``dest``. A URL is
+    first copied beside ``dest``.
 
     to: "hf" (safetensors with an index; weights only), "dcp" (``torch.distributed.checkpoint``) or "rayzero" (a run
     resumes from it). dtype: of floating-point weights in "hf" and "dcp"; None keeps the source's. max_bytes: of one
@@ -66,7 +68,13 @@ def convert(
     dest = Path(dest)
     _check_arguments(to, dtype, max_bytes)
     _check_dest(dest)
-    reader = open_reader(Path(source), states=not weights_only)
+    with nearby(os.fspath(source), dest) as path:
+        return _convert(open_reader(path, states=not weights_only), dest, to, dtype, max_bytes, optimizer)
+
+
+def _convert(
+    reader: Reader, dest: Path, to: str, dtype: torch.dtype | None, max_bytes: int, optimizer: str
+) -> Converted:
     try:
         if to == Format.RAYZERO:
             write_rayzero(reader, dest, optimizer=optimizer, max_bytes=max_bytes)

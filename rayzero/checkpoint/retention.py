@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rayzero.checkpoint.catalog import Catalog, Saved
@@ -16,11 +16,12 @@ _LAST_NUMBER = re.compile(r"(.*?)\d+(\D*)", re.DOTALL)
 log = logging.getLogger(__name__)
 
 
-def delete_older(directory: Path, keep: int, keep_every: int | None = None) -> list[Path]:
+def delete_older(directory: Path, keep: int, keep_every: int | None = None, busy: Collection[Path] = ()) -> list[Path]:
     """Delete the oldest checkpoints beside ``directory``, a complete checkpoint, until ``keep`` are left, counting
     ``directory`` itself. Returns those that were deleted.
 
-    keep_every: those of steps that it divides stay, beside the newest ``keep``.
+    keep_every: those of steps that it divides stay, beside the newest ``keep``. busy: those that somebody reads stay
+    this time.
 
     Only its own series counts: checkpoints of earlier steps whose names differ from its name in the last number alone.
     Beside ``step-000100``, ``best`` and ``other-1`` are never touched; nor are links, folders that hold other files,
@@ -38,7 +39,7 @@ def delete_older(directory: Path, keep: int, keep_every: int | None = None) -> l
     step = next((saved.step for saved in sound if saved.path.name == directory.name), 0)
     older = [saved for saved in sound if saved.step < step]
     deleted = []
-    for path in (saved.path for saved in too_old(older, keep - 1, keep_every)):
+    for path in (saved.path for saved in too_old(older, keep - 1, keep_every) if saved.path not in busy):
         try:
             _delete(path)
         except OSError as error:

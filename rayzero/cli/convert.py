@@ -15,7 +15,7 @@ def convert(
         str,
         typer.Argument(
             help="A checkpoint of RayZero (or a run: its newest one), Hugging Face safetensors, torch DCP, DeepSpeed "
-            "ZeRO or a DeepSpeed universal checkpoint."
+            "ZeRO or a DeepSpeed universal checkpoint; a path or a URL."
         ),
     ],
     dest: Annotated[str, typer.Argument(help="The folder to write; it must not exist.")],
@@ -34,10 +34,11 @@ def convert(
 ) -> None:
     """Convert a checkpoint, parameter by parameter, with its optimizer states where both formats have them."""
     from rayzero.checkpoint.convert import convert as convert_checkpoint
+    from rayzero.checkpoint.remote import is_url
     from rayzero.layout.model_layout import dtype_from_name
 
     done = convert_checkpoint(
-        newest(Path(source)),
+        source if is_url(source) else newest(Path(source)),
         dest,
         to=to,
         dtype=None if dtype is None else dtype_from_name(dtype),

@@ -345,7 +345,8 @@ class LanguageModelRun:
             return None
         directory = self.context.run_dir / "checkpoints" / checkpoint_name(done)
         run = self.recipe.run
-        return save_checkpoint(self.optimizer, directory, keep_last=run.keep_last, keep_every=run.keep_every)
+        kept: dict[str, Any] = {"keep_last": run.keep_last, "keep_every": run.keep_every}
+        return save_checkpoint(self.optimizer, directory, **kept, upload_to=run.upload_to)
 
 
 def validation_batch(recipe: RecipeConfig, text: Text, index: int) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,8 @@ from torch import nn
 from rayzero.checkpoint.catalog import newest_checkpoint
 from rayzero.checkpoint.manifest import MANIFEST, rank_file_name
 from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.checkpoint.remote import is_url, local_checkpoint
+from rayzero.checkpoint.remote.storage import RemoteFolder
 from rayzero.checkpoint.retention import delete_older
 from rayzero.checkpoint.state_values import pack, unpack
 from rayzero.checkpoint.writer import check_target, staging_path, unwritten, withdraw, write_rank_state
@@ -55,6 +57,7 @@ def save_checkpoint(
     *,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    upload_to: str | None = None,
 ) -> CheckpointInfo | None:
     """Write the present version, the optimizer state and every rank's loop state as the checkpoint ``directory``.
 
@@ -68,6 +71,9 @@ def save_checkpoint(
     keep_last: once the checkpoint is complete, delete the oldest of those beside it whose names differ from its own
     in nothing but the number (``step-000100``, ``step-000200``), until this many are left; None: delete none.
     keep_every: with ``keep_last``, never delete a checkpoint of a step that this number divides.
+    upload_to: the URL of a folder, such as ``"s3://bucket/run"``, into which rank 0 copies the complete checkpoint
+    beside the training, under its own name; its manifest comes last. A copy that fails is a warning. If a newer
+    checkpoint is complete before the copy has begun, the older one is left out.
 
     Raises UnsupportedError for an optimizer that prepare() did not return, ConfigError if ``loop_state`` is no mapping,
     and CheckpointError if ``directory`` exists and is not a checkpoint, if it cannot be written, or if ``loop_state``
@@ -75,6 +81,7 @@ def save_checkpoint(
     rank has its error. If the storage fails (CheckpointWriteError) and the run has ``on_checkpoint_error="warn"``,
     every rank gets None and a warning, and training goes on."""
     _check_arguments(optimizer, loop_state, keep_last, keep_every)
+    _check_urls(directory, upload_to)
     engine = optimizer.engine
     context = get_context()
     directory = of_model(Path(directory), engine.number)
@@ -101,10 +108,31 @@ def save_checkpoint(
         context.unsaved = None
     _saved_by[directory.absolute()] = ref(engine)
     complete = context.unsaved is None and (context.connect is None or engine.number == context.prepared - 1)
-    if keep_last is not None and engine.rank == 0 and complete:
-        whole = directory.parent if engine.number else directory  # all models' are complete
-        delete_older(whole, keep_last, keep_every)
+    if engine.rank == 0 and complete:
+        _after_save(context, directory.parent if engine.number else directory, keep_last, keep_every, upload_to)
     return saved
+
+
+def _after_save(
+    context: RankContext, directory: Path, keep_last: int | None, keep_every: int | None, upload_to: str | None
+) -> None:
+    """What follows once all models' checkpoints are complete."""
+    if upload_to is not None:
+        context.upload(directory, upload_to)
+    if keep_last is not None:
+        delete_older(directory, keep_last, keep_every, context.uploads.busy if context.uploads is not None else ())
+
+
+def _check_urls(directory: object, upload_to: object) -> None:
+    if is_url(directory):
+        raise ConfigError(
+            f"save_checkpoint writes to a folder, not to {directory!r}; name a folder, and pass upload_to={directory!r}"
+        )
+    if upload_to is None:
+        return
+    if not isinstance(upload_to, str) or not is_url(upload_to):
+        raise ConfigError(f"upload_to of save_checkpoint is {upload_to!r}; pass a URL such as s3://bucket/run, or None")
+    RemoteFolder(upload_to)  # raises if a package is missing
 
 
 def _write_rank_file(
@@ -175,7 +203,7 @@ def chosen_resume(context: RankContext, resume: object) -> Path | None:
     Raises ConfigError for anything but a path, True, False or None, and if the run resumes from another checkpoint."""
     told = context.resume
     if isinstance(told, str):  # the user's loop may have set it
-        told = Path(told)
+        told = local_checkpoint(told)
     if resume is True and told is None:
         if context.run_dir is None:
             raise ConfigError(
@@ -191,7 +219,7 @@ def chosen_resume(context: RankContext, resume: object) -> Path | None:
         )
     if not os.fspath(resume):
         raise ConfigError("rayzero.prepare: resume is an empty string; pass a checkpoint's path, True or None")
-    given = Path(resume)
+    given = local_checkpoint(os.fspath(resume))
     if context.life and told is not None:
         return told  # the run has saved since it began, and the loop may name what is newest now
     if told is not None and told.absolute() != given.absolute():
