@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rayzero.checkpoint.weights import WeightDecl
+from rayzero.checkpoint.formats.content import WeightDecl
 
 _FLOATS = ("float32", "bfloat16", "float16")  # dtypes that an fp32 master holds exactly
 _MOST = 10  # names of each kind that an error lists

@@ -1,13 +1,14 @@
-"""Deletes a run's old checkpoints when it keeps only its newest ones."""
+"""Deletes a run's old checkpoints when it keeps only its newest ones, or those and every n-th step's."""
 
 from __future__ import annotations
 
 import logging
 import re
 import shutil
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from rayzero.checkpoint.catalog import Catalog
+from rayzero.checkpoint.catalog import Catalog, Saved
 from rayzero.checkpoint.writer import holds_nothing_else, taken_path
 
 _LAST_NUMBER = re.compile(r"(.*?)\d+(\D*)", re.DOTALL)
@@ -15,9 +16,12 @@ _LAST_NUMBER = re.compile(r"(.*?)\d+(\D*)", re.DOTALL)
 log = logging.getLogger(__name__)
 
 
-def delete_older(directory: Path, keep: int) -> list[Path]:
+def delete_older(directory: Path, keep: int, keep_every: int | None = None, busy: Collection[Path] = ()) -> list[Path]:
     """Delete the oldest checkpoints beside ``directory``, a complete checkpoint, until ``keep`` are left, counting
     ``directory`` itself. Returns those that were deleted.
+
+    keep_every: those of steps that it divides stay, beside the newest ``keep``. busy: those that somebody reads stay
+    this time.
 
     Only its own series counts: checkpoints of earlier steps whose names differ from its name in the last number alone.
     Beside ``step-000100``, ``best`` and ``other-1`` are never touched; nor are links, folders that hold other files,
@@ -33,9 +37,9 @@ def delete_older(directory: Path, keep: int) -> list[Path]:
         if series.fullmatch(saved.path.name) and holds_nothing_else(saved.path)
     ]
     step = next((saved.step for saved in sound if saved.path.name == directory.name), 0)
-    older = [saved.path for saved in sound if saved.step < step]
+    older = [saved for saved in sound if saved.step < step]
     deleted = []
-    for path in older[: max(0, len(older) - (keep - 1))]:
+    for path in (saved.path for saved in too_old(older, keep - 1, keep_every) if saved.path not in busy):
         try:
             _delete(path)
         except OSError as error:
@@ -43,6 +47,12 @@ def delete_older(directory: Path, keep: int) -> list[Path]:
         else:
             deleted.append(path)
     return deleted
+
+
+def too_old(older: Sequence[Saved], keep: int, keep_every: int | None) -> list[Saved]:
+    """Which of ``older``, lowest step first, are neither among the last ``keep`` nor of a step that ``keep_every``
+    divides."""
+    return [saved for saved in older[: max(0, len(older) - keep)] if keep_every is None or saved.step % keep_every]
 
 
 def _delete(path: Path) -> None:

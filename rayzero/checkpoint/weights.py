@@ -1,26 +1,20 @@
-"""Weights to start from, in safetensors files or in memory. Names, shapes and dtypes are read first; bytes only when
-somebody asks for them."""
+"""Weights to start from, in a checkpoint of any format or in memory. Names, shapes and dtypes are read first; bytes
+only when somebody asks for them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path, PurePath
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Protocol
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import code_name
-from rayzero.checkpoint.manifest import MANIFEST
-from rayzero.errors import CheckpointError, ConfigError
-from rayzero.files import parse_json, read_text, regular_size
+from rayzero.checkpoint.formats import open_reader
+from rayzero.checkpoint.formats.content import WEIGHT, WeightDecl
+from rayzero.errors import ConfigError
 from rayzero.layout.model_layout import dtype_name
-
-WHOLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-_MAX_INDEX = 1 << 28  # bytes: two million tensors
 
 Rename = Callable[[str], str | None]
 
@@ -37,7 +31,8 @@ class Weights:
         rename: Rename | None = None,
         strict: bool = True,
     ) -> None:
-        """source: a safetensors file; a Hugging Face directory or its ``model.safetensors.index.json``; a mapping of
+        """source: a safetensors file; a Hugging Face directory or its ``model.safetensors.index.json``; a checkpoint of
+            RayZero, torch DCP or DeepSpeed (``checkpoint/formats/``), of which only the weights count; a mapping of
             named tensors; or an iterable of (name, tensor). Tensors have the shapes of the model's parameters and
             buffers. An iterable is read once, and its order decides how much is in memory: a unit is held from its
             first tensor to its last.
@@ -66,7 +61,7 @@ class Weights:
         missing or damaged, ConfigError if a mapping holds something other than tensors with values or ``rename`` gives
         two tensors the same name."""
         if isinstance(self.source, str | PathLike):
-            return NamedWeights(_TensorFiles(Path(self.source)), self.rename)
+            return NamedWeights(_Checkpoint(Path(self.source)), self.rename)
         assert isinstance(self.source, Mapping)
         return NamedWeights(_TensorMapping(self.source), self.rename)
 
@@ -80,14 +75,6 @@ class Weights:
 
 
 WeightSource = str | PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Weights
-
-
-@dataclass(frozen=True, slots=True)
-class WeightDecl:
-    """What a source says of one tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str  # torch's name without "torch."; the file's own code if this package has no name for it
 
 
 class _Source(Protocol):
@@ -146,93 +133,17 @@ def declare_weight(name: str, tensor: object) -> WeightDecl:
     return WeightDecl(tuple(tensor.shape), dtype_name(tensor.dtype))
 
 
-class _TensorFiles:
-    """One safetensors file, or the files that a Hugging Face index names, memory-mapped."""
+class _Checkpoint:
+    """The weights of a checkpoint of any format; its optimizer states do not matter here."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._files: dict[str, Any] = {}  # tensor -> its open file. freed with this object
-        self.decls: dict[str, WeightDecl] = {}
-        for file, only in _files_of(path):
-            self._add(file, only)
+        self._reader = open_reader(path, states=False)
+        self.decls = self._reader.content.decls
 
     def __str__(self) -> str:
-        return str(self._path)
-
-    def _add(self, path: Path, only: list[str] | None) -> None:
-        opener: Any = safe_open
-        try:
-            regular_size(path)  # a link to a regular file is fine: the Hugging Face cache consists of links
-            file = opener(path, framework="pt")
-            held = set(file.keys())
-            for name in sorted(held) if only is None else only:
-                if name not in held:
-                    raise CheckpointError(
-                        f"{self._path} says that {name!r} is in {path.name}, which has no such tensor"
-                    )
-                part = file.get_slice(name)
-                self.decls[name] = WeightDecl(tuple(part.get_shape()), code_name(part.get_dtype()))
-                self._files[name] = file
-        except (SafetensorError, OSError, RuntimeError) as exc:  # torch raises the last for a file it cannot map
-            raise CheckpointError(f"{path} cannot be read as safetensors: {_one_line(exc)}") from exc
+        return str(self._reader)
 
     def read(self, name: str) -> Tensor:
-        try:
-            tensor: Tensor = self._files[name].get_tensor(name)
-        except SafetensorError as exc:
-            raise CheckpointError(f"{self._path}: {name!r} cannot be read: {_one_line(exc)}") from exc
-        return tensor
-
-
-def _one_line(exc: Exception) -> str:
-    return " ".join(str(exc.strerror if isinstance(exc, OSError) and exc.strerror else exc).split())
-
-
-def _files_of(path: Path) -> list[tuple[Path, list[str] | None]]:
-    """Each file of ``path``, and which of its tensors count; None if all do."""
-    try:
-        if path.is_dir():
-            path = _in_directory(path)
-        if not path.is_file():
-            raise CheckpointError(f"no weights at {path}: give a safetensors file, or a directory with {WHOLE_FILE}")
-        return _indexed(path) if path.suffix == ".json" else [(path, None)]
-    except OSError as exc:
-        raise CheckpointError(f"weights cannot be read from {path}: {_one_line(exc)}") from exc
-
-
-def _in_directory(directory: Path) -> Path:
-    for name in (INDEX_FILE, WHOLE_FILE):
-        if (directory / name).is_file():
-            return directory / name
-    if (directory / MANIFEST).is_file():
-        raise CheckpointError(
-            f"{directory} is a RayZero checkpoint, not weights; resume from it, or export it with rayzero export"
-        )
-    held = sorted(entry.name for entry in directory.iterdir())[:8]
-    raise CheckpointError(
-        f"{directory} has neither {WHOLE_FILE} nor {INDEX_FILE}; it has {', '.join(held) or 'nothing'}. Save the "
-        "weights as safetensors"
-    )
-
-
-def _indexed(index: Path) -> list[tuple[Path, list[str] | None]]:
-    by_file: dict[str, list[str]] = {}
-    for name, file in _weight_map(index).items():
-        by_file.setdefault(file, []).append(name)
-    for file in by_file:
-        if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
-            raise CheckpointError(f"{index} names {file[:200]!r}, which is outside its folder")
-        if not (index.parent / file).is_file():
-            raise CheckpointError(f"{index} names {file[:200]!r}, which does not exist")
-    return [(index.parent / file, names) for file, names in by_file.items()]
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> the file it is in."""
-    try:
-        placed = parse_json(read_text(index, at_most=_MAX_INDEX))["weight_map"]
-        if not all(isinstance(file, str) for file in placed.values()):
-            raise ValueError("it must name a file for each tensor")
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise CheckpointError(f"{index} is not an index of safetensors files: it needs a weight_map ({exc!r})") from exc
-    return dict(placed)
+        shape = self.decls[name].shape
+        held = self._reader.content.tied.get(name, name)
+        return self._reader.read(held, WEIGHT, 0, math.prod(shape)).view(shape)

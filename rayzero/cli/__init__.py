@@ -10,6 +10,7 @@ import typer
 
 import rayzero
 from rayzero.cli.bench import bench
+from rayzero.cli.convert import convert
 from rayzero.cli.doctor import doctor
 from rayzero.cli.export import export
 from rayzero.cli.plan import plan
@@ -54,6 +55,7 @@ app.command()(top)
 app.command()(scale)
 app.command()(trace)
 app.command()(export)
+app.command()(convert)
 app.command()(plan)
 app.command()(doctor)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(bench)

@@ -146,6 +146,13 @@ class RunConfig(ConfigModel):
     keep_last: Count | None = None
     """Checkpoints that `rayzero train` keeps: it deletes older ones once a new one is complete; None: all."""
 
+    keep_every: Count | None = None
+    """With keep_last: `rayzero train` never deletes a checkpoint of a step that this number divides."""
+
+    upload_to: str | None = None
+    """URL of a folder, such as s3://bucket/run, to which `rayzero train` copies each complete checkpoint beside the
+    training; None: nowhere. Needs fsspec and the storage's package (rayzero[s3], rayzero[gcs])."""
+
     on_checkpoint_error: CheckpointErrors = "warn"
     """What save_checkpoint does if the storage does not take a checkpoint (full, read-only). "warn": it returns None
     with a warning, and training goes on. "raise": it raises CheckpointWriteError on every rank."""
@@ -165,7 +172,7 @@ class RunConfig(ConfigModel):
 
     resume: Flag | str = False
     """True: continue the run, from the last step that it decided if it was killed and its states are still in this
-    host's shared memory, else from its newest checkpoint; a path: from that checkpoint; False: start anew."""
+    host's shared memory, else from its newest checkpoint; a path or URL: from that checkpoint; False: start anew."""
 
     network: str | None = None
     """Network of the address at which each optimizer actor listens for other hosts, such as 10.0.0.0/8 or fd00::/8, for
@@ -186,6 +193,8 @@ class RunConfig(ConfigModel):
             storage_path: str | Path = ...,
             checkpoint_every: int | None = ...,
             keep_last: int | None = ...,
+            keep_every: int | None = ...,
+            upload_to: str | None = ...,
             on_checkpoint_error: CheckpointErrors = ...,
             max_failures: int = ...,
             warm_spares: int = ...,
@@ -202,6 +211,14 @@ class RunConfig(ConfigModel):
             raise ValueError(
                 f"warm_spares is {self.warm_spares} but max_failures is 0, so nobody is replaced; raise max_failures "
                 "or leave warm_spares at 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_deleted(self) -> Self:
+        if self.keep_every is not None and self.keep_last is None:
+            raise ValueError(
+                f"keep_every is {self.keep_every} but keep_last is null, so nothing is deleted; set keep_last, too"
             )
         return self
 
@@ -222,6 +239,20 @@ class RunConfig(ConfigModel):
                 ipaddress.ip_network(value)
             except ValueError as error:
                 raise ValueError(f"must be a network such as 10.0.0.0/8 or fd00::/8 ({error})") from None
+        return value
+
+    @field_validator("storage_path")
+    @classmethod
+    def _is_no_url(cls, value: str) -> str:
+        if "://" in value:
+            raise ValueError("must be a folder that all nodes see; give the URL as upload_to")
+        return value
+
+    @field_validator("upload_to")
+    @classmethod
+    def _is_url(cls, value: str | None) -> str | None:
+        if value is not None and "://" not in value:
+            raise ValueError("must be a URL such as s3://bucket/run")
         return value
 
     @field_validator("storage_path", "resume", mode="before")

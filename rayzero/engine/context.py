@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from rayzero.checkpoint.remote import Uploads
 from rayzero.config import CheckpointErrors, ZeroConfig
 from rayzero.engine.engine import Engine
 from rayzero.engine.loop.comeback import Comeback
@@ -51,6 +52,7 @@ class RankContext:
     run_dir: Path | None = None  # folder of the run's files; None: the run has none
     resume: Path | None = None  # the checkpoint to continue from; None: start fresh
     on_checkpoint_error: CheckpointErrors = "raise"  # what save_checkpoint does if the storage fails
+    uploads: Uploads | None = None  # of complete checkpoints, by rank 0. freed by: close()
     unsaved: Path | None = None  # the last checkpoint that save_checkpoint gave up
     loop_state: dict[str, Any] | None = None  # after prepare(): the state that this rank gave to save_checkpoint
     config: ZeroConfig | None = None  # the config of prepare() calls without one
@@ -145,6 +147,14 @@ class RankContext:
         if state is not None:
             for report in self.recent.restore(state["reports"]):
                 self.sink(report)
+
+    def upload(self, checkpoint: Path, url: str) -> None:
+        """Copy a complete checkpoint to remote storage, beside the training; ``close`` waits until it is there."""
+        if self.uploads is None:
+            self.uploads = Uploads()
+            uploads = self.uploads
+            self.on_close(lambda _: uploads.wait())
+        self.uploads.add(checkpoint, url)
 
     def on_close(self, close: Callable[[str], None]) -> None:
         """Call ``close(reason)`` when the loop ends, normally or by an exception; last added, first called."""

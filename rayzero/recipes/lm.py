@@ -344,7 +344,9 @@ class LanguageModelRun:
         if self.context.run_dir is None:
             return None
         directory = self.context.run_dir / "checkpoints" / checkpoint_name(done)
-        return save_checkpoint(self.optimizer, directory, keep_last=self.recipe.run.keep_last)
+        run = self.recipe.run
+        kept: dict[str, Any] = {"keep_last": run.keep_last, "keep_every": run.keep_every}
+        return save_checkpoint(self.optimizer, directory, **kept, upload_to=run.upload_to)
 
 
 def validation_batch(recipe: RecipeConfig, text: Text, index: int) -> tuple[Tensor, Tensor]:

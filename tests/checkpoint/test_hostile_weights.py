@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from rayzero.checkpoint.weights import INDEX_FILE, WHOLE_FILE, Weights
+from rayzero.checkpoint.formats.safetensors_folder import INDEX_FILE, WHOLE_FILE
+from rayzero.checkpoint.weights import Weights
 from rayzero.errors import CheckpointError
 
 from .conftest import require_one_line

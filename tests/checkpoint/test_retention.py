@@ -1,4 +1,4 @@
-"""keep_last: which checkpoints a save deletes."""
+"""keep_last, keep_every: which checkpoints a save deletes."""
 
 from __future__ import annotations
 
@@ -39,6 +39,15 @@ def test_the_oldest_of_the_series_go_and_nothing_else(tmp_path: Path) -> None:
     assert names(tmp_path) == ["best", "other-1", "step-0", "step-10", "step-11", "step-2"]
     assert [path.name for path in delete_older(tmp_path / "step-11", 1)] == ["step-2", "step-10"]
     assert delete_older(tmp_path / "best", 1) == []
+
+
+def test_every_nth_step_stays_beside_the_newest(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5, 6, 7):
+        save(tmp_path / f"step-{step}", step)
+        delete_older(tmp_path / f"step-{step}", 2, keep_every=3)
+    assert names(tmp_path) == ["step-3", "step-6", "step-7"]
+    delete_older(tmp_path / "step-7", 1)
+    assert names(tmp_path) == ["step-7"]
 
 
 def test_links_folders_with_other_files_and_other_series_stay(tmp_path: Path) -> None:
@@ -88,11 +97,17 @@ def test_a_loop_keeps_its_newest(tmp_path: Path) -> None:
         _, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
         for step in range(4):
             optimizer.step()
-            rayzero.save_checkpoint(optimizer, tmp_path / f"step-{step + 1:06d}", {}, keep_last=2)
-        assert names(tmp_path) == ["step-000003", "step-000004"]
+            rayzero.save_checkpoint(optimizer, tmp_path / f"step-{step + 1:06d}", {}, keep_last=1, keep_every=2)
+        assert names(tmp_path) == ["step-000002", "step-000004"]
         for wrong in (0, True, "2"):
             with pytest.raises(ConfigError, match=r"keep_last of save_checkpoint is .*; pass a number"):
                 rayzero.save_checkpoint(optimizer, tmp_path / "step-000005", {}, keep_last=wrong)  # type: ignore[arg-type]
+        for given, message in (
+            ({"keep_every": 2}, "pass both"),
+            ({"keep_last": 1, "keep_every": 0}, "number of steps"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                rayzero.save_checkpoint(optimizer, tmp_path / "step-000005", {}, **given)
 
 
 def test_older_checkpoints_go_once_all_models_have_saved(tmp_path: Path) -> None:

@@ -208,6 +208,19 @@ def test_export_writes_a_file_and_refuses_to_write_over_it(trained):
     assert (trained / "v1.2" / "model.safetensors").is_file()
 
 
+def test_convert_writes_a_folder_and_refuses_what_is_there(trained):
+    ended = rayzero("convert", "runs/r", "as-dcp", "--to", "dcp", cwd=trained)
+    assert ended.code == 0, ended
+    assert "with optimizer states" in ended.out
+    assert rayzero("convert", "as-dcp", "again", "--to", "rayzero", "--max-shard-size", "100KB", cwd=trained).code == 0
+    assert rayzero("convert", "again", "hf", "--dtype", "bfloat16", cwd=trained).code == 0
+    assert "as-dcp exists" in refused("convert", "runs/r", "as-dcp", cwd=trained)
+    assert "no weights at nowhere" in refused("convert", "nowhere", "x", cwd=trained)
+    assert "choose one of hf, dcp, rayzero" in refused("convert", "hf", "x", "--to", "onnx", cwd=trained)
+    assert "--max-shard-size is 'big'" in refused("convert", "hf", "x", "--max-shard-size", "big", cwd=trained)
+    assert not (trained / "x").exists()
+
+
 def test_export_and_status_find_a_checkpoint_under_a_name_of_the_users(trained):
     checkpoints = trained / "runs" / "r" / "checkpoints"
     (checkpoints / "step-000002").rename(checkpoints / "final")

@@ -69,9 +69,9 @@ def test_only_the_step_of_a_save_is_told_after_it(recipe, tmp_path, monkeypatch)
     """A run that is stopped right after a save must not lack rows of steps before."""
     told = []
 
-    def noted(optimizer, directory, keep_last):
+    def noted(optimizer, directory, **kept):
         told.append((get_context().step, len(get_context().reports)))
-        return save_checkpoint(optimizer, directory, keep_last=keep_last)
+        return save_checkpoint(optimizer, directory, **kept)
 
     monkeypatch.setattr("rayzero.recipes.lm.save_checkpoint", noted)
     train(recipe.replace(run={"checkpoint_every": 2}), tmp_path / "run")

@@ -15,6 +15,7 @@ from typing import Any
 
 from rayzero.checkpoint import Catalog, CheckpointReader, checkpoint_folders, stale_folders, sweep_stale
 from rayzero.checkpoint.manifest import MANIFEST
+from rayzero.checkpoint.remote import local_checkpoint
 from rayzero.cluster.continuation import Continuation, Lost, Successor, find_continuation
 from rayzero.cluster.files.run_lock import LOCK, RunLock
 from rayzero.cluster.run import RunState
@@ -36,6 +37,7 @@ __all__ = [
 RECORD = "run.json"
 
 _CHECKPOINTS = "checkpoints"
+_FETCHED = ".fetched"  # beside the runs, where every node sees it: copies of remote checkpoints
 _MAX_RECORD = 1 << 28  # bytes
 _ENDS_S = 60.0  # how long the processes of a killed driver may take to end: its janitor kills those that stay
 
@@ -389,7 +391,7 @@ def _choose(
             why = found.why
         place = _newest(checkpoints, why)
     else:
-        place = Path(config.resume).absolute()
+        place = local_checkpoint(config.resume, Path(config.storage_path) / _FETCHED).absolute()
     with CheckpointReader(place) as checkpoint:  # raises unless it is complete
         start = StartPoint(checkpoint=place, step=checkpoint.step, former=former, why=why)
     if place in checkpoints:

@@ -21,6 +21,8 @@ from torch import nn
 from rayzero.checkpoint.catalog import newest_checkpoint
 from rayzero.checkpoint.manifest import MANIFEST, rank_file_name
 from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.checkpoint.remote import is_url, local_checkpoint
+from rayzero.checkpoint.remote.storage import RemoteFolder
 from rayzero.checkpoint.retention import delete_older
 from rayzero.checkpoint.state_values import pack, unpack
 from rayzero.checkpoint.writer import check_target, staging_path, unwritten, withdraw, write_rank_state
@@ -37,12 +39,14 @@ from rayzero.engine.optimizer.param_groups import ResumedGroups, saved_groups
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.meta import fill_buffers
 from rayzero.errors import CheckpointError, CheckpointWriteError, ConfigError, UnsupportedError
-from rayzero.protocol.messages import CheckpointInfo, FileEntry
+from rayzero.layout.model_layout import ParamSlot
+from rayzero.protocol.messages import COMPUTE, MASTER, CheckpointInfo, FileEntry
 
 log = logging.getLogger(__name__)
 
 _saved_by: dict[Path, ReferenceType[Engine]] = {}  # checkpoint -> the engine of this process that saved it
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_PART = 1 << 20  # elements that are compared at once
 _FURTHER = "model-"  # + its number: the folder for the checkpoint of a later prepared model
 
 
@@ -52,6 +56,8 @@ def save_checkpoint(
     loop_state: Mapping[str, Any] = _NOTHING,
     *,
     keep_last: int | None = None,
+    keep_every: int | None = None,
+    upload_to: str | None = None,
 ) -> CheckpointInfo | None:
     """Write the present version, the optimizer state and every rank's loop state as the checkpoint ``directory``.
 
@@ -64,13 +70,18 @@ def save_checkpoint(
 
     keep_last: once the checkpoint is complete, delete the oldest of those beside it whose names differ from its own
     in nothing but the number (``step-000100``, ``step-000200``), until this many are left; None: delete none.
+    keep_every: with ``keep_last``, never delete a checkpoint of a step that this number divides.
+    upload_to: the URL of a folder, such as ``"s3://bucket/run"``, into which rank 0 copies the complete checkpoint
+    beside the training, under its own name; its manifest comes last. A copy that fails is a warning. If a newer
+    checkpoint is complete before the copy has begun, the older one is left out.
 
     Raises UnsupportedError for an optimizer that prepare() did not return, ConfigError if ``loop_state`` is no mapping,
     and CheckpointError if ``directory`` exists and is not a checkpoint, if it cannot be written, or if ``loop_state``
     or a tracked object's state holds other values. A failed save leaves no files, and may be tried again once every
     rank has its error. If the storage fails (CheckpointWriteError) and the run has ``on_checkpoint_error="warn"``,
     every rank gets None and a warning, and training goes on."""
-    _check_arguments(optimizer, loop_state, keep_last)
+    _check_arguments(optimizer, loop_state, keep_last, keep_every)
+    _check_urls(directory, upload_to)
     engine = optimizer.engine
     context = get_context()
     directory = of_model(Path(directory), engine.number)
@@ -97,9 +108,31 @@ def save_checkpoint(
         context.unsaved = None
     _saved_by[directory.absolute()] = ref(engine)
     complete = context.unsaved is None and (context.connect is None or engine.number == context.prepared - 1)
-    if keep_last is not None and engine.rank == 0 and complete:
-        delete_older(directory.parent if engine.number else directory, keep_last)  # all models' are complete
+    if engine.rank == 0 and complete:
+        _after_save(context, directory.parent if engine.number else directory, keep_last, keep_every, upload_to)
     return saved
+
+
+def _after_save(
+    context: RankContext, directory: Path, keep_last: int | None, keep_every: int | None, upload_to: str | None
+) -> None:
+    """What follows once all models' checkpoints are complete."""
+    if upload_to is not None:
+        context.upload(directory, upload_to)
+    if keep_last is not None:
+        delete_older(directory, keep_last, keep_every, context.uploads.busy if context.uploads is not None else ())
+
+
+def _check_urls(directory: object, upload_to: object) -> None:
+    if is_url(directory):
+        raise ConfigError(
+            f"save_checkpoint writes to a folder, not to {directory!r}; name a folder, and pass upload_to={directory!r}"
+        )
+    if upload_to is None:
+        return
+    if not isinstance(upload_to, str) or not is_url(upload_to):
+        raise ConfigError(f"upload_to of save_checkpoint is {upload_to!r}; pass a URL such as s3://bucket/run, or None")
+    RemoteFolder(upload_to)  # raises if a package is missing
 
 
 def _write_rank_file(
@@ -130,13 +163,18 @@ def _write_rank_file(
         return unwritten(engine.rank, f"rank {engine.rank}: {error}")
 
 
-def _check_arguments(optimizer: object, loop_state: object, keep_last: object) -> None:
+def _check_arguments(optimizer: object, loop_state: object, keep_last: object, keep_every: object) -> None:
     if not isinstance(optimizer, ZeroOptimizer):
         raise UnsupportedError(
             f"save_checkpoint takes the optimizer that rayzero.prepare() returned, got {_type_name(optimizer)}"
         )
-    if keep_last is not None and (not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1):
-        raise ConfigError(f"keep_last of save_checkpoint is {keep_last!r}; pass a number of checkpoints >= 1, or None")
+    for name, value, unit in (("keep_last", keep_last, "checkpoints"), ("keep_every", keep_every, "steps")):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"{name} of save_checkpoint is {value!r}; pass a number of {unit} >= 1, or None")
+    if keep_every is not None and keep_last is None:
+        raise ConfigError(
+            f"keep_every of save_checkpoint is {keep_every!r}, but without keep_last nothing is deleted; pass both"
+        )
     if not isinstance(loop_state, Mapping):
         raise ConfigError(f"loop_state of save_checkpoint is {_type_name(loop_state)}; pass a dict, {{}} for none")
 
@@ -165,7 +203,7 @@ def chosen_resume(context: RankContext, resume: object) -> Path | None:
     Raises ConfigError for anything but a path, True, False or None, and if the run resumes from another checkpoint."""
     told = context.resume
     if isinstance(told, str):  # the user's loop may have set it
-        told = Path(told)
+        told = local_checkpoint(told)
     if resume is True and told is None:
         if context.run_dir is None:
             raise ConfigError(
@@ -181,7 +219,7 @@ def chosen_resume(context: RankContext, resume: object) -> Path | None:
         )
     if not os.fspath(resume):
         raise ConfigError("rayzero.prepare: resume is an empty string; pass a checkpoint's path, True or None")
-    given = Path(resume)
+    given = local_checkpoint(os.fspath(resume))
     if context.life and told is not None:
         return told  # the run has saved since it began, and the loop may name what is newest now
     if told is not None and told.absolute() != given.absolute():
@@ -224,7 +262,7 @@ def restore_rank(
             state = unpack(*reader.rank_state(rank))
             fill_buffers(model, reader.buffers(rank))
             context.loop_state = dict(state["loop_state"])
-            if known:
+            if known and state["rng"] is not None:  # rayzero convert has none
                 set_generator_states(state["rng"], device)
             return dict(state.get("tracked", {}))  # checkpoints of older versions have none
 
@@ -269,15 +307,34 @@ def check_resume(resume: Path | None, model: nn.Module) -> None:
     if resume is None:
         return
     _require_model(resume)
-    known = {name for name, _ in model.named_parameters()}
+    known, tied = {name for name, _ in model.named_parameters()}, tied_names(model)
     with CheckpointReader(resume) as reader:
         for unit in reader.layout.units:
             for slot in unit.slots:
-                if slot.name not in known:
+                if slot.name in tied:
+                    _check_tied(reader, slot, tied[slot.name])
+                elif slot.name not in known:
                     raise CheckpointError(
                         f"{reader.directory} has a parameter {slot.name!r} of shape {slot.shape}, but the model has "
                         f"none of that name; it is a checkpoint of another model"
                     )
+
+
+def _check_tied(reader: CheckpointReader, slot: ParamSlot, name: str) -> None:
+    """Raise CheckpointError unless ``slot`` has the values of the parameter ``name``, which is the same in the model. A
+    checkpoint that was converted from a format without ties has both."""
+    for start in range(0, slot.numel, _PART):
+        stop = min(start + _PART, slot.numel)
+        ours, theirs = (reader.read_slice(each, _widest(reader, each), start, stop) for each in (slot.name, name))
+        if not torch.equal(ours, theirs):
+            raise CheckpointError(
+                f"{reader.directory} has different values for {slot.name!r} and {name!r}, which are one tied parameter "
+                "of the model; it is a checkpoint of another model"
+            )
+
+
+def _widest(reader: CheckpointReader, name: str) -> str:
+    return MASTER if MASTER in reader.kinds(name) else COMPUTE
 
 
 def _require_model(resume: Path) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from rayzero.checkpoint.files.tensor_file import tensor_digest
 from rayzero.checkpoint.fit import Wanted, misfits
-from rayzero.checkpoint.weights import WeightDecl, Weights, declare_weight
+from rayzero.checkpoint.formats.content import WeightDecl
+from rayzero.checkpoint.weights import Weights, declare_weight
 from rayzero.engine.units.partition import UnitPlan
 from rayzero.errors import CheckpointError
 from rayzero.layout.model_layout import UnitLayout

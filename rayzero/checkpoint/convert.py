@@ -1,0 +1,133 @@
+"""``rayzero convert``: a checkpoint of one format becomes one of another, in bounded memory, complete or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rayzero.checkpoint.files.tensor_file import fsync_directory
+from rayzero.checkpoint.formats import Content, Format, Reader, open_reader
+from rayzero.checkpoint.formats.dcp_writer import write_dcp
+from rayzero.checkpoint.formats.rayzero_writer import write_rayzero
+from rayzero.checkpoint.formats.safetensors_folder import write_safetensors
+from rayzero.checkpoint.remote import nearby
+from rayzero.checkpoint.writer import staging_path
+from rayzero.errors import CheckpointError, CheckpointWriteError, ConfigError
+
+TARGETS = (Format.HF, Format.DCP, Format.RAYZERO)
+MAX_SHARD_BYTES = 5_000_000_000  # as Hugging Face's default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """What a conversion wrote."""
+
+    path: Path
+    size_bytes: int
+    files: int
+    content: Content
+    states: bool  # optimizer states were written; for RayZero perhaps zeros
+
+    def __str__(self) -> str:
+        held, written = self.content.has_states, "with" if self.states else "without"
+        dropped = ", which the source has and this format or --weights-only leaves out" if held > self.states else ""
+        return (
+            f"{self.path}  {self.files} files, {self.size_bytes:,} bytes: {len(self.content.params)} parameters and "
+            f"{len(self.content.buffers)} buffers of step {self.content.step}, {written} optimizer states{dropped}"
+        )
+
+
+def convert(
+    source: Path | str,
+    dest: Path | str,
+    *,
+    to: str = Format.HF,
+    dtype: torch.dtype | None = None,
+    max_bytes: int = MAX_SHARD_BYTES,
+    optimizer: str = "",
+    weights_only: bool = False,
+) -> Converted:
+    """Write the checkpoint ``source``, of any format that ``open_reader`` knows, as the new folder ``dest``. A URL is
+    first copied beside ``dest``.
+
+    to: "hf" (safetensors with an index; weights only), "dcp" (``torch.distributed.checkpoint``) or "rayzero" (a run
+    resumes from it). dtype: of floating-point weights in "hf" and "dcp"; None keeps the source's. max_bytes: of one
+    file, where a single tensor is not larger. optimizer: for "rayzero", the import path of the class that resumes, if
+    the source does not say; "": AdamW. weights_only: leave optimizer states out.
+
+    Memory: a few pieces of at most 16 MiB, and of a DCP source the chunks of one tensor. Values keep their bits, unless
+    ``dtype`` rounds them. Raises ConfigError for a wrong argument, CheckpointError if the source is damaged, if
+    ``dest`` exists or cannot be written, and UnsupportedError for what is refused by name. Until everything is durable,
+    nothing exists under the name ``dest``."""
+    dest = Path(dest)
+    _check_arguments(to, dtype, max_bytes)
+    _check_dest(dest)
+    with nearby(os.fspath(source), dest) as path:
+        return _convert(open_reader(path, states=not weights_only), dest, to, dtype, max_bytes, optimizer)
+
+
+def _convert(
+    reader: Reader, dest: Path, to: str, dtype: torch.dtype | None, max_bytes: int, optimizer: str
+) -> Converted:
+    try:
+        if to == Format.RAYZERO:
+            write_rayzero(reader, dest, optimizer=optimizer, max_bytes=max_bytes)
+        else:
+            _write_folder(reader, dest, _WRITERS[Format(to)], dtype, max_bytes)
+    except OSError as exc:
+        raise CheckpointWriteError(f"cannot convert to {dest}: {exc.strerror or exc}") from exc
+    finally:
+        reader.close()
+    sizes = [path.stat().st_size for path in dest.iterdir()]
+    states = to == Format.RAYZERO or (to == Format.DCP and reader.content.has_states)
+    return Converted(path=dest, size_bytes=sum(sizes), files=len(sizes), content=reader.content, states=states)
+
+
+_WRITERS: dict[Format, Callable[..., list[Path]]] = {Format.HF: write_safetensors, Format.DCP: write_dcp}
+
+
+def _check_arguments(to: str, dtype: torch.dtype | None, max_bytes: int) -> None:
+    if to not in TARGETS:
+        raise ConfigError(f"cannot write {to!r}; choose one of {', '.join(TARGETS)}")
+    if to == Format.RAYZERO and dtype is not None:
+        raise ConfigError("a RayZero checkpoint holds fp32 masters; leave dtype out")
+    if max_bytes < 1:
+        raise ConfigError(f"a file of at most {max_bytes} bytes holds nothing; give a larger size")
+
+
+def _check_dest(dest: Path) -> None:
+    if dest.exists() or dest.is_symlink():
+        raise CheckpointError(f"{dest} exists; give the name of a new folder")
+    if in_the_way := next((above for above in dest.parents if above.exists() and not above.is_dir()), None):
+        raise CheckpointError(f"cannot write {dest}: {in_the_way} is a file, not a folder; give another name")
+
+
+def _write_folder(
+    reader: Reader, dest: Path, write: Callable[..., list[Path]], dtype: torch.dtype | None, max_bytes: int
+) -> None:
+    """Stage the folder beside its place, make it durable, and rename it."""
+    staging = staging_path(dest)
+    shutil.rmtree(staging, ignore_errors=True)  # left by a process that was killed
+    staging.mkdir(parents=True)
+    try:
+        write(reader, staging, dtype=dtype, max_bytes=max_bytes)
+        for path in staging.iterdir():
+            _fsync(path)
+        fsync_directory(staging)
+        staging.rename(dest)
+    except BaseException:
+        with suppress(OSError):
+            shutil.rmtree(staging)
+        raise
+    fsync_directory(dest.parent)
+
+
+def _fsync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,129 @@
+"""What a checkpoint of any format holds, said in one way: names, shapes, dtypes, optimizer states, step counts.
+
+Readers describe their source by a ``Content`` before they read a value; writers decide everything from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rayzero.checkpoint.files.tensor_file import DTYPES
+from rayzero.errors import CheckpointError, UnsupportedError
+
+WEIGHT = "weight"  # the kind of a parameter's or buffer's own values; other kinds are the names of optimizer states
+PART = 1 << 20  # elements that are read at once
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class WeightDecl:
+    """What a source says of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str  # torch's name without "torch."; the file's own code if this package has no name for it
+
+    def torch_dtype(self, name: str) -> torch.dtype:
+        """Its dtype. Raises UnsupportedError that names the tensor if safetensors files of this package have none."""
+        if self.dtype not in DTYPES:
+            raise UnsupportedError(f"{name!r} has dtype {self.dtype}, which cannot be converted; leave the tensor out")
+        return DTYPES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Param:
+    """One parameter."""
+
+    decl: WeightDecl
+    trained: bool = True
+    states: tuple[str, ...] = ()  # optimizer states of the parameter's shape, in fp32, sorted
+    updates: int = 0  # how many it has had
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A parameter group of an optimizer."""
+
+    params: tuple[str, ...]
+    options: Mapping[str, Any]  # lr, betas, ...; plain values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What a checkpoint holds."""
+
+    params: Mapping[str, Param]
+    buffers: Mapping[str, WeightDecl] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)  # other names of tied parameters -> the name in ``params``
+    groups: tuple[Group, ...] = ()  # empty: the source says nothing of them
+    step: int = 0  # optimizer steps of the run
+    optimizer: str = ""  # import path of the optimizer's class; "": the source does not say
+
+    @property
+    def decls(self) -> dict[str, WeightDecl]:
+        """Every tensor of a state dict by its name: parameters, their other names, and buffers."""
+        own = {name: param.decl for name, param in self.params.items()}
+        return own | {alias: own[name] for alias, name in self.tied.items()} | dict(self.buffers)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there is any optimizer state."""
+        return any(param.states for param in self.params.values())
+
+
+class Reader(Protocol):
+    """A source that is open. Opening it checks names, shapes, sizes and files, and reads no values."""
+
+    content: Content
+
+    def __str__(self) -> str:
+        """The source's place, for messages."""
+        ...
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop``, in C order, of a tensor (``kind`` WEIGHT; in its declared dtype) or of an
+        optimizer state of a parameter (fp32). 1D on the CPU; perhaps a view of a mapped file: do not write to it.
+
+        ``name``: of a parameter or buffer in ``content``. Raises CheckpointError if the bytes cannot be read."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the files. Idempotent."""
+        ...
+
+
+def parts_of(reader: Reader, name: str, kind: str, numel: int) -> Iterator[Tensor]:
+    """All values of ``name``, at most ``PART`` elements at a time."""
+    for start in range(0, numel, PART):
+        yield reader.read(name, kind, start, min(start + PART, numel))
+
+
+def require_states(name: str, decl: WeightDecl, kind: str, shape: tuple[int, ...], dtype: str, where: object) -> None:
+    """Raise UnsupportedError unless an optimizer state has its parameter's shape, in floating point."""
+    if shape != decl.shape or dtype not in ("float32", "bfloat16", "float16"):
+        raise UnsupportedError(
+            f"{where}: the optimizer state {kind!r} of {name!r} is {dtype} of shape {shape}, and the parameter has "
+            f"shape {decl.shape}; only element-wise states in floating point can be converted: convert the weights "
+            "alone (--weights-only)"
+        )
+
+
+def plain_option(value: Any) -> Any:
+    """A group's option as a plain value; what is none becomes None."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else None
+    if isinstance(value, list | tuple):
+        items = [plain_option(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def damaged(where: object, why: object) -> CheckpointError:
+    """The error for a source that is not what it says: one line."""
+    return CheckpointError(f"{where} is damaged or not what it seems: {' '.join(str(why).split())[:400]}")

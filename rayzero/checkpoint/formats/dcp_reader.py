@@ -1,0 +1,382 @@
+"""Reads torch.distributed.checkpoint folders (DCP): ``.metadata`` says which chunk of which tensor is in which file.
+
+Names become weights and states by their place in the state dict that was saved. ``{"model": ..., "optim": ...}``, as
+``get_state_dict`` gives them, with the optimizer's states by parameter names, flattened or not; the tensors of a plain
+state dict are weights.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+
+from rayzero.checkpoint.files.tensor_reader import is_shape
+from rayzero.checkpoint.formats.content import (
+    WEIGHT,
+    Content,
+    Group,
+    Param,
+    WeightDecl,
+    damaged,
+    plain_option,
+    require_states,
+)
+from rayzero.checkpoint.formats.pickles import METADATA_FILE, load_torch_bytes, read_dcp_metadata
+from rayzero.errors import CheckpointError, UnsupportedError
+from rayzero.files import open_regular, regular_size
+from rayzero.layout.model_layout import dtype_name
+
+_STATE, _GROUPS = "state", "param_groups"
+_MAX_BYTES_ENTRY = 1 << 28  # bytes of one option of a parameter group
+
+Keys = tuple[Any, ...]  # keys from the top of the saved state dict to a value
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, and the bytes of a file that hold it as ``torch.save`` wrote it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of the folder."""
+
+    decl: WeightDecl
+    chunks: tuple[Chunk, ...]  # sorted by offsets
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """What the entries of a saved state dict are."""
+
+    weights: Mapping[str, str]  # parameter or buffer -> entry
+    states: Mapping[str, Mapping[str, str]]  # parameter -> state -> entry
+    groups: Mapping[Keys, Mapping[str, str]]  # keys to a parameter group -> option, "params" too -> entry
+    options: Mapping[str, Mapping[str, str]]  # parameter -> option -> entry, of flattened parameter groups
+
+
+def roles_of(paths: Mapping[str, Keys]) -> Roles:
+    """Tell weights from states.
+
+    paths: entry -> the keys to it. Optimizer states are ``(..., "state", parameter, kind)`` or, flattened, one key
+    ``"state.parameter.kind"``; options of groups ``(..., "param_groups", number, option)`` or, flattened,
+    ``"param_groups.parameter.option"``. Other tensors are weights and have their last key as their name, since the
+    keys of a model's state dict are whole names. If anything is below a key ``"model"``, only that is a weight: a
+    folder may hold generators and loaders, too. Names in which two weights agree are refused."""
+    below_model = any("model" in path[:-1] for path in paths.values())
+    weights: dict[str, str] = {}
+    states: dict[str, dict[str, str]] = {}
+    options: dict[str, dict[str, str]] = {}
+    groups: dict[Keys, dict[str, str]] = {}
+    for entry, path in paths.items():
+        keys = [str(key) for key in path]
+        if len(keys) >= 3 and keys[-3] == _STATE:
+            states.setdefault(keys[-2], {})[keys[-1]] = entry
+        elif len(keys) >= 3 and keys[-3] == _GROUPS:
+            groups.setdefault(path[:-1], {})[keys[-1]] = entry
+        elif (flat := _flattened(keys[-1])) is not None:
+            where = states if flat[0] == _STATE else options
+            where.setdefault(flat[1], {})[flat[2]] = entry
+        elif below_model and "model" not in keys[:-1]:
+            continue
+        elif keys[-1] in weights:
+            raise UnsupportedError(
+                f"two tensors are named {keys[-1]!r} ({weights[keys[-1]]!r} and {entry!r}); only one model can be "
+                "converted at a time"
+            )
+        else:
+            weights[keys[-1]] = entry
+    return Roles(weights, states, groups, options)
+
+
+def _flattened(key: str) -> tuple[str, str, str] | None:
+    """(state or param_groups, parameter, kind) of a key that ``get_optimizer_state_dict`` has flattened."""
+    head, _, rest = key.partition(".")
+    name, _, kind = rest.rpartition(".")
+    return (head, name, kind) if head in (_STATE, _GROUPS) and name and kind else None
+
+
+class DcpReader:
+    """An open DCP folder. Loads one chunk at a time; memory is the chunks that a range touches."""
+
+    def __init__(self, folder: Path, *, states: bool = True) -> None:
+        """states: False leaves the optimizer's states out. Raises CheckpointError if the folder is damaged or
+        incomplete, UnsupportedError that names what only code could read."""
+        self._folder = folder
+        metadata = read_dcp_metadata(folder / METADATA_FILE)
+        self._sizes: dict[str, int] = {}  # file -> its bytes
+        tensors, self._bytes = self._entries(metadata)
+        self._tensors = {entry: self._stored(entry, found, metadata) for entry, found in tensors.items()}
+        roles = roles_of(self._paths(metadata))
+        self._entry = {(name, WEIGHT): entry for name, entry in roles.weights.items() if entry in self._tensors}
+        self._loaded: dict[Chunk, Tensor] = {}  # of the tensor that was read last
+        self._loaded_of = ""
+        self.content = self._content(roles, states)
+
+    def __str__(self) -> str:
+        return str(self._folder)
+
+    def _entries(self, metadata: Metadata) -> tuple[dict[str, TensorStorageMetadata], set[str]]:
+        found = metadata.state_dict_metadata
+        if not isinstance(found, dict) or not isinstance(metadata.storage_data, dict):
+            raise damaged(self._folder / METADATA_FILE, "it lists no tensors")
+        tensors = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+        plain = {name for name, entry in found.items() if isinstance(entry, BytesStorageMetadata)}
+        if len(tensors) + len(plain) != len(found) or not all(isinstance(name, str) for name in found):
+            raise damaged(self._folder / METADATA_FILE, "an entry is neither a tensor nor bytes")
+        self._places = {
+            (getattr(index, "fqn", None), tuple(getattr(index, "offset", None) or ())): place
+            for index, place in metadata.storage_data.items()
+        }
+        return tensors, plain
+
+    def _paths(self, metadata: Metadata) -> dict[str, Keys]:
+        """Entry -> its keys in the saved state dict; its name alone if the folder does not say."""
+        planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        entries = [*self._tensors, *sorted(self._bytes)]
+        paths = {entry: planned.get(entry, (entry,)) for entry in entries}
+        if not all(isinstance(path, tuple) and path for path in paths.values()):
+            raise damaged(self._folder / METADATA_FILE, "a name has no keys")
+        return paths
+
+    # ---- checks of sizes and places
+
+    def _stored(self, entry: str, found: TensorStorageMetadata, metadata: Metadata) -> Stored:
+        shape, dtype = list(found.size), getattr(found.properties, "dtype", None)
+        if not is_shape(shape) or not isinstance(dtype, torch.dtype) or not isinstance(found.chunks, list):
+            raise damaged(self._folder / METADATA_FILE, f"{entry!r} has no sound shape or dtype")
+        boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks]
+        if not is_tiling(tuple(shape), boxes):
+            raise damaged(self._folder / METADATA_FILE, f"the chunks of {entry!r} do not make up its shape {shape}")
+        chunks = [self._chunk(entry, offsets, sizes) for offsets, sizes in boxes if math.prod(sizes)]
+        return Stored(WeightDecl(tuple(shape), dtype_name(dtype)), tuple(sorted(chunks, key=lambda c: c.offsets)))
+
+    def _chunk(self, entry: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
+        place = self._place(entry, offsets)
+        return Chunk(offsets, sizes, place.relative_path, place.offset, place.length)
+
+    def _place(self, entry: str, offsets: tuple[int, ...]) -> _StorageInfo:
+        place = self._places.get((entry, offsets))
+        where = self._folder / METADATA_FILE
+        if not isinstance(place, _StorageInfo) or not isinstance(place.relative_path, str):
+            raise damaged(where, f"it does not say where {entry!r} at {offsets} is")
+        if place.transform_descriptors:
+            raise UnsupportedError(
+                f"{where}: {entry!r} is stored with {place.transform_descriptors}; save it without extensions"
+            )
+        file = PurePath(place.relative_path)
+        if file.is_absolute() or ".." in file.parts or len(file.parts) != 1:
+            raise CheckpointError(f"{where} names {place.relative_path[:200]!r}, which is outside its folder")
+        if not is_shape([place.offset, place.length]) or place.offset + place.length > self._size(file.name):
+            raise damaged(where, f"{entry!r} is beyond the end of {file.name}, which is cut short or was changed")
+        return place
+
+    def _size(self, file: str) -> int:
+        if file not in self._sizes:
+            try:
+                self._sizes[file] = regular_size(self._folder / file)
+            except OSError as exc:
+                raise CheckpointError(
+                    f"{self._folder / file} cannot be read, but {METADATA_FILE} names it: {exc.strerror}"
+                ) from exc
+        return self._sizes[file]
+
+    # ---- what it holds
+
+    def _content(self, roles: Roles, states: bool) -> Content:
+        decls = {name: self._tensors[entry].decl for (name, _), entry in self._entry.items()}
+        params: dict[str, Param] = {}
+        for name, decl in decls.items():
+            if decl.dtype in ("float64", "float32", "float16", "bfloat16"):
+                kinds = roles.states.get(name, {}) if states else {}
+                params[name] = self._param(name, decl, kinds)
+        strangers = sorted(set(roles.states) - set(params)) if states else []
+        if strangers:
+            raise UnsupportedError(
+                f"{self._folder} has optimizer states of {strangers[0]!r}, which is no parameter in it; save the model "
+                "with the optimizer, by get_state_dict, or convert the weights alone (--weights-only)"
+            )
+        return Content(
+            params=params,
+            buffers={name: decl for name, decl in decls.items() if name not in params},
+            groups=self._groups(roles) if states else (),
+            step=max((param.updates for param in params.values()), default=0),
+        )
+
+    def _param(self, name: str, decl: WeightDecl, kinds: Mapping[str, str]) -> Param:
+        held = []
+        for kind, entry in sorted(kinds.items()):
+            if kind == "step":
+                continue
+            stored = self._tensors.get(entry)
+            if stored is None:
+                raise UnsupportedError(f"{self._folder}: the optimizer state {kind!r} of {name!r} is not a tensor")
+            require_states(name, decl, kind, stored.decl.shape, stored.decl.dtype, self._folder)
+            self._entry[name, kind] = entry
+            held.append(kind)
+        return Param(decl=decl, states=tuple(held), updates=self._updates(kinds.get("step")))
+
+    def _updates(self, entry: str | None) -> int:
+        if entry is None:
+            return 0
+        value = self._scalar(entry)
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if not isinstance(number, int | float) or not 0 <= number < 1 << 53 or number != int(number):
+            raise damaged(self._folder, f"the step count {entry!r} is {str(number)[:80]}")
+        return int(number)
+
+    def _scalar(self, entry: str) -> Any:
+        if entry in self._bytes:
+            return self._plain(entry)
+        stored = self._tensors[entry]
+        if math.prod(stored.decl.shape) != 1:
+            raise damaged(self._folder, f"{entry!r} has shape {stored.decl.shape}, and must be one number")
+        return self._load(entry, stored.chunks[0])
+
+    def _plain(self, entry: str) -> Any:
+        """A value that is not a tensor."""
+        place = self._place(entry, ())
+        if place.length > _MAX_BYTES_ENTRY:
+            raise damaged(self._folder, f"{entry!r} has {place.length:,} bytes")
+        return load_torch_bytes(self._bytes_at(place.relative_path, place.offset, place.length), self._where(entry))
+
+    def _groups(self, roles: Roles) -> tuple[Group, ...]:
+        listed = [
+            {o: self._option(e) for o, e in given.items()} for _, given in sorted(roles.groups.items(), key=_last)
+        ]
+        if listed:
+            return tuple(group_from(group, self._folder) for group in listed)
+        return grouped({name: {o: self._option(e) for o, e in given.items()} for name, given in roles.options.items()})
+
+    def _option(self, entry: str) -> Any:
+        value = self._scalar(entry)
+        return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+    # ---- values
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        """See ``Reader.read``. Loads the chunks that the range touches, and keeps those that the next range may."""
+        entry = self._entry[name, kind]
+        stored = self._tensors[entry]
+        if entry != self._loaded_of:
+            self._loaded.clear()
+            self._loaded_of = entry
+        rows, row = rows_of(stored.decl.shape)
+        first, last = (start // row, -(-stop // row)) if row else (0, rows)
+        values = torch.empty((last - first, *stored.decl.shape[1:]), dtype=stored.decl.torch_dtype(name))
+        for chunk in stored.chunks:
+            box = chunk.sizes or (1,)
+            begin = (chunk.offsets or (0,))[0]
+            low, high = max(first, begin), min(last, begin + box[0])
+            if low < high:
+                here = tuple(slice(o, o + s) for o, s in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
+                part = self._chunk_values(entry, chunk).view(box)[low - begin : high - begin]
+                values[(slice(low - first, high - first), *here)] = part
+            if begin + box[0] <= last:
+                self._loaded.pop(chunk, None)  # ranges come in order
+        flat = values.reshape(-1)[start - first * row : stop - first * row]
+        return flat if kind == WEIGHT else flat.float()
+
+    def _chunk_values(self, entry: str, chunk: Chunk) -> Tensor:
+        if chunk not in self._loaded:
+            self._loaded[chunk] = self._load(entry, chunk)
+        return self._loaded[chunk]
+
+    def _load(self, entry: str, chunk: Chunk) -> Tensor:
+        found = load_torch_bytes(self._bytes_at(chunk.file, chunk.start, chunk.length), self._where(entry))
+        wanted = self._tensors[entry].decl.dtype
+        if not isinstance(found, Tensor) or (tuple(found.shape), dtype_name(found.dtype)) != (chunk.sizes, wanted):
+            what = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise damaged(self._where(entry), f"its file has {what}, and {METADATA_FILE} says {wanted} {chunk.sizes}")
+        return found.detach()
+
+    def _bytes_at(self, file: str, start: int, length: int) -> io.BytesIO:
+        try:
+            with open_regular(self._folder / file) as stream:
+                stream.seek(start)
+                return io.BytesIO(stream.read(length))
+        except OSError as exc:
+            raise CheckpointError(f"{self._folder / file} cannot be read: {exc.strerror or exc}") from exc
+
+    def _where(self, entry: str) -> str:
+        return f"{entry!r} in {self._folder}"
+
+    def close(self) -> None:
+        """See ``Reader.close``."""
+        self._loaded.clear()
+
+
+def _last(entry: tuple[Keys, object]) -> int:
+    """A parameter group's number."""
+    return entry[0][-1] if isinstance(entry[0][-1], int) else 0
+
+
+def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(how many rows, elements of a row) of a tensor cut along its first dimension; a 0-dim tensor is one row."""
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+
+
+def is_tiling(shape: tuple[int, ...], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether (offsets, sizes) cut ``shape`` into a grid: each element is in exactly one box. Empty boxes count as
+    nothing.
+
+    Every way in which DTensor and FSDP cut a tensor is a grid, and a grid can be checked in one look at each box."""
+    full = [(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes if math.prod(sizes)]
+    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in full):
+        return False
+    if not all(is_shape(list(offsets)) and is_shape(list(sizes)) for offsets, sizes in full):
+        return False
+    if math.prod(shape) == 0:
+        return not full
+    cuts = [sorted({offsets[axis] for offsets, _ in full} | {size}) for axis, size in enumerate(shape)]
+    after = [dict(pairwise(at)) for at in cuts]
+    fits = all(
+        after[axis].get(offset) == offset + size
+        for offsets, sizes in full
+        for axis, (offset, size) in enumerate(zip(offsets, sizes, strict=True))
+    )
+    return (
+        fits
+        and all(at[0] == 0 for at in cuts)
+        and len({offsets for offsets, _ in full}) == len(full) == math.prod(len(at) - 1 for at in cuts)
+    )
+
+
+def group_from(group: Any, where: object) -> Group:
+    """A parameter group of a torch optimizer's state dict whose parameters are names."""
+    names = group.get("params") if isinstance(group, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UnsupportedError(
+            f"{where}: the optimizer's parameter groups do not name their parameters; save it with "
+            "get_optimizer_state_dict, or convert the weights alone (--weights-only)"
+        )
+    return Group(params=tuple(names), options={k: plain_option(v) for k, v in group.items() if k != "params"})
+
+
+def grouped(options: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
+    """Parameters with equal options make a group, in the order of their first parameter."""
+    found: list[tuple[Mapping[str, Any], list[str]]] = []
+    for name, given in options.items():
+        plain = {key: plain_option(value) for key, value in given.items()}
+        same = next((names for known, names in found if known == plain), None)
+        if same is None:
+            found.append((plain, [name]))
+        else:
+            same.append(name)
+    return tuple(Group(params=tuple(names), options=given) for given, names in found)
