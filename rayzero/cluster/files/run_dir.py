@@ -302,6 +302,15 @@ def _is_rescaled(told: object) -> bool:
     )
 
 
+def _is_logger(told: object) -> bool:
+    return (
+        isinstance(told, dict)
+        and _is_text(told.get("logger"))
+        and all(told.get(name) is None or _is_text(told[name]) for name in ("where", "error"))
+        and all(_is_number(told.get(name)) for name in ("sent", "lost", "step"))
+    )
+
+
 def _is_states(told: object) -> bool:
     """Whether it says where the run's states are. None: nowhere that outlives it."""
     return told is None or (isinstance(told, dict) and all(_is_text(told.get(name)) for name in _STATES))
@@ -329,6 +338,7 @@ _ENTRIES: dict[str, Callable[[object], bool]] = {
     "replacing": lambda told: told is None or _all(_is_text, told),
     "rescaling": lambda told: told is None or _is_text(told),
     "rescales": lambda told: told is None or _all(_is_rescaled, told),
+    "loggers": lambda told: told is None or _all(_is_logger, told),
     "states": _is_states,
     "spares": lambda told: told is None or _all(_is_member, told),
     "ended_at": lambda told: told is None or _is_number(told),

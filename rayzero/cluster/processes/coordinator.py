@@ -30,6 +30,7 @@ from rayzero.telemetry.http import Page
 from rayzero.telemetry.names import (
     ACTORS,
     HEARTBEAT_AGE_SECONDS,
+    LOGGER_ROWS,
     RECOVERIES,
     RECOVERY_SECONDS,
     RESCALE_MOVED_BYTES,
@@ -312,6 +313,12 @@ class Coordinator:
         self._recorder.add(RESCALE_MOVED_BYTES, moved_bytes)
         if outcome == "done":
             self._recorder.set(RESCALE_PAUSE_SECONDS, pause)
+
+    async def logged(self, logger: str, sent: int, lost: int) -> None:
+        """A logger has taken rows, or refused some (``names.LOGGER_ROWS``)."""
+        for result, rows in (("sent", sent), ("lost", lost)):
+            if rows:
+                self._recorder.add(LOGGER_ROWS, rows, logger=logger, result=result)
 
     async def report(self, reports: Sequence[Report], life: str | None) -> Received:
         """Take a batch of one rank's reports. They are in metrics.jsonl when this returns. Takes none if ``life``, the
