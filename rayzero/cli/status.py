@@ -130,6 +130,8 @@ def format_status(described: dict[str, Any]) -> str:
         lines += [f"spare       pid {who['pid']} on {who['host']}" for who in described["spares"]]
         if described["telemetry"]:
             lines.append(f"metrics     {described['telemetry']['http_sd']} (Prometheus http_sd)")
+            if page := described["telemetry"].get("page"):
+                lines.append(f"live page   {page}")
     if described["error"]:
         lines.append(f"error       {described['error'].partition(chr(10))[0]}")
     return "\n".join(map(plain, lines))

@@ -20,6 +20,7 @@ from rayzero.cluster.files.run_dir import RunDirectory
 from rayzero.cluster.files.tracing import TRACE_FILE, write_trace
 from rayzero.cluster.interrupts import interruptible
 from rayzero.cluster.journal import Journal, OnPhase, OnReport, RunRequest
+from rayzero.cluster.live.page import PAGE_PATH
 from rayzero.cluster.loggers.reporter import flat_settings
 from rayzero.cluster.loop import pack_loop
 from rayzero.cluster.run import DISCOVERY_PATH, RunState
@@ -251,7 +252,7 @@ class ZeroTrainer:
             "replacing": journal.replacing,
             "rescaling": journal.rescaling,
             "rescales": [asdict(rescaled) for rescaled in journal.rescales],
-            "telemetry": _telemetry(journal) if is_up else None,
+            "telemetry": _telemetry(journal, self._run.telemetry.web_config is not None) if is_up else None,
             "loggers": [] if journal.loggers is None else journal.loggers.described(),
             "metrics": {str(rank): report.metrics for rank, report in sorted(journal.latest.items())},
             "checkpoint": _text(checkpoint),
@@ -286,12 +287,14 @@ def _shown(loop_config: Any, zero: ZeroConfig, scaling: ScalingConfig) -> dict[s
     return flat_settings({str(name): value for name, value in of_the_loop.items()} | ours)
 
 
-def _telemetry(journal: Journal) -> dict[str, Any] | None:
-    """The addresses of the run's exporters; None without telemetry."""
+def _telemetry(journal: Journal, has_web_config: bool) -> dict[str, Any] | None:
+    """The addresses of the run's exporters and of its live page; None without telemetry. A browser cannot show what the
+    run's own tools show, so where they alone are let in there is no page."""
     if not journal.targets:
         return None
     return {
         "http_sd": journal.targets[0].url(DISCOVERY_PATH),
+        "page": journal.targets[0].url(PAGE_PATH) if has_web_config or journal.targets[0].scheme == "http" else None,
         "targets": [{"address": target.address, "labels": target.discovered} for target in journal.targets],
     }
 

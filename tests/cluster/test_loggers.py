@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 
 from rayzero.cli.status import describe_run, format_status
 from rayzero.cluster.files.metrics_log import METRICS, trim_log
+from rayzero.cluster.files.row_tail import RowTail, Value
 from rayzero.cluster.loggers import children
 from rayzero.cluster.loggers.children import Loggers
 from rayzero.cluster.loggers.csv_file import CsvReporter
-from rayzero.cluster.loggers.feed import Bookmark, Feed, RowTail, Saved, begin
-from rayzero.cluster.loggers.reporter import LoggedRun, Value, flat_settings
+from rayzero.cluster.loggers.feed import Bookmark, Feed, Saved, begin
+from rayzero.cluster.loggers.reporter import LoggedRun, flat_settings
 from rayzero.config import RunConfig
 from rayzero.config.loggers import require_loggers
 from rayzero.engine import get_context, report, save_checkpoint

@@ -78,6 +78,7 @@ class MetricsLog:
     def __init__(self, run_dir: Path, make_row: MakeRow = row_of_report, written: WrittenRows | None = None) -> None:
         """The file is made by the first row. ``written``: what an earlier part of the run has written, whose last
         reports are made again."""
+        self.run_dir = run_dir
         self._path = run_dir / METRICS
         self._make_row = make_row
         self._written = written

@@ -272,7 +272,13 @@ def _is_telemetry(told: object) -> bool:
     """Whether it is a valid telemetry entry. None: the run has no telemetry."""
     if told is None:
         return True
-    return isinstance(told, dict) and _is_text(told.get("http_sd")) and _all(_is_target, told.get("targets"))
+    page = told.get("page") if isinstance(told, dict) else None
+    return (
+        isinstance(told, dict)
+        and _is_text(told.get("http_sd"))
+        and _all(_is_target, told.get("targets"))
+        and (page is None or _is_text(page))
+    )
 
 
 def _is_target(told: object) -> bool:

@@ -18,8 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rayzero.cluster.files.row_tail import RowTail
 from rayzero.cluster.loggers.children import Progress, Request
-from rayzero.cluster.loggers.feed import Feed, RowTail, Saved, begin, said
+from rayzero.cluster.loggers.feed import Feed, Saved, begin, said
 from rayzero.cluster.loggers.reporter import LoggedRun, Reporter, opener, replaces
 
 _LOOK_S = 0.5  # between two looks at the file

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
-from rayzero.cluster.loggers.reporter import LoggedRun, Reporter, Value
+from rayzero.cluster.files.row_tail import Value
+from rayzero.cluster.loggers.reporter import LoggedRun, Reporter
 from rayzero.files import replace_file
 
 FILE = "metrics.csv"

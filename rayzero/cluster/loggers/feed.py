@@ -15,14 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rayzero.cluster.files.metrics_log import METRICS, Row, parse_row, read_log
-from rayzero.cluster.loggers.reporter import Reporter, Value
+from rayzero.cluster.files.metrics_log import Row, read_log
+from rayzero.cluster.files.row_tail import RowTail, values_of
+from rayzero.cluster.loggers.reporter import Reporter
 from rayzero.files import parse_json, read_text, replace_file
 
-__all__ = ["Bookmark", "Feed", "RowTail", "Saved", "begin", "said", "values_of"]
+__all__ = ["Bookmark", "Feed", "Saved", "begin", "said"]
 
 _MOST_ROWS = 500  # at once
-_MOST_BYTES = 1 << 20  # read at once, and of one row
 _MOST_SAVED = 1 << 16  # bytes of a bookmark's file
 
 log = logging.getLogger(__name__)
@@ -62,56 +62,13 @@ class Saved:
 
 
 def begin(saved: Saved, run_dir: Path, *, replaces: bool) -> int:
-    """The first step whose rows a logger gets. If it ``replaces`` earlier ones, those of the
-    bookmark's step come again,
-    and so do those that were cut off metrics.jsonl since; the bookmark moves there. Raises OSError."""
+    """The first step whose rows a logger gets. If it ``replaces`` earlier ones, those of the bookmark's step come
+    again, and so do those that were cut off metrics.jsonl since; the bookmark moves there. Raises OSError."""
     if replaces and saved.bookmark.step >= 0:
         last = max((row["step"] for row in read_log(run_dir)), default=-1)
         saved.bookmark = Bookmark(min(saved.bookmark.step, last + 1), 0)
         saved.write()  # before the logger drops them
     return max(0, saved.bookmark.step)
-
-
-def values_of(row: Row) -> dict[str, Value] | None:
-    """What a logger shows of a row; None: nothing. Loggers show the rows of the whole run, or else rank 0's. A number
-    that was inf or NaN is left out."""
-    if row.get("rank", 0) != 0:
-        return None
-    values = {name: value for name, value in row.items() if name not in ("step", "rank", "time") and value is not None}
-    return values or None
-
-
-class RowTail:
-    """Reads the rows that come to a file, some at a time. Its size in memory does not depend on the file's."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / METRICS
-        self._read = 0  # bytes of whole lines
-
-    def next(self) -> list[Row]:
-        """Rows not read before, as many as fit; none if there are no more now. A line that is no row is skipped."""
-        lines = self._lines()
-        rows = []
-        for line in lines:
-            try:
-                rows.append(parse_row(line.decode()))
-            except ValueError as error:
-                log.warning("a line of %s is no row: %s", self._path, error)
-        return rows
-
-    def _lines(self) -> list[bytes]:
-        try:
-            with self._path.open("rb") as file:
-                if file.seek(0, 2) < self._read:
-                    self._read = 0  # rows were cut off; the bookmark tells which ones are new
-                file.seek(self._read)
-                lines = file.read(_MOST_BYTES).splitlines(keepends=True)[:_MOST_ROWS]
-        except FileNotFoundError:
-            return []
-        if lines and not lines[-1].endswith(b"\n"):
-            lines.pop()  # the rest of it comes
-        self._read += sum(map(len, lines))
-        return lines
 
 
 class Feed:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from rayzero.cluster.loggers.reporter import LoggedRun, Reporter, Value
+from rayzero.cluster.files.row_tail import Value
+from rayzero.cluster.loggers.reporter import LoggedRun, Reporter
 
 _RUN = "run_id"
 _STATES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}

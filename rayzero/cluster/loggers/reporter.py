@@ -12,11 +12,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from rayzero.cluster.files.row_tail import Value
 from rayzero.config.loggers import LoggerName
 
-__all__ = ["LoggedRun", "Reporter", "Value", "flat_settings", "opener", "replaces"]
-
-Value = float | int | str
+__all__ = ["LoggedRun", "Reporter", "flat_settings", "opener", "replaces"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,8 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from rayzero.cluster.loggers.reporter import LoggedRun, Reporter, Value
+from rayzero.cluster.files.row_tail import Value
+from rayzero.cluster.loggers.reporter import LoggedRun, Reporter
 
 FOLDER = "tensorboard"
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 import wandb
 
-from rayzero.cluster.loggers.reporter import LoggedRun, Reporter, Value
+from rayzero.cluster.files.row_tail import Value
+from rayzero.cluster.loggers.reporter import LoggedRun, Reporter
 
 _ID = "id"
 
