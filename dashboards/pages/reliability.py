@@ -73,6 +73,22 @@ PAGE = Page(
             ),
         ),
         Row(
+            title="Loggers",
+            panels=(
+                panel(
+                    "Rows to loggers",
+                    "Of metrics.jsonl, in the last hour, with run.report_to. lost: the logger refused them while it "
+                    "took others, and rayzero status says why. None, while steps are done: it is slow or down, and "
+                    "gets them later.",
+                    "none",
+                    (
+                        f"sum by (run, logger, result) {grown('rayzero_logger_rows_total{<run>}')}",
+                        "{{run}} {{logger}} {{result}}",
+                    ),
+                ),
+            ),
+        ),
+        Row(
             title="Checkpoints",
             panels=(
                 panel(

@@ -15,6 +15,7 @@ from rayzero.cli.plain_text import plain
 from rayzero.cli.recoveries import change_lines, memory_lines, recovery_lines
 from rayzero.cli.run_choice import find_run
 from rayzero.errors import ConfigError
+from rayzero.quantities import count
 
 _MAX_CONFIG = 1 << 24  # bytes
 
@@ -67,6 +68,7 @@ def describe_run(path: Path) -> dict[str, Any]:
         "metrics": record.get("metrics", {}),
         "plan": read_plan(path),
         "telemetry": record.get("telemetry"),
+        "loggers": record.get("loggers") or [],
     }
 
 
@@ -122,14 +124,26 @@ def format_status(described: dict[str, Any]) -> str:
         lines += [f"memory      {line}" for line in memory_lines(described["memory"], now)]
     if described["continue_with"] is not None:
         lines.append(f"continue    {described['continue_with']}")
+    lines += [f"logger      {_logger(one)}" for one in described["loggers"]]
     if described["state"] == "running":
         lines += [f"process     {who['who']}: pid {who['pid']} on {who['host']}" for who in described["members"]]
         lines += [f"spare       pid {who['pid']} on {who['host']}" for who in described["spares"]]
         if described["telemetry"]:
             lines.append(f"metrics     {described['telemetry']['http_sd']} (Prometheus http_sd)")
+            if page := described["telemetry"].get("page"):
+                lines.append(f"live page   {page}")
     if described["error"]:
         lines.append(f"error       {described['error'].partition(chr(10))[0]}")
     return "\n".join(map(plain, lines))
+
+
+def _logger(told: Mapping[str, Any]) -> str:
+    """Where a logger has the run's rows, and what it does not take."""
+    where = told["where"] or "not open"
+    lost = f", {count(told['lost'], 'row')} refused" if told["lost"] else ""
+    error = f" ({told['error']})" if told["error"] else ""
+    until = f", until step {told['step']}" if told["step"] >= 0 else ""
+    return f"{told['logger']}: {where}{until}{lost}{error}"
 
 
 def _progress(described: dict[str, Any]) -> list[str]:

@@ -37,6 +37,9 @@ def train(
     run_dir: Annotated[str | None, typer.Option(help="Folder of the run's files; default: a new one in runs/.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir (default: newest).")] = False,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
+    report_to: Annotated[
+        list[str] | None, typer.Option(help="tensorboard, wandb, mlflow, csv, all or none; may be given again.")
+    ] = None,
     help_config: Annotated[
         bool, typer.Option("--help-config", help="List every setting, with its unit and default, and exit.")
     ] = False,
@@ -52,6 +55,7 @@ def train(
         "scaling.num_workers": workers,
         "scaling.num_optimizers": optimizers,
         "run.checkpoint_every": checkpoint_every,
+        "run.report_to": report_to or None,
         "run.resume": resume or None,
     }
     if run_dir == "":

@@ -55,6 +55,7 @@ from rayzero.slabs.slab import sweep
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import Measurements
+from rayzero.telemetry.scrape import Viewer
 
 __all__ = ["Former", "RunActors", "failure_from_ray", "refuse_name_in_use"]
 
@@ -308,10 +309,15 @@ class RunActors:
 
     def _open_exporters(self) -> tuple[Target, ...]:
         """Open everyone's exporter, the coordinator's first."""
-        calls = {_COORDINATOR: self.coordinator.open_exporter.remote(self._exporters[_COORDINATOR])}
+        calls = {_COORDINATOR: self.coordinator.open_exporter.remote(self._exporters[_COORDINATOR], self._viewer)}
         for who, actor in {**self.owners, **self.ranks}.items():
             calls[who] = control(actor.open_exporter).remote(self._exporters[who], self.coordinator)
         return tuple(self._ask_config(calls, ANSWER_S).values())
+
+    @property
+    def _viewer(self) -> Viewer:
+        """What opens the run's exporters to the coordinator's live page."""
+        return Viewer() if self._access is None else self._access.viewer
 
     def _ask_config(self, calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """See ``ask``. Raises a process's ConfigError as it is: a port that is taken, an address that is none."""
@@ -528,7 +534,7 @@ class RunActors:
         if exporter is not None:  # where Prometheus and the user look for it
             exporter = replace(exporter, port=int(self.targets[0].address.rpartition(":")[2]))
         members = list(self.members.values())
-        told = self.coordinator.resume.remote(members, routing, self.targets, exporter)
+        told = self.coordinator.resume.remote(members, routing, self.targets, exporter, self._viewer)
         member: Member = self.ask({_COORDINATOR: told}, ANSWER_S)[_COORDINATOR]
         self._find_processes({_COORDINATOR: member})
         return member.pid
@@ -589,7 +595,7 @@ class RunActors:
         exporter = self._exporters.get(who)
         metrics = None if exporter is None else exporter.protection
         if who == _COORDINATOR:
-            return self.coordinator.renew.remote(Renewed(metrics=metrics))
+            return self.coordinator.renew.remote(Renewed(metrics=metrics, viewer=self._viewer))
         serves = self._credentials_of_owner(self._settings[who].owner) if who in self._settings else None
         if who in self.owners:
             return control(self.owners[who].renew).remote(Renewed(tls=serves, metrics=metrics))

@@ -17,6 +17,7 @@ from rayzero.cluster.files.viewer_file import viewable
 from rayzero.cluster.interrupts import postponed
 from rayzero.cluster.janitor import KeptStates
 from rayzero.cluster.journal import Journal, RunRequest
+from rayzero.cluster.loggers.children import Loggers
 from rayzero.cluster.nodes.placement import placed
 from rayzero.cluster.nodes.resources import Placement, plan_resources, rescaled
 from rayzero.cluster.nodes.session import alive_nodes, ray_session
@@ -126,17 +127,28 @@ def _attempt(request: RunRequest, journal: Journal) -> RunFailedError | None:
         request.access.refresh()  # it may have been made long ago
     viewer = None if request.access is None else request.access.viewer
     tools = viewable(request.directory.path, viewer)
-    with places as placement, tools, RunActors(run, placement, log, cpus_are_set=cpus_are_set) as actors:
+    loggers = _loggers(request, journal)
+    with loggers, places as placement, tools, RunActors(run, placement, log, cpus_are_set=cpus_are_set) as actors:
         _start(request, actors, journal)
+        loggers.start(actors.coordinator.logged.remote)
         try:
             with _discoverable(request, actors):
                 lost = _follow(request, actors, journal)
                 if lost is not None:
+                    loggers.state = "restarting"
                     actors.end(politely=False)
                 return lost
         finally:
             journal.rescaling, journal.replacing = None, []
             request.directory.let_go()  # now that the owners have them; the actors' end sweeps
+
+
+def _loggers(request: RunRequest, journal: Journal) -> Loggers:
+    """This attempt's. They begin anew where the run does: not if it starts again by itself."""
+    anew = request.directory.rows_until < 0 and not journal.restarts
+    path = request.directory.path
+    journal.loggers = Loggers(request.run.report_to, request.run.name, path, request.settings, anew)
+    return journal.loggers
 
 
 def _start(request: RunRequest, actors: RunActors, journal: Journal) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from rayzero.cluster.files.metrics_log import MakeRow
 from rayzero.cluster.files.run_dir import RunDirectory
+from rayzero.cluster.loggers.children import Loggers
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.run import Member, Recovery, Report, Rescaled, Routing, RunState
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
@@ -32,6 +34,7 @@ class RunRequest:
     directory: RunDirectory
     access: MetricsAccess | None  # to the run's metrics; None: it serves none
     make_row: MakeRow  # rows of metrics.jsonl from reports
+    settings: Mapping[str, Any]  # what loggers show as the run's, by dotted names
     on_report: OnReport | None
     on_phase: OnPhase  # called with each phase, while the run starts
     on_start: Callable[[], None]  # called when every rank is about to enter its loop, each time the run starts
@@ -51,6 +54,7 @@ class Journal:
     ray_address: str | None = None
     routing: Routing = field(default_factory=lambda: Routing(epoch=0, addresses=()))
     targets: tuple[Target, ...] = ()  # exporters, the coordinator's first; none without telemetry
+    loggers: Loggers | None = None  # since the run's processes are up
     latest: dict[int, Report] = field(default_factory=dict)  # by rank
     recoveries: list[Recovery] = field(default_factory=list)  # failures that the run has outlived
     rescales: list[Rescaled] = field(default_factory=list)  # requests for other optimizers, and what came of them

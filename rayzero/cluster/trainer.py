@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,12 @@ from rayzero.cluster.files.run_dir import RunDirectory
 from rayzero.cluster.files.tracing import TRACE_FILE, write_trace
 from rayzero.cluster.interrupts import interruptible
 from rayzero.cluster.journal import Journal, OnPhase, OnReport, RunRequest
+from rayzero.cluster.live.page import PAGE_PATH
+from rayzero.cluster.loggers.reporter import flat_settings
 from rayzero.cluster.loop import pack_loop
 from rayzero.cluster.run import DISCOVERY_PATH, RunState
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
+from rayzero.config.loggers import require_loggers
 from rayzero.errors import ConfigError, RayZeroError, RunFailedError, UnsupportedError
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.store.shm.same_host import why_no_sharing
@@ -111,6 +114,8 @@ class ZeroTrainer:
                 f"run_config.warm_spares is {self._run.warm_spares}, but with transport={self._zero.transport!r} an "
                 "optimizer actor's states die with its process, so no spare takes its place; leave it at 0"
             )
+        require_loggers(self._run.report_to)
+        self._settings = _shown(train_loop_config, self._zero, self._scaling)
         telemetry = self._run.telemetry
         self._access = MetricsAccess(self._run.name, telemetry.web_config) if telemetry.enabled else None
         self._packed_loop = pack_loop(train_loop, train_loop_config)
@@ -209,6 +214,7 @@ class ZeroTrainer:
             directory=directory,
             access=self._access,
             make_row=self._make_row,
+            settings=self._settings,
             on_report=self._on_report,
             on_phase=self._on_phase or PhaseLines(),
             on_start=on_start,
@@ -246,7 +252,8 @@ class ZeroTrainer:
             "replacing": journal.replacing,
             "rescaling": journal.rescaling,
             "rescales": [asdict(rescaled) for rescaled in journal.rescales],
-            "telemetry": _telemetry(journal) if is_up else None,
+            "telemetry": _telemetry(journal, self._run.telemetry.web_config is not None) if is_up else None,
+            "loggers": [] if journal.loggers is None else journal.loggers.described(),
             "metrics": {str(rank): report.metrics for rank, report in sorted(journal.latest.items())},
             "checkpoint": _text(checkpoint),
             "checkpoints_elsewhere": [str(path) for path in directory.checkpoints.elsewhere],
@@ -273,12 +280,21 @@ class ZeroTrainer:
         return asdict(States.in_directory(directory.start.lineage, shared))
 
 
-def _telemetry(journal: Journal) -> dict[str, Any] | None:
-    """The addresses of the run's exporters; None without telemetry."""
+def _shown(loop_config: Any, zero: ZeroConfig, scaling: ScalingConfig) -> dict[str, Any]:
+    """The settings that loggers show."""
+    of_the_loop = loop_config if isinstance(loop_config, Mapping) else {}
+    ours = {"zero": zero.model_dump(mode="json"), "scaling": scaling.model_dump(mode="json")}
+    return flat_settings({str(name): value for name, value in of_the_loop.items()} | ours)
+
+
+def _telemetry(journal: Journal, has_web_config: bool) -> dict[str, Any] | None:
+    """The addresses of the run's exporters and of its live page; None without telemetry. A browser cannot show what the
+    run's own tools show, so where they alone are let in there is no page."""
     if not journal.targets:
         return None
     return {
         "http_sd": journal.targets[0].url(DISCOVERY_PATH),
+        "page": journal.targets[0].url(PAGE_PATH) if has_web_config or journal.targets[0].scheme == "http" else None,
         "targets": [{"address": target.address, "labels": target.discovered} for target in journal.targets],
     }
 

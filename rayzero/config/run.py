@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,6 +24,7 @@ from rayzero.config.base import (
     WholeSeconds,
 )
 from rayzero.config.choices import CheckpointErrors
+from rayzero.config.loggers import LoggerName, named_loggers
 from rayzero.config.security import SecurityConfig
 from rayzero.config.telemetry import TelemetryConfig
 
@@ -174,6 +175,10 @@ class RunConfig(ConfigModel):
     """True: continue the run, from the last step that it decided if it was killed and its states are still in this
     host's shared memory, else from its newest checkpoint; a path or URL: from that checkpoint; False: start anew."""
 
+    report_to: tuple[LoggerName, ...] = ()
+    """Loggers that get the rows of metrics.jsonl while the run goes on. A name, a list of them, "all" (those that are
+    installed) or "none". docs/loggers.md says where each one writes."""
+
     network: str | None = None
     """Network of the address at which each optimizer actor listens for other hosts, such as 10.0.0.0/8 or fd00::/8, for
     hosts with several; null: its node's address in Ray."""
@@ -200,6 +205,7 @@ class RunConfig(ConfigModel):
             warm_spares: int = ...,
             keep_states: int = ...,
             resume: bool | str | Path = ...,
+            report_to: str | Sequence[str] = ...,
             network: str | None = ...,
             telemetry: TelemetryConfig | Mapping[str, Any] = ...,
             security: SecurityConfig | Mapping[str, Any] = ...,
@@ -221,6 +227,11 @@ class RunConfig(ConfigModel):
                 f"keep_every is {self.keep_every} but keep_last is null, so nothing is deleted; set keep_last, too"
             )
         return self
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _names_of_loggers(cls, value: object) -> object:
+        return named_loggers(value)
 
     @field_validator("name")
     @classmethod

@@ -196,6 +196,8 @@ def _fit(prepared: Prepared, directory: RunDirectory, rows: list[StepRow], conso
                 check.started(record)
             if record["telemetry"] is not None:
                 console.print(f"metrics    {record['telemetry']['http_sd']} (Prometheus http_sd)", soft_wrap=True)
+                if record["telemetry"]["page"] is not None:
+                    console.print(f"live page  {record['telemetry']['page']}", soft_wrap=True)
 
         scaling = recipe.scaling if prepared.work is None else reserve(prepared.work)
         flops = None if prepared.work is None else prepared.work.step_flops

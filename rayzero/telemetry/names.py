@@ -628,6 +628,15 @@ RESCALE_MOVED_BYTES = _counter(
     only="a change of the optimizers",
     help="Bytes of shards that got another owner in those changes. On one host they stay where they are.",
 )
+LOGGER_ROWS = _counter(
+    name="rayzero_logger_rows_total",
+    unit="rows",
+    labels=("logger", "result"),
+    roles=(COORDINATOR,),
+    only="run.report_to",
+    help="Rows of metrics.jsonl for the loggers of run.report_to. logger: its name; result: sent, or lost, if it "
+    "refused a row while it took others.",
+)
 PINNED_UNITS = _counter(
     name="rayzero_pinned_units_total",
     unit="units",

@@ -303,3 +303,18 @@ def test_odd_values_in_a_record_are_one_line_or_shown(run: Path, data: Any) -> N
     (run / "run.json").write_text(json.dumps(record))
     (run / "metrics.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(asdict(ROW))}\n{json.dumps(row)}\n")
     fails_in_one_line(run)
+
+
+def test_loggers_have_lines(run: Path) -> None:
+    sent = {"logger": "csv", "where": "runs/demo/metrics.csv", "sent": 7, "lost": 0, "step": 7, "error": None}
+    refused = {"logger": "mlflow", "where": None, "sent": 0, "lost": 1, "step": -1, "error": "MlflowException: no route"}
+    (run / "run.json").write_text(json.dumps(RECORD | {"loggers": [sent, refused]}))
+    assert "logger      csv: runs/demo/metrics.csv, until step 7" in lines_of(run)
+    assert "logger      mlflow: not open, 1 row refused (MlflowException: no route)" in lines_of(run)
+
+
+def test_a_run_that_goes_on_says_where_its_live_page_is(run: Path) -> None:
+    here = {"pid": os.getpid(), "host": socket.gethostname()}
+    telemetry = RECORD["telemetry"] | {"page": "http://127.0.0.1:1/"}
+    (run / "run.json").write_text(json.dumps(RECORD | {"state": "running", "driver": here, "telemetry": telemetry}))
+    assert "live page   http://127.0.0.1:1/" in lines_of(run)

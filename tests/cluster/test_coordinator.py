@@ -14,6 +14,7 @@ from rayzero.cluster.processes.coordinator import HeardReports, RunStatus
 from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings
 from rayzero.cluster.run import Member, Report, Routing, RunState
 from rayzero.telemetry.metric import Role
+from rayzero.telemetry.scrape import Viewer
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_another_coordinator_may_be_told_twice_of_the_run(monkeypatch, tmp_path)
     made = coordinator.Coordinator("demo", None, 100.0)
 
     async def twice():
-        return [await made.resume([member], routing, (), settings) for _ in range(2)], await made.describe()
+        return [await made.resume([member], routing, (), settings, Viewer()) for _ in range(2)], await made.describe()
 
     try:
         answers, described = asyncio.run(twice())

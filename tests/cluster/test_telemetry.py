@@ -69,6 +69,7 @@ class Seen:
     announced: list[Path]
     series: dict[str, Series]  # by process
     status: dict[str, Any]
+    live: dict[str, Any]  # what the live page shows
     storage: Path
     result: Result = field(init=False)
 
@@ -85,7 +86,17 @@ def look(storage: Path) -> Seen:
         labels = group["labels"]
         who = " ".join(labels[name] for name in ("role", "rank", "actor") if name in labels)
         series[who] = series_of(get(f"http://{group['targets'][0]}/metrics"))
-    return Seen(discovered, list((storage / ".targets").glob("*.json")), series, record, storage)
+    live = live_page(record["telemetry"]["page"])
+    return Seen(discovered, list((storage / ".targets").glob("*.json")), series, record, live, storage)
+
+
+def live_page(url: str) -> dict[str, Any]:
+    """What the page at ``url`` shows once the run's processes have been scraped."""
+    assert "<!doctype html>" in get(url)
+    deadline = time.monotonic() + 60
+    while (told := json.loads(get(f"{url}live.json")))["now"] is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return told
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +136,18 @@ def test_discovery_tells_of_every_process_with_its_labels(seen) -> None:
         {"run": "demo", "role": "rank", "node": node, "rank": "1"},
     ]
     assert all(group["targets"][0].startswith("127.0.0.1:") for group in seen.discovered)
+
+
+def test_the_live_page_shows_the_run(seen) -> None:
+    live = seen.live
+    assert (live["run"], live["state"], live["now"]["step"], live["trouble"]) == ("demo", "running", STEPS, [])
+    assert [step for step, _ in live["curves"]["loss"]] == list(range(1, STEPS + 1))
+    assert [rank["who"] for rank in live["ranks"]] == ["rank 0", "rank 1"]
+    assert [owner["version"] for owner in live["owners"]] == [STEPS, STEPS]
+    assert live["memory"]["shm"]["master"] > 0
+    assert live["events"][-1]["text"] == "the run is running"
+    hosts = {member["who"]: member["host"] for member in seen.status["members"]}
+    assert {row["who"]: row["host"] for row in live["ranks"] + live["owners"]} == hosts
 
 
 def test_the_record_and_status_have_the_same_targets(seen) -> None:

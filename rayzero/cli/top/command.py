@@ -94,11 +94,11 @@ def _screen(console: Console) -> Iterator[Show]:
 
 def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
     """Scrape and show until the run has ended (True) or, with ``once``, until one picture was shown (False)."""
-    from rayzero.cli.top.model import draw_from, keep
     from rayzero.cli.top.view import render
     from rayzero.cluster.files.status import run_status
     from rayzero.cluster.files.viewer_file import read_viewer
     from rayzero.cluster.run import RunState
+    from rayzero.telemetry.picture import draw_from, keep
     from rayzero.telemetry.scrape import scrape
 
     kept: tuple[Scrape, ...] = ()

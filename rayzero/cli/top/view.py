@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rayzero.cli.plain_text import plain
-from rayzero.cli.top.model import CAUSES, PHASES, RESULTS, Bar, Picture, RankRow
 from rayzero.quantities import count, format_bytes
+from rayzero.telemetry.picture import CAUSES, PHASES, RESULTS, Bar, Picture, RankRow
 
 __all__ = ["render"]
 

@@ -29,6 +29,7 @@ __all__ = [
     "Row",
     "WrittenRows",
     "latest_metrics",
+    "parse_row",
     "read_log",
     "row_of_report",
     "trim_log",
@@ -77,6 +78,7 @@ class MetricsLog:
     def __init__(self, run_dir: Path, make_row: MakeRow = row_of_report, written: WrittenRows | None = None) -> None:
         """The file is made by the first row. ``written``: what an earlier part of the run has written, whose last
         reports are made again."""
+        self.run_dir = run_dir
         self._path = run_dir / METRICS
         self._make_row = make_row
         self._written = written
@@ -180,14 +182,15 @@ def read_log(run_dir: Path) -> list[Row]:
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(_parsed(line))
+            rows.append(parse_row(line))
         except ValueError as exc:
             if number < len(lines):
                 raise DataError(f"{path} line {number} is not a row of metrics: {exc}") from exc
     return rows
 
 
-def _parsed(line: str) -> Row:
+def parse_row(line: str) -> Row:
+    """The row in a line of metrics.jsonl. Raises ValueError if it is none."""
     row = parse_json(line)
     if not isinstance(row, dict) or type(row.get("step")) is not int or type(row.get("rank", 0)) is not int:
         raise ValueError("it has no step, or no number as its rank")

@@ -274,7 +274,13 @@ def _is_telemetry(told: object) -> bool:
     """Whether it is a valid telemetry entry. None: the run has no telemetry."""
     if told is None:
         return True
-    return isinstance(told, dict) and _is_text(told.get("http_sd")) and _all(_is_target, told.get("targets"))
+    page = told.get("page") if isinstance(told, dict) else None
+    return (
+        isinstance(told, dict)
+        and _is_text(told.get("http_sd"))
+        and _all(_is_target, told.get("targets"))
+        and (page is None or _is_text(page))
+    )
 
 
 def _is_target(told: object) -> bool:
@@ -301,6 +307,15 @@ def _is_rescaled(told: object) -> bool:
         and all(_is_text(told.get(name)) for name in ("id", "why"))
         and all(_is_number(told.get(name)) for name in ("before", "after", "pause", "moved_bytes", "time"))
         and (told.get("failed") is None or _is_text(told["failed"]))
+    )
+
+
+def _is_logger(told: object) -> bool:
+    return (
+        isinstance(told, dict)
+        and _is_text(told.get("logger"))
+        and all(told.get(name) is None or _is_text(told[name]) for name in ("where", "error"))
+        and all(_is_number(told.get(name)) for name in ("sent", "lost", "step"))
     )
 
 
@@ -331,6 +346,7 @@ _ENTRIES: dict[str, Callable[[object], bool]] = {
     "replacing": lambda told: told is None or _all(_is_text, told),
     "rescaling": lambda told: told is None or _is_text(told),
     "rescales": lambda told: told is None or _all(_is_rescaled, told),
+    "loggers": lambda told: told is None or _all(_is_logger, told),
     "states": _is_states,
     "spares": lambda told: told is None or _all(_is_member, told),
     "ended_at": lambda told: told is None or _is_number(told),

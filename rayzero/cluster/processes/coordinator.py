@@ -23,13 +23,17 @@ from typing import Any, NamedTuple
 import ray
 
 from rayzero.cluster.files.metrics_log import MetricsLog
+from rayzero.cluster.live.page import LivePage
+from rayzero.cluster.live.snapshot import Event, Known
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
 from rayzero.cluster.run import DISCOVERY_PATH, Member, Report, Routing, RunState
+from rayzero.quantities import count
 from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.http import Page
 from rayzero.telemetry.names import (
     ACTORS,
     HEARTBEAT_AGE_SECONDS,
+    LOGGER_ROWS,
     RECOVERIES,
     RECOVERY_SECONDS,
     RESCALE_MOVED_BYTES,
@@ -39,10 +43,12 @@ from rayzero.telemetry.names import (
     SHARD_IMBALANCE,
 )
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
+from rayzero.telemetry.scrape import Viewer
 
 __all__ = ["LATE_S", "Coordinator", "HeardReports", "Heartbeats", "News", "RunStatus", "this_process"]
 
 LATE_S = 10.0  # a process without a heartbeat for this long is late
+EVENTS_KEPT = 50  # on the live page
 REPORTS_KEPT = 10_000  # kept between two reads of the driver; older ones are dropped and counted in `reports_dropped`
 
 
@@ -114,7 +120,7 @@ class RunStatus:
         self._members: tuple[Member, ...] = ()
         self._routing = Routing(epoch=0, addresses=())
         self._latest: dict[int, Report] = {}
-        self._checkpoints: list[str] = []
+        self.checkpoints: list[str] = []
         self._unread: deque[Report] = deque()
         self._dropped = 0
         self._heard = HeardReports()
@@ -144,8 +150,8 @@ class RunStatus:
         new = [report for report in reports if self._heard.is_new(report)]
         for report in new:
             self._latest[report.rank] = report
-            if report.checkpoint is not None and report.checkpoint not in self._checkpoints:
-                self._checkpoints.append(report.checkpoint)
+            if report.checkpoint is not None and report.checkpoint not in self.checkpoints:
+                self.checkpoints.append(report.checkpoint)
             self._unread.append(report)
         while len(self._unread) > REPORTS_KEPT:
             self._unread.popleft()
@@ -157,6 +163,11 @@ class RunStatus:
         unread, self._unread = list(self._unread), deque()
         return unread
 
+    def known(self, events: Sequence[Event]) -> Known:
+        """What the live page shows of it. May be called in any thread."""
+        hosts = {member.who: member.host for member in self._members}
+        return Known(run=self._run, state=str(self._state), started_at=self._started_at, hosts=hosts, events=events)
+
     def describe(self) -> dict[str, Any]:
         """Everything but the unread reports, as JSON-able values."""
         return {
@@ -167,7 +178,7 @@ class RunStatus:
             "members": [asdict(member) for member in self._members],
             "routing": {"epoch": self._routing.epoch, "addresses": list(self._routing.addresses)},
             "metrics": {str(rank): report.metrics for rank, report in sorted(self._latest.items())},
-            "checkpoints": list(self._checkpoints),
+            "checkpoints": list(self.checkpoints),
             "reports_dropped": self._dropped,
         }
 
@@ -216,8 +227,8 @@ class Heartbeats:
             yield Reading(HEARTBEAT_AGE_SECONDS, age, {"process": who})
         for kind in ("rank", "optimizer"):
             counts = {state: states[kind, state] for state in ("ready", "late")}
-            for state, count in {"desired": sum(counts.values()), **counts}.items():
-                yield Reading(ACTORS, count, {"kind": kind, "state": state})
+            for state, number in {"desired": sum(counts.values()), **counts}.items():
+                yield Reading(ACTORS, number, {"kind": kind, "state": state})
         if self._imbalance is not None:
             yield Reading(SHARD_IMBALANCE, self._imbalance, {})
 
@@ -240,6 +251,8 @@ class Coordinator:
         self._recorder = MemoryRecorder()
         self._targets: tuple[Target, ...] = ()  # replaced as a whole: the exporter's thread reads it
         self._exporter: ProcessExporter | None = None
+        self._live: LivePage | None = None
+        self._events: tuple[Event, ...] = ()  # replaced as a whole: the live page's thread reads it
         self._passed_on: dict[int, tuple[int, int]] = {}  # rank -> step and number of its last report the driver has
         self._passing_on: dict[int, tuple[int, int]] = {}  # the same, of those on their way to the driver
         self._news = asyncio.Event()
@@ -254,17 +267,31 @@ class Coordinator:
         """This process's. See [Note: another coordinator]."""
         return self._life
 
-    async def open_exporter(self, settings: ExporterSettings) -> Target:
-        """Open this process's exporter, which also serves discovery. Raises ConfigError where it has no port."""
+    async def open_exporter(self, settings: ExporterSettings, viewer: Viewer) -> Target:
+        """Open this process's exporter, which also serves discovery and the live page. ``viewer``: opens the others'.
+        Raises ConfigError where it has no port."""
         self._recorder.watch(self._heartbeats.readings)
         page = Page("application/json", lambda: service_discovery(self._targets))
-        self._exporter = ProcessExporter(settings, self._recorder, pages={DISCOVERY_PATH: page})
+        pages = {DISCOVERY_PATH: page}
+        if self._log is not None:
+            self._live = LivePage(self._log.run_dir, self._known, lambda: self._targets, viewer)
+            pages |= self._live.pages
+        self._exporter = ProcessExporter(settings, self._recorder, pages=pages)
         return self._exporter.target
 
     async def renew(self, new: Renewed) -> None:
         """Show what is new from now on."""
         if new.metrics is not None and self._exporter is not None:
             self._exporter.renew(new.metrics)
+        if new.viewer is not None and self._live is not None:
+            self._live.renew(new.viewer)
+
+    def _known(self) -> Known:
+        """Called in the live page's thread."""
+        return self._status.known(self._events)
+
+    def _happened(self, text: str, *, bad: bool = False) -> None:
+        self._events = (*self._events, Event(time.time(), text, bad))[-EVENTS_KEPT:]
 
     async def beat(self, who: str, update_seconds: float | None) -> None:
         """See :meth:`Heartbeats.beat`."""
@@ -273,6 +300,7 @@ class Coordinator:
     async def move(self, state: RunState, error: str | None = None) -> None:
         """See :meth:`RunStatus.move`."""
         self._status.move(state, error)
+        self._happened(f"the run is {state}", bad=state is RunState.FAILED)
         if state is RunState.RUNNING:
             self._ready.set()
 
@@ -287,17 +315,23 @@ class Coordinator:
         return self._status.route(addresses)
 
     async def resume(
-        self, members: Sequence[Member], routing: Routing, targets: Sequence[Target], exporter: ExporterSettings | None
+        self,
+        members: Sequence[Member],
+        routing: Routing,
+        targets: Sequence[Target],
+        exporter: ExporterSettings | None,
+        viewer: Viewer,
     ) -> Member:
         """Take the place of a coordinator that has died: who takes part, and where this process's exporter listens.
         Raises ConfigError where it has no port, DataError if metrics.jsonl cannot be read. May be called again: the
         driver may have meant a life that died over it."""
         if self._log is not None:
             self._log.go_on()
+        self._happened("the coordinator died and was replaced", bad=True)
         self._status.resume(routing)
         await self.enlist(members, routing.addresses, targets)
         if exporter is not None and self._exporter is None:
-            await self.open_exporter(exporter)
+            await self.open_exporter(exporter, viewer)
         self._ready.set()
         return await self.hello()
 
@@ -305,6 +339,9 @@ class Coordinator:
         """Another process has taken a dead one's place. ``what``: rank or optimizer. ``seconds``: by phase, see
         ``names.RECOVERY_SECONDS``."""
         self._recorder.add(RECOVERIES, what=what)
+        total = sum(seconds.values())
+        again = "the run started again from a checkpoint"
+        self._happened(again if what == "run" else f"a {what} died and was replaced within {total:.1f} s", bad=True)
         for phase, took in seconds.items():
             self._recorder.add(RECOVERY_SECONDS, took, phase=phase)
 
@@ -315,8 +352,18 @@ class Coordinator:
         for step, took in seconds.items():
             self._recorder.add(RESCALE_SECONDS, took, step=step)
         self._recorder.add(RESCALE_MOVED_BYTES, moved_bytes)
+        changed = f"the optimizer actors have changed; no step was decided for {pause:.2f} s"
+        self._happened(changed if outcome == "done" else "a change of the optimizer actors was given up")
         if outcome == "done":
             self._recorder.set(RESCALE_PAUSE_SECONDS, pause)
+
+    async def logged(self, logger: str, sent: int, lost: int) -> None:
+        """A logger has taken rows, or refused some (``names.LOGGER_ROWS``)."""
+        if lost:
+            self._happened(f"{logger} refused {count(lost, 'row')}", bad=True)
+        for result, rows in (("sent", sent), ("lost", lost)):
+            if rows:
+                self._recorder.add(LOGGER_ROWS, rows, logger=logger, result=result)
 
     async def report(self, reports: Sequence[Report], life: str | None) -> Received:
         """Take a batch of one rank's reports. They are in metrics.jsonl when this returns. Takes none if ``life``, the
@@ -325,7 +372,10 @@ class Coordinator:
         await self._ready.wait()
         if life not in (None, self._life):
             return Received(self._life)
+        saved = len(self._status.checkpoints)
         new = self._status.add(reports)
+        for checkpoint in self._status.checkpoints[saved:]:
+            self._happened(f"checkpoint {checkpoint.rpartition('/')[2]}")
         if self._log is not None:
             self._log.add(new)
         self._news.set()

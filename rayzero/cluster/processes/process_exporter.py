@@ -35,6 +35,7 @@ from rayzero.telemetry.names import (
     SHM_USED_BYTES,
 )
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
+from rayzero.telemetry.scrape import Viewer
 from rayzero.telemetry.spans import SpanRing
 
 __all__ = [
@@ -82,6 +83,7 @@ class Renewed:
     tls: Credentials | None = None  # to owners and ranks
     beside: Credentials | None = None  # the same as the owner beside a rank
     metrics: Protection | None = None
+    viewer: Viewer | None = None  # to exporters: what the coordinator's live page reads
 
 
 def protection_at(host: str, bind: str, given: Protection | None, own: Protection | None) -> Protection | None:

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from rayzero.cli.top.model import CAUSES, PHASES, RESULTS, Bar, Picture, draw_from, keep
 from rayzero.cli.top.view import render
 from rayzero.engine.step_clock import _WAITS
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Role
+from rayzero.telemetry.picture import CAUSES, PHASES, RESULTS, Bar, Picture, draw_from, keep
 from rayzero.telemetry.scrape import Scrape, Scraped, parse_series
 
 NODE = "10.0.0.1"

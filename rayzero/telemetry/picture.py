@@ -1,4 +1,5 @@
-"""Computes the numbers that ``rayzero top`` shows of a run, from two scrapes. Uses no clock, network or terminal.
+"""Computes the numbers that ``rayzero top`` and the live page show of a run, from two scrapes. Uses no clock, network
+or terminal.
 
 [Note: since when] Speeds, waits and phases are differences of two scrapes, divided by the steps that ended in between.
 If none ended (long steps, a run that hangs), they are the means since each process started, and the picture says so.
