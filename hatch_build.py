@@ -28,6 +28,7 @@ FLAGS = (
     "-fvisibility=hidden",
     "-ffp-contract=off",
     "-fno-math-errno",
+    "-Wl,-S",  # no debug information, which some compilers add unasked
 )
 
 
@@ -102,9 +103,9 @@ def build(library: Library, root: Path, target: Path) -> Path:
         return _say(target / library.reason, why)
     built = target / library.file
     define = f'-DRZ_SOURCE="{library.digest(root)}"'
-    units = [str(root / library.folder / "native" / name) for name in library.units]
+    units = [str(library.folder / "native" / name) for name in library.units]  # relative: the library holds these names
     command = [*compiler, *FLAGS, define, *units, "-o", str(built), "-lm"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
         wrong = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
         why = f"{compiler[0]} could not build the native kernel when rayzero was installed: {wrong}"

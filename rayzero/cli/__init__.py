@@ -1,4 +1,5 @@
-"""The ``rayzero`` command. Each subcommand has a file; errors become exit codes only here."""
+"""The ``rayzero`` command. Each subcommand has a file, which imports what it works with when it runs, so that help and
+completion answer at once; errors become exit codes only here."""
 
 from __future__ import annotations
 
@@ -28,7 +29,6 @@ _BAD_INPUT = (ConfigError, UnsupportedError, DataError, CheckpointError)
 app = typer.Typer(
     name="rayzero",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

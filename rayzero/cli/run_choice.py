@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from rayzero.errors import ConfigError
 
 RUNS = Path("runs")  # the default of RunConfig.storage_path
+
+
+def run_names(incomplete: str) -> list[str]:
+    """The names of the runs in runs/ that begin so, for the shell's completion."""
+    return sorted(path.parent.name for path in RUNS.glob("*/run.json") if path.parent.name.startswith(incomplete))
+
+
+RunName = Annotated[
+    str | None,
+    typer.Argument(help="A run's folder or its name in runs/; default: the newest.", autocompletion=run_names),
+]
 
 
 def newest_run(parent: Path = RUNS) -> Path:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from rayzero.cli.run_choice import find_run
+from rayzero.cli.run_choice import RunName, find_run
 from rayzero.quantities import count, format_bytes
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def scale(
-    run: Annotated[str | None, typer.Argument(help="A run's folder or its name in runs/; default: the newest.")] = None,
+    run: RunName = None,
     optimizers: Annotated[int, typer.Option(help="How many optimizer actors there shall be.")] = ...,  # type: ignore[assignment]
     avoid: Annotated[
         list[str] | None,

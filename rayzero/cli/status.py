@@ -13,7 +13,7 @@ import typer
 
 from rayzero.cli.plain_text import plain
 from rayzero.cli.recoveries import change_lines, memory_lines, recovery_lines
-from rayzero.cli.run_choice import find_run
+from rayzero.cli.run_choice import RunName, find_run
 from rayzero.errors import ConfigError
 from rayzero.quantities import count
 
@@ -21,7 +21,7 @@ _MAX_CONFIG = 1 << 24  # bytes
 
 
 def status(
-    run: Annotated[str | None, typer.Argument(help="A run's folder or its name in runs/; default: the newest.")] = None,
+    run: RunName = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show a run's state, progress and newest checkpoint."""

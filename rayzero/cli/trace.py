@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from rayzero.cli.run_choice import find_run
+from rayzero.cli.run_choice import RunName, find_run
 from rayzero.quantities import count
 
 
 def trace(
-    run: Annotated[str | None, typer.Argument(help="A run's folder or its name in runs/; default: the newest.")] = None,
+    run: RunName = None,
     seconds: Annotated[float, typer.Option(min=1.0, help="How long to watch: at least a few steps.")] = 5.0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The file; default: RUN-trace.json.")] = None,
 ) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rayzero.cli.run_choice import newest_run
-from rayzero.config import RunConfig, apply_overrides, describe_settings, read_yaml
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.quantities import count
 
@@ -46,6 +45,7 @@ def train(
 ) -> None:
     """Train a language model on text. Without arguments, train a small GPT on the Python standard library's sources."""
     if help_config:
+        from rayzero.config import describe_settings
         from rayzero.recipes.recipe import RecipeConfig
 
         typer.echo("\n".join(describe_settings(RecipeConfig)))
@@ -70,6 +70,7 @@ def train(
 def choose_recipe(arguments: list[str], options: dict[str, Any], run_dir: Path | None) -> RecipeConfig:
     """The recipe of a command line: a file or the resumed run's config.yaml, changed by overrides and then by
     options. Raises ConfigError."""
+    from rayzero.config import apply_overrides, read_yaml
     from rayzero.recipes.recipe import RecipeConfig
 
     path, overrides = _split_arguments(arguments, RecipeConfig.model_fields)
@@ -90,6 +91,8 @@ def choose_recipe(arguments: list[str], options: dict[str, Any], run_dir: Path |
 
 def _named_run(settings: dict[str, Any]) -> Path | None:
     """The folder of the run that a recipe and its overrides name; None if they name none."""
+    from rayzero.config import RunConfig
+
     run = settings.get("run")
     if not isinstance(run, dict) or "name" not in run:
         return None

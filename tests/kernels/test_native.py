@@ -8,6 +8,8 @@ import hashlib
 import itertools
 import math
 import os
+import platform
+import re
 import select
 import signal
 import struct
@@ -547,3 +549,11 @@ def test_several_ranges_in_one_call_have_the_sums_of_each(threads: int) -> None:
     assert together == [squares.parts(gradients, (0, 1), [one])[0] for one in ranges]
     assert together[2] == 0.0
     assert squares.parts(gradients, (0, 1), []) == []
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads an x86-64 kernel's flags")
+def test_instruction_sets_are_those_that_the_system_lists() -> None:
+    """Whatever compiled the library: a compiler's own check of the processor says no to everything under some."""
+    flags = set(re.search("^flags.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[0].split())
+    needed = {"portable": set(), "avx2": {"avx2", "fma", "f16c"}, "avx512": {"avx512f"}}
+    assert [isa for isa, needs in needed.items() if needs <= flags] == ISAS

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rayzero.cli.recoveries import change_lines, recovery_lines
-from rayzero.cli.run_choice import find_run
+from rayzero.cli.run_choice import RunName, find_run
 from rayzero.cli.status import describe_run, format_status
 from rayzero.cluster.interrupts import postponed
 from rayzero.errors import ConfigError
@@ -32,7 +32,7 @@ Show = Callable[["RenderableType"], None]
 
 
 def top(
-    run: Annotated[str | None, typer.Argument(help="A run's folder or its name in runs/; default: the newest.")] = None,
+    run: RunName = None,
     once: Annotated[bool, typer.Option("--once", help="Print one picture of an interval and exit.")] = False,
     interval: Annotated[float, typer.Option(help="Seconds between scrapes, at least 1.")] = 2.0,
 ) -> None:

@@ -316,16 +316,25 @@ INLINE TARGET_AVX512 avx512_d avx512_add_square_high(avx512_d sum, avx512_f x) {
     return _mm512_fmadd_pd(wide, wide, sum);
 }
 
-static int has_f16c(void) {
-    unsigned a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+/* The register states that the system saves when it switches threads (XCR0); 0 if it does not say. Not
+ * __builtin_cpu_supports: a compiler's runtime answers that one, and that of `zig cc` always says no. */
+static uint64_t saved_registers(void) {
+    unsigned a, b, c, d, low, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return 0;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (uint64_t)high << 32 | low;
 }
 
 static int runs_here(int isa) {
-    __builtin_cpu_init();
-    if (isa == AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-    if (isa == AVX512) return !!__builtin_cpu_supports("avx512f");
-    return isa == PORTABLE;
+    const uint64_t ymm = 0x06, zmm = 0xe6; /* XMM and YMM; these, mask registers and ZMM */
+    unsigned a, b, c, d, features;
+    if (isa == PORTABLE) return 1;
+    if (!__get_cpuid(1, &a, &b, &features, &d) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+    uint64_t saved = saved_registers();
+    if (isa == AVX2)
+        return (saved & ymm) == ymm && (b & bit_AVX2) && (features & bit_FMA) && (features & bit_F16C);
+    if (isa == AVX512) return (saved & zmm) == zmm && (b & bit_AVX512F);
+    return 0;
 }
 
 typedef uint32_t rounding; /* MXCSR */

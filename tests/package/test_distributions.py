@@ -1,0 +1,77 @@
+"""What the package is shipped as: an sdist that builds anywhere, and a wheel from it, with the same bits each time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import rayzero
+
+ROOT = Path(__file__).parents[2]
+
+
+def build(what: str, source: Path, out: Path, **environment: str) -> Path:
+    """``what``: "sdist" or "wheel"; what hatchling makes of the sources, without isolation or network."""
+    code = f"from hatchling.build import build_{what}; build_{what}({str(out)!r})"
+    env = os.environ | {"SOURCE_DATE_EPOCH": "1700000000"} | environment
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=source, env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    (made,) = out.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("sdist", ROOT, tmp_path_factory.mktemp("sdist"))
+
+
+def unpacked(sdist: Path, folder: Path) -> Path:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    return source
+
+
+def test_an_sdist_has_every_source_and_nothing_that_was_built(sdist: Path, tmp_path: Path) -> None:
+    source = unpacked(sdist, tmp_path)
+    has = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
+    package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rayzero").rglob("*") if path.is_file()}
+    built = {name for name in package if "__pycache__" in name or "/_native." in name}
+    assert {name for name in has if name.startswith("rayzero/")} == package - built
+    assert {"hatch_build.py", "LICENSE", "README.md", "constraints.txt", "scripts/wheel", "tests/conftest.py"} <= has
+    assert not any(name.startswith((".git/", ".ci/", ".venv/", "build/", "runs/")) for name in has)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+def test_two_builds_have_the_same_bits_wherever_they_are_made(sdist: Path, tmp_path: Path) -> None:
+    wheels = []
+    for name in ("one", "another/and longer"):
+        source = unpacked(sdist, tmp_path / name / "source")
+        assert not (source / ".git").exists()
+        wheels.append(build("wheel", source, tmp_path / name / "wheel", CC="cc"))
+        again = build("sdist", source, tmp_path / name / "sdist")
+        assert again.read_bytes() == sdist.read_bytes()
+    assert wheels[0].read_bytes() == wheels[1].read_bytes()
+
+
+def test_a_wheel_has_licence_types_and_the_command(sdist: Path, tmp_path: Path) -> None:
+    wheel = build("wheel", unpacked(sdist, tmp_path / "source"), tmp_path / "wheel", CC="/nowhere/cc")
+    archive = zipfile.ZipFile(wheel)
+    info = f"rayzero-{rayzero.__version__}.dist-info"
+    assert archive.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert "rayzero/py.typed" in archive.namelist()
+    assert "rayzero = rayzero.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+    said = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
+    assert (said["Name"], said["Version"], said["Requires-Python"]) == ("rayzero", rayzero.__version__, ">=3.11")
+    assert set(said.get_all("Provides-Extra")) == {"all", "hf", "lightning", "metrics", "test", "train"}
+    assert {name.partition("/")[0] for name in archive.namelist()} == {"rayzero", info}

@@ -1,0 +1,65 @@
+"""What ``import rayzero`` and the command line's quick answers load: modules are counted, because seconds depend on the
+machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = {
+    "torch",
+    "numpy",
+    "ray",
+    "grpc",
+    "google.protobuf",
+    "matplotlib",
+    "cryptography",
+    "rayzero.config",
+    "rayzero.recipes",
+}
+
+
+COMMAND = "import sys; sys.argv = {!r}.split(); from rayzero.cli import main; main()"
+
+
+def run(code: str, cwd: Path, **environment: str) -> tuple[set[str], str]:
+    """The modules that a new process has after ``code``, which may end the process; and what it printed."""
+    whole = f"import atexit, json, sys\natexit.register(lambda: print('\\n' + json.dumps(sorted(sys.modules))))\n{code}"
+    done = subprocess.run(
+        [sys.executable, "-c", whole], cwd=cwd, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    said, _, modules = done.stdout.rstrip().rpartition("\n")
+    return set(json.loads(modules)), said
+
+
+def test_import_loads_nothing_else(tmp_path: Path) -> None:
+    bare, ours = (run(code, tmp_path)[0] for code in ("", "import rayzero; dir(rayzero); rayzero.__version__"))
+    standard = {name for name in ours - bare if name.partition(".")[0] in sys.stdlib_module_names}
+    assert ours - bare - standard == {"rayzero"}
+    assert len(standard) < 60
+
+
+@pytest.mark.parametrize("option", ["--version", "--help", "--show-completion bash", "train --help", "bench --help"])
+def test_quick_answers_load_neither_torch_nor_ray(option: str, tmp_path: Path) -> None:
+    assert run(COMMAND.format(f"rayzero {option}"), tmp_path)[0] & HEAVY == set()
+
+
+def test_completion_knows_commands_and_runs_and_loads_neither_torch_nor_ray(tmp_path: Path) -> None:
+    for name in ("demo", "deep", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.json").write_text("{}")
+    (tmp_path / "runs" / "detritus").mkdir()
+
+    def completed(typed: str) -> list[str]:
+        asked = {"_RAYZERO_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+        modules, said = run(COMMAND.format("rayzero"), tmp_path, **asked)
+        assert modules & HEAVY == set()
+        return said.split()
+
+    assert completed("rayzero tra") == ["train", "trace"]
+    assert completed("rayzero status de") == ["deep", "demo"]
