@@ -83,7 +83,7 @@ class Table:
 
 def _line(name: str, row: Row) -> str:
     whys = [f"RayZero: {row.rayzero_reason}" if row.rayzero_reason else "", row.fsdp2_reason]
-    why = "; ".join(filter(None, whys)).replace("|", "\\|")
+    why = "; ".join(filter(None, whys)).replace("|", "\\|").replace("][", "]\\[").replace("](", "]\\(")  # no links
     return f"| {name} | {row.rayzero} | {row.fsdp2 or 'not run yet'} | {why} |\n"
 
 

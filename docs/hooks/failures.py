@@ -1,0 +1,21 @@
+"""The reference of errors: the tree of classes, and what each one means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from docs.hooks.prose import prose
+from rayzero.cli import exit_code
+from rayzero.errors import RayZeroError
+
+
+def page() -> str:
+    """An entry for each class, below the class that it is a kind of."""
+    return "\n".join(["| error | exit code | meaning |", "|---|--:|---|", *_rows(RayZeroError, 0), ""])
+
+
+def _rows(error: type[RayZeroError], depth: int) -> Iterator[str]:
+    indent = "&emsp;" * depth
+    yield f"| {indent}`{error.__name__}` | {exit_code(error())} | {prose(error.__doc__ or '')} |"
+    for kind in error.__subclasses__():
+        yield from _rows(kind, depth + 1)
