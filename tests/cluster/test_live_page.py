@@ -26,6 +26,7 @@ from rayzero.cluster.live.page import DATA_PATH, PAGE_PATH, LivePage
 from rayzero.cluster.live.snapshot import Event, Known
 from rayzero.cluster.processes.coordinator import Coordinator
 from rayzero.cluster.run import Member, Report, RunState
+from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry import names
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.exporter import Exporter
@@ -131,6 +132,27 @@ def advance(served: Served, steps: range) -> None:
         for process in served.processes:
             process.step(step)
     write_rows(served.run_dir, steps)
+
+
+def test_what_opens_the_exporters_is_renewed_with_the_runs_certificates(tmp_path: Path) -> None:
+    run, former = MetricsAccess("demo", None), MetricsAccess("demo", None)
+    exporter = Exporter(MemoryRecorder(), Role.OPTIMIZER, host=HOST, protection=run.own)
+    owner = Target(address=exporter.address, run="demo", role=Role.OPTIMIZER, node=HOST, index=0, scheme="https")
+    known = Known(run="demo", state="running", started_at=0.0, hosts={}, events=())
+    page = LivePage(tmp_path, lambda: known, lambda: [owner], former.viewer)
+
+    def trouble() -> list[str]:
+        page.refresh()
+        told: list[str] = json.loads(page.pages[DATA_PATH].make())["trouble"]
+        return told
+
+    try:
+        assert [line.partition(":")[0] for line in trouble()] == ["optimizer 0 does not answer"]
+        page.renew(run.viewer)
+        assert trouble() == []
+    finally:
+        page.close()
+        exporter.close()
 
 
 # ---- curves ---------------------------------------------------------------------------------------------------------
