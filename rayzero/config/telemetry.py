@@ -26,7 +26,8 @@ class TelemetryConfig(ConfigModel):
 
     web_config: str | None = None
     """YAML file in the format of Prometheus' exporters, which says who may read metrics: TLS (tls_server_config) and
-    passwords (basic_auth_users). It is read where the run is started, and holds for every process; null: none."""
+    passwords (basic_auth_users). It is read where the run is started, and holds for every process; certificates that it
+    names may be replaced while the run goes on. null: none."""
 
     port: Port = 0
     """Port of the coordinator's exporter, which also serves http_sd (``/sd``); 0: any free one."""

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -65,8 +65,11 @@ class Net:
 
 
 @contextmanager
-def net(spec: ModelSpec, shares: Sequence[int] = (), **options: Any) -> Iterator[Net]:
-    """Servers and their proxies. ``shares``: owners that share memory. ``options``: of the servers."""
+def net(
+    spec: ModelSpec, shares: Sequence[int] = (), proxy: Callable[[str], Proxy] = Proxy, **options: Any
+) -> Iterator[Net]:
+    """Servers and their proxies. ``shares``: owners that share memory. ``proxy``: makes what is before an address.
+    ``options``: of the servers."""
     with ExitStack() as stack:
         servers, recorder = [], MemoryRecorder()
         for owner in range(OWNERS):
@@ -74,8 +77,8 @@ def net(spec: ModelSpec, shares: Sequence[int] = (), **options: Any) -> Iterator
             models = HostedModels(owner, OWNERS, share=share, recorder=recorder)
             stack.callback(models.close)
             servers.append(stack.enter_context(serve_models(models, token=TOKEN, **options)))
-        for_ranks = [stack.enter_context(Proxy(server.address)) for server in servers]
-        for_lead = [stack.enter_context(Proxy(server.address)) for server in servers]
+        for_ranks = [stack.enter_context(proxy(server.address)) for server in servers]
+        for_lead = [stack.enter_context(proxy(server.address)) for server in servers]
         for server in servers:
             server.connect_peers([proxy.address for proxy in for_lead])
         yield Net(servers, for_ranks, for_lead, owner_map(spec, OWNERS).owner(0), recorder)

@@ -70,9 +70,14 @@ class Proxy:
             self._start(self._pass_on, ours, theirs)
             self._start(self._pass_on, theirs, ours)
 
+    def _reader(self, source: socket.socket) -> Callable[[], bytes]:
+        """What reads the next piece to pass on; no bytes: the connection has ended."""
+        return lambda: source.recv(_READ_BYTES)
+
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        read = self._reader(source)
         try:
-            while data := source.recv(_READ_BYTES):
+            while data := read():
                 self._count(len(data))
                 if self._is_cut(len(data)):
                     self.cut()
@@ -144,6 +149,14 @@ class Proxy:
     def freeze(self) -> None:
         """Pass nothing on any more, not even the end of a connection."""
         self._open.clear()
+
+    def come_back(self, target: str) -> None:
+        """The machine that was frozen comes back with another process: its kernel knows none of the connections that
+        were open."""
+        host, port = target.rsplit(":", 1)
+        self._target = (host, int(port))
+        self.reset()
+        self._open.set()
 
     def black_hole(self, seconds: float) -> None:
         """Accept, and pass nothing on for a while."""

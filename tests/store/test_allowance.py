@@ -11,6 +11,8 @@ import pytest
 
 from rayzero.errors import StoreError, TransferError
 from rayzero.owner.service import ShardService
+from rayzero.security.authority import Authority
+from rayzero.security.credentials import OWNER, Identity, name_of_rank
 from rayzero.store.owner.calls import allowance
 from rayzero.store.owner.calls.allowance import BODIES, CALLS, UPLOADS, WAITING, Allowance, Allowances
 from rayzero.store.owner.server import OwnerServer
@@ -124,3 +126,35 @@ def test_a_call_without_its_message_is_named() -> None:
         with pytest.raises(grpc.RpcError) as refused:
             call(iter([]), metadata=METADATA, timeout=WAIT)
         assert "has sent a call without its message" in str(from_status(refused.value, "the owner"))
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        ("token", grpc.StatusCode.UNAUTHENTICATED),
+        ("role", grpc.StatusCode.FAILED_PRECONDITION),
+        ("limit", grpc.StatusCode.FAILED_PRECONDITION),
+        ("slow", grpc.StatusCode.DATA_LOSS),
+    ],
+)
+def test_who_is_refused_or_cut_is_counted_by_reason(
+    reason: str, code: grpc.StatusCode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``grpc`` itself cuts who ends no handshake: tests/store/test_hostile.py."""
+    monkeypatch.setattr(allowance, "BODY_S", 0.1)
+    monkeypatch.setattr(allowance, "WAITING", -allowance.UPLOADS if reason == "limit" else allowance.WAITING)
+    run = Authority("refusing", on_loopback=True)
+    owner, rank = (Identity(run.issue(name, [name])) for name in (OWNER, name_of_rank(4 if reason == "role" else 3)))
+    metadata = METADATA if reason != "token" else (*token_metadata("guess"), *METADATA[3:])
+    recorder = MemoryRecorder()
+    service = ShardService(0, 1, recorder=recorder)
+    with OwnerServer(service, token=TOKEN, tls=owner) as server, open_channel(server.address, rank) as channel:
+        push: Any = channel.stream_unary(methods(STORE_SERVICE)["Push"].path)
+        with pytest.raises(grpc.RpcError) as refused:
+            push(silent(), metadata=metadata, timeout=WAIT)
+    service.close()
+    assert refused.value.code() is code
+    assert {why: recorder.total(REFUSED, door="owner", reason=why) for why in ("token", "role", "limit", "slow")} == {
+        why: float(why == reason) for why in ("token", "role", "limit", "slow")
+    }
+    assert [line for line in caplog.messages if line.startswith("refused 1 call, the last from ")] != []

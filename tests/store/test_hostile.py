@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import socket
+import struct
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -15,6 +16,7 @@ import pytest
 
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity
+from rayzero.store.owner.calls.allowance import UPLOADS, WAITING
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.wire.payload import encode_chunk
 from rayzero.store.wire.rpc import (
@@ -26,7 +28,7 @@ from rayzero.store.wire.rpc import (
     token_metadata,
 )
 from store.fuzz import MOST_GROWTH, attackers, filled, fuzz, stream_of
-from store.http2 import frame, headers
+from store.http2 import ACK, END_HEADERS, END_STREAM, HEADERS, OPENING, RESET, SETTINGS, frame, headers
 from store.stores import TOKEN
 from store.test_grpc import connected, serving
 from store.toy import make_spec, masters, random_grads, start, take_step
@@ -122,6 +124,37 @@ def ends_stream(connection: socket.socket) -> bool:
         if stream == 1 and (kind == 3 or (kind == 1 and flags & 1)):
             return True
         received = received[9 + size :]
+
+
+def test_a_connection_may_have_a_thousand_streams_and_a_member_far_fewer_uploads() -> None:
+    """The server says so to every client, and ends what a member opens beyond its allowance."""
+    with training_goes_on(None, 64 * MIB) as server, connect(server) as connection:
+        metadata = (*token_metadata(TOKEN), *life_metadata(0, 0))
+        block = headers("/rayzero.v1.StoreService/Push", metadata)
+        connection.sendall(OPENING + frame(SETTINGS, 0, 0))
+        connection.sendall(b"".join(frame(HEADERS, END_HEADERS, 2 * number + 1, block) for number in range(3_000)))
+        most, ended = 0, set[int]()
+        for kind, flags, stream, content in frames(connection):
+            if kind == SETTINGS and not flags & ACK:
+                most = dict(struct.iter_unpack(">HI", content)).get(3, most)  # RFC 9113, 6.5.2
+            elif kind == RESET or (kind == HEADERS and flags & END_STREAM):
+                ended.add(stream)
+            if len(ended) >= 3_000 - (UPLOADS + WAITING):
+                break
+        assert most == 1000
+        assert len(ended) == 3_000 - (UPLOADS + WAITING)
+
+
+def frames(connection: socket.socket) -> Iterator[tuple[int, int, int, bytes]]:
+    """(kind, flags, stream, content) of what the server sends, until it is silent for the socket's timeout or ends."""
+    received = b""
+    with suppress(OSError):
+        while more := connection.recv(1 << 16):
+            received += more
+            while len(received) >= 9 + (size := int.from_bytes(received[:3], "big")):
+                content = received[9 : 9 + size]
+                yield received[3], received[4], int.from_bytes(received[5:9], "big"), content
+                received = received[9 + size :]
 
 
 def test_a_million_tiny_chunks_of_a_stranger_are_not_read() -> None:

@@ -224,12 +224,16 @@ def test_a_request_that_comes_with_the_end_of_the_handshake_is_answered(
         assert b"200 OK" in until_done(lambda: tls.read(1 << 10))
 
 
-def test_an_exporter_at_an_ipv6_address_is_read_over_tls() -> None:
+def test_an_exporter_at_an_ipv6_address_is_found_and_read_over_tls() -> None:
     made = MetricsAccess("demo", None)
-    exporter = Exporter(MemoryRecorder(), Role.RANK, host="::1", protection=made.own)
+    found: list[Target] = []
+    pages = {"/sd": Page("application/json", lambda: service_discovery(found))}
+    exporter = Exporter(MemoryRecorder(), Role.RANK, host="::1", pages=pages, protection=made.own)
     try:
         assert exporter.address.startswith("[::1]:")
-        (one,) = scrape([target(exporter, made.own)], timeout_s=20, viewer=made.viewer).processes
+        found.append(replace(target(exporter, made.own), node="fd00::1"))
+        assert discover(found[0].url("/sd"), timeout_s=20, viewer=made.viewer) == tuple(found)
+        (one,) = scrape(found, timeout_s=20, viewer=made.viewer).processes
         assert one.error is None
     finally:
         exporter.close()

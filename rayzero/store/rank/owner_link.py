@@ -25,7 +25,7 @@ import grpc
 from rayzero.concurrency.backoff import backoff
 from rayzero.concurrency.futures import fail, failed, settle
 from rayzero.concurrency.processes import ProcessIdentity, SeenProcess
-from rayzero.errors import RayZeroError, StallError, StoreClosedError, StoreError, TransferError
+from rayzero.errors import RayZeroError, StallError, StateLostError, StoreClosedError, StoreError, TransferError
 from rayzero.security.credentials import Identity, utc
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.traffic import count_reconnect
@@ -193,7 +193,8 @@ class OwnerLink:
         and come back. ``hear`` is called with every notice, and ``over`` at most once, with why the owner will never
         answer again, both in a thread of the link's. So is ``rejoin``, with a channel to a successor of the owner,
         before any other call goes there; None: the death of the owner's process is the end of the link."""
-        self._rejoin, self._met = rejoin, None if rejoin is None else _NOBODY
+        self._rejoin = rejoin
+        self._met: ProcessIdentity | None = _NOBODY
         self.owner, self.rank = owner, rank
         self.name = f"optimizer {owner} at {address}" + (f" for prepared model {model}" if model else "")
         self._address, self._metadata = address, token_metadata(token, model, epoch) + life_metadata(rank, life)
@@ -348,7 +349,12 @@ class OwnerLink:
 
     def _meet(self, channel: Channel) -> None:
         """Shake hands with a successor; the first process is greeted by whoever uses the link."""
-        if self._rejoin is not None and self._met not in (_NOBODY, self._process):
+        if self._met not in (_NOBODY, self._process):
+            if self._rejoin is None:
+                raise StateLostError(
+                    f"rank {self.rank}: another process answers as {self.name}, which has nothing of what the one "
+                    "before had: its host has come back, perhaps; resume from the newest checkpoint"
+                )
             self._rejoin(self, channel)
             log.warning("rank %d: %s has a successor, and goes on", self.rank, self.name)
         self._met = self._process

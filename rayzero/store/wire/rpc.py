@@ -261,6 +261,7 @@ def token_matches(metadata: Iterable[tuple[str, str | bytes]], token: str) -> bo
 
 _S = grpc.StatusCode
 _UNREADABLE = "Exception deserializing response!"  # grpc's words for an answer that ``unseal`` refuses
+_REMOVED = "Stream removed"  # grpc's word for the calls of a connection that ended, such as by a damaged TLS record
 _CODES: dict[type[RayZeroError], grpc.StatusCode] = {
     errors.RayZeroError: _S.FAILED_PRECONDITION,
     errors.ConfigError: _S.INVALID_ARGUMENT,
@@ -314,7 +315,8 @@ def is_broken_link(error: grpc.RpcError) -> bool:
     """Whether a call failed because its connection did, could not be made, or damaged a message. An error that the
     owner sent is none."""
     damaged = error.code() is _S.INTERNAL and error.details() == _UNREADABLE
-    return (error.code() is _S.UNAVAILABLE or damaged) and not _is_sent(error)
+    unwrapped = error.code() is _S.UNKNOWN and str(error.details()).startswith(_REMOVED)
+    return (error.code() is _S.UNAVAILABLE or damaged or unwrapped) and not _is_sent(error)
 
 
 def gave_no_answer(error: grpc.RpcError) -> bool:

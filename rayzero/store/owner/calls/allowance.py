@@ -35,7 +35,8 @@ class Allowance:
         self._uploading = self._asking = 0  # uploads; bodies: under way and waiting
 
     async def body(self, requests: AsyncIterator[Any]) -> Any:
-        """The only message of a call. Raises TransferError if it does not come, StoreError if there is none."""
+        """The only message of a call; a TransferError if it was damaged on the way, or lost as a whole. Raises
+        TransferError if it does not come."""
         if self._asking >= CALLS:
             raise TooManyCallsError(
                 f"{self._caller} has {self._asking} calls whose bodies do not come, the most for a caller"
@@ -47,7 +48,7 @@ class Allowance:
         finally:
             self._asking -= 1
         if found is None:
-            raise StoreError(f"{self._caller} has sent a call without its message")
+            return TransferError(f"{self._caller} has sent a call without its message")
         return found
 
     @asynccontextmanager
