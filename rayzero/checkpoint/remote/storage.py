@@ -13,6 +13,8 @@ from rayzero.errors import CheckpointError, CheckpointWriteError, UnsupportedErr
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://.+", re.DOTALL)
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # protocol -> RayZero's extra that installs its package
 
+_BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "oci"}  # have no folders; making one would make a missing bucket
+
 
 def is_url(place: object) -> bool:
     """Whether ``place`` is a text such as ``"s3://bucket/run"``."""
@@ -67,7 +69,8 @@ class RemoteFolder:
         """Copy the file ``path`` here, replacing one of the same name."""
         with self._writing():
             target = f"{self._path}/{name}"
-            self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+            if self.url.partition("://")[0] not in _BUCKETS:
+                self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
             self._fs.put_file(str(path), target)
 
     def remove(self, name: str) -> None:
