@@ -69,8 +69,8 @@ def _work(arguments: list[str], gpus: int | None) -> RecipeWork:
     import torch
 
     from rayzero.cli.train import choose_recipe
+    from rayzero.recipes.data.text import make_tokenizer
     from rayzero.recipes.planning import recipe_work
-    from rayzero.recipes.text import make_tokenizer
 
     imported = imported_memory(coordinator)
     recipe = choose_recipe(arguments, {}, None)

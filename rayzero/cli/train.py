@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rayzero.cli.plain_text import plain
 from rayzero.cli.run_choice import newest_run
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.quantities import count
@@ -175,11 +176,11 @@ def _goes_on(run_dir: Path) -> str:
 
 def announce(prepared: Prepared, console: Console) -> None:
     """Print one line about the training that is about to start."""
-    recipe, text = prepared.recipe, prepared.text
+    recipe = prepared.recipe
     start = f" from step {prepared.resume_step}" if prepared.resume_step else ""
     console.print(
-        f"{recipe.model}, {prepared.num_params:,} parameters, on {count(text.num_files, 'file')} "
-        f"({text.size_bytes / 1e6:.1f} MB): {count(recipe.steps, 'step')}{start}, "
+        f"{recipe.model}, {prepared.num_params:,} parameters, on {prepared.corpus.about}: "
+        f"{count(recipe.steps, 'step')}{start}, "
         f"{count(recipe.scaling.num_workers, 'rank')}, "
         f"{count(recipe.scaling.num_optimizers, 'optimizer actor')}, {recipe.zero.precision}",
         highlight=False,
@@ -198,4 +199,9 @@ def summarise(prepared: Prepared, training: Training, console: Console) -> None:
         f"checkpoint {result.checkpoint}",
         f"curve      {training.picture}",
     ]
-    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    if training.model is not None:
+        lines.append(f"model      {training.model}")
+    if training.samples is not None:
+        lines.append(f"samples    {training.samples}")
+        lines += ["", *training.samples.read_text(encoding="utf-8").splitlines()[1:]]
+    console.print("\n".join(map(plain, lines)), highlight=False, soft_wrap=True, markup=False)

@@ -8,7 +8,20 @@ they accept more types ("4GiB", a Path) than the fields have.
 
 from __future__ import annotations
 
-from rayzero.config.base import GIB, KIB, MIB, ConfigModel, Count, Flag, Positive, Processes, Seconds, Share, Size
+from rayzero.config.base import (
+    GIB,
+    KIB,
+    MIB,
+    ConfigModel,
+    Count,
+    Flag,
+    Natural,
+    Positive,
+    Processes,
+    Seconds,
+    Share,
+    Size,
+)
 from rayzero.config.choices import AutoMemoryStrategy, CheckpointErrors, CpuCompressionMethod
 from rayzero.config.help_text import describe_settings
 from rayzero.config.run import RunConfig, ScalingConfig
@@ -28,6 +41,7 @@ __all__ = [
     "Count",
     "CpuCompressionMethod",
     "Flag",
+    "Natural",
     "Positive",
     "Processes",
     "RunConfig",

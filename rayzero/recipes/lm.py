@@ -1,16 +1,20 @@
 """The recipe's training loop, run on every rank: a plain PyTorch loop around ``rayzero.prepare``.
 
-Batches are a function of (seed, step, rank, micro-batch) and the learning rate one of the step, so a resumed run
-needs nothing but the checkpoint. Each rank reports one ``StepReport`` a step and validates its share of the text.
+Batches are a function of (seed, step, rank, micro-batch), except those of streams, whose place is tracked, and the
+learning rate is one of the step, so a resumed run needs nothing but the checkpoint. Each rank reports one
+``StepReport`` a step and validates its share of the data.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 import math
 import time
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,13 +31,17 @@ from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.meta import empty_parameters
 from rayzero.engine.stats import count_tokens
 from rayzero.protocol.messages import CheckpointInfo, Decision
+from rayzero.recipes.data.batch import Batch, Place, Prompt
+from rayzero.recipes.data.sources import recipe_corpus
+from rayzero.recipes.data.text import batch_seed
 from rayzero.recipes.flops import FlopRate
 from rayzero.recipes.model import build_model, logits_of
 from rayzero.recipes.recipe import RecipeConfig
-from rayzero.recipes.text import Text, batch_seed, eval_batch, load_text, make_tokenizer, require_enough, train_batch
-from rayzero.recipes.unigram import unigram_log_probs, unigram_loss
+from rayzero.recipes.samples import SAMPLES, generate, samples_of, write_samples
 from rayzero.telemetry.names import ETA_SECONDS, EXPOSED_WAIT_SECONDS, STEP_SECONDS
 from rayzero.telemetry.recorder import MemoryRecorder, Recorder
+
+log = logging.getLogger(__name__)
 
 STEP_FLOPS = "step_flops"  # key in the ranks' config, besides the recipe's settings
 
@@ -54,19 +62,6 @@ class StepReport:
     memory_bytes: int  # of this rank's process: RSS, or the peak of device memory on a GPU
     validation_loss: float | None = None  # mean over this rank's share of the validation batches, at validated steps
     validation_batches: int = 0  # in that share
-
-
-def recipe_text(recipe: RecipeConfig) -> Text:
-    """The recipe's tokens. Raises DataError or ConfigError if they cannot be read."""
-    text = load_text(
-        recipe.data,
-        make_tokenizer(recipe.tokenizer),
-        validation_fraction=recipe.validation_fraction,
-        split=recipe.split,
-        max_bytes=recipe.max_data_bytes,
-    )
-    require_enough(text, recipe.seq_len)
-    return text
 
 
 def lr_factor(recipe: RecipeConfig, step: int) -> float:
@@ -95,9 +90,11 @@ def schedule(recipe: RecipeConfig, optimizer: torch.optim.Optimizer, done: int) 
     return LambdaLR(optimizer, lambda step: lr_factor(recipe, step), last_epoch=done - 1)
 
 
-def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats, computed in fp32."""
-    logits = logits_of(model(inputs))
+def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy in nats over the targets that are learned, computed in fp32. With ``positions``, a
+    transformers model keeps the examples of a row apart; it only looks for them when it keeps no cache."""
+    apart = {} if positions is None else {"position_ids": positions, "use_cache": False}
+    logits = logits_of(model(inputs, **apart))
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
@@ -231,10 +228,10 @@ class LanguageModelRun:
         self.recipe = recipe
         self.context = context
         self.flop_rate = FlopRate(context.recorder, step_flops, context.device, recipe.zero_config.precision)
-        self.text = recipe_text(recipe)
+        self.corpus = recipe_corpus(recipe, context.rank, context.world_size)
         streamed = recipe.init_from is not None or context.resume is not None
         with empty_parameters() if streamed else nullcontext():
-            model = build_model(recipe, self.text.vocab_size)
+            model = build_model(recipe, self.corpus.vocab_size)
         adamw = torch.optim.AdamW(param_groups(recipe, model), lr=recipe.lr, betas=recipe.betas)
         settings = [{key: value for key, value in g.items() if key != "params"} for g in adamw.param_groups]
         torch.manual_seed(
@@ -243,9 +240,10 @@ class LanguageModelRun:
         self.model, self.optimizer = prepare(model, adamw, recipe.zero_config, weights=recipe.init_from)
         for group, options in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(options)  # the recipe's settings override the checkpoint's in a resumed run
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.done = context.step
         self.tokens = TrainedTokens()
-        track(tokens=self.tokens)
+        track(tokens=self.tokens, **self.corpus.states())
         scales = recipe.zero_config.precision == "fp16"  # bf16 and fp32 gradients do not overflow
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=scales)
         if scales:
@@ -277,6 +275,29 @@ class LanguageModelRun:
             if self._saves_after(done.step):  # a run that starts again from there would not make this row
                 self.late.send(self.context)
         self.late.send(self.context)
+        if self.context.rank == 0 and self.context.run_dir is not None and self.recipe.sample_tokens:
+            self._write_samples(self.context.run_dir)
+
+    def _write_samples(self, run_dir: Path) -> None:
+        """Rank 0 alone: no other rank has to take part in a forward."""
+        recipe = self.recipe
+        self.model.eval()
+
+        def write(prompt: Prompt) -> list[int]:
+            return generate(
+                self.model,
+                prompt,
+                tokens=recipe.sample_tokens,
+                window=recipe.seq_len,
+                temperature=recipe.sample_temperature,
+                device=self.context.device,
+            )
+
+        try:
+            write_samples(run_dir, recipe.steps, samples_of(self.corpus, recipe.sample_prompts, write))
+        except OSError as error:  # the training itself has succeeded
+            log.warning("%s is not written: %s", run_dir / SAMPLES, error.strerror)
+        self.model.train()
 
     def _tell(self, done: Unreported, seconds: float) -> None:
         """Record this rank's progress. ``seconds``: since its first step of this run began."""
@@ -289,7 +310,7 @@ class LanguageModelRun:
         micro_batches = self.recipe.zero.gradient_accumulation_steps
         total = torch.zeros((), device=self.context.device)
         for micro_batch in range(micro_batches):
-            loss = next_token_loss(self.model, *self._batch(step, micro_batch)) / micro_batches
+            loss = self._loss(self._batch(step, micro_batch)) / micro_batches
             torch.autograd.backward(self.scaler.scale(loss))
             total += loss.detach()
         self.late.loss = total
@@ -312,14 +333,20 @@ class LanguageModelRun:
         every = self.recipe.run.checkpoint_every
         return step == self.recipe.steps or (every is not None and step % every == 0)
 
-    def _batch(self, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
-        seed = batch_seed(self.recipe.seed, step, self.context.rank, micro_batch)
-        batch = train_batch(self.text.train, size=self.recipe.batch_size, seq_len=self.recipe.seq_len, seed=seed)
-        return self._to_device(batch)
+    def _batch(self, step: int, micro_batch: int) -> Batch:
+        place = Place(
+            step=step,
+            rank=self.context.rank,
+            world_size=self.context.world_size,
+            micro_batch=micro_batch,
+            micro_batches=self.recipe.zero.gradient_accumulation_steps,
+        )
+        return self.corpus.train_batch(place)
 
-    def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        inputs, targets = batch
-        return inputs.to(self.context.device), targets.to(self.context.device)
+    def _loss(self, batch: Batch) -> Tensor:
+        there = batch.to(self.context.device)
+        positions = there.positions if self._takes_positions else None
+        return next_token_loss(self.model, there.inputs, there.targets, positions)
 
     @property
     def _tokens(self) -> int:
@@ -334,8 +361,7 @@ class LanguageModelRun:
         Ranks divide the batches by index, so no rank waits for another; the driver joins the means."""
         share = range(self.context.rank, self.recipe.eval_batches, self.context.world_size)
         self.model.eval()
-        batches = (self._to_device(validation_batch(self.recipe, self.text, index)) for index in share)
-        total = sum(float(next_token_loss(self.model, *batch)) for batch in batches)
+        total = sum(float(self._loss(self.corpus.eval_batch(index))) for index in share)
         self.model.train()
         return (total / len(share) if share else None), len(share)
 
@@ -347,20 +373,6 @@ class LanguageModelRun:
         run = self.recipe.run
         kept: dict[str, Any] = {"keep_last": run.keep_last, "keep_every": run.keep_every}
         return save_checkpoint(self.optimizer, directory, **kept, upload_to=run.upload_to)
-
-
-def validation_batch(recipe: RecipeConfig, text: Text, index: int) -> tuple[Tensor, Tensor]:
-    """Validation batch ``index``, the same every time; the batches are spread evenly over the whole validation text."""
-    return eval_batch(
-        text.validation, index=index, num_batches=recipe.eval_batches, size=recipe.batch_size, seq_len=recipe.seq_len
-    )
-
-
-def unigram_baseline(recipe: RecipeConfig, text: Text) -> float:
-    """Loss, in nats, of a model that only counts the training tokens, on the tokens that validation predicts."""
-    log_probs = unigram_log_probs(text.train, text.vocab_size)
-    batches = (validation_batch(recipe, text, index) for index in range(recipe.eval_batches))
-    return unigram_loss(log_probs, (targets for _, targets in batches))
 
 
 def train_loop(config: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from rayzero.config import (
     ConfigModel,
     Count,
     Flag,
+    Natural,
     Positive,
     RunConfig,
     ScalingConfig,
@@ -25,6 +26,7 @@ from rayzero.recipes.gpt import GPTConfig
 
 GPT = "gpt"
 HF_PREFIX = "hf:"
+STREAM_PREFIX = "datasets:"
 
 _Factor = Annotated[float, Strict(), Field(ge=0, lt=1)]
 
@@ -89,7 +91,8 @@ class RecipeConfig(ConfigModel):
     """Batches of ``batch_size`` sequences in a validation, spread evenly over the validation text."""
 
     data: tuple[str, ...] = ("stdlib",)
-    """Text: files, folders, globs, or "stdlib" for the Python standard library's sources."""
+    """Text (files, folders, globs, or "stdlib" for the Python standard library's sources), .jsonl files of chats or
+    texts, a .npy file of tokens, or "datasets:<name or folder>[:<split>]" for a stream. docs/recipes.md has each."""
 
     max_data_bytes: Size | None = None
     """Read no more text than this; null: all of it."""
@@ -101,7 +104,25 @@ class RecipeConfig(ConfigModel):
     """How: whole files by the hash of their content, or the text's tail; "auto": files from 20 files on."""
 
     tokenizer: str = "bytes"
-    """"bytes", or the path of a tokenizer.json (extra hf)."""
+    """"bytes", or the path of a tokenizer.json or of a tokenizer's folder with its chat template (extra hf)."""
+
+    train_on: Literal["answers", "all"] = "answers"
+    """What is learned of chats and completions: the assistant's answers, or everything."""
+
+    packing: Flag = True
+    """True: several chats or texts share a row of ``seq_len`` tokens; transformers models see each of them alone."""
+
+    sample_tokens: Natural = 64
+    """Tokens that the trained model writes after each prompt when the run ends; 0: none."""
+
+    sample_prompts: tuple[str, ...] = ()
+    """What it goes on from; empty: pieces of the validation data."""
+
+    sample_temperature: Annotated[float, Strict(), Field(ge=0, le=10)] = 0.7
+    """How freely it draws tokens; 0: always the likeliest one."""
+
+    export: Flag = False
+    """True: at the end, write the folder model/ in the run's folder; transformers' from_pretrained reads it."""
 
     seed: Annotated[int, Strict(), Field(ge=0)] = 0
     """Seed of the initial weights, unless ``init_from`` has them, and of the batches."""
@@ -182,11 +203,19 @@ class RecipeConfig(ConfigModel):
     def at(self, directory: Path) -> RecipeConfig:
         """The same recipe with its data and tokenizer paths made absolute, so that any process may read them."""
         return self.replace(
-            data=tuple(source if source == "stdlib" else str(directory / source) for source in self.data),
+            data=tuple(_absolute_source(source, directory) for source in self.data),
             tokenizer=self.tokenizer if self.tokenizer == "bytes" else str(directory / self.tokenizer),
             model=_absolute_model(self.model, directory),
             init_from=None if self.init_from is None else str(directory / self.init_from),
         )
+
+
+def _absolute_source(source: str, directory: Path) -> str:
+    """A stream may be a folder, or a name that is found elsewhere."""
+    if source.startswith(STREAM_PREFIX):
+        name, colon, split = source.removeprefix(STREAM_PREFIX).partition(":")
+        return f"{STREAM_PREFIX}{directory / name}{colon}{split}" if (directory / name).is_dir() else source
+    return source if source == "stdlib" else str(directory / source)
 
 
 def _absolute_model(model: str, directory: Path) -> str:

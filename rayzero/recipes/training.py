@@ -25,7 +25,10 @@ from rayzero.files import replace_file
 from rayzero.memory.process_memory import ProcessMemory
 from rayzero.plan.programs import Imported
 from rayzero.plan.tiers import check_budgets
-from rayzero.recipes.lm import STEP_FLOPS, recipe_text, train_loop, unigram_baseline
+from rayzero.recipes.data.batch import Corpus
+from rayzero.recipes.data.sources import recipe_corpus
+from rayzero.recipes.export import export_model
+from rayzero.recipes.lm import STEP_FLOPS, train_loop
 from rayzero.recipes.model import build_model
 from rayzero.recipes.plan_check import PLAN_STEPS, PlanCheck, measure_hardware
 from rayzero.recipes.planning import RecipeWork, bytes_on_one_host, recipe_work, reserve
@@ -33,7 +36,7 @@ from rayzero.recipes.plot import LOSS_PICTURE, draw_losses
 from rayzero.recipes.progress import progress_line
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.run_log import StepRow, StepRows, read_rows
-from rayzero.recipes.text import Text
+from rayzero.recipes.samples import SAMPLES
 
 CONFIG = "config.yaml"
 _PLACE = "--run-dir"  # the option that chooses the run's directory, for messages
@@ -49,6 +52,8 @@ class Training:
     last: StepRow
     unigram: float  # nats, on the tokens that validation predicts
     picture: Path
+    samples: Path | None  # what the trained model writes
+    model: Path | None  # the folder of the exported model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +61,7 @@ class Prepared:
     """A recipe that can run: everything that can be checked without Ray was checked."""
 
     recipe: RecipeConfig  # its paths are absolute
-    text: Text
+    corpus: Corpus
     num_params: int
     work: RecipeWork | None  # None: the model cannot run without data, so nothing is planned
     resume_step: int  # steps that the checkpoint to start from has done; 0: a fresh run
@@ -70,23 +75,23 @@ def prepare_run(recipe: RecipeConfig, coordinator: ProcessMemory | None = None) 
     imported = imported_memory(coordinator)
     recipe = recipe.at(Path.cwd())
     make_trainer(recipe)
-    text = recipe_text(recipe)
+    corpus = recipe_corpus(recipe)
     with torch.device("meta"):
-        model = build_model(recipe, text.vocab_size)
+        model = build_model(recipe, corpus.vocab_size)
     if recipe.init_from is not None and recipe.run.resume is False:
         require_weights(model, recipe.init_from)
     return Prepared(
         recipe=recipe,
-        text=text,
+        corpus=corpus,
         num_params=sum(param.numel() for param in model.parameters()),
-        work=_work(recipe, text, imported),
+        work=_work(recipe, corpus, imported),
         resume_step=_resume_step(recipe, model),
     )
 
 
-def _work(recipe: RecipeConfig, text: Text, imported: Imported) -> RecipeWork | None:
+def _work(recipe: RecipeConfig, corpus: Corpus, imported: Imported) -> RecipeWork | None:
     try:
-        work = recipe_work(recipe, text.vocab_size, imported, on_gpu=recipe.scaling.use_gpu)
+        work = recipe_work(recipe, corpus.vocab_size, imported, on_gpu=recipe.scaling.use_gpu)
     except UnsupportedError as error:
         log.warning("Ray is not asked to reserve memory: %s", error)
         return None
@@ -148,14 +153,21 @@ def _refuse_changed(directory: RunDirectory, prepared: Prepared) -> None:
 def _run_in(directory: RunDirectory, prepared: Prepared, console: Console) -> Training:
     recipe, path = prepared.recipe, directory.path
     _write_config(path / CONFIG, recipe)
-    unigram = unigram_baseline(recipe, prepared.text)
+    unigram = prepared.corpus.baseline()
     rows = [row for row in read_rows(path) if row.step <= directory.rows_until]
     try:
         result = _fit(prepared, directory, rows, console)
     finally:
         if rows:
             _draw(rows, unigram, path / LOSS_PICTURE)
-    return Training(result=result, last=rows[-1], unigram=unigram, picture=path / LOSS_PICTURE)
+    return Training(
+        result=result,
+        last=rows[-1],
+        unigram=unigram,
+        picture=path / LOSS_PICTURE,
+        samples=path / SAMPLES if recipe.sample_tokens and (path / SAMPLES).exists() else None,
+        model=export_model(recipe, result.checkpoint, path) if recipe.export and result.checkpoint else None,
+    )
 
 
 def _draw(rows: list[StepRow], unigram: float, picture: Path) -> None:

@@ -67,6 +67,7 @@ def test_a_run_leaves_everything_it_promises(whole):
     run = whole / "runs" / "a"
     assert {path.name for path in run.iterdir()} == {
         "config.yaml", "metrics.jsonl", "loss.png", "run.json", "plan.json", "checkpoints", ".lock",
+        "samples.txt",
     }  # fmt: skip
     rows = read_rows(run)
     assert [row.step for row in rows] == list(range(1, STEPS + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,6 +19,9 @@ from rayzero.concurrency.futures import settled
 from rayzero.engine import get_context, save_checkpoint
 from rayzero.engine.context import RankContext
 from rayzero.protocol.messages import CheckpointInfo
+from rayzero.recipes.data.sources import recipe_corpus, recipe_text
+from rayzero.recipes.data.text import batch_seed, train_batch
+from rayzero.recipes.export import export_model
 from rayzero.recipes.lm import (
     LanguageModelRun,
     LateRow,
@@ -26,15 +30,11 @@ from rayzero.recipes.lm import (
     lr_factor,
     next_token_loss,
     param_groups,
-    recipe_text,
     train_loop,
-    unigram_baseline,
-    validation_batch,
 )
 from rayzero.recipes.model import build_model
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.run_log import merge_reports
-from rayzero.recipes.text import batch_seed, train_batch
 from rayzero.telemetry.names import STEP_SECONDS
 from rayzero.testing import run_ranks
 
@@ -46,7 +46,7 @@ def recipe(tmp_path: Path) -> RecipeConfig:
     (tmp_path / "verse.txt").write_bytes(VERSE * 200)
     return RecipeConfig(
         data=str(tmp_path / "verse.txt"), dim=32, num_layers=2, num_heads=2, seq_len=32, batch_size=4, steps=6,
-        lr=1e-2, eval_every=4, eval_batches=2, scaling={"num_workers": 2, "num_optimizers": 2},
+        lr=1e-2, eval_every=4, eval_batches=2, sample_tokens=0, scaling={"num_workers": 2, "num_optimizers": 2},
     )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def test_a_reported_step_took_as_long_as_prometheus_is_told(recipe, tmp_path):
 def test_two_ranks_learn_a_text_far_below_its_unigram_loss(recipe):
     recipe = recipe.replace(steps=60)
     reports = train(recipe)
-    baseline = unigram_baseline(recipe, recipe_text(recipe))
+    baseline = recipe_corpus(recipe).baseline()
     assert reports[0][-1]["validation_loss"] < baseline - 1.0
 
 
@@ -215,9 +215,9 @@ def test_what_is_exported_is_what_was_trained(recipe, tmp_path):
 
 @torch.no_grad()
 def plain_validation(recipe: RecipeConfig, model: torch.nn.Module) -> float:
-    text = recipe_text(recipe)
-    batches = [validation_batch(recipe, text, index) for index in range(recipe.eval_batches)]
-    losses = [float(next_token_loss(model, *batch)) for batch in batches]
+    corpus = recipe_corpus(recipe)
+    batches = [corpus.eval_batch(index) for index in range(recipe.eval_batches)]
+    losses = [float(next_token_loss(model, batch.inputs, batch.targets)) for batch in batches]
     return sum(losses) / len(losses)
 
 
@@ -288,3 +288,52 @@ def test_the_row_that_a_dead_rank_owes_is_sent_by_its_next_life(known: bool, nor
     again.send(context)
     (sent,) = context.reports
     assert (sent["step"], sent["loss"], sent["grad_norm"], sent["validation_loss"]) == (7, 2.5, norm, 1.5)
+
+
+# ---- other data than text -------------------------------------------------------------------------------------------
+
+
+def test_a_model_learns_the_answers_of_chats_and_shows_it(recipe, tmp_path):
+    """After a question that it has not seen it writes the answer, and ends there."""
+    chats = [
+        {"messages": [{"role": "user", "content": f"hi {at}"}, {"role": "assistant", "content": "hello!"}]}
+        for at in range(40)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    recipe = recipe.replace(
+        data=str(tmp_path / "chats.jsonl"), seq_len=64, steps=60, sample_tokens=32, sample_temperature=0.0,
+        eval_every=60,
+    )  # fmt: skip
+    reports = train(recipe, tmp_path / "run")
+    assert reports[0][-1]["validation_loss"] < 0.2 < reports[0][0]["loss"]
+    said = (tmp_path / "run" / "samples.txt").read_text()
+    assert said.startswith("after step 60\n--- prompt\nhi ")
+    assert said.count("--- the model writes\nhello!\n--- the data has\nhello!\n") == 2
+
+
+def test_a_run_on_a_stream_goes_on_where_its_ranks_were(recipe, tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "set").mkdir()
+    rows = "".join(json.dumps({"text": f"{at:03d} {VERSE.decode()}"}) + "\n" for at in range(60))
+    (tmp_path / "set" / "train.jsonl").write_text(rows)
+    recipe = recipe.replace(data=f"datasets:{tmp_path / 'set'}", run={"checkpoint_every": 3})
+    whole = train(recipe, tmp_path / "whole")
+    stopped = tmp_path / "whole" / "checkpoints" / "step-000003"
+    resumed = train(recipe, tmp_path / "resumed", resume=stopped)
+    assert [report["loss"] for report in resumed[1]] == [report["loss"] for report in whole[1][3:]]
+    assert digest(tmp_path / "resumed", 6) == digest(tmp_path / "whole", 6)
+
+
+def test_what_is_exported_at_the_end_is_read_by_transformers(recipe, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    small = {"n_layer": 1, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "tie_word_embeddings": True, **small}))
+    recipe = recipe.replace(model=f"hf:{tmp_path / 'config.json'}", steps=2)
+    train(recipe, tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    folder = export_model(recipe, checkpoint, tmp_path / "run")
+    read = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    trained = load_file(export_full(checkpoint, tmp_path / "flat.safetensors"))
+    assert read.keys() == trained.keys()
+    assert all(read[name].equal(trained[name]) for name in trained)

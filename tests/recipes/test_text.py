@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.errors import ConfigError, DataError
-from rayzero.recipes.text import (
+from rayzero.recipes.data.text import (
     ByteTokenizer,
     batch_seed,
     eval_batch,
@@ -20,7 +20,7 @@ from rayzero.recipes.text import (
     require_enough,
     train_batch,
 )
-from rayzero.recipes.unigram import unigram_log_probs, unigram_loss
+from rayzero.recipes.data.unigram import unigram_log_probs, unigram_loss
 
 
 def write_files(folder: Path, texts: dict[str, bytes]) -> None:

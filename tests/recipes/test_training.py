@@ -27,7 +27,7 @@ def recipe(tmp_path: Path) -> RecipeConfig:
 def test_a_recipe_that_can_run_is_measured_and_nothing_is_written(recipe, tmp_path):
     prepared = prepare_run(recipe)
     assert prepared.num_params == 2 * 256 * 16 + 3 * 2 * 16 + 4 * 16 * 16 + 2 * 4 * 16 * 16 + 5 * 16
-    assert (prepared.text.num_files, prepared.resume_step) == (1, 0)
+    assert (prepared.corpus.about, prepared.resume_step) == ("1 file (0.0 MB)", 0)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 

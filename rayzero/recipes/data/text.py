@@ -1,4 +1,4 @@
-"""Training text: files to tokens, a train/validation split, and batches that depend only on their position.
+"""Training text and tokens: files to tokens, a train/validation split, and batches that depend only on their position.
 
 Everything here is a function of the files and the recipe: two processes that read the same files see the same
 tokens, and a resumed run needs only the step to go on with the very same batches.
@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +39,10 @@ class Tokenizer(Protocol):
         """1D integers in [0, vocab_size)."""
         ...
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Their text."""
+        ...
+
 
 class ByteTokenizer:
     """Every byte is a token."""
@@ -48,6 +52,10 @@ class ByteTokenizer:
     def encode(self, text: bytes) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
         """1D uint8."""
         return np.frombuffer(text, dtype=np.uint8)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """What is not UTF-8 becomes the replacement character."""
+        return bytes(tokens).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
@@ -72,10 +80,44 @@ class FileTokenizer:
         ids = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False).ids
         return np.asarray(ids, dtype=np.int32)
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Special tokens included."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return text
+
+
+class FolderTokenizer:
+    """A folder of transformers' ``save_pretrained``, perhaps with a chat template."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError when transformers reads no tokenizer there, or the ``hf`` extra is not installed."""
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as exc:
+            raise ConfigError(f"tokenizer={str(path)!r} needs the hf extra: pip install 'rayzero[hf]'") from exc
+        try:
+            self.of_transformers: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError, KeyError) as exc:
+            first = str(exc).strip().partition("\n")[0]
+            raise ConfigError(f"tokenizer: {path} is not the folder of a tokenizer: {first}") from exc
+        self.vocab_size = len(self.of_transformers)
+
+    def encode(self, text: bytes) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
+        """1D int32; bytes that are not UTF-8 become the replacement character."""
+        ids = self.of_transformers.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
+        return np.asarray(ids, dtype=np.int32)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Special tokens included."""
+        text: str = self.of_transformers.decode(list(tokens), skip_special_tokens=False)
+        return text
+
 
 def make_tokenizer(name: str) -> Tokenizer:
-    """``"bytes"``, or the path of a ``tokenizer.json``."""
-    return ByteTokenizer() if name == BYTES else FileTokenizer(Path(name))
+    """``"bytes"``, the path of a ``tokenizer.json``, or a folder of transformers'."""
+    if name == BYTES:
+        return ByteTokenizer()
+    return FolderTokenizer(Path(name)) if Path(name).is_dir() else FileTokenizer(Path(name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +253,11 @@ def _joined(parts: _Tokens) -> Tensor:
     return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.uint8)
 
 
+def about_files(number: int, size_bytes: int) -> str:
+    """Files in words."""
+    return f"{count(number, 'file')} ({size_bytes / 1e6:.1f} MB)"
+
+
 def require_enough(text: Text, seq_len: int) -> None:
     """Raise DataError where a split is too short for one sequence and its next token."""
     for name, tokens in (("training", text.train), ("validation", text.validation)):
@@ -244,4 +291,35 @@ def eval_batch(tokens: Tensor, *, index: int, num_batches: int, size: int, seq_l
 
 def _windows(tokens: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
     windows = tokens[starts[:, None] + torch.arange(seq_len + 1)].long()
+    if tokens.dtype == torch.int16:  # mapped uint16, which torch does not index: see ``load_tokens``
+        windows &= 0xFFFF
     return windows[:, :-1], windows[:, 1:]
+
+
+TOKEN_FILE = ".npy"  # the ending of a file of tokens
+
+_TOKEN_DTYPES = {"uint8": np.uint8, "uint16": np.int16, "int32": np.int32, "int64": np.int64}  # how torch sees each
+_LOOKED_AT = 1 << 22  # tokens of a file that are checked before training
+
+
+def load_tokens(path: Path, vocab_size: int, *, validation_fraction: float) -> Text:
+    """Map a file of numpy's (1D, uint8, uint16, int32 or int64) of tokens, and split off its tail. Ranks of a host
+    share its memory, and only read what they train on. Raises DataError if it is none or has other tokens."""
+    try:
+        mapped = np.load(path, mmap_mode="c", allow_pickle=False)  # torch warns of memory that it may not write
+    except (OSError, ValueError) as exc:
+        raise DataError(f"data: {path} is not a file of numpy's: {' '.join(str(exc).split())}") from exc
+    name = str(mapped.dtype)
+    if mapped.ndim != 1 or name not in _TOKEN_DTYPES:
+        raise DataError(f"data: {path} has {name} of shape {mapped.shape}; tokens are 1D {', '.join(_TOKEN_DTYPES)}")
+    some = mapped[:: max(1, len(mapped) // _LOOKED_AT)]
+    if len(some) and not 0 <= int(some.min()) <= int(some.max()) < vocab_size:
+        raise DataError(
+            f"data: {path} has tokens from {some.min()} to {some.max()}, the tokenizer from 0 to {vocab_size - 1}; "
+            "set tokenizer to the one that made them"
+        )
+    tokens = torch.from_numpy(mapped.view(_TOKEN_DTYPES[name]))
+    cut = len(tokens) - round(len(tokens) * validation_fraction)
+    return Text(
+        train=tokens[:cut], validation=tokens[cut:], vocab_size=vocab_size, num_files=1, size_bytes=mapped.nbytes
+    )
