@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from rayzero.config.base import GIB, KIB, MIB, ConfigModel, Count, Flag, Positive, Processes, Seconds, Share, Size
 from rayzero.config.choices import AutoMemoryStrategy, CheckpointErrors, CpuCompressionMethod
-from rayzero.config.help_text import describe_settings
+from rayzero.config.help_text import commented_settings, describe_settings
 from rayzero.config.run import RunConfig, ScalingConfig
 from rayzero.config.security import SecurityConfig
 from rayzero.config.telemetry import TelemetryConfig
@@ -39,6 +39,7 @@ __all__ = [
     "TelemetryConfig",
     "ZeroConfig",
     "apply_overrides",
+    "commented_settings",
     "describe_settings",
     "load_yaml",
     "parse_bytes",
