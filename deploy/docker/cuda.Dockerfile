@@ -8,6 +8,8 @@ COPY rayzero rayzero
 RUN python -m venv /opt/rayzero && /opt/rayzero/bin/pip install --no-cache-dir -c constraints.txt '.[hf]'
 
 FROM python:3.11-slim-bookworm
+# wget: KubeRay before 1.6 calls it in its probes.
+RUN apt-get update && apt-get install -y --no-install-recommends wget && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 1000 ray
 COPY --from=build /opt/rayzero /opt/rayzero
 ENV PATH=/opt/rayzero/bin:$PATH RAY_USAGE_STATS_ENABLED=0 PYTHONUNBUFFERED=1 \

@@ -14,6 +14,8 @@ from rayzero.cli.bench import bench
 from rayzero.cli.convert import convert
 from rayzero.cli.doctor import doctor
 from rayzero.cli.export import export
+from rayzero.cli.init import init
+from rayzero.cli.pages import page_of
 from rayzero.cli.plan import plan
 from rayzero.cli.scale import scale
 from rayzero.cli.status import status
@@ -49,6 +51,7 @@ def _options(
     """Train PyTorch models whose states do not fit on the GPUs, on a Ray cluster."""
 
 
+app.command()(init)
 app.command()(train)
 app.command()(status)
 app.command()(top)
@@ -73,5 +76,7 @@ def main() -> None:
     except RayZeroError as error:
         if os.environ.get("RAYZERO_DEBUG") == "1":
             raise
-        print(f"rayzero: {str(error).partition(chr(10))[0]}", file=sys.stderr)
+        page = page_of(error)
+        see = "" if page is None else f" (see {page})"
+        print(f"rayzero: {str(error).partition(chr(10))[0]}{see}", file=sys.stderr)
         sys.exit(exit_code(error))

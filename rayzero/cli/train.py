@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 import os
+import shlex
 import sys
 import time
-from collections.abc import Container
+from collections.abc import Collection
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,12 +18,13 @@ import typer
 from rayzero.cli.plain_text import plain
 from rayzero.cli.run_choice import newest_run
 from rayzero.errors import ConfigError, RunFailedError
-from rayzero.quantities import count
+from rayzero.quantities import count, format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from rayzero.memory.process_memory import ProcessMemory
+    from rayzero.recipes.planning import RecipePlan
     from rayzero.recipes.recipe import RecipeConfig
     from rayzero.recipes.training import Prepared, Training
 
@@ -40,6 +45,9 @@ def train(
     report_to: Annotated[
         list[str] | None, typer.Option(help="tensorboard, wandb, mlflow, csv, all or none; may be given again.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and plan everything; start nothing and write nothing.")
+    ] = False,
     help_config: Annotated[
         bool, typer.Option("--help-config", help="List every setting, with its unit and default, and exit.")
     ] = False,
@@ -65,7 +73,11 @@ def train(
     from rayzero.cluster.processes.program_memory import coordinator_memory
 
     coordinator = coordinator_memory()  # before a recipe imports torch
-    _train(choose_recipe(arguments or [], chosen, None if run_dir is None else Path(run_dir)), coordinator)
+    recipe = choose_recipe(arguments or [], chosen, None if run_dir is None else Path(run_dir))
+    if dry_run:
+        _try(recipe, coordinator)
+    else:
+        _train(recipe, coordinator)
 
 
 def choose_recipe(arguments: list[str], options: dict[str, Any], run_dir: Path | None) -> RecipeConfig:
@@ -108,12 +120,16 @@ def _place_of(run_dir: Path) -> dict[str, Any]:
     return {"run.storage_path": str(path.parent), "run.name": path.name}
 
 
-def _split_arguments(arguments: list[str], settings: Container[str]) -> tuple[Path | None, list[str]]:
+def _split_arguments(arguments: list[str], settings: Collection[str]) -> tuple[Path | None, list[str]]:
     overrides = [argument for argument in arguments if "=" in argument]
     paths = [argument for argument in arguments if "=" not in argument]
     for name in paths:
-        if name.partition(".")[0] in settings and not Path(name).exists():
+        if Path(name).exists():
+            continue
+        if name.partition(".")[0] in settings:
             raise ConfigError(f"{name} is a setting and has no value: write {name}=VALUE")
+        if near := difflib.get_close_matches(name, settings, n=1):
+            raise ConfigError(f"{name} is neither a recipe nor a setting; did you mean {near[0]}=VALUE?")
     if len(paths) > 1:
         raise ConfigError(f"give one recipe at a time, not {' and '.join(paths)}; settings look like key=value")
     return (Path(paths[0]) if paths else None), overrides
@@ -133,18 +149,34 @@ def _set(settings: dict[str, Any], dotted: str, value: Any) -> None:
     settings[name] = value
 
 
+def _try(recipe: RecipeConfig, coordinator: ProcessMemory) -> None:
+    """Check all that can be checked without starting a process of the run, and show the plan."""
+    from rich.console import Console
+
+    from rayzero.cluster.nodes.ray_address import find_ray
+    from rayzero.recipes.training import plan_prepared, prepare_run
+
+    console = Console()
+    prepared = prepare_run(recipe, coordinator)
+    ray = find_ray()
+    announce(prepared, plan_prepared(prepared), console)
+    where = "a Ray of its own on this host" if ray.joined is None else f"the Ray at {ray.joined}"
+    _say(console, f"dry run    it would use {where} and write to {recipe.run.path}; nothing was started or written")
+
+
 def _train(recipe: RecipeConfig, coordinator: ProcessMemory) -> None:
     from rich.console import Console
 
     from rayzero.cluster.interrupts import interruptible
-    from rayzero.recipes.training import prepare_run, run_prepared
+    from rayzero.recipes.training import plan_prepared, prepare_run, run_prepared
 
     console = Console()
     try:
         with interruptible():
             prepared = prepare_run(recipe, coordinator)
-            announce(prepared, console)
-            training = run_prepared(prepared, console)
+            planned = plan_prepared(prepared)
+            announce(prepared, planned, console)
+            training = run_prepared(prepared, console, None if planned is None else planned.hardware)
     except (KeyboardInterrupt, SystemExit) as stop:
         print(f"rayzero: {stopped(recipe.run.path)}", file=sys.stderr)
         raise typer.Exit(_STOPPED if isinstance(stop, KeyboardInterrupt) else _TERMINATED) from None
@@ -174,34 +206,52 @@ def _goes_on(run_dir: Path) -> str:
     return f"; continue with: rayzero train --resume --run-dir {run_dir}"
 
 
-def announce(prepared: Prepared, console: Console) -> None:
-    """Print one line about the training that is about to start."""
+def announce(prepared: Prepared, planned: RecipePlan | None, console: Console) -> None:
+    """Print the training that is about to start: the model and its data, bytes by tier, and the least time."""
     recipe = prepared.recipe
     start = f" from step {prepared.resume_step}" if prepared.resume_step else ""
-    console.print(
+    first = (
         f"{recipe.model}, {prepared.num_params:,} parameters, on {prepared.corpus.about}: "
         f"{count(recipe.steps, 'step')}{start}, "
         f"{count(recipe.scaling.num_workers, 'rank')}, "
-        f"{count(recipe.scaling.num_optimizers, 'optimizer actor')}, {recipe.zero.precision}",
-        highlight=False,
-        soft_wrap=True,
+        f"{count(recipe.scaling.num_optimizers, 'optimizer actor')}, {recipe.zero.precision}"
     )
+    rest = [] if planned is None else plan_lines(planned, recipe.steps - prepared.resume_step)
+    _say(console, "\n".join([first, *rest]))
+
+
+def plan_lines(planned: RecipePlan, steps: int) -> list[str]:
+    """A plan in two lines: bytes by tier, and the least time of a step and of ``steps`` of them."""
+    device, owners, (host, *_) = planned.bytes.device, planned.bytes.owners, planned.bytes.hosts
+    where = "GPU" if planned.hardware.hosts.on_gpu else "CPU rank"
+    bound = planned.bound
+    return [
+        f"memory     a {where} at most {format_bytes(device.peak)}; an optimizer actor at most "
+        f"{format_bytes(max(owner.total for owner in owners))}; on one host all of it {format_bytes(host.total)} of "
+        f"{format_bytes(planned.hardware.host_bytes)}",
+        f"bound      a step takes at least {bound.seconds:.3g} s (bound by {bound.binds}): "
+        f"{count(steps, 'step')} at least {timedelta(seconds=math.ceil(bound.seconds * steps))}",
+    ]
 
 
 def summarise(prepared: Prepared, training: Training, console: Console) -> None:
-    """Print the training's results and where its files are."""
+    """Print three lines about a training that is done: the result, where its files are, and what to type next."""
     result, last = training.result, training.last
     moved = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sorted(result.transfers.items()))
+    run = shlex.quote(str(result.path))
+    kept = [("checkpoint", result.checkpoint), ("curve", training.picture), ("model", training.model)]
+    files = ", ".join(f"{name} {path}" for name, path in [*kept, ("samples", training.samples)] if path is not None)
     lines = [
-        f"validation loss {last.validation_loss:.3f} nats per token, unigram baseline {training.unigram:.3f}",
-        f"{count(last.step, 'step')}, {count(last.tokens, 'token')}, {result.seconds:.0f} s; moved: {moved}",
-        f"run        {result.path}",
-        f"checkpoint {result.checkpoint}",
-        f"curve      {training.picture}",
+        f"trained    {count(last.step, 'step')}, {count(last.tokens, 'token')}, {result.seconds:.0f} s; validation "
+        f"loss {last.validation_loss:.3f} nats per token, unigram baseline {training.unigram:.3f}; moved: {moved}",
+        f"files      {result.path}: {files}",
+        f"next       rayzero export {run} model.safetensors, or: rayzero train --resume --run-dir {run} --steps "
+        f"{2 * prepared.recipe.steps}",
     ]
-    if training.model is not None:
-        lines.append(f"model      {training.model}")
     if training.samples is not None:
-        lines.append(f"samples    {training.samples}")
-        lines += ["", *training.samples.read_text(encoding="utf-8").splitlines()[1:]]
-    console.print("\n".join(map(plain, lines)), highlight=False, soft_wrap=True, markup=False)
+        lines = [*training.samples.read_text(encoding="utf-8").splitlines()[1:], "", *lines]
+    _say(console, "\n".join(map(plain, lines)))
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True, markup=False)

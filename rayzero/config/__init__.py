@@ -23,7 +23,7 @@ from rayzero.config.base import (
     Size,
 )
 from rayzero.config.choices import AutoMemoryStrategy, CheckpointErrors, CpuCompressionMethod
-from rayzero.config.help_text import describe_settings
+from rayzero.config.help_text import commented_settings, describe_settings
 from rayzero.config.run import RunConfig, ScalingConfig
 from rayzero.config.security import SecurityConfig
 from rayzero.config.telemetry import TelemetryConfig
@@ -53,6 +53,7 @@ __all__ = [
     "TelemetryConfig",
     "ZeroConfig",
     "apply_overrides",
+    "commented_settings",
     "describe_settings",
     "load_yaml",
     "parse_bytes",

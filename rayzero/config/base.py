@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from rayzero.config.help_text import Settings, Unit, describe_fields
 from rayzero.config.yaml_text import dump_yaml, load_yaml
@@ -42,9 +51,20 @@ WholeSeconds = Annotated[Natural, Unit("seconds")]  # 0 too
 
 
 def _unknown_key(model: type[BaseModel], key: str, value: object) -> str:
-    near = difflib.get_close_matches(key, model.model_fields, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"settings are {', '.join(model.model_fields)}"
+    names = {name.rpartition(".")[2]: name for name in _dotted(model)} | {name: name for name in model.model_fields}
+    near = difflib.get_close_matches(key, names, n=1)
+    hint = f"did you mean {names[near[0]]!r}?" if near else f"settings are {', '.join(model.model_fields)}"
     return f"{model.__name__}: unknown setting {key!r} = {reprlib.repr(value)}; {hint}"
+
+
+def _dotted(model: type[BaseModel], group: str = "") -> Iterator[str]:
+    """The names of the settings in the groups of a config, with those of their groups."""
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _dotted(kind, f"{group}{name}.")
+        elif group:
+            yield f"{group}{name}"
 
 
 def _allowed(message: str) -> str:
@@ -87,6 +107,16 @@ class ConfigModel(BaseModel):
 
         def __setattr__(self, name: str, value: Any) -> None:
             raise ConfigError(f"{type(self).__name__} is frozen: use .replace({name}=...) for a new one")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_groups(cls, settings: Any) -> Any:
+        """A group of which a YAML file has nothing but comments is null there: all defaults."""
+        if not isinstance(settings, Mapping):
+            return settings
+        kinds = {name: field.annotation for name, field in cls.model_fields.items()}
+        groups = {name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, ConfigModel)}
+        return {name: value for name, value in settings.items() if value is not None or name not in groups}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import NoneType, UnionType
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, g
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-__all__ = ["Settings", "Unit", "describe_fields", "describe_settings"]
+__all__ = ["Settings", "Unit", "commented_settings", "describe_fields", "describe_settings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,23 @@ def describe_settings(model: type[BaseModel], group: str = "") -> list[str]:
             lines += describe_settings(type(value), f"{group}{name}.")
         else:
             lines.append(_line(f"{group}{name}", name, model, json.dumps))
+    return lines
+
+
+def commented_settings(model: type[BaseModel], chosen: Mapping[str, Any], indent: str = "") -> list[str]:
+    """The lines of a YAML file with every setting: what it is, its unit, and its default behind a ``#``; those that are
+    ``chosen`` (by name, groups as mappings) have their value and no ``#``."""
+    lines = []
+    for name, field in model.model_fields.items():
+        hint = get_type_hints(model, include_extras=True)[name]
+        default, told = field.get_default(call_default_factory=True), first_sentence(field.description or "")
+        if isinstance(default, BaseModel):
+            inner = commented_settings(type(default), chosen.get(name) or {}, f"{indent}  ")
+            lines += ["", f"{indent}# {told}", f"{indent}{name}:", *inner]
+        else:
+            mark, value = ("", json.dumps(chosen[name])) if name in chosen else ("#", _default(field, hint, json.dumps))
+            prose = textwrap.wrap(f"({_kind(hint, json.dumps)}) {told}", 118 - len(indent), break_on_hyphens=False)
+            lines += [*(f"{indent}# {line}" for line in prose), f"{indent}{mark}{name}: {value}"]
     return lines
 
 

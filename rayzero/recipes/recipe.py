@@ -36,6 +36,22 @@ _GROUPS = ("zero", "scaling", "run")
 _SHORT_FORMS = {"precision": "zero", "gradient_accumulation_steps": "zero"}
 
 
+def in_groups(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The same settings: short forms in their groups, and no group that is null, as one without settings is in YAML.
+    Raises ValueError if a group is anything else than settings."""
+    grouped = {name: value for name, value in settings.items() if value is not None or name not in _GROUPS}
+    for group in _GROUPS:
+        value = grouped.get(group, {})
+        if not isinstance(value, Mapping | ConfigModel):
+            raise ValueError(f"{group} must be a group of settings ({group}.name=value), got {value!r}")
+    for name, group in _SHORT_FORMS.items():
+        if name in grouped:
+            inner = grouped.get(group, {})
+            inner = inner.model_dump() if isinstance(inner, ConfigModel) else dict(inner)
+            grouped[group] = inner | {name: grouped.pop(name)}
+    return grouped
+
+
 class RecipeConfig(ConfigModel):
     """A causal language model, its text, its schedule, and the run that trains it."""
 
@@ -139,19 +155,7 @@ class RecipeConfig(ConfigModel):
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, settings: Any) -> Any:
-        if not isinstance(settings, Mapping):
-            return settings
-        settings = dict(settings)
-        for group in _GROUPS:
-            value = settings.get(group, {})
-            if not isinstance(value, Mapping | ConfigModel):
-                raise ValueError(f"{group} must be a group of settings ({group}.name=value), got {value!r}")
-        for name, group in _SHORT_FORMS.items():
-            if name in settings:
-                inner = settings.get(group, {})
-                inner = inner.model_dump() if isinstance(inner, ConfigModel) else dict(inner)
-                settings[group] = inner | {name: settings.pop(name)}
-        return settings
+        return in_groups(settings) if isinstance(settings, Mapping) else settings
 
     @field_validator("data", mode="before")
     @classmethod

@@ -23,6 +23,7 @@ from rayzero.engine.start.initial_values import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.files import replace_file
 from rayzero.memory.process_memory import ProcessMemory
+from rayzero.plan.hardware import Hardware
 from rayzero.plan.programs import Imported
 from rayzero.plan.tiers import check_budgets
 from rayzero.recipes.data.batch import Corpus
@@ -31,7 +32,7 @@ from rayzero.recipes.export import export_model
 from rayzero.recipes.lm import STEP_FLOPS, train_loop
 from rayzero.recipes.model import build_model
 from rayzero.recipes.plan_check import PLAN_STEPS, PlanCheck, measure_hardware
-from rayzero.recipes.planning import RecipeWork, bytes_on_one_host, recipe_work, reserve
+from rayzero.recipes.planning import RecipePlan, RecipeWork, bytes_on_one_host, plan_recipe, recipe_work, reserve
 from rayzero.recipes.plot import LOSS_PICTURE, draw_losses
 from rayzero.recipes.progress import progress_line
 from rayzero.recipes.recipe import RecipeConfig
@@ -122,9 +123,18 @@ def _check_same_model(checkpoint: CheckpointReader, model: nn.Module) -> None:
             )
 
 
-def run_prepared(prepared: Prepared, console: Console) -> Training:
+def plan_prepared(prepared: Prepared) -> RecipePlan | None:
+    """The plan of the run on this host, whose speed is measured for it (half a second on CPUs). None if nothing can be
+    planned, or if this host cannot be measured."""
+    hardware = None if prepared.work is None else measure_hardware(prepared.work)
+    if prepared.work is None or hardware is None:
+        return None
+    return plan_recipe(prepared.work, hardware)
+
+
+def run_prepared(prepared: Prepared, console: Console, hardware: Hardware | None = None) -> Training:
     """Train on the cluster, drawing progress on ``console``; leaves config.yaml, metrics.jsonl, loss.png and
-    checkpoints/ in the run's directory.
+    checkpoints/ in the run's directory. ``hardware``: this host, which measured steps are compared with.
 
     Raises RunFailedError if the run failed and KeyboardInterrupt if it was stopped; the directory then holds what was
     written until then."""
@@ -133,7 +143,7 @@ def run_prepared(prepared: Prepared, console: Console) -> Training:
     with RunDirectory.open(recipe.run, successor, setting=_PLACE) as directory:
         try:
             _refuse_changed(directory, prepared)
-            return _run_in(directory, prepared, console)
+            return _run_in(directory, prepared, console, hardware)
         except (ConfigError, UnsupportedError, KeyboardInterrupt, SystemExit):  # refused by the cluster, or stopped
             _withdraw(directory)
             raise
@@ -150,13 +160,13 @@ def _refuse_changed(directory: RunDirectory, prepared: Prepared) -> None:
         )
 
 
-def _run_in(directory: RunDirectory, prepared: Prepared, console: Console) -> Training:
+def _run_in(directory: RunDirectory, prepared: Prepared, console: Console, hardware: Hardware | None) -> Training:
     recipe, path = prepared.recipe, directory.path
     _write_config(path / CONFIG, recipe)
     unigram = prepared.corpus.baseline()
     rows = [row for row in read_rows(path) if row.step <= directory.rows_until]
     try:
-        result = _fit(prepared, directory, rows, console)
+        result = _fit(prepared, directory, rows, console, hardware)
     finally:
         if rows:
             _draw(rows, unigram, path / LOSS_PICTURE)
@@ -185,10 +195,12 @@ def _withdraw(directory: RunDirectory) -> None:
         directory.withdraw()
 
 
-def _fit(prepared: Prepared, directory: RunDirectory, rows: list[StepRow], console: Console) -> Result:
+def _fit(
+    prepared: Prepared, directory: RunDirectory, rows: list[StepRow], console: Console, hardware: Hardware | None
+) -> Result:
     """Train; each step's row is added to ``rows``."""
     recipe, joined = prepared.recipe, StepRows()
-    check = _plan_check(prepared, directory.path, console)
+    check = _plan_check(prepared, hardware, directory.path, console)
     with progress_line(console, recipe.steps, prepared.resume_step) as line:
 
         def take(report: Report) -> None:
@@ -216,7 +228,7 @@ def _fit(prepared: Prepared, directory: RunDirectory, rows: list[StepRow], conso
         return make_trainer(recipe, take, scaling, started, flops).fit(directory=directory)
 
 
-def _plan_check(prepared: Prepared, run_dir: Path, console: Console) -> PlanCheck | None:
+def _plan_check(prepared: Prepared, hardware: Hardware | None, run_dir: Path, console: Console) -> PlanCheck | None:
     """None if nothing was planned or too few steps are left to measure."""
     left = prepared.recipe.steps - prepared.resume_step
     if prepared.work is None or left < PLAN_STEPS or not prepared.recipe.run.telemetry.enabled:
@@ -225,7 +237,7 @@ def _plan_check(prepared: Prepared, run_dir: Path, console: Console) -> PlanChec
     def say(block: str) -> None:
         console.print(block, highlight=False, soft_wrap=True)
 
-    return PlanCheck(prepared.work, measure_hardware(prepared.work), run_dir, say)
+    return PlanCheck(prepared.work, hardware, run_dir, say)
 
 
 def make_trainer(

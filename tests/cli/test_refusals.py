@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,10 +22,12 @@ from safetensors.torch import save_file
 
 from rayzero.checkpoint import newest_checkpoint
 from rayzero.cli import main
+from rayzero.cli.pages import DOCS, PAGES
 from rayzero.cli.train import stopped
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.run import Report
 from rayzero.elastic.requests import take
+from rayzero.errors import CheckpointError
 from rayzero.recipes.lm import train_loop
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.testing import run_ranks
@@ -91,7 +94,10 @@ def trained(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["stepz=3"], "unknown setting 'stepz'"),
+        (["stepz=3"], "unknown setting 'stepz' = 3; did you mean 'steps'?"),
+        (["num_worker=3"], "unknown setting 'num_worker' = 3; did you mean 'scaling.num_workers'?"),
+        (["run.certificate=x"], "unknown setting 'certificate' = 'x'; did you mean 'security.certificate'?"),
+        (["stpes"], "stpes is neither a recipe nor a setting; did you mean steps=VALUE?"),
         (["--steps", "0"], "steps is 0 but must be greater than 0"),
         (["--workers", "0"], "num_workers is 0 but must be greater than 0"),
         (["zero.cpu_memory_budget=0"], "cpu_memory_budget is 0"),
@@ -134,9 +140,55 @@ def test_train_refuses(tmp_path, arguments, message):
     assert message in refused("train", *arguments, *defaults, *SMALL, cwd=tmp_path)
 
 
+def test_a_dry_run_refuses_what_train_refuses(trained):
+    assert "already holds" in refused("train", "runs/r/config.yaml", "--run-dir", "runs/r", "--dry-run", cwd=trained)
+    assert "did you mean 'steps'?" in refused("train", "stepz=3", "--dry-run", cwd=trained)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_dry_run_shows_the_plan_and_writes_nothing(trained, resumed):
+    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    again = ["--resume", "--run-dir", "runs/r"] if resumed else ["data=text.txt", *SMALL, "--run-dir", "new"]
+    ended = rayzero("train", *again, "--steps", "30", "--dry-run", cwd=trained)
+    assert (ended.code, ended.err) == (0, "")
+    model, memory, bound, last = ended.out.splitlines()
+    start = " from step 2" if resumed else ""
+    assert model.startswith(f"gpt, 11,440 parameters, on 1 file (0.0 MB): 30 steps{start}, ")
+    assert memory.startswith("memory     a CPU rank at most ")
+    assert f"bound by compute): {28 if resumed else 30} steps at least 0:" in bound
+    where = trained / ("runs/r" if resumed else "new")
+    assert last.endswith(f" and write to {where}; nothing was started or written")
+    assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
+
+
+def test_a_dry_run_refuses_a_ray_that_does_not_answer(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    (tmp_path / "text.txt").write_bytes(b"to be or not to be. " * 100)
+    message = refused("train", "--dry-run", "data=text.txt", *SMALL, cwd=tmp_path)
+    assert "RAY_ADDRESS is '127.0.0.1:1', but no Ray answers there" in message
+
+
 def test_train_refuses_what_typer_refuses_with_the_same_code(tmp_path):
     assert rayzero("train", "--steps", "many", cwd=tmp_path).code == 2
-    assert rayzero("trian", cwd=tmp_path).code == 2
+    mistyped = rayzero("trian", cwd=tmp_path)
+    assert mistyped.code == 2
+    assert "Did you mean 'train'" in mistyped.err
+
+
+def test_an_error_names_the_page_about_its_kind(trained):
+    message = refused("train", "--resume", "--run-dir", "runs/x", cwd=trained)
+    assert message.endswith(f" (see {DOCS}{PAGES[CheckpointError]})\n")
+    assert "(see" not in refused("train", "stepz=3", cwd=trained)
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES.values())))
+def test_pages_about_errors_are_there(page):
+    path, _, anchor = page.partition("#")
+    file = Path(__file__).parents[2] / DOCS / path
+    if not file.exists():
+        pytest.skip(f"{path} is not written yet")
+    titles = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE)
+    assert not anchor or anchor in {title.lower().replace(" ", "-") for title in titles}
 
 
 def test_a_ray_that_does_not_answer_at_ray_address_is_refused(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from rayzero.recipes.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-CRDS = ROOT.parent / "shared" / "crds"  # KubeRay's own schemas: not ours to keep
+KUBERAY = Path(__file__).with_name("kuberay.json")  # made by reduce_crds.py
 MANIFESTS = [DEPLOY / "kubernetes" / name for name in ("raycluster.yaml", "rayjob.yaml")]
 KUBERNETES = "1.32"
 
@@ -42,6 +42,8 @@ def test_what_images_copy_is_there(path: Path) -> None:
     assert [source for source in sources if not (ROOT / source).exists()] == []
     assert "-c constraints.txt" in text
     assert "USER ray" in text
+    last_stage = text.rpartition("\nFROM ")[2]
+    assert re.search(r"apt-get install .* wget ", last_stage), "KubeRay's probes before 1.6 call it"
 
 
 def test_compose_is_legal_and_what_it_mounts_is_there() -> None:
@@ -91,31 +93,66 @@ def five_commands() -> str:
     return block
 
 
+def kuberay(manifest: dict[str, Any]) -> list[str]:
+    """What KubeRay's schema says is wrong, by the path of the place."""
+    held = json.loads(KUBERAY.read_text())
+    schema = {**held["kinds"][manifest["kind"]], "$defs": held["$defs"]}
+    return [error.json_path for error in jsonschema.Draft202012Validator(schema).iter_errors(manifest)]
+
+
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_kuberay_takes_the_manifest(path: Path) -> None:
-    manifest = yaml.safe_load(path.read_text())
-    definition = CRDS / f"ray.io_{manifest['kind'].lower()}s.yaml"
-    if not definition.exists():
-        pytest.skip(f"no KubeRay schema in {CRDS}")
-    versions = yaml.load(definition.read_text(), yaml.CSafeLoader)["spec"]["versions"]
-    schema = next(v["schema"]["openAPIV3Schema"] for v in versions if v["name"] == "v1")
-    jsonschema.Draft7Validator(strict(schema)).validate(manifest)
+    assert kuberay(yaml.safe_load(path.read_text())) == []
 
 
-def strict(schema: Any) -> Any:
-    """As the API server reads it: unknown fields are errors, metadata is anything, integers may be text."""
-    if isinstance(schema, list):
-        return [strict(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made = {key: strict(value) for key, value in schema.items()}
-    if made.pop("x-kubernetes-int-or-string", False):
-        made.pop("type", None)
-    if isinstance(made.get("properties"), dict) and not made.get("x-kubernetes-preserve-unknown-fields"):
-        made.setdefault("additionalProperties", False)
-    if isinstance(made.get("properties"), dict) and "metadata" in made["properties"]:
-        made["properties"]["metadata"] = {"type": "object"}
-    return made
+@pytest.mark.parametrize(
+    ("place", "name", "value", "wrong"),
+    [
+        (("workerGroupSpecs", 0), "replica", 2, "$.spec.rayClusterSpec.workerGroupSpecs[0]"),
+        (("workerGroupSpecs", 0), "replicas", "two", "$.spec.rayClusterSpec.workerGroupSpecs[0].replicas"),
+        (
+            ("headGroupSpec", "template", "spec", "containers", 0),
+            "imagePolicy",
+            "Always",
+            "$.spec.rayClusterSpec.headGroupSpec.template.spec.containers[0]",
+        ),
+        (("headGroupSpec",), "template", None, "$.spec.rayClusterSpec.headGroupSpec.template"),
+    ],
+)
+def test_the_schema_that_is_kept_refuses_what_kuberay_refuses(
+    place: tuple[str | int, ...], name: str, value: Any, wrong: str
+) -> None:
+    manifest = yaml.safe_load(MANIFESTS[1].read_text())
+    at = manifest["spec"]["rayClusterSpec"]
+    for key in place:
+        at = at[key]
+    at[name] = value
+    assert kuberay(manifest) == [wrong]
+
+
+def test_a_part_that_occurs_twice_is_kept_once_and_means_the_same() -> None:
+    from .reduce_crds import reduced
+
+    pod = {
+        "type": "object",
+        "description": "long " * 50,
+        "required": ["image"],
+        "properties": {
+            "image": {"type": "string", "description": "a field", "pattern": "a" * 200},
+            "description": {"type": "integer", "x-kubernetes-int-or-string": True},
+        },
+    }
+    spec = {"type": "object", "properties": {"head": pod, "worker": pod}}
+    held = reduced(
+        [{"spec": {"names": {"kind": "A"}, "versions": [{"name": "v1", "schema": {"openAPIV3Schema": spec}}]}}]
+    )
+    schema = {**held["kinds"]["A"], "$defs": held["$defs"]}
+    assert json.dumps(schema).count("a" * 200) == 1
+    check = jsonschema.Draft202012Validator(schema)
+    assert check.is_valid({"head": {"image": "a" * 200, "description": "any"}})
+    assert not check.is_valid({"worker": {"image": "b"}})
+    assert not check.is_valid({"worker": {}})
+    assert not check.is_valid({"head": {"image": "a" * 200, "descriptions": 1}})
 
 
 def pods(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -150,6 +187,35 @@ def gibibytes(text: str) -> int:
 def test_both_manifests_describe_the_same_cluster() -> None:
     cluster, job = (yaml.safe_load(path.read_text())["spec"] for path in MANIFESTS)
     assert cluster == job["rayClusterSpec"]
+
+
+def kustomized(folder: Path) -> list[dict[str, Any]]:
+    """What kubectl makes of a folder; skips without a kubectl of this decade, whose kustomize knows inline patches."""
+    told = json.loads(run("kubectl", "version", "--client", "-o", "json", cwd=ROOT))
+    if int(told["clientVersion"]["minor"].rstrip("+")) < 24:
+        pytest.skip(f"kubectl {told['clientVersion']['gitVersion']} is older than 1.24")
+    return list(yaml.safe_load_all(run("kubectl", "kustomize", str(folder), cwd=ROOT)))
+
+
+def test_the_overlay_for_gpu_nodes_is_legal_and_its_sums_agree() -> None:
+    made = {one["kind"]: one for one in kustomized(DEPLOY / "kubernetes-gpu")}
+    assert set(made) == {"Service", "ScrapeConfig", "PodMonitor", "PersistentVolumeClaim", "RayJob"}
+    job = made["RayJob"]
+    assert kuberay(job) == []
+    kubernetes_validate.validate(made["PersistentVolumeClaim"], KUBERNETES, strict=True)
+    recipe = load_recipe(DEPLOY / "recipe.yaml", job["spec"]["entrypoint"].split()[3:])
+    gpus, cpus = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    described = [gpus["template"]["spec"], cpus["template"]["spec"]]
+    for name, spec in zip(("gpus", "cpus"), described, strict=True):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+        (container,) = spec["containers"]
+        assert container["image"].startswith("registry.example.com/rayzero:")
+        (shm,) = (volume["emptyDir"] for volume in spec["volumes"] if volume["name"] == "shm")
+        assert gibibytes(shm["sizeLimit"]) < gibibytes(container["resources"]["limits"]["memory"])
+    each = int(described[0]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+    assert gpus["replicas"] * each == recipe.scaling.num_workers == 16
+    assert described[0]["tolerations"][0]["key"] == "nvidia.com/gpu"
 
 
 def test_optimizers_go_where_the_label_is() -> None:
