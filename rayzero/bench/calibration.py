@@ -8,11 +8,12 @@ shallow one, per step and message from the shallow one.
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter, process_time, thread_time
 from typing import Any
 
 import psutil
@@ -33,6 +34,7 @@ from rayzero.errors import RunFailedError, UnsupportedError
 from rayzero.kernels import Segment
 from rayzero.kernels.bandwidth import measure_bandwidth
 from rayzero.kernels.native import NativeKernel, NativeSquareSum
+from rayzero.kernels.rank_sum import GROUP, RankSum
 from rayzero.lead.decide import total_norm
 from rayzero.protocol.messages import NormParts
 from rayzero.simulation.cluster import Run, simulate
@@ -42,6 +44,8 @@ from rayzero.simulation.ranks import Compute
 __all__ = ["Profile", "measure_costs", "measure_machine", "measure_parts", "profile_entry", "profile_of", "run_of"]
 
 _LARGE = 16 << 20  # elements: more than caches hold
+_TILE = 1 << 15  # elements that are added up at once
+_SEVERAL = 4  # ranks whose gradients are added up
 _ROUNDS = 5
 _STREAM = 64 << 20  # bytes
 _PARTS = 20_000
@@ -71,18 +75,33 @@ def measure_machine(cores: int, owner_threads: int) -> Machine:
         kernel, squares = NativeKernel(), NativeSquareSum()
         out = torch.zeros_like(gradient)
         adam = _best(lambda: kernel.update(state, [gradient], segments, 1.0, quiet))
+        several = [gradient, *(gradient.clone() for _ in range(_SEVERAL - 1))]
+        of_all = [replace(segments[0], ranks=tuple(range(_SEVERAL)))]
+        summing = _best(lambda: kernel.update(state, several, of_all, 1.0, quiet))
+        summing_here = _best(partial(_add_up, [gradient, *(gradient.clone() for _ in range(GROUP - 1))]))
         norm = _best(lambda: squares.parts([gradient], [0], [(0, _LARGE)]))
         copy = _best(lambda: out.copy_(gradient))
     finally:
         use_torch_threads(before)
+    adam_core = 28 * _LARGE / adam  # gradient and parameter 2, master and moments 8 each
+    alone = 26 * _LARGE / adam_core  # of the same update, all but its gradient
     return Machine(
         cores=cores,
         memory=memory,
-        adam_core=28 * _LARGE / adam,  # gradient and parameter 2, master and moments 8 each
+        adam_core=adam_core,
         norm_core=2 * _LARGE / norm,
+        sum_core=2 * _SEVERAL * _LARGE / (summing - alone),
+        host_sum_core=2 * GROUP * _LARGE / summing_here,
         copy_core=2 * _LARGE / copy,
         owner_threads=owner_threads,
     )
+
+
+def _add_up(gradients: Sequence[Tensor]) -> None:
+    """As a rank does it for its host, a tile of the sum after another."""
+    ranks, total = range(len(gradients)), RankSum(_TILE)
+    for start in range(0, _LARGE, _TILE):
+        total.sum(gradients, ranks, start, min(start + _TILE, _LARGE))
 
 
 def measure_parts() -> float:
@@ -106,13 +125,13 @@ class _Counted:
         self._work, self._seat, self._step = work, seat, step
 
     def play(self, turn: Turn) -> dict[str, Any]:
-        """Returns ``seconds`` and ``cpu`` seconds of the timed steps."""
+        """Returns ``seconds`` of the timed steps, and ``cpu`` seconds of the process and of the ``thread`` in them."""
         batches = [self._work.batch_of(turn.first + i, self._seat.rank) for i in range(turn.steps + 1)]
         self._step(batches[0])
-        start, cpu = perf_counter(), process_time()
+        start, cpu, thread = perf_counter(), process_time(), thread_time()
         for batch in batches[1:]:
             self._step(batch)
-        return {"seconds": perf_counter() - start, "cpu": process_time() - cpu}
+        return {"seconds": perf_counter() - start, "cpu": process_time() - cpu, "thread": thread_time() - thread}
 
 
 def build_tiny(work: Work, seat: Seat) -> Player:
@@ -219,17 +238,32 @@ class _Fetching(StorePlayer):
     """Fetches, or pushes and steps, the one unit again and again."""
 
     def play(self, turn: Turn) -> dict[str, Any]:
-        """``what``: "fetch" or "push". Returns ``seconds`` of moving alone, of each time, and the process' ``cpu``."""
-        unit, cpu, seconds = self._units[0], process_time(), []
+        """``what``: "fetch" or "push". Returns what each of these took alone: ``seconds``, the process' ``cpu``, and
+        the CPU seconds of each of the owners' ``threads``."""
+        unit, found = self._units[0], []
         self._fetch(unit, self._out[0])
         for _ in range(turn.steps):
             if turn.what == "fetch":
-                seconds.append(timed(partial(self._fetch, unit, self._out[0])))
+                found.append(_moved(partial(self._fetch, unit, self._out[0]), turn.pids))
             else:
-                seconds.append(timed(partial(self._push, unit, self._grads[0])))
+                found.append(_moved(partial(self._push, unit, self._grads[0]), turn.pids))
                 self._commit()
                 self._fetch(unit, self._out[0])
-        return {"seconds": seconds, "cpu": process_time() - cpu}
+        return {"moved": found}
+
+
+def _moved(act: Callable[[], object], pids: Sequence[int]) -> dict[str, Any]:
+    before, cpu = _thread_seconds(pids), process_time()
+    seconds = timed(act)
+    cpu = process_time() - cpu
+    threads = {thread: after - before.get(thread, 0.0) for thread, after in _thread_seconds(pids).items()}
+    return {"seconds": seconds, "cpu": cpu, "threads": threads}
+
+
+def _thread_seconds(pids: Sequence[int]) -> dict[int, float]:
+    """CPU seconds of each thread so far. The kernel counts in ticks of 10 ms, so that only sums of many are exact."""
+    found = [thread for pid in pids for thread in psutil.Process(pid).threads()]
+    return {thread.id: thread.user_time + thread.system_time for thread in found}
 
 
 def build_fetching(size: int, seat: Seat) -> Player:
@@ -252,7 +286,8 @@ class _Tiny:
     """A step of a tiny model; seconds."""
 
     wall: float
-    rank: float  # its process' CPU, without what the model computes
+    thread: float  # CPU of the computing thread, without what the model computes
+    aside: float  # of the rank's other threads; with owners in its process, theirs too
     owners: float  # of the owners' process
     units: int
     run: Run  # the same, to be simulated
@@ -263,17 +298,20 @@ def measure_costs(transport: Transport, machine: Machine) -> Costs:
     shallow, deep = (_tiny(replace(_TINY, layers=layers), transport, machine) for layers in (_TINY.layers, _DEEPER))
     apart = deep.units - shallow.units
     alone = transport == "inproc"  # then the rank's process is the owner's, too
-    unit_s = max(0.0, (deep.rank - shallow.rank) / apart)
-    shard_s = 0.0 if alone else max(0.0, (deep.owners - shallow.owners) / apart)
+    unit_s = max(0.0, (deep.thread - shallow.thread) / apart)
+    beside = max(0.0, (deep.aside - shallow.aside) / apart)
+    shard_s = beside if alone else max(0.0, (deep.owners - shallow.owners) / apart)
     messages = 2 + 4  # of a step with one rank and one owner
-    step_s = max(0.0, shallow.rank - shallow.units * unit_s)
     rest = 0.0 if alone else max(0.0, shallow.owners - shallow.units * shard_s)
-    streams = (
-        _streams()
-        if transport == "grpc"
-        else {"fetch_stream": 1e12, "push_stream": 1e12, "rank_byte_s": 0.0, "owner_byte_s": 0.0}
+    costs = replace(
+        _FREE,
+        unit_s=unit_s,
+        aside_s=0.0 if alone else beside,
+        step_s=max(0.0, shallow.thread - shallow.units * unit_s),
+        shard_s=shard_s,
+        message_s=rest / messages,
+        **(_streams() if transport == "grpc" else {}),
     )
-    costs = Costs(unit_s=unit_s, step_s=step_s, shard_s=shard_s, message_s=rest / messages, latency_s=0.0, **streams)
     at_least = simulate(replace(shallow.run, costs=costs)).seconds
     hops = 0 if alone else 5  # from a finish to a publication
     return replace(costs, latency_s=max(0.0, shallow.wall - at_least) / hops if hops else 0.0)
@@ -299,7 +337,8 @@ def _tiny(work: Work, transport: Transport, machine: Machine) -> _Tiny:
     computed = median(each[0]["cpu"] for each in found)
     return _Tiny(
         wall=median(each[2]["seconds"] for each in found) / turn.steps,
-        rank=(median(each[2]["cpu"] for each in found) - computed) / turn.steps,
+        thread=(median(each[2]["thread"] for each in found) - computed) / turn.steps,
+        aside=median(each[2]["cpu"] - each[2]["thread"] for each in found) / turn.steps,
         owners=median(after - before for _, before, _, after in found) / turn.steps,
         units=len(plan.layout.units),
         run=run_of(work, profile_of([middle[0]], root), transport, 1, 1, machine, _FREE, **_UNITS),
@@ -307,8 +346,9 @@ def _tiny(work: Work, transport: Transport, machine: Machine) -> _Tiny:
 
 
 _FREE = Costs(
-    unit_s=0.0, step_s=0.0, shard_s=0.0, message_s=0.0, latency_s=0.0, fetch_stream=1e12, push_stream=1e12,
-    rank_byte_s=0.0, owner_byte_s=0.0,
+    unit_s=0.0, aside_s=0.0, step_s=0.0, shard_s=0.0, message_s=0.0, latency_s=0.0, fetch_stream=1e12,
+    push_stream=1e12, rank_fetch_byte_s=0.0, rank_push_byte_s=0.0, owner_fetch_byte_s=0.0, owner_push_byte_s=0.0,
+    loop_fetch_byte_s=0.0, loop_push_byte_s=0.0,
 )  # fmt: skip
 
 
@@ -324,18 +364,28 @@ def _streams() -> dict[str, float]:
     entry = Entry(name="streams", programs=partial(_programs, partial(build_fetching, _STREAM), options))
     with tempfile.TemporaryDirectory() as folder, contest([entry], 1, 1, folder=folder) as (there, absent):
         _require(absent)
-        (ours,) = there
-        pushed = ours.play(Turn(steps=_ROUNDS, what="push"))[0]
-        before = _owners_cpu(ours)
-        fetched = ours.play(Turn(steps=4 * _ROUNDS, what="fetch"))[0]
-        owners = _owners_cpu(ours) - before
-    moved = _STREAM * (1 + 4 * _ROUNDS)
-    return {
-        "fetch_stream": _STREAM / median(fetched["seconds"]),
-        "push_stream": _STREAM / median(pushed["seconds"]),
-        "rank_byte_s": fetched["cpu"] / moved,
-        "owner_byte_s": owners / moved,
-    }
+        found = {way: there[0].play(Turn(steps=4 * _ROUNDS, what=way))[0]["moved"] for way in ("fetch", "push")}
+    return costs_of_streams(found["fetch"], found["push"], _STREAM)
+
+
+def costs_of_streams(
+    fetches: Sequence[dict[str, Any]], pushes: Sequence[dict[str, Any]], size: int
+) -> dict[str, float]:
+    """What moving ``size`` bytes takes, for each byte. An owner's event loop is the thread that fetches keep busiest.
+
+    ``fetches``, ``pushes``: what each of them took; see ``_moved``."""
+    busy: Counter[int] = Counter()
+    for each in fetches:
+        busy.update(each["threads"])
+    loop = max(busy, key=lambda thread: busy[thread])
+    found = {}
+    for way, moves in (("fetch", fetches), ("push", pushes)):
+        moved = size * len(moves)
+        found[f"{way}_stream"] = size / median(each["seconds"] for each in moves)
+        found[f"rank_{way}_byte_s"] = sum(each["cpu"] for each in moves) / moved
+        found[f"owner_{way}_byte_s"] = sum(sum(each["threads"].values()) for each in moves) / moved
+        found[f"loop_{way}_byte_s"] = sum(each["threads"].get(loop, 0.0) for each in moves) / moved
+    return found
 
 
 def _require(absent: dict[str, str]) -> None:
@@ -367,5 +417,5 @@ def run_of(
         owner_hosts=(0,) * owners,
         machine=replace(machine, owner_threads=threads),
         costs=costs,
-        options=Options(transport=transport, compute_threads=threads),
+        options=Options(transport=transport, owners_together=True, compute_threads=threads),
     )

@@ -78,6 +78,9 @@ def simulate(run: Run, *, steps: int = 3, full: bool = False, resolution: float 
     full: every rank, owner and host by itself, instead of one of each kind. resolution: see ``Fluid``. Raises
     ConfigError or UnsupportedError, with the setting, for what cannot be simulated."""
     _check(run, steps)
+    once = run.options.fetch_once_per_host or run.options.push_once_per_host or run.options.voice_per_host
+    if full and once:
+        raise UnsupportedError("what a host does once is simulated with one rank of each kind alone; leave full out")
     program = record_steps(run.layout, run.root, run.zero, unread=run.unread)
     shards = shard_map_for(run.layout, len(run.owner_hosts), run.zero.shard_map)
     groups = group(parts_of(run.layout, shards), run.rank_hosts, run.owner_hosts, full=full)
@@ -118,7 +121,7 @@ class _Mark:
 
     used: Sequence[float]
     lead: float
-    messages: int
+    messages: float
     fetched: int
     pushed: int
 
@@ -152,8 +155,12 @@ def _overlaps(run: Run) -> bool:
 
 
 def _owners(run: Run, fluid: Fluid, resources: Resources, pushes: int) -> list[Owners]:
-    senders = len(set(run.rank_hosts)) if run.options.push_once_per_host else len(run.rank_hosts)
-    update = Update(contributions=senders, state_bytes=run.state_bytes)
+    ranks, once = resources.groups.ranks, run.options.push_once_per_host
+    senders = len(run.rank_hosts)
+    if once:
+        senders = sum(resources.sums(each) * len(each.ranks) // each.each for each in ranks)
+    sums = any(resources.adds_up(each) for each in ranks)
+    update = Update(contributions=senders, state_bytes=run.state_bytes, sums=sums)
     scattered = run.options.transport == "inproc"
     return [
         Owners(fluid, resources, each, run.layout, update, expected=pushes * senders, early=not scattered)
@@ -195,7 +202,7 @@ def _describe(run: Run, resources: Resources, ranks: Sequence[Ranks], marks: Seq
         binds=binds,
         busy=busy,
         lead=(after.lead - before.lead) / seconds,
-        lead_messages=after.messages - before.messages,
+        lead_messages=round(after.messages - before.messages),
         fetched=after.fetched - before.fetched,
         pushed=after.pushed - before.pushed,
         kinds=len(resources.groups.hosts),

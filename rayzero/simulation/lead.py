@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,30 @@ from rayzero.simulation.groups import Groups
 from rayzero.simulation.owners import Owners, Peer, answer_all
 from rayzero.simulation.resources import Resources
 
-__all__ = ["Lead"]
+__all__ = ["Lead", "Tree"]
 
 _CLIP = Edit(EditKind.CLIP_NORM, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """How the lead's questions reach the owners: each owner passes them on to ``fan_out`` others, one after another,
+    and their answers back."""
+
+    fan_out: int
+    between: int  # owners that a question passes on its way to the farthest
+    share: float  # of the messages to and from owners that the lead handles itself
+
+    @classmethod
+    def of(cls, owners: int, fan_out: int) -> Tree:
+        """The flattest tree over so many owners. ``fan_out``: 0: the lead asks all of them itself."""
+        if not 0 < fan_out < owners:
+            return cls(owners, 0, 1.0)
+        reached, level = fan_out, 1
+        while reached < owners:
+            level += 1
+            reached += fan_out**level
+        return cls(fan_out, level - 1, fan_out / owners)
 
 
 class Lead:
@@ -36,7 +58,7 @@ class Lead:
         part_s: float,
     ) -> None:
         """``pushes``: of each unit by each rank, a step. ``part_s``: seconds of the lead for each part of a norm."""
-        self.messages = 0  # taken and sent so far
+        self.messages = 0.0  # taken and sent so far
         self.decided = 0
         self._fluid, self._resources, self._spec, self._owners = fluid, resources, spec, owners
         self._pushes, self._part_s = pushes, part_s
@@ -53,27 +75,31 @@ class Lead:
         for rank in range(spec.world_size):
             self._lead.attach(rank, spec)
         self._step = [0] * len(self._groups.ranks)
+        self._tree = Tree.of(len(peers), resources.options.fan_out)
+        costs = resources.costs
+        self._away_s = costs.latency_s + self._tree.between * (self._tree.fan_out * costs.message_s + costs.latency_s)
 
     def finish(self, which: int) -> None:
-        """The finishes of a group of ranks have come, one message each."""
-        ranks, step = self._groups.ranks[which].ranks, self._step[which]
+        """The finishes of a group of ranks have come, one message each, or one a host."""
+        group, step = self._groups.ranks[which], self._step[which]
         self._step[which] += 1
-        self._handle(len(ranks), 0.0, lambda: self._take(ranks, step))
+        voices = self._resources.voices(group, len(group.ranks))
+        self._handle(voices, 0.0, lambda: self._take(group.ranks, voices, step))
 
-    def _take(self, ranks: Sequence[int], step: int) -> None:
+    def _take(self, ranks: Sequence[int], voices: int, step: int) -> None:
         counts = tuple(self._pushes if unit.trainable else 0 for unit in self._spec.layout.units)
         inputs = StepInputs(edits=(_CLIP,), hyper=self._spec.hyper)
         for rank in ranks:
             report = FinishReport(step=step, attempt=0, rank=rank, counts=counts)
             norm = self._lead.finish(report, inputs)
             if rank == ranks[-1]:
-                norm.add_done_callback(lambda done: self._answer(len(ranks), done))
+                norm.add_done_callback(lambda done: self._answer(voices, done))
 
-    def _answer(self, ranks: int, norm: Future[Any]) -> None:
+    def _answer(self, voices: int, norm: Future[Any]) -> None:
         norm.result()  # raises what the real lead found wrong
-        self._handle(ranks, 0.0, lambda: None)
+        self._handle(voices, 0.0, lambda: None)
 
-    def _handle(self, messages: int, more: float, then: Callable[[], object]) -> None:
+    def _handle(self, messages: float, more: float, then: Callable[[], object]) -> None:
         """Take or send so many messages, and compute ``more`` seconds, behind what the lead does already."""
         self.messages += messages
         load = self._resources.messages(self._kind, messages)
@@ -92,7 +118,7 @@ class Lead:
         if what == "apply" and which == 0:
             self.decided += 1
         then = self._begin(owners, what, asked)
-        self._handle(len(asked), 0.0, lambda: self._fluid.after(self._resources.costs.latency_s, then))
+        self._handle(len(asked) * self._tree.share, 0.0, lambda: self._fluid.after(self._away_s, then))
 
     def _begin(self, owners: Owners, what: str, asked: list[tuple[Peer, Future[Any]]]) -> Callable[[], object]:
         """What a group does with a question, up to its answer at the lead."""
@@ -100,10 +126,10 @@ class Lead:
         parts = sum(len(peer.parts.parts) for peer, _ in asked) if what == "collect" else 0
 
         def answered() -> None:
-            self._handle(len(asked), parts * self._part_s, lambda: answer_all(asked, step, what))
+            self._handle(len(asked) * self._tree.share, parts * self._part_s, lambda: answer_all(asked, step, what))
 
         def answer() -> None:
-            self._fluid.after(self._resources.costs.latency_s, answered)
+            self._fluid.after(self._away_s, answered)
 
         def apply() -> None:
             owners.apply()

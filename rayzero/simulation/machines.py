@@ -28,6 +28,8 @@ class Machine:
     link: float = math.inf  # between host memory and one GPU, each way
     adam_core: float  # bytes that one thread reads and writes in an update
     norm_core: float  # bytes that one thread reads while it sums squares
+    sum_core: float  # bytes of several ranks' gradients that one thread of an owner adds up
+    host_sum_core: float  # the same of a rank's thread that adds up 8 of its host
     copy_core: float  # bytes that one thread copies
     owner_threads: int
     gpus: bool = False  # ranks compute on GPUs, so not on the host's cores
@@ -37,15 +39,20 @@ class Machine:
 class Costs:
     """What RayZero's own code takes over one transport; seconds of one core unless said otherwise."""
 
-    unit_s: float  # a rank, for each unit of a step: hooks, schedule, a push
+    unit_s: float  # a rank's computing thread, for each unit of a step: hooks, schedule, a push
+    aside_s: float  # its other threads, for the same: requests, notices, answers
     step_s: float  # a rank, for each step
     shard_s: float  # an owner, for each shard of a step
     message_s: float  # the lead, for each message that it takes or sends; an owner, for each notice to a remote rank
     latency_s: float  # of a message; nobody computes
     fetch_stream: float  # bytes per second of one stream, alone
     push_stream: float
-    rank_byte_s: float  # for each byte that it sends or receives
-    owner_byte_s: float
+    rank_fetch_byte_s: float  # for each byte that it receives
+    rank_push_byte_s: float  # for each byte that it sends
+    owner_fetch_byte_s: float  # for each byte that it sends
+    owner_push_byte_s: float  # for each byte that it receives
+    loop_fetch_byte_s: float  # of these, in the one thread of its event loop
+    loop_push_byte_s: float
     touches: float = 3.0  # bytes of host memory for each byte sent or received: a copy in the kernel, and the card's
 
 
@@ -54,9 +61,12 @@ class Options:
     """How a run is set up, where its ZeroConfig does not say it."""
 
     transport: Transport
-    fetch_once_per_host: bool = False  # a relay: one rank of a host fetches, the others read its memory
-    push_once_per_host: bool = False  # ranks of a host add up their gradients before they send them
-    streams: int = 8  # of one rank in each direction; see transfer_threads (store/rank/transfers/wire.py)
+    fetch_once_per_host: bool = False  # whoever needs a part first fetches it for all ranks of the host
+    push_once_per_host: bool = False  # ranks of a host add up their gradients, in fp32, before they send them
+    voice_per_host: bool = False  # of finishes, answers and notices: one message for all ranks of a host
+    fan_out: int = 0  # of a tree of owners through which the lead asks them; 0: it asks each of them itself
+    owners_together: bool = False  # those of a host are in one process, and share its event loop
+    most_streams: int = 8  # of one rank in each direction; see transfer_threads (store/rank/transfers/wire.py)
     compute_threads: float = 1.0  # of a rank on CPUs
     compute_memory: float = 0.0  # bytes of host memory per second that a rank's computing takes
 

@@ -31,15 +31,16 @@ class Update:
 
     contributions: int  # gradients that are added up
     state_bytes: float  # of the optimizer's states, per element
+    sums: bool = False  # of ranks of a host, in fp32
 
-    def norm(self, unit: UnitLayout, part: Part) -> int:
-        """Bytes that the norm of a part reads."""
-        return self.contributions * part.elements * unit.dtype.itemsize
+    def gradients(self, unit: UnitLayout, part: Part) -> int:
+        """Bytes of the gradients of a part, which its norm reads, and its update once more."""
+        return self.contributions * part.elements * (FP32 if self.sums else unit.dtype.itemsize)
 
-    def update(self, unit: UnitLayout, part: Part) -> float:
-        """Bytes that the update of a part reads and writes: gradients, master and states, and what it publishes."""
+    def states(self, unit: UnitLayout, part: Part) -> float:
+        """Bytes that the update of a part reads and writes beside gradients: master, states, what it publishes."""
         published = unit.dtype.itemsize if unit.dtype.itemsize < FP32 else 0
-        return self.norm(unit, part) + part.elements * (2 * (FP32 + self.state_bytes) + published)
+        return part.elements * (2 * (FP32 + self.state_bytes) + published)
 
 
 @dataclass(slots=True)
@@ -71,6 +72,7 @@ class Owners:
         """``expected``: pushes of each unit in a step. ``early``: norms are summed as pushes come."""
         self.group, self._fluid, self._resources, self._layout = group, fluid, resources, layout
         self._update, self._expected, self._early = update, expected, early
+        self._machine = resources.machine
         self.parts = dict(group.parts)
         self.published = dict.fromkeys(self.parts, 0)  # unit -> version
         self.updater = Line(fluid)
@@ -100,9 +102,13 @@ class Owners:
         for unit in units:
             self._summed.add(unit)
             part = self.parts[unit]
-            size = self._update.norm(self._layout.units[unit], part)
-            load = self._resources.passes(self.group, size, self._resources.machine.norm_core, 0)
+            size = self._update.gradients(self._layout.units[unit], part)
+            load = self._resources.passes(self.group, [(size, self._reads(self._machine.norm_core))], 0)
             self.updater.add(load.seconds, load.demands, lambda: None)
+
+    def _reads(self, alone: float) -> float:
+        """Bytes of gradients that a thread reads per second; ``alone``: if there is nothing to add up."""
+        return alone if self._update.contributions == 1 else self._machine.sum_core
 
     # ---- what the lead asks
 
@@ -121,10 +127,13 @@ class Owners:
         self._came.clear()
         self._summed.clear()
         for unit, part in self.parts.items():
-            layout = self._layout.units[unit]
-            size = self._update.update(layout, part) if layout.trainable else 0.0
+            layout, adam = self._layout.units[unit], self._machine.adam_core
+            sizes = [
+                (self._update.gradients(layout, part), self._reads(adam)),
+                (self._update.states(layout, part), adam),
+            ]
             shards = part.shards if layout.trainable else 0
-            load = self._resources.passes(self.group, size, self._resources.machine.adam_core, shards)
+            load = self._resources.passes(self.group, sizes if layout.trainable else (), shards)
             self.updater.add(load.seconds, load.demands, partial(self._publish, unit))
 
     def _publish(self, unit: int) -> None:

@@ -17,6 +17,7 @@ from rayzero.simulation.resources import Load, Resources
 __all__ = ["Compute", "Ranks", "StepTimes"]
 
 CAUSES = ("fetch", "push", "optimizer")  # of waits
+_ROUNDING = 1e-6  # streams
 
 Resume = Callable[[], object]
 Pause = Callable[[Resume], object]  # what a rank waits for: calls back once
@@ -55,29 +56,31 @@ class _Streams:
 
     def __init__(self, fluid: Fluid, number: int) -> None:
         self._fluid, self._number = fluid, number
-        self._waiting: deque[tuple[Load, int, int, Resume]] = deque()
+        self._waiting: deque[tuple[Load, int, float, Resume]] = deque()
         self._open: Counter[int] = Counter()  # unit -> transfers under way
+        self._taken = 0.0
 
-    def add(self, load: Load, unit: int, over: Resume) -> None:
-        """Move the bytes of a unit between a rank and a group of owners."""
-        self._waiting.append((load, unit, 1, over))
+    def add(self, load: Load, unit: int, streams: float, over: Resume) -> None:
+        """Move the bytes of a unit between a rank and a group of owners, over so many streams."""
+        self._waiting.append((load, unit, streams, over))
         self._begin()
 
     def _begin(self) -> None:
         while self._waiting and self._has_room(self._waiting[0][1]):
-            load, unit, number, over = self._waiting.popleft()
-            self._open[unit] += number
+            load, unit, streams, over = self._waiting.popleft()
+            self._open[unit] += 1
+            self._taken += streams
 
-            def ended(unit: int = unit, over: Resume = over) -> None:
+            def ended(unit: int = unit, streams: float = streams, over: Resume = over) -> None:
                 self._open[unit] -= 1
+                self._taken -= streams
                 over()
                 self._begin()
 
             self._fluid.work(load.seconds, load.demands, ended)
 
     def _has_room(self, unit: int) -> bool:
-        under_way = +self._open
-        return under_way.total() < self._number or unit in under_way
+        return self._taken < self._number - _ROUNDING or self._open[unit] > 0
 
 
 class Ranks:
@@ -116,8 +119,10 @@ class Ranks:
         self._known = {id(each): dict.fromkeys(each.parts, 0) for each in owners}  # published, as it was told
         self._hopes: dict[tuple[int, int], list[Resume]] = {}  # (owner group, unit) -> who waits
         self._arrivals: dict[int, _Arrival] = {}
-        self._down, self._up = (_Streams(fluid, self._options.streams) for _ in range(2))
-        self._into, self._out = Line(fluid), Line(fluid)
+        self._down, self._up = (_Streams(fluid, resources.streams_of_rank) for _ in range(2))
+        self._into, self._out, self._aside_of_units = Line(fluid), Line(fluid), Line(fluid)
+        self._adding = [Line(fluid) for _ in range(max(1, self.group.each // resources.sums(self.group)))]
+        self._aside = resources.aside(self.group)
         self._flying: dict[int, int] = {}  # push -> bytes, until its room is free
         self._unlanded = 0
         self._pushes = 0
@@ -127,7 +132,7 @@ class Ranks:
         self._version = 0
         for each in owners:
             remote = len(self.group.ranks) if self._is_wire else resources.groups.remote(self.group, each.group)[1]
-            each.listen(partial(self._told, each), remote)
+            each.listen(partial(self._told, each), resources.voices(self.group, remote))
 
     @property
     def _is_wire(self) -> bool:
@@ -215,7 +220,7 @@ class Ranks:
             one_here()
         for load, times in loads:
             self.fetched += size * times
-            self._down.add(load, unit, one_here)
+            self._down.add(load, unit, times * self._resources.share(self.group, "fetch"), one_here)
 
     def _ways(self, owners: Owners, size: int, way: str) -> list[tuple[Load, int]]:
         """The streams between one of these ranks and a group of owners: (load, how many). None within shared memory."""
@@ -257,6 +262,8 @@ class Ranks:
 
     def _push(self, unit: int) -> Generator[Pause, None, None]:
         size, since = buffer_bytes(self._layout.units[unit].size_bytes), self._fluid.now
+        if self._resources.adds_up(self.group):  # there is room for all, where ranks of the host read them
+            size = 0
         while self._flying and sum(self._flying.values()) + size > self._room:
             yield self._wake.append
         self._waited("push", since)
@@ -267,12 +274,24 @@ class Ranks:
         self._pushes += 1
         self._flying[self._pushes] = size
         self._unlanded += 1
-        load = self._resources.gather(self.group, self._layout.units[unit].size_bytes)
+        load, aside = self._resources.gather(self.group, self._layout.units[unit].size_bytes), self._aside
         push = self._pushes
         self._out.add(load.seconds, load.demands, lambda: self._gathered(unit, push))
+        self._aside_of_units.add(aside.seconds, aside.demands, lambda: None)
 
     def _gathered(self, unit: int, push: int) -> None:
-        targets, itemsize = self._of_unit[unit], self._layout.units[unit].dtype.itemsize
+        """All ranks of a host have a gradient: it is sent, or their sum."""
+        if not self._resources.adds_up(self.group):
+            self._send(unit, push)
+            return
+        layout = self._layout.units[unit]
+        load = self._resources.add_up(self.group, layout.numel, layout.dtype.itemsize)
+        adding = self._adding[push % len(self._adding)]
+        adding.add(load.seconds, load.demands, lambda: self._send(unit, push))
+
+    def _send(self, unit: int, push: int) -> None:
+        targets = self._of_unit[unit]
+        itemsize = self._resources.pushed_itemsize(self.group, self._layout.units[unit].dtype.itemsize)
         sent = [(each, self._ways(each, each.parts[unit].elements * itemsize, "push")) for each in targets]
         left = [sum(len(loads) for _, loads in sent)]
         if not left[0]:
@@ -296,11 +315,10 @@ class Ranks:
                 self._fluid.after(self._costs.latency_s, partial(self._land, owners, unit))
             for load, times in loads:
                 self.pushed += owners.parts[unit].elements * itemsize * times
-                self._up.add(load, unit, landed)
+                self._up.add(load, unit, times * self._resources.share(self.group, "push"), landed)
 
     def _land(self, owners: Owners, unit: int) -> None:
-        hosts = len(self.group.ranks) // self.group.each
-        owners.landed(unit, hosts if self._options.push_once_per_host else len(self.group.ranks))
+        owners.landed(unit, round(self._resources.share(self.group, "push") * len(self.group.ranks)))
 
     def _landed(self, push: int) -> None:
         """A push has landed everywhere: its room is free."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rayzero.kernels.rank_sum import GROUP
 from rayzero.simulation.fluid import Demand
 from rayzero.simulation.groups import Groups, OwnerGroup, RankGroup
 from rayzero.simulation.machines import Costs, Machine, Options
@@ -13,6 +14,7 @@ from rayzero.simulation.machines import Costs, Machine, Options
 __all__ = ["Load", "Resources"]
 
 _OF_HOST = ("cores", "memory", "network out", "network in")
+_FP32 = 4  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,10 @@ class Resources:
         self.names = [f"{what} of host kind {kind}" for kind in range(len(groups.hosts)) for what in _OF_HOST]
         capacities = [machine.cores, machine.memory, machine.network, machine.network] * len(groups.hosts)
         streams = [f"{way} streams of rank group {i}" for i in range(len(groups.ranks)) for way in ("fetch", "push")]
-        self.names += streams
-        self.capacities: list[float] = [*capacities, *[float(options.streams)] * len(streams)]
+        loops = [f"event loop of owner group {i}" for i in range(len(groups.owners))]
+        self.names += streams + loops
+        number = float(self.streams_of_rank)
+        self.capacities: list[float] = [*capacities, *[number] * len(streams), *[1.0] * len(loops)]
 
     def of_host(self, what: str, kind: int) -> int:
         """The number of a host's resource."""
@@ -43,6 +47,53 @@ class Resources:
     def streams(self, ranks: int, way: str) -> int:
         """The number of the streams of a rank of group ``ranks``."""
         return len(_OF_HOST) * len(self.groups.hosts) + 2 * ranks + ("fetch", "push").index(way)
+
+    def loop(self, owners: OwnerGroup) -> int:
+        """The number of the event loop of an owner of a group, or of the process that has all owners of its host. It
+        serves one message after another."""
+        if self.options.owners_together:
+            owners = next(each for each in self.groups.owners if each.host == owners.host)
+        streams = 2 * len(self.groups.ranks)
+        return len(_OF_HOST) * len(self.groups.hosts) + streams + self.groups.owners.index(owners)
+
+    @property
+    def streams_of_rank(self) -> int:
+        """The most streams of one rank in one direction; see ``transfer_threads``."""
+        owners = sum(len(each.owners) for each in self.groups.owners)
+        return min(self.options.most_streams, max(2, owners))
+
+    # ---- what is done once for a host
+
+    def share(self, ranks: RankGroup, way: str) -> float:
+        """Of a part that each rank of a host needs, or has a gradient of, how much one rank moves: ranks that run in
+        step claim parts in turn, and whoever is the last of a fixed group to have a gradient sends their sum."""
+        if way == "fetch":
+            return 1 / ranks.each if self.options.fetch_once_per_host else 1.0
+        return self.sums(ranks) / ranks.each if self.options.push_once_per_host else 1.0
+
+    def sums(self, ranks: RankGroup) -> int:
+        """The sums that the ranks of a host send; see ``GROUP``."""
+        return -(-ranks.each // GROUP)
+
+    def pushed_itemsize(self, ranks: RankGroup, itemsize: int) -> int:
+        """Bytes of a pushed element; ``itemsize``: of the gradient."""
+        return _FP32 if self.adds_up(ranks) else itemsize
+
+    def adds_up(self, ranks: RankGroup) -> bool:
+        """Whether ranks of a host push a sum."""
+        return self.options.push_once_per_host and ranks.each > 1
+
+    def add_up(self, ranks: RankGroup, elements: int, itemsize: int) -> Load:
+        """One thread for each sum of a host adds up its ranks' gradients and writes an fp32 one."""
+        read, written = ranks.each * elements * itemsize, self.sums(ranks) * elements * _FP32
+        seconds = read / self.sums(ranks) / self.machine.host_sum_core
+        return Load(
+            seconds,
+            (
+                (self.of_host("cores", ranks.host), float(self.sums(ranks))),
+                (self.of_host("memory", ranks.host), (read + written) / seconds),
+            ),
+        )
 
     # ---- one process
 
@@ -63,6 +114,10 @@ class Resources:
             ((cores, ranks.each * threads), (self.of_host("memory", ranks.host), ranks.each * memory)),
         )
 
+    def aside(self, ranks: RankGroup) -> Load:
+        """What a rank's other threads do for a unit beside moving its bytes."""
+        return Load(self.costs.aside_s, ((self.of_host("cores", ranks.host), float(ranks.each)),))
+
     def gather(self, ranks: RankGroup, size: int) -> Load:
         """A rank's gradients are copied to host memory: by a thread, or over the link of its GPU."""
         memory = self.of_host("memory", ranks.host)
@@ -78,10 +133,12 @@ class Resources:
         speed = self.machine.link
         return Load(size / speed, ((self.of_host("memory", ranks.host), ranks.each * speed),))
 
-    def passes(self, owners: OwnerGroup, size: float, core: float, shards: int) -> Load:
-        """An owner's threads read and write ``size`` bytes at ``core`` bytes per second each, in so many shards."""
+    def passes(self, owners: OwnerGroup, sizes: Sequence[tuple[float, float]], shards: int) -> Load:
+        """An owner's threads read and write bytes in so many shards. ``sizes``: (bytes, bytes per second of a
+        thread)."""
         threads = self.machine.owner_threads
-        moving, alone = size / (threads * core), shards * self.costs.shard_s
+        moving = sum(size / (threads * core) for size, core in sizes)
+        alone, size = shards * self.costs.shard_s, sum(size for size, _ in sizes)
         seconds = moving + alone
         if not seconds:
             return Load(0.0, ())
@@ -94,6 +151,10 @@ class Resources:
             ),
         )
 
+    def voices(self, ranks: RankGroup, number: int) -> int:
+        """Messages between an owner and ``number`` of these ranks."""
+        return number // ranks.each if self.options.voice_per_host else number
+
     def messages(self, kind: int, number: float, processes: int = 1) -> Load:
         """So many messages are taken or sent by each of ``processes`` of a host."""
         return Load(number * self.costs.message_s, ((self.of_host("cores", kind), float(processes)),))
@@ -105,18 +166,16 @@ class Resources:
         each."""
         ranks = self.groups.ranks[which]
         others, callers = self.groups.remote(ranks, owners)
-        once = self.options.fetch_once_per_host if way == "fetch" else self.options.push_once_per_host
-        share = 1 / ranks.each if once else 1.0  # of the ranks of a host, one has a stream
-        outward = way == "push"
-        speed = min(self._stream(way), self.machine.network)
+        share, outward, speed = self.share(ranks, way), way == "push", min(self._stream(way), self.machine.network)
         at_rank = share * ranks.each * others * speed
         at_owner = share * owners.each * callers * speed
+        rank_s, owner_s, _ = self._byte_s(way)
         return Load(
             size / speed,
             (
-                *self._end(ranks.host, at_rank, self.costs.rank_byte_s, "network out" if outward else "network in"),
-                *self._end(owners.host, at_owner, self.costs.owner_byte_s, "network in" if outward else "network out"),
-                (self.streams(which, way), float(others)),
+                *self._end(ranks.host, at_rank, rank_s, "network out" if outward else "network in"),
+                *self._end(owners.host, at_owner, owner_s, "network in" if outward else "network out"),
+                *self._turns(which, owners, share * callers * speed, share * others, way),
             ),
         )
 
@@ -125,15 +184,27 @@ class Resources:
         ranks = self.groups.ranks[which]
         speed = self._stream(way)
         moved = ranks.each * owners.each * speed
-        byte_s = self.costs.rank_byte_s + self.costs.owner_byte_s
+        rank_s, owner_s, _ = self._byte_s(way)
         return Load(
             size / speed,
             (
-                (self.of_host("cores", ranks.host), moved * byte_s),
+                (self.of_host("cores", ranks.host), moved * (rank_s + owner_s)),
                 (self.of_host("memory", ranks.host), moved * 2 * self.costs.touches),
-                (self.streams(which, way), float(owners.each)),
+                *self._turns(which, owners, ranks.each * speed, float(owners.each), way),
             ),
         )
+
+    def _turns(self, which: int, owners: OwnerGroup, speed: float, streams: float, way: str) -> Sequence[Demand]:
+        """What is taken of a rank's streams, and of an owner's event loop. ``speed``: of all that an owner moves."""
+        in_loop = owners.each if self.options.owners_together else 1
+        return (self.streams(which, way), streams), (self.loop(owners), in_loop * speed * self._byte_s(way)[2])
+
+    def _byte_s(self, way: str) -> tuple[float, float, float]:
+        """Seconds for each byte: of the rank, of the owner, and of these of the owner's event loop."""
+        costs = self.costs
+        if way == "push":
+            return costs.rank_push_byte_s, costs.owner_push_byte_s, costs.loop_push_byte_s
+        return costs.rank_fetch_byte_s, costs.owner_fetch_byte_s, costs.loop_fetch_byte_s
 
     def _stream(self, way: str) -> float:
         return self.costs.push_stream if way == "push" else self.costs.fetch_stream

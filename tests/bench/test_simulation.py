@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from rayzero.bench import calibration, simulation
 from rayzero.bench.simulation import Case
 from rayzero.bench.work import Work
 from rayzero.errors import ConfigError
-from rayzero.simulation.machines import Measured
+from rayzero.simulation.machines import Costs, Measured
 
 TINY = Work(dim=64, layers=1, vocab=128, seq=16, batch=1)
 
@@ -34,7 +35,7 @@ def test_it_measures_and_compares_a_case(here, monkeypatch, capsys):
     found = Measured.from_json(json.loads(here.read_text()))
     assert found.to_json() == json.loads(here.read_text())
     machine, costs = found.machine, found.costs["inproc"]
-    assert min(machine.memory, machine.adam_core, machine.norm_core, machine.copy_core) > 1e8
+    assert min(machine.memory, machine.adam_core, machine.norm_core, machine.sum_core, machine.copy_core) > 1e8
     assert 0 < found.part_s < 1e-4
     assert costs.unit_s + costs.step_s > 0
     assert costs.shard_s == costs.message_s == costs.latency_s == 0, "its owner is in the rank's process"
@@ -54,6 +55,24 @@ def test_a_profile_spreads_the_whole_pass_over_the_units():
     assert sum(found.backward) == pytest.approx(4.0)
 
 
+def test_costs_of_streams_are_told_apart_by_way_and_thread():
+    """Thread 1 is the event loop, as fetches show; thread 2 is busier when pushes come."""
+    fetch = {"seconds": 0.5, "cpu": 0.4, "threads": {1: 0.3, 2: 0.1}}
+    push = {"seconds": 1.0, "cpu": 0.2, "threads": {1: 0.6, 2: 0.8}}
+    assert calibration.costs_of_streams([fetch, fetch], [push], 1000) == pytest.approx(
+        {
+            "fetch_stream": 2000,
+            "push_stream": 1000,
+            "rank_fetch_byte_s": 0.4e-3,
+            "rank_push_byte_s": 0.2e-3,
+            "owner_fetch_byte_s": 0.4e-3,
+            "owner_push_byte_s": 1.4e-3,
+            "loop_fetch_byte_s": 0.3e-3,
+            "loop_push_byte_s": 0.6e-3,
+        }
+    )
+
+
 def test_wrong_cases_and_files_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"--cases has \[99\], but there are only 0 to 7"):
         simulation.main(["--compare", "--cases", "99"])
@@ -71,8 +90,9 @@ def test_described_hosts_are_simulated_at_scale(tmp_path, capsys):
     scale = importlib.util.module_from_spec(found)
     sys.modules[found.name] = scale  # dataclasses look their module up
     found.loader.exec_module(scale)
-    machine = {"cores": 2, "memory": 1e11, "adam_core": 1e10, "norm_core": 1e10, "copy_core": 1e10, "owner_threads": 1}
-    costs = dict.fromkeys(("unit_s", "step_s", "shard_s", "latency_s", "rank_byte_s", "owner_byte_s"), 0.0)
+    machine = {"cores": 2, "memory": 1e11, "owner_threads": 1}
+    machine |= dict.fromkeys(("adam_core", "norm_core", "sum_core", "host_sum_core", "copy_core"), 1e10)
+    costs = {field.name: 0.0 for field in fields(Costs) if field.name != "touches"}
     costs |= {"fetch_stream": 3e9, "push_stream": 2e9, "message_s": 1e-4}
     (tmp_path / "here.json").write_text(json.dumps({"machine": machine, "costs": {"grpc": costs}, "part_s": 0.0}))
     scale.main(["--here", str(tmp_path / "here.json"), "--quick", "--json", str(tmp_path / "out.json")])

@@ -19,11 +19,21 @@ from .machines import CPU_HOST, GPU_HOSTS
 from .test_tiers import BF16, WORK, four_layers
 
 FREE = Costs(
-    unit_s=0.0, step_s=0.0, shard_s=0.0, message_s=0.0, latency_s=0.0, fetch_stream=1e13, push_stream=1e13,
-    rank_byte_s=0.0, owner_byte_s=0.0,
+    unit_s=0.0, aside_s=0.0, step_s=0.0, shard_s=0.0, message_s=0.0, latency_s=0.0, fetch_stream=1e13,
+    push_stream=1e13, rank_fetch_byte_s=0.0, rank_push_byte_s=0.0, owner_fetch_byte_s=0.0, owner_push_byte_s=0.0,
+    loop_fetch_byte_s=0.0, loop_push_byte_s=0.0,
 )  # fmt: skip
 MEASURED = Measured(
-    machine=Machine(cores=64, memory=1.0, adam_core=1e10, norm_core=1e10, copy_core=1e10, owner_threads=32),
+    machine=Machine(
+        cores=64,
+        memory=1.0,
+        adam_core=1e10,
+        norm_core=1e10,
+        sum_core=1e10,
+        host_sum_core=1e10,
+        copy_core=1e10,
+        owner_threads=32,
+    ),
     costs={"shm": replace(FREE, latency_s=1e-5), "grpc": replace(FREE, latency_s=1e-3)},
     part_s=0.0,
 )

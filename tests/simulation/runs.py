@@ -15,16 +15,32 @@ from rayzero.simulation.ranks import Compute
 
 FREE = Costs(
     unit_s=0.0,
+    aside_s=0.0,
     step_s=0.0,
     shard_s=0.0,
     message_s=0.0,
     latency_s=0.0,
     fetch_stream=1e9,
     push_stream=1e9,
-    rank_byte_s=0.0,
-    owner_byte_s=0.0,
+    rank_fetch_byte_s=0.0,
+    rank_push_byte_s=0.0,
+    owner_fetch_byte_s=0.0,
+    owner_push_byte_s=0.0,
+    loop_fetch_byte_s=0.0,
+    loop_push_byte_s=0.0,
 )
-HOST = Machine(cores=100.0, memory=1e15, network=1e9, adam_core=1e9, norm_core=1e9, copy_core=1e9, owner_threads=1)
+HOST = Machine(
+    cores=100.0,
+    memory=1e15,
+    network=1e9,
+    adam_core=1e9,
+    norm_core=1e9,
+    sum_core=1e9,
+    host_sum_core=1e9,
+    copy_core=1e9,
+    owner_threads=1,
+)
+BYTE = dict.fromkeys((f"{who}_{way}_byte_s" for who in ("rank", "owner") for way in ("fetch", "push")), 2e-10)
 SHM, GRPC = Options(transport="shm"), Options(transport="grpc")
 NUMEL = 1 << 16  # elements of a unit; norms of fewer than 2^20 are summed at the collect
 
