@@ -27,6 +27,7 @@ CheckpointMoments = Literal["fp32", "kept"]
 WireCompression = Literal["none", "bf16", "int8"]
 Broadcast = Literal["pull", "push"]
 HostFetch = Literal["auto", "always", "never"]
+HostPush = Literal["auto", "always", "never"]
 
 
 class ZeroConfig(ConfigModel):
@@ -212,6 +213,14 @@ class ZeroConfig(ConfigModel):
     is alone on its host, which then fetches a version once and not for every use; an error if there is no room.
     "never": each for itself."""
 
+    host_push: HostPush = "auto"
+    """Whether gradients for owners on other hosts leave a host as one sum of its ranks, in fp32: of the first ranks of
+    each group of 8 consecutive ones, which can be added there without changing a bit; others push their own. Ranks
+    then keep their gradients in slab_dir, and an owner has memory for one sum in place of one push a rank. "auto":
+    where that sum takes fewer bytes than what the ranks push (two ranks in fp32 or with accumulation, else three),
+    slab_dir is large enough, wire_compression is "none" and keep_pushed is True. "always": also where it takes as
+    many. "never": each rank pushes its own."""
+
     if TYPE_CHECKING:
 
         def __init__(
@@ -260,6 +269,7 @@ class ZeroConfig(ConfigModel):
             keep_pushed: bool = ...,
             broadcast: Broadcast = ...,
             host_fetch: HostFetch = ...,
+            host_push: HostPush = ...,
         ) -> None: ...
 
     @field_validator("units", "keep_fp32", "offload_activations", mode="before")
@@ -312,6 +322,33 @@ class ZeroConfig(ConfigModel):
                 "anything to fetch; set broadcast='pull' or host_fetch='never'"
             )
         return self
+
+    @model_validator(mode="after")
+    def _host_can_push(self) -> Self:
+        if self.host_push != "always":
+            return self
+        if self.shared_directory is None:
+            raise ValueError(
+                f"host_push='always' needs memory that a host's ranks share, but transport is {self.transport!r}; "
+                "set transport='auto' or host_push='never'"
+            )
+        if self.wire_compression != "none":
+            raise ValueError(
+                f"host_push='always' cannot be used with wire_compression={self.wire_compression!r}, which rounds each "
+                "push before ranks are added; set wire_compression='none' or host_push='never'"
+            )
+        if not self.keep_pushed:
+            raise ValueError(
+                "host_push='always' needs ranks to keep what they push until it is added, but keep_pushed is False; "
+                "set keep_pushed=True or host_push='never'"
+            )
+        return self
+
+    @property
+    def pushes_for_host(self) -> HostPush:
+        """``host_push``: "never" where "auto" comes to that by the other settings."""
+        plain = self.wire_compression == "none" and self.keep_pushed and self.shared_directory is not None
+        return self.host_push if plain else "never"
 
     def fetches_for_host(self, ranks: int) -> HostFetch:
         """``host_fetch`` of a host with that many ranks: "never" where "auto" comes to that."""

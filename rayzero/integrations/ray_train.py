@@ -115,7 +115,7 @@ class Owners:
                 recorder=recorder,
                 model=model,
                 life=start.life,
-                ranks_here=place.get_local_world_size(),
+                ranks_here=_ranks_here(place),
                 outlives_owners=self.config.shared_directory is not None,
             )
 
@@ -213,6 +213,12 @@ def optimizer_actors(
         GroupOwners(run, config, placement, max_failures=max_failures, security=security) as owners,
     ):
         yield Owners(run=run, config=config, groups=GroupsAsked(owners.groups))
+
+
+def _ranks_here(place: Any) -> range:
+    """The ranks on a worker's node: Ray Train numbers workers node by node."""
+    first = place.get_world_rank() - place.get_local_rank()
+    return range(first, first + place.get_local_world_size())
 
 
 def _check(config: ZeroConfig) -> None:

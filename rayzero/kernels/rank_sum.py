@@ -1,7 +1,8 @@
 """Sums gradients across ranks in fp32: in rank order inside fixed groups of 8 consecutive ranks, then group by group.
 
 [Note: groups of 8] Up to 8 ranks this is plain rank order. The rank's number decides its group, not which ranks are
-present, so that one day a relay on a node of 8 can add its ranks first without changing a bit.
+present. So the first ranks of a group can be added on their host, before they travel, without changing a bit: whoever
+adds the others goes on from that sum. Later ranks of a group cannot, because fp32 addition is not associative.
 
 [Note: over the link] A copy between host and device that changes the dtype converts on the side that it comes from: 16
 bits from the host would cross as 32. So what crosses keeps its dtype, and the device converts it.
@@ -9,8 +10,8 @@ bits from the host would cross as 32. So what crosses keeps its dtype, and the d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Collection, Sequence
+from itertools import groupby, takewhile
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ from torch import Tensor
 from rayzero.protocol.scattered import Gradient
 
 GROUP = 8  # consecutive ranks
+
+
+def summed_with(rank: int, here: Collection[int]) -> tuple[int, ...]:
+    """The ranks, ascending, that can be added with ``rank`` on a host that has the ranks ``here``: its group's first
+    ranks, without a gap. Empty if ``rank`` is none of them, or they are one rank alone. See [Note: groups of 8]."""
+    first = rank // GROUP * GROUP
+    found = tuple(takewhile(lambda each: each in here, range(first, first + GROUP)))
+    return found if len(found) > 1 and rank in found else ()
 
 
 class RankSum:
@@ -47,6 +56,13 @@ class RankSum:
                 self._sum_group(group, parts)
                 total.add_(group)
         return total
+
+    def sum_group(self, out: Tensor, parts: Sequence[Tensor]) -> None:
+        """Sum ranks of one group, in their order, into ``out``. ``parts``: 1D, of any float dtype, not empty. ``out``:
+        as many elements, fp32, memory of the caller."""
+        for start in range(0, out.numel(), self._wide.numel()):
+            stop = min(start + self._wide.numel(), out.numel())
+            self._sum_group(out[start:stop], [part[start:stop] for part in parts])
 
     def owns(self, summed: Tensor) -> bool:
         """Whether ``summed`` is in scratch memory, and so may be written to until the next call."""

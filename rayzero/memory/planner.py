@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,12 +69,14 @@ def plan_owner(
     state_bytes: float = 8.0,
     own_gradients: bool = False,
     measures_norms: bool = False,
+    sums: Sequence[int] = (),
 ) -> OwnerPlan:
     """Sum up what the host keeps for ``owner``'s shards.
 
     state_bytes: of the optimizer's states, per element (8 for Adam in fp32). own_gradients: this host's ranks keep
     their gradients themselves, so no staging is needed. measures_norms: the owner measures norms by layer group
-    (owner/update/group_norms.py)."""
+    (owner/update/group_norms.py). sums: of how many ranks each is that comes in fp32 in place of their gradients
+    (``ZeroConfig.host_push``)."""
     params = master = frozen = gradients = largest = 0
     on_device = shard_map.on_device(owner)
     for index in shard_map.shards_of(owner):
@@ -94,8 +96,10 @@ def plan_owner(
         params=params,
         master=frozen + (0 if on_device else master),
         moments=0 if on_device else states,
-        gradients=gradients * world_size,
-        staging=0 if own_gradients else staging_bytes(layout, shard_map, owner, accumulation_steps) * world_size,
+        gradients=gradients * (world_size - sum(sums)) + master * len(sums),
+        staging=0
+        if own_gradients
+        else staging_bytes(layout, shard_map, owner, accumulation_steps) * (world_size - sum(sums)),
         norms=largest * FP32 if measures_norms else 0,
         on_device=master + states if on_device else 0,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -119,13 +119,22 @@ class ShardService:
 
     # ---- attach and initial values
 
-    def attach(self, rank: int, spec: ModelSpec, *, own_gradients: bool = False, comes_back: bool = False) -> Attached:
+    def attach(
+        self,
+        rank: int,
+        spec: ModelSpec,
+        *,
+        own_gradients: bool = False,
+        comes_back: bool = False,
+        summed: Sequence[int] = (),
+    ) -> Attached:
         """Shake hands with a rank. The first call allocates memory and restores from ``spec.restore_from``. That may
         take long, so do not call it on an event loop.
 
         own_gradients: the rank keeps its gradients in its own memory on this host: it calls ``map_gradients`` next, and
             announces its pushes by ``observe``. Otherwise this owner keeps them: ``reserve`` and ``landed``.
         comes_back: the rank has died before.
+        summed: the ranks of its host, itself included, whose gradients come as one sum; empty: its own come alone.
 
         Raises HandshakeError naming what differs between two ranks, MemoryPlanError, UnsupportedError,
         CheckpointError."""
@@ -143,6 +152,7 @@ class ShardService:
                     ownership=self.ownership,
                     memory_taken=self._memory_taken,
                     own_gradients=own_gradients,
+                    summed=summed,
                     measures_norms=self._norms_every is not None,
                     device=self._device,
                     left=self._left,
@@ -153,7 +163,7 @@ class ShardService:
                 model = self._parts.model
                 check_same(model, spec, rank, self.owner, comes_back=comes_back)
         if not own_gradients:
-            self.map_gradients(rank, None)
+            self.map_gradients(rank, None, summed=summed)
         return Attached(version=model.first_version, needs_load=model.needs_load and not self.is_loaded)
 
     def _start(self, model: OwnedModel) -> None:
@@ -188,14 +198,21 @@ class ShardService:
         self._unwatch = recorder.watch(self._readings)
         settle(self._begun, None)
 
-    def map_gradients(self, rank: int, flats: Mapping[int, Tensor] | None, back_at: int | None = None) -> None:
+    def map_gradients(
+        self,
+        rank: int,
+        flats: Mapping[int, Tensor] | None,
+        back_at: int | None = None,
+        *,
+        summed: Sequence[int] = (),
+    ) -> None:
         """Read a rank's gradients from ``flats``: unit -> 1D, unit.numel elements, fp32 with accumulation, else the
         unit's dtype. None: keep memory for them here. A repeat changes nothing. ``back_at``: the step with which a rank
-        begins that has come back; its new memory is read from there on."""
+        begins that has come back; its new memory is read from there on. ``summed``: see ``attach``."""
         parts = self._attached()
         if back_at is not None and parts.model.former and not parts.contributions.knows(rank):
             self._take_former(parts, rank)  # it has died since this owner took over, and before they met
-        parts.contributions.add_rank(rank, flats, back_at)
+        parts.contributions.add_rank(rank, flats, back_at, summed)
 
     def _take_former(self, parts: _Parts, *ranks: int) -> None:
         """Read what dead ranks have pushed of the step that a former life of this owner may not have applied."""
@@ -240,7 +257,7 @@ class ShardService:
             original.update(owned.original_bytes)
             for kind, size in owned.memory_bytes.items():
                 held[kind, memory.tier if kind == "param" else memory.state_tier] += size
-        for rank in list(parts.contributions.ranks.values()):
+        for rank in set(parts.contributions.ranks.values()):
             held["grad", "ram"] += rank.landing_bytes
             held["staging", "ram"] += rank.staging_bytes
         held["staging", "ram"] += parts.updates.scratch_bytes

@@ -18,6 +18,7 @@ from typing import Any
 from rayzero.codecs.record import kept_bytes
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.errors import MemoryPlanError
+from rayzero.kernels.rank_sum import summed_with
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import ShardMap, shard_map_for
 from rayzero.memory.planner import OwnerPlan, check_budget, plan_owner
@@ -25,8 +26,10 @@ from rayzero.memory.pool import buffer_bytes
 from rayzero.plan.hardware import Hardware, Hosts
 from rayzero.plan.programs import Programs
 from rayzero.plan.work import Work
+from rayzero.protocol.gradient_sum import gradient_dtype
 from rayzero.protocol.ownership import device_owners
 from rayzero.quantities import count, format_bytes
+from rayzero.store.shm.host_sums import sums_gain
 
 __all__ = ["DeviceBytes", "HostBytes", "RunBytes", "check_budgets", "check_fits", "plan_bytes"]
 
@@ -89,7 +92,9 @@ class HostBytes:
     kept: int = 0  # of its ranks: gradients for owners elsewhere, which their successors would need (keep_pushed)
     beside: int = 0  # owners beside its ranks (offload_fraction < 1); owner_bytes includes their bytes here
     relayed: int = 0  # parameters of owners elsewhere, once for its ranks (host_fetch); ``shared`` includes them
+    summed: int = 0  # of ``shared``: ``kept``, where it leaves the host as one sum of its ranks (host_push)
     needs_relayed: bool = False  # without room for them the run is refused, not planned otherwise
+    needs_summed: bool = False  # the same
 
     @property
     def _beside(self) -> str:
@@ -109,6 +114,11 @@ class HostBytes:
     def optional(self) -> int:
         """Of the sum: what the run does without where there is no room."""
         return 0 if self.needs_relayed else self.relayed
+
+    @property
+    def optional_shared(self) -> int:
+        """Of ``shared``: what the run does without, or has elsewhere, where there is no room."""
+        return self.optional + (0 if self.needs_summed else self.summed)
 
     def describe(self) -> str:
         """The sum, term by term, for people."""
@@ -163,6 +173,7 @@ def plan_bytes(
     )
     accumulation = zero.gradient_accumulation_steps if zero.offload_grads else 1
     with_ranks = set(ranks)
+    summed = _summed(layout, ranks, zero, accumulation)
     plans = tuple(
         plan_owner(
             layout,
@@ -173,6 +184,7 @@ def plan_bytes(
             state_bytes=state_bytes,
             own_gradients=shares_memory(zero) and with_ranks == {owners[owner]},
             measures_norms=measures_norms,
+            sums=[len(group) for host, groups in summed.items() if host != owners[owner] for group in groups],
         )
         for owner in range(len(owners))
     )
@@ -197,8 +209,14 @@ def plan_bytes(
         )
         for host in sorted({*ranks, *owners})
     )
-    if outlives_owners and zero.keep_pushed:
-        each = tuple(replace(host, kept=host.ranks * _kept(plans, plans_of[host.host], zero)) for host in each)
+    kept = {host.host: host.ranks * _kept(layout, shards, plans_of[host.host], accumulation, zero) for host in each}
+    each = tuple(
+        replace(host, kept=kept[host.host]) if (outlives_owners and zero.keep_pushed) or summed[host.host] else host
+        for host in each
+    )
+    each = tuple(
+        replace(host, shared=host.shared + host.kept, summed=host.kept) if summed[host.host] else host for host in each
+    )
     return RunBytes(device=device, owners=plans, hosts=each)
 
 
@@ -212,10 +230,27 @@ def _relayed(
     return sum(kept_bytes(layout.units[s.unit], s) for s in layout.shards if s.index not in ours)
 
 
-def _kept(every: Sequence[OwnerPlan], here: Sequence[OwnerPlan], zero: ZeroConfig) -> int:
+def _kept(
+    layout: ModelLayout, shard_map: ShardMap, here: Sequence[OwnerPlan], accumulation: int, zero: ZeroConfig
+) -> int:
     """One rank's gradients for owners that do not read them in its memory. ``here``: those on its host."""
-    sent = sum(plan.gradients for plan in every) - (sum(plan.gradients for plan in here) if shares_memory(zero) else 0)
-    return sent // every[0].world_size
+    ours = {shard for plan in here for shard in shard_map.shards_of(plan.owner)} if shares_memory(zero) else set()
+    sent = [shard for shard in layout.shards if shard.index not in ours and layout.units[shard.unit].trainable]
+    return sum(shard.numel * gradient_dtype(layout.units[shard.unit], accumulation > 1).itemsize for shard in sent)
+
+
+def _summed(
+    layout: ModelLayout, hosts_of: Sequence[int], zero: ZeroConfig, accumulation: int
+) -> defaultdict[int, set[tuple[int, ...]]]:
+    """By host, the groups of ranks whose gradients leave it as one sum. ``hosts_of``: of the ranks."""
+    here, found = defaultdict[int, set[int]](set), defaultdict[int, set[tuple[int, ...]]](set)
+    for rank, host in enumerate(hosts_of):
+        here[host].add(rank)
+    for rank, host in enumerate(hosts_of if zero.pushes_for_host != "never" else ()):
+        ranks = summed_with(rank, here[host])
+        if ranks and (zero.host_push == "always" or sums_gain(layout.units, accumulation, len(ranks))):
+            found[host].add(ranks)
+    return found
 
 
 def shares_memory(zero: ZeroConfig) -> bool:
@@ -315,6 +350,7 @@ def _host_bytes(
         beside=len(own) - actors,
         relayed=relayed,
         needs_relayed=zero.host_fetch == "always",
+        needs_summed=zero.host_push == "always",
         programs=programs.of_host(num_ranks, actors, coordinators=host == 0),
         coordinator=host == 0,
     )
@@ -351,9 +387,9 @@ def check_fits(run: RunBytes, hardware: Hardware) -> None:
                 f"host {host.host} needs {host.describe()}, but has {format_bytes(hardware.host_bytes)}; use more "
                 f"hosts, fewer ranks on each, or precision='bf16'"
             )
-        if host.shared - host.optional > hardware.shm_bytes:
+        if host.shared - host.optional_shared > hardware.shm_bytes:
             raise MemoryPlanError(
                 f"host {host.host} needs {format_bytes(host.shared)} of shared memory, but zero.slab_dir has room "
                 f"for {format_bytes(hardware.shm_bytes)}; set slab_dir to a directory with more room, "
-                f"transport='grpc' or host_fetch='never'"
+                f"transport='grpc', host_fetch='never' or host_push='never'"
             )

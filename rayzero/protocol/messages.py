@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from rayzero.errors import RayZeroError
 from rayzero.layout.model_layout import ModelLayout
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 # Tensor kinds to fetch or write; the name of an optimizer state, such as "exp_avg", is one too.
 COMPUTE = "compute"  # the published parameters, in the unit's dtype
@@ -86,9 +86,20 @@ class Attached:
     step: int = 0  # of a rank that has come back: the open step, with which it goes on
 
 
+class Summand(NamedTuple):
+    """One rank's part of a sum over ranks of a host: all its pushes of a unit in an attempt at a step."""
+
+    rank: int
+    attempt: int
+    pushes: int  # how many; 0: the rank has none of the unit
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """The header of one push of one rank for one unit; the gradient bytes travel beside it."""
+    """The header of one push of one rank for one unit; the gradient bytes travel beside it.
+
+    With ``summands``, the bytes are the fp32 sum over these ranks, ``rank`` is the first of them, ``presence`` has the
+    parameters of which any of them has a gradient, and ``attempt`` and ``seq`` are 0."""
 
     step: int
     attempt: int  # how often this rank has discarded within the step
@@ -97,6 +108,7 @@ class Contribution:
     seq: int  # how many pushes of this unit this rank has made before, in this attempt
     presence: bytes  # bit i (least significant first) set: slot i of the unit has a gradient
     sum_of: int = 0  # n > 0: not push ``seq`` alone but the sum of the first n = seq + 1, in the dtype it is kept in
+    summands: tuple[Summand, ...] = ()  # ascending ranks of one group of kernels/rank_sum.py
 
     @property
     def first(self) -> int:

@@ -86,6 +86,8 @@ _SERVICE = "rayzero.owner.service:ShardService"
 _UPDATES, _LEAD = "rayzero.owner.updates:StepUpdates", "rayzero.lead.lead:StepLead"
 _SERVER = "rayzero.store.owner.server:OwnerServer"
 _FETCHES = "rayzero.store.rank.transfers.host_fetches:HostFetches"
+_SUMS = "rayzero.store.rank.transfers.host_sums:HostSums"
+_HOST = "rayzero.store.rank.memory.host_ranks:HostRanks"
 _ENGINE, _STEP, _STORE = (
     "rayzero.engine.engine:Engine",
     "rayzero.engine.rank_step:RankStep",
@@ -172,6 +174,11 @@ POINTS = {
     "rank.backward": Point(f"{_ENGINE}._completed", _BEFORE),
     "rank.push": Point(f"{_STEP}.push", _BEFORE),
     "rank.announce": Point("rayzero.store.rank.remote:RemoteConnection.announce", _BEFORE, repeats=True),
+    "rank.sums-up": Point(f"{_HOST}.sum", _BEFORE),  # each look counts, also one that finds nothing to add
+    "rank.sends-sum": Point(f"{_STORE}._send_sum", _BEFORE),
+    "rank.sent-sum": Point(f"{_SUMS}._ended", _BEFORE),
+    "rank.wakes-sender": Point(f"{_HOST}.announced", _BEFORE),
+    "rank.tells-host": Point(f"{_HOST}.finished", _BEFORE),
     "rank.pushed": Point(f"{_STEP}.push", _AFTER),
     "rank.pushed-last": Point(f"{_STEP}.landed", _AFTER),
     "rank.clip": Point(f"{_STEP}.clip_norm", _BEFORE),

@@ -78,7 +78,10 @@ class ServedReach:
                 wire_compression=self.config.wire_compression,
                 broadcast=self.config.broadcast,
                 share=self._host_of(rank),
-                host_fetch=self.config.fetches_for_host(self._ranks_with(rank)) if self.share else "never",
+                host_fetch=self.config.fetches_for_host(len(self._ranks_with(rank))) if self.share else "never",
+                host_push=self.config.pushes_for_host if self.share else "never",
+                ranks_here=self._ranks_with(rank),
+                keep_pushed=self.config.keep_pushed,
                 outlives_owners=self.outlives_owners,
                 ownership=ownership,
                 recorder=recorder,
@@ -91,9 +94,9 @@ class ServedReach:
     def _host_of(self, rank: int) -> Path | None:
         return self.hosts.get(f"rank {rank}", self.share)
 
-    def _ranks_with(self, rank: int) -> int:
-        """How many ranks are on the host of one, itself included."""
-        return sum(self._host_of(other) == self._host_of(rank) for other in range(self.world_size))
+    def _ranks_with(self, rank: int) -> list[int]:
+        """The ranks on the host of one, itself included."""
+        return [other for other in range(self.world_size) if self._host_of(other) == self._host_of(rank)]
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ def test_a_loop_that_is_late_finds_the_owners_that_have_moved_meanwhile(monkeypa
     worker = RankWorker(0, 1, None)
     worker.succeed(1, "c:3")
     settings = RankSettings(
-        ranks_here=1,
+        ranks_here=(0,),
         rank=0, world_size=1, run="demo", run_dir=tmp_path, resume=None, on_checkpoint_error="warn", use_gpu=False,
         bind_numa=False, config=ZeroConfig(), addresses=("a:1", "b:2"), lineage="line", token="secret",
     )  # fmt: skip

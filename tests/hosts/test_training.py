@@ -72,17 +72,21 @@ def test_all_ranks_on_one_host_and_all_owners_on_the_other(
         ["rank 0", "rank 1"],
         ["optimizer 0", "optimizer 1"],
     )
-    assert a.sent_to(b) - before[0] > 2 * PUSHED
+    assert 0.9 * PUSHED < a.sent_to(b) - before[0] < 1.5 * PUSHED, "gradients leave as one sum of both ranks"
     assert 0.9 * PUSHED < b.sent_to(a) - before[1] < 1.5 * PUSHED, "weights come once for both ranks"
     assert training.digest() == undisturbed
 
 
-def test_ranks_of_a_host_that_fetch_each_for_itself(two_hosts: TwoHosts, undisturbed: str, tmp_path: Path) -> None:
+def test_ranks_of_a_host_that_fetch_and_push_each_for_itself(
+    two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
+) -> None:
     a, b = two_hosts.a, two_hosts.b
-    before = b.sent_to(a)
-    training = train(a, tmp_path, two_hosts.address, *OWNERS_ELSEWHERE, "zero.host_fetch=never")
+    before = a.sent_to(b), b.sent_to(a)
+    each = ["zero.host_fetch=never", "zero.host_push=never"]
+    training = train(a, tmp_path, two_hosts.address, *OWNERS_ELSEWHERE, *each)
     training.end()
-    assert b.sent_to(a) - before > 2 * 0.9 * PUSHED
+    assert a.sent_to(b) - before[0] > 2 * PUSHED
+    assert b.sent_to(a) - before[1] > 2 * 0.9 * PUSHED
     assert training.digest() == undisturbed
 
 

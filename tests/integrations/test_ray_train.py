@@ -96,6 +96,7 @@ class Place:
     """The only worker of a fit."""
 
     get_world_rank = staticmethod(lambda: 0)
+    get_local_rank = staticmethod(lambda: 0)
     get_local_world_size = staticmethod(lambda: 1)
     get_world_size = staticmethod(lambda: 1)
     get_experiment_name = staticmethod(lambda: "demo")

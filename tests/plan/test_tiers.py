@@ -221,5 +221,20 @@ def test_only_memory_that_is_asked_for_makes_a_host_too_small(how: str) -> None:
         check_fits(run, tight)
 
 
+def test_owners_keep_one_sum_of_the_ranks_of_another_host_and_those_ranks_their_gradients_in_shared_memory() -> None:
+    """Ranks 0 and 1 are on the first host. Ranks 2 and 3 come behind them in their group, so each pushes its own."""
+    four = ScalingConfig(num_workers=4, num_optimizers=2, use_gpu=True)
+    packed = ZeroConfig(placement="packed", gradient_accumulation_steps=2)
+    once, each = (planned(packed.replace(host_push=how), four, GPU_HOSTS) for how in ("auto", "never"))
+    trained = sum(unit.numel for unit in four_layers().units if unit.trainable)
+    assert sum(owner.gradients for owner in each.owners) == 4 * 4 * trained
+    assert sum(owner.gradients for owner in once.owners) == (1 + 2) * 4 * trained
+    assert [host.summed for host in once.hosts] == [2 * 4 * trained, 0]
+    assert once.hosts[0].shared - each.hosts[0].shared == once.hosts[0].kept == 2 * 4 * trained
+    check_fits(once, replace(GPU_HOSTS, shm_bytes=max(host.shared - host.summed for host in once.hosts)))
+    bf16 = planned(packed.replace(gradient_accumulation_steps=1), four, GPU_HOSTS)
+    assert not any(host.summed for host in bf16.hosts), "two ranks push as many bytes"
+
+
 def replace_fetch(how: str, **settings: Any) -> ZeroConfig:
     return ZeroConfig(precision="bf16", host_fetch=how, **settings)  # type: ignore[arg-type]

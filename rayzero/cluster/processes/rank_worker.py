@@ -46,7 +46,7 @@ class RankSettings:
 
     rank: int
     world_size: int
-    ranks_here: int  # on this rank's node
+    ranks_here: tuple[int, ...]  # the ranks on this rank's node
     run: str
     run_dir: Path
     resume: Path | None

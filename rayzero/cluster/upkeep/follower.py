@@ -54,7 +54,7 @@ def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> 
         RankSettings(
             rank=rank,
             world_size=request.scaling.num_workers,
-            ranks_here=nodes.count(nodes[rank]),
+            ranks_here=tuple(other for other, node in enumerate(nodes) if node == nodes[rank]),
             run=request.run.name,
             run_dir=request.directory.path,
             resume=start.checkpoint,

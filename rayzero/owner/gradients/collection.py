@@ -59,31 +59,22 @@ class Collection:
                 self.missing[index] = missing
         self.unsummed = set(self.shards)
 
-    def arrived(self, owned: OwnedShard, rank: int, ranks: Mapping[int, RankGradients]) -> bool:
-        """A push landed; returns whether it was the last one missing for ``owned``. Raises StepMismatchError if more
-        pushes arrived than were counted."""
-        missing = self.missing.get(owned.shard.index)
-        if missing is None or rank not in missing or not self._is_there(owned, rank, ranks):
-            return False
-        missing.discard(rank)
-        if missing:
+    def arrived(self, owned: OwnedShard, came: Sequence[int], ranks: Mapping[int, RankGradients]) -> bool:
+        """A push of the ranks ``came`` landed; returns whether it was the last one missing for ``owned``. Raises
+        StepMismatchError if more pushes arrived than were counted."""
+        missing = self.missing.get(owned.shard.index, set())
+        here = {rank for rank in missing.intersection(came) if self._is_there(owned, rank, ranks)}
+        missing -= here
+        if missing or not here:
             return False
         del self.missing[owned.shard.index]
         return True
 
     def _is_there(self, owned: OwnedShard, rank: int, ranks: Mapping[int, RankGradients]) -> bool:
-        report = self.reports[rank]
-        counted = report.counts[owned.unit.index]
-        gradients = ranks.get(rank)  # None: its finish came before its attach reached this owner
-        landed = 0
-        if gradients is not None:
-            landed = gradients.landings[owned.shard.index].sum.count_of(report.step, report.attempt)
-        if landed > counted:
-            raise StepMismatchError(
-                f"rank {rank} finished step {report.step} with {counted} pushes of {owned.unit.name!r}, "
-                f"but {landed} arrived; every push must be issued before finish"
-            )
-        return landed == counted
+        gradients = ranks.get(rank)
+        if gradients is None:  # its finish came before its attach reached this owner
+            return not self.reports[rank].counts[owned.unit.index]
+        return gradients.landings[owned.shard.index].is_there(rank, self.reports)
 
 
 def check_reports(step: int, reports: Sequence[FinishReport], spec: ModelSpec) -> None:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from rayzero.concurrency.futures import chain, fail, failed, settle
-from rayzero.errors import StateLostError, StepMismatchError, StoreError
+from rayzero.errors import HandshakeError, StateLostError, StepMismatchError, StoreError
+from rayzero.kernels.rank_sum import summed_with
 from rayzero.owner.gradients.collection import Collection, check_reports
-from rayzero.owner.gradients.landing import Admission, RankGradients, check_push
+from rayzero.owner.gradients.landing import Admission, RankGradients, check_push, check_summands
 from rayzero.owner.gradients.squares import Squares
 from rayzero.owner.shard import Contributors, OwnedShard, ShardState, ShardWork, StepWork
 from rayzero.owner.updater import Updater
@@ -93,12 +94,21 @@ class Contributions:
 
     # ---- memory for pushes
 
-    def add_rank(self, rank: int, own_memory: Mapping[int, Tensor] | None, back_at: int | None = None) -> None:
-        """A rank attached; ``own_memory``: see ``RankGradients``. A repeat changes nothing.
+    def add_rank(
+        self,
+        rank: int,
+        own_memory: Mapping[int, Tensor] | None,
+        back_at: int | None = None,
+        summed: Sequence[int] = (),
+    ) -> None:
+        """A rank attached; ``own_memory``, ``summed``: see ``RankGradients``. A repeat changes nothing.
 
         back_at: the step with which a rank begins that has died and come back; its new memory counts from there on.
-            (Memory that this owner keeps stays: pushes of the rank's later attempts replace what is there.)"""
+            (Memory that this owner keeps stays: pushes of the rank's later attempts replace what is there.)
+
+        Raises HandshakeError if ranks do not agree about which of them come as one sum."""
         with self._lock:
+            self._check_summed(rank, tuple(summed) if own_memory is None else ())
             if rank in self.ranks and (back_at is None or own_memory is None):
                 if own_memory is None and rank in self._former:
                     raise StateLostError(
@@ -108,17 +118,36 @@ class Contributions:
                     )
                 return
             gradients = RankGradients(
-                rank,
+                summed[0] if own_memory is None and summed else rank,
                 list(self._shards.values()),
                 accumulate=self._spec.accumulation_steps > 1,
                 own_memory=own_memory,
+                summed=summed if own_memory is None else (),
             )
+            if gradients.summed:
+                self.ranks |= dict.fromkeys(gradients.summed, gradients)
+                return
             if rank not in self.ranks:
                 self.ranks[rank] = gradients
                 return
             assert back_at is not None
             self._back[rank] = back_at, gradients
             self._take_back()
+
+    def _check_summed(self, rank: int, summed: tuple[int, ...]) -> None:
+        if summed and summed_with(rank, summed) != summed:
+            raise HandshakeError(
+                f"{self._who}: the gradients of rank {rank} cannot come in a sum of ranks {list(summed)}: only the "
+                "first ranks of a group of 8 can be added before they travel; install the same rayzero in every process"
+            )
+        for other in (rank, *summed):
+            there = self.ranks[other].summed if other in self.ranks else summed
+            if there != summed and rank not in self._former:
+                raise HandshakeError(
+                    f"{self._who}: rank {rank} says that its gradients come in the sum of ranks {list(summed)} of its "
+                    f"host (none: alone), others say {list(there)}; start every rank of a host with the same "
+                    "zero.host_push and slab_dir"
+                )
 
     def knows(self, rank: int) -> bool:
         """Whether the rank has attached, or a former life of it is read."""
@@ -185,6 +214,7 @@ class Contributions:
         if push.step > self.open_step or self._to_be_read[owned.shard.index]:
             return False, None
         rank = self.ranks[push.rank]
+        check_summands(push, rank)
         landing = rank.landings[owned.shard.index]
         admission = landing.admit(push)
         if admission in (Admission.DROP, Admission.WAIT):
@@ -238,7 +268,7 @@ class Contributions:
         landing.absorb(push, came)
         with self._lock:
             rank.release(landing.complete(push))
-            excess = self._arrived(owned, push.rank)
+            excess = self._arrived(owned, *(rank.summed or (push.rank,)))
         self.retry(rank=push.rank)
         return excess
 
@@ -254,11 +284,11 @@ class Contributions:
                     excess = self._arrived(owned, rank) or excess
         return excess
 
-    def _arrived(self, owned: OwnedShard, rank: int) -> StepMismatchError | None:
-        """A push of ``rank`` is there. Sum the shard if this was the last push that was counted or expected."""
+    def _arrived(self, owned: OwnedShard, *ranks: int) -> StepMismatchError | None:
+        """A push of ``ranks`` is there. Sum the shard if this was the last push that was counted or expected."""
         try:
             if self._collection is not None:
-                if self._collection.arrived(owned, rank, self.ranks):
+                if self._collection.arrived(owned, ranks, self.ranks):
                     self._sum_later([owned], self.open_step)
             elif self._looks_complete(owned):
                 self._ripen(owned)
@@ -280,8 +310,7 @@ class Contributions:
 
     def _has_expected(self, owned: OwnedShard, rank: int) -> bool:
         landing = self.ranks[rank].landings[owned.shard.index]
-        here = landing.sum
-        counted = here.count_of(self.open_step, here.attempt)
+        counted = landing.counted(rank, self.open_step)
         return not landing.is_scattered and counted == self._expected[rank][owned.unit.index]
 
     def _ripen(self, owned: OwnedShard) -> None:
@@ -512,16 +541,20 @@ class Contributions:
 
     def _landed_ranks(self, owned: OwnedShard, step: int) -> list[int]:
         """The ranks that have landed gradients for this shard so far, counted or not."""
-        found = {rank: self.ranks[rank].landings[owned.shard.index].sum for rank in sorted(self.ranks)}
-        return [rank for rank, here in found.items() if here.count_of(step, here.attempt)]
+        found = {rank: self.ranks[rank].landings[owned.shard.index] for rank in sorted(self.ranks)}
+        return [rank for rank, here in found.items() if here.counted(rank, step)]
+
+    def _holders(self, ranks: Sequence[int]) -> list[int]:
+        """The ranks under which the gradients of ``ranks`` lie here: for those that come as one sum, the first."""
+        return list(dict.fromkeys(self.ranks[rank].rank for rank in ranks))
 
     def _key(self, owned: OwnedShard, ranks: Sequence[int], clamp: Clamp | None) -> _PartKey:
         index, gradients = owned.shard.index, self.ranks
-        return clamp, tuple([(rank, gradients[rank].landings[index].generation) for rank in ranks])
+        return clamp, tuple([(rank, gradients[rank].landings[index].generation) for rank in self._holders(ranks)])
 
     def _contributors(self, owned: OwnedShard, ranks: Sequence[int]) -> Contributors:
         """Per slice, those of ``ranks`` with a gradient for it."""
-        index, gradients = owned.shard.index, self.ranks
+        index, gradients, ranks = owned.shard.index, self.ranks, self._holders(ranks)
         present = [gradients[rank].landings[index].present for rank in ranks]
         if all(map(all, present)):
             return (tuple(ranks),) * len(owned.slices)

@@ -1,5 +1,9 @@
 """The memory that gradients land in. It belongs to one rank, so that its pushes wait for no other rank.
 
+[Note: sums of a host] Ranks of another host that add their gradients before they travel share one landing. It takes a
+sum as it comes, and a newer one in its place: one with later attempts or more pushes of one of the ranks. It serves a
+decision if it has exactly the pushes that all of them counted.
+
 [Note: whose memory] A rank on this host gathers and adds its gradients in its own memory, which the owner maps and only
 reads; the rank announces what is there (``observe``). For a rank on another host the owner keeps that memory: a push
 reserves it, copies its bytes in and reports them as ``landed``. Bytes that have to be added are staged first, so that
@@ -14,11 +18,11 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from rayzero.errors import StoreError
+from rayzero.errors import StepMismatchError, StoreError
 from rayzero.owner.memory import carve
 from rayzero.owner.shard import OwnedShard
 from rayzero.protocol.gradient_sum import GradientSum, gradient_dtype
-from rayzero.protocol.messages import Contribution, Pushed
+from rayzero.protocol.messages import Contribution, FinishReport, Pushed, Summand
 from rayzero.protocol.scattered import Gradient, ScatteredShard, ScatteredUnit
 
 
@@ -59,6 +63,25 @@ class Landing:
     def free(self) -> None:
         """The gradients have been read."""
         self._scattered = None
+
+    def counted(self, rank: int, step: int) -> int:
+        """How many pushes of ``rank`` in an attempt at ``step`` are here."""
+        return self.sum.count_of(step, self.sum.attempt)
+
+    def is_there(self, rank: int, reports: Mapping[int, FinishReport]) -> bool:
+        """Whether the pushes that ``rank`` counted are here. ``reports``: by rank. Raises StepMismatchError if there
+        are more than it counted."""
+        report = reports[rank]
+        return self._landed(report, self.sum.count_of(report.step, report.attempt))
+
+    def _landed(self, report: FinishReport, landed: int) -> bool:
+        counted = report.counts[self.owned.unit.index]
+        if landed > counted:
+            raise StepMismatchError(
+                f"rank {report.rank} finished step {report.step} with {counted} pushes of {self.owned.unit.name!r}, "
+                f"but {landed} arrived; every push must be issued before finish"
+            )
+        return landed == counted
 
     def admit(self, push: Contribution) -> Admission:
         """What to do with a push of the open step. Raises AccumulationError for a push that cannot be added."""
@@ -115,10 +138,84 @@ class Landing:
         self.generation += 1
 
 
-class RankGradients:
-    """All gradient memory of one rank at one owner, with its staging.
+class HostLanding(Landing):
+    """The sum of several ranks' gradients of one shard, which are added on their host. See [Note: sums of a host]."""
 
-    Knows the rank's shards and free staging entries; not steps or other ranks."""
+    def __init__(self, owned: OwnedShard, memory: Tensor, ranks: Sequence[int]) -> None:
+        """``memory``: 1D, the shard's elements, fp32. ``ranks``: ascending."""
+        super().__init__(owned, memory)
+        self.ranks = tuple(ranks)
+        self._step = -1
+        self._has: dict[int, Summand] = {}  # by rank, what is here of that step; empty: nothing that is whole
+        self._coming: tuple[int, tuple[Summand, ...]] | None = None  # (step, summands) that may be written
+
+    def admit(self, push: Contribution) -> Admission:
+        """See ``Landing.admit``."""
+        if push.step < self._step or (push.step == self._step and self._is_old(push)):
+            return Admission.DROP
+        return Admission.WAIT if self._adding else Admission.LAND
+
+    def _is_old(self, push: Contribution) -> bool:
+        """Whether a sum of the same step has nothing that is not here, or is coming already. One that is coming may be
+        sent again, because its first try may have been cut."""
+        if self._coming is not None:
+            coming = self._coming[1]
+            return push.summands != coming and not _is_newer(push.summands, coming)
+        return bool(self._has) and not _is_newer(push.summands, tuple(self._has.values()))
+
+    def open(self, push: Contribution) -> None:
+        """See ``Landing.open``."""
+        self._step, self._has, self._coming = push.step, {}, (push.step, push.summands)
+        self.sum.presence = 0
+        self._look()
+
+    def begin(self, push: Contribution) -> bool:
+        """See ``Landing.begin``."""
+        if self._coming != (push.step, push.summands) or self._adding:
+            return False
+        self._adding = True
+        self.generation += 1
+        return True
+
+    def complete(self, push: Contribution) -> Tensor | None:
+        """See ``Landing.complete``."""
+        self._has, self._coming = {each.rank: each for each in push.summands}, None
+        self.sum.presence = int.from_bytes(push.presence, "little")
+        self._look()
+        self._adding = False
+        return None
+
+    def counted(self, rank: int, step: int) -> int:
+        """See ``Landing.counted``."""
+        return self._has[rank].pushes if self._has and self._step == step else 0
+
+    def is_there(self, rank: int, reports: Mapping[int, FinishReport]) -> bool:
+        """See ``Landing.is_there``. Nothing comes of a unit that none of the ranks has pushed."""
+        mine, unit = [reports[each] for each in self.ranks], self.owned.unit.index
+        if not any(report.counts[unit] for report in mine):
+            return True
+        report = reports[rank]
+        if self._step != report.step or not self._has:
+            return False
+        if self._has[rank].attempt == report.attempt:
+            self._landed(report, self._has[rank].pushes)
+        return all(self._fits(each) for each in mine)
+
+    def _fits(self, report: FinishReport) -> bool:
+        """Whether exactly the pushes that a rank counted are in the sum."""
+        has, counted = self._has[report.rank], report.counts[self.owned.unit.index]
+        return has.pushes == counted and (not counted or has.attempt == report.attempt)
+
+
+def _is_newer(summands: Sequence[Summand], before: Sequence[Summand]) -> bool:
+    """Whether a sum has a later attempt, or more pushes, of any rank than another sum of the same ranks."""
+    return any(now[1:] > then[1:] for now, then in zip(summands, before, strict=True))
+
+
+class RankGradients:
+    """All gradient memory of one rank, or of ranks that come as one sum, at one owner, with its staging.
+
+    Knows the shards and free staging entries; not steps or other ranks."""
 
     def __init__(
         self,
@@ -127,13 +224,21 @@ class RankGradients:
         *,
         accumulate: bool,
         own_memory: Mapping[int, Tensor] | None = None,
+        summed: Sequence[int] = (),
     ) -> None:
         """``accumulate``: a step may have several backwards. ``own_memory``: unit -> the rank's own flat gradients (1D,
-        unit.numel elements of ``gradient_dtype``), read in place; None: allocate memory here."""
-        self.rank = rank
+        unit.numel elements of ``gradient_dtype``), read in place; None: allocate memory here. ``summed``: the ranks
+        whose sum comes, ``rank`` the first of them; empty: the gradients of ``rank`` alone."""
+        self.rank, self.summed = rank, tuple(summed)
         trained = [owned for owned in shards if owned.trainable]
         self._free: list[Tensor] = []
         self.landing_bytes = self.staging_bytes = 0  # bytes of memory allocated here
+        self.landings: dict[int, Landing]
+        if summed:
+            sums = carve([(o.shard.index, o.shard.numel) for o in trained], torch.float32)
+            self.landings = {o.shard.index: HostLanding(o, sums[o.shard.index], summed) for o in trained}
+            self.landing_bytes = sum(memory.nbytes for memory in sums.values())
+            return
         if own_memory is not None:
             self.landings = {o.shard.index: Landing(o, _part(own_memory, o)) for o in trained}
             return
@@ -185,3 +290,12 @@ def check_push(push: Contribution, owned: OwnedShard) -> None:
             f"{owned.shard.index} of {owned.unit.name!r}, which is "
             f"{'trained' if owned.trainable else 'frozen'}, is unit {owned.unit.index} and has {expected}"
         )
+
+
+def check_summands(push: Contribution, gradients: RankGradients) -> None:
+    """Raise StoreError if a push is not of the ranks that share ``gradients``."""
+    ranks = tuple(each.rank for each in push.summands)
+    if ranks != gradients.summed:
+        came = f"the sum of ranks {list(ranks)}" if ranks else f"gradients of rank {push.rank} alone"
+        named = f"the sum of ranks {list(gradients.summed)}" if gradients.summed else "a push of each rank"
+        raise StoreError(f"{came} came where {named} is taken; start every rank with the same zero.host_push")

@@ -110,7 +110,14 @@ class RankCalls:
             self._repeats.forget(request.rank)  # a new life's calls may look like those of the last one
         shares = self._model.shared is not None and self._model.shared.host == request.host != ""
         attached = await self._model.compute(
-            partial(service.attach, request.rank, spec, own_gradients=shares, comes_back=comes_back)
+            partial(
+                service.attach,
+                request.rank,
+                spec,
+                own_gradients=shares,
+                comes_back=comes_back,
+                summed=tuple(request.summed),
+            )
         )
         if request.lost_before:
             service.lost_before(request.rank, request.lost_before)

@@ -156,6 +156,8 @@ class ServedModel:
     def push_dtype(self, push: Contribution, unit: UnitLayout) -> torch.dtype:
         """The dtype in which the bytes of a push come, before they are encoded."""
         assert self.spec is not None
+        if push.summands:
+            return torch.float32
         return gradient_dtype(unit, self.spec.accumulation_steps > 1) if push.sum_of else unit.dtype
 
     async def compute(self, work: Callable[..., T], *args: Any) -> T:

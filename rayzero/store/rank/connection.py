@@ -31,6 +31,7 @@ from rayzero.protocol.messages import (
 )
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.memory.gradient_region import GradientRegion
+from rayzero.store.rank.memory.host_ranks import HostRanks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.rank.transfers.host_fetches import HostFetches
 from rayzero.telemetry.recorder import Recorder
@@ -136,6 +137,7 @@ class Joined:
     lead: LeadLine
     windows: UnitWindows | None  # over the owners' parameters, where memory is shared
     fetches: HostFetches | None = None  # what this host's ranks fetch once for all of them
+    host: HostRanks | None = None  # this host's ranks whose gradients senders get as one sum
     gradients: GradientRegion | None  # this rank's, if owners read gradients in its memory, or it keeps what it pushed
     keeps_pushed: bool = False  # also what senders send goes through that memory: a successor of an owner needs it
     takes_scattered: bool = False  # owners read gradients also where autograd has left them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent import futures
@@ -15,7 +16,7 @@ import torch
 
 from rayzero.concurrency.futures import DONE, chain, fail, settled, then
 from rayzero.concurrency.processes import this_process
-from rayzero.config.zero import HostFetch
+from rayzero.config.zero import HostFetch, HostPush
 from rayzero.errors import (
     ConfigError,
     EpochOverError,
@@ -24,10 +25,12 @@ from rayzero.errors import (
     StateLostError,
     UnsupportedError,
 )
+from rayzero.kernels.rank_sum import summed_with
 from rayzero.memory.malloc import keep_some_buffers
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import LOOP_STEPS, PROTOCOL_VERSION, Attached, LoopState, ModelSpec, Published, Pushed
 from rayzero.protocol.ownership import Ownership
+from rayzero.quantities import format_bytes
 from rayzero.security.credentials import Identity
 from rayzero.slabs.arena import Arena
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -35,6 +38,7 @@ from rayzero.store.rank.connection import GradientSender, Joined, Transfers
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
+from rayzero.store.rank.memory.host_ranks import HostRanks
 from rayzero.store.rank.memory.relay_memory import RelayMemory, join_memory
 from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
@@ -49,6 +53,7 @@ from rayzero.store.rank.transfers.repeated_pushes import NOTHING, RepeatedPushes
 from rayzero.store.rank.transfers.shared import SharedTransfers
 from rayzero.store.rank.transfers.wire import WireOptions, WireTransfers, transfer_threads
 from rayzero.store.shm.former_ranks import former_ranks
+from rayzero.store.shm.host_sums import sums_gain
 from rayzero.store.shm.loop_slab import loop_slabs
 from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.same_host import host_identity
@@ -93,6 +98,8 @@ class RemoteConnection:
         share: Path | None = None,
         share_with_all: bool = False,
         host_fetch: HostFetch = "never",
+        host_push: HostPush = "never",
+        ranks_here: Sequence[int] = (),
         outlives_owners: bool = False,
         keep_pushed: bool = True,
         ownership: Ownership | None = None,
@@ -105,6 +112,7 @@ class RemoteConnection:
         ``wire_compression``, ``broadcast``: see ``ZeroConfig``. ``share``: the directory for memory shared with owners
         of this host; None: gRPC to all. ``share_with_all``: attach raises UnsupportedError if an owner shares no
         memory with this rank. ``host_fetch``: see ``ZeroConfig``; "auto" here: other ranks share the directory.
+        ``host_push``: see ``ZeroConfig``. ``ranks_here``: the ranks of this host, the same in every life of this one.
         ``outlives_owners``: wait for the successor of an owner whose process has died (``succeed``), and take part in a
         change of the owners (``next``); else either is the end of the run.
         ``keep_pushed``: see ``ZeroConfig``. ``ownership``: who owns what by now; None: it is the run's first epoch.
@@ -131,6 +139,8 @@ class RemoteConnection:
             share=share,
             share_with_all=share_with_all,
             host_fetch=host_fetch,
+            host_push=host_push,
+            ranks_here=ranks_here,
             outlives_owners=outlives_owners,
             keep_pushed=keep_pushed,
             recorder=recorder,
@@ -178,11 +188,16 @@ class RemoteConnection:
         self._transfers: list[Transfers] = list(self._wires)  # by owner
         self._senders: dict[int, GradientSender] = {wire.owner: wire for wire in self._wires}
         self._share, self._share_with_all = share, share_with_all
+        self._token, self._host_push, self._ranks_here = token, host_push, tuple(ranks_here)
+        self._fetches_here = host_fetch != "never"
+        self._summed: tuple[int, ...] = ()  # after attach: whose gradients come elsewhere as one sum
+        self._host: HostRanks | None = None  # the same, if there are any. freed by: free()
         self._join_memory = partial(join_memory, host_fetch, key=token, model=model, who=f"rank {rank}")
         self._chunk_bytes = chunk_bytes
         self._relay: RelayMemory | None = None  # after attach, if this host keeps what comes from elsewhere
         self._host_fetches: HostFetches | None = None  # the same; freed by: retire() and free()
         self._shares = True  # with owners of this host: a rank that began without any goes on without
+        self._shares_with_owners = False  # or has shared
         self._shared: SharedRank | None = None  # after attach, if an owner of this host shares memory
         self._windows: UnitWindows | None = None
         self._gradients: GradientRegion | None = None
@@ -202,6 +217,8 @@ class RemoteConnection:
 
     def attach(self, spec: ModelSpec, *, page_lock: torch.device | None) -> Joined:
         """Shake hands with every owner; see ``Connection.attach``."""
+        if self._lead is None:
+            self._summed = self._summed_with(spec)
         answers = self._shake_hands(spec)
         plan = SharedPlan.of(spec, len(self._links), self._ownership)
         step = answers[plan.shard_map.owner(0)].step
@@ -240,6 +257,7 @@ class RemoteConnection:
             lead=self._lead,
             windows=self._windows,
             fetches=self._host_fetches,
+            host=self._host,
             gradients=self._gradients,
             keeps_pushed=self._keep_pushed and bool(self._senders),
             gradient_tier="shm" if self._shared is not None else "ram" if page_lock is None else "pinned",
@@ -264,6 +282,7 @@ class RemoteConnection:
             host=host_identity(self._share) if self._share is not None and self._shares else "",
             process=translate.process_to_pb(this_process()),
             lease_s=self._stall_s * _LEASE,
+            summed=self._summed,
         )
         asked = {}
         self._attaching = request
@@ -331,11 +350,33 @@ class RemoteConnection:
             plan=plan, away=away, directory=self._share, patience_s=min(_MAKING_S, max(QUICK_S, self._stall_s))
         )
         elsewhere = {} if page_lock is not None else self._elsewhere(away)
-        if offers:
+        if offers or self._summed:
             self._share_with_host(plan, offers, step, page_lock, elsewhere)
         elif elsewhere:
             self._windows = UnitWindows(plan, elsewhere, page_lock=None)  # freed by: free()
         self._fetch_for_host(plan, away)
+
+    def _summed_with(self, spec: ModelSpec) -> tuple[int, ...]:
+        """The ranks of this host, itself included, with which this one adds its gradients before they travel; empty:
+        its own travel alone. The same for all of them, so it depends on nothing that they may see differently."""
+        if self._host_push == "never" or self._share is None:
+            return ()
+        ranks = summed_with(self.rank, self._ranks_here)
+        gain = sums_gain(spec.layout.units, spec.accumulation_steps, len(ranks))
+        if not ranks or (self._host_push == "auto" and not gain):
+            return ()
+        needed = len(self._ranks_here) * sum(SharedPlan.of(spec, len(self._links), self._ownership).gradients().slabs)
+        needed += sum(unit.size_bytes for unit in spec.layout.units) if self._fetches_here else 0
+        if self._host_push == "auto" and needed > _size_of(self._share):
+            log.warning(
+                "rank %d: the gradients of this host leave it rank by rank, because %s is too small for %s; set "
+                "slab_dir to a larger one",
+                self.rank,
+                self._share,
+                format_bytes(needed),
+            )
+            return ()
+        return ranks
 
     def _share_with_host(
         self,
@@ -349,12 +390,18 @@ class RemoteConnection:
         if page_lock is not None and (doubt := doubt_of_locks(plan, list(offers))) is not None:
             log.warning("rank %d: %s", self.rank, doubt)
         shared = self._shared = SharedRank(  # freed by: free()
-            self.rank, plan, self._share, life=self.life, page_lock=page_lock
+            self.rank, plan, self._share, life=self.life, key=self._token, page_lock=page_lock
         )
         for owner, files in offers.items():
             shared.meet(owner, translate.paths_from_pb(files))
-        self._share_memory(shared, offers, back_at=step if self.life else None)
-        self._windows = shared.windows(elsewhere)  # freed by: free()
+        if offers:
+            self._share_memory(shared, offers, back_at=step if self.life else None)
+            self._shares_with_owners = True
+        if offers or elsewhere:
+            self._windows = shared.windows(elsewhere)  # freed by: free()
+        if self._summed:
+            self._host = HostRanks(shared, plan, self._summed, self._token)  # freed by: free()
+            log.info("rank %d: gradients of ranks %s leave this host as one sum", self.rank, list(self._summed))
         self._gradients = GradientRegion(plan.spec, shared.gradients())
         shared.listen(self._board)
 
@@ -435,8 +482,9 @@ class RemoteConnection:
         assert before._lead is not None
         plan = SharedPlan.of(before._plan.spec, len(self._links), self._ownership)
         self._shared, self._windows, self._gradients = before._shared, before._windows, before._gradients
-        self._lead, self._keeps, self._shares = before._lead, before._keeps, before._shared is not None
+        self._lead, self._keeps, self._shares = before._lead, before._keeps, before._shares_with_owners
         self._came_back, self._relay = before._came_back, before._relay
+        self._shares_with_owners, self._summed, self._host = self._shares, before._summed, before._host
         lead, told = plan.shard_map.owner(0), self._lead.told()
         self._lead.enter(self._links[lead], self._shared, self._watch)  # first: its successor is told the same
         answers = self._shake_hands(plan.spec, (lead, told))
@@ -531,12 +579,24 @@ class RemoteConnection:
         """What owners elsewhere may have to get again; None: nothing is kept for them."""
         if self._gradients is None:
             return None
-        return RepeatedPushes(plan, self._gradients, self._wires, self._board, self._order, self._stall_s, former)
+        return RepeatedPushes(
+            self.rank,
+            plan,
+            self._gradients,
+            self._wires,
+            self._board,
+            self._order,
+            self._stall_s,
+            former,
+            self._host,
+        )
 
     def _former(self, plan: SharedPlan, step: int) -> FormerRank:
         """What this rank had pushed of the last decided step before it died: an owner elsewhere that has died too may
         not have applied it. If nothing is left, those owners are told. ``step``: the open one."""
-        if self._shared is not None and self._keep_pushed:
+        if self._host is not None and self._host.has(step - 1):
+            return NOTHING  # what the ranks of this host have left is added again
+        if self._shared is not None and self._keep_pushed and self._host is None:
             left = former_ranks(plan, f"rank {self.rank}", self._shared.directory, step - 1).get(self.rank)
             if left is not None:
                 return left
@@ -667,6 +727,14 @@ class RemoteConnection:
             self._host_fetches.close()
         if self._relay is not None:
             self._relay.close()
+        if self._host is not None:
+            self._host.close()
+
+
+def _size_of(directory: Path) -> int:
+    """Bytes of the file system of a directory, used or not."""
+    found = os.statvfs(directory)
+    return found.f_blocks * found.f_frsize
 
 
 def _to_owner(request: pb.AttachRequest, owner: int) -> pb.AttachRequest:

@@ -27,13 +27,13 @@ def connect_store(
     recorder: Recorder,
     model: int = 0,
     life: int = 0,
-    ranks_here: int = 1,
+    ranks_here: Sequence[int] = (),
     outlives_owners: bool = False,
     tls: Identity | None = None,
 ) -> ParameterStore:
     """Make a rank's store for owners in other processes, which are where ``table`` says. ``model``: the prepared
-    model's number. ``life``: how often the rank has died and was started again. ``ranks_here``: how many ranks
-    this one's host has. ``outlives_owners``: ``table`` will be
+    model's number. ``life``: how often the rank has died and was started again. ``ranks_here``: the ranks of
+    this one's host, itself included; empty: it is alone. ``outlives_owners``: ``table`` will be
     told of successors. ``tls``: what the rank shows to owners at addresses that it protects; None: no TLS.
 
     Raises UnsupportedError if ``config.transport`` cannot reach them."""
@@ -63,7 +63,9 @@ def connect_store(
             broadcast=config.broadcast,
             share=share if reason is None else None,
             share_with_all=config.transport == "shm",
-            host_fetch=config.fetches_for_host(ranks_here) if reason is None else "never",
+            host_fetch=config.fetches_for_host(len(ranks_here)) if reason is None else "never",
+            host_push=config.pushes_for_host if reason is None else "never",
+            ranks_here=ranks_here,
             outlives_owners=outlives_owners,
             keep_pushed=config.keep_pushed,
             ownership=ownership,

@@ -42,7 +42,9 @@ from rayzero.protocol.messages import (
 from rayzero.protocol.scattered import ScatteredUnit
 from rayzero.store.rank.connection import ChangingConnection, Connection, GradientSender, Joined, LeadLine, Transfers
 from rayzero.store.rank.memory.gradient_writer import GradientWriter
+from rayzero.store.rank.memory.host_ranks import HostSum
 from rayzero.store.rank.memory.unit_windows import UnitWindows
+from rayzero.store.rank.transfers.host_sums import HostSums
 from rayzero.store.traffic import count_bytes, tell_build, watch_gradients
 from rayzero.store.wire.payload import require_flat
 from rayzero.telemetry.metric import Metric
@@ -90,6 +92,7 @@ class RankStore:
         self._transport = ""  # the run's transport, as metrics call it
         self._writer: GradientWriter | None = None  # where owners read gradients in this rank's memory
         self._unwatch: End = lambda: None  # stops reporting that memory
+        self._sums: HostSums | None = None  # where gradients leave the host as one sum of its ranks
         self._newest = settled(0)  # the latest result of ``published``
         self._keeping = DONE  # the latest ``keep``
         self.means = self.saves = 0
@@ -135,6 +138,9 @@ class RankStore:
             self._unwatch = watch_gradients(self._recorder, lambda: region.held_bytes, joined.gradient_tier)
         self._joined, self._transport = joined, joined.transport
         self._routes = [self._route_of(joined, unit) for unit in joined.spec.layout.units]
+        if self._sums is None and joined.host is not None:
+            self._sums = HostSums(joined.host, self._away, self._send_sum, f"rayzero-rank{self.connection.rank}-sums")
+            joined.host.on_news(self._sums.look)
         tell_build(self._recorder, joined.kernel, joined.transport)
 
     def change(self, before: ChangingConnection, after: ChangingConnection, epoch: int) -> None:
@@ -301,7 +307,7 @@ class RankStore:
         if contribution.step < self._decided:
             return DONE
         over = self._timing(PUSH_SECONDS)
-        if route.here and not route.away:
+        if (route.here and not route.away) or self._sums is not None:
             written = self._write_here(route, contribution, grads, DONE)
             written.add_done_callback(lambda done: over() if is_well(done) else None)
             return written
@@ -342,6 +348,12 @@ class RankStore:
         def count(done: Future[None]) -> None:
             if is_well(done) and route.here:
                 count_bytes(self._recorder, "push", route.here_by, route.here, grads.dtype)
+            if (
+                is_well(done)
+                and self._sums is not None
+                and (away := sum(s.numel for s in self._away(route.unit.index)))
+            ):
+                count_bytes(self._recorder, "push", "host", away, grads.dtype)
 
         assert self._writer is not None
         written = self._writer.push(contribution, grads, sent)
@@ -351,6 +363,17 @@ class RankStore:
     def announce(self, unit: int, pushed: Pushed) -> None:
         """Tell the owners that read gradients in this rank's memory; see ``GradientReaders``."""
         self.connection.announce(unit, pushed)
+        if self._joined is not None and self._joined.host is not None:
+            self._joined.host.announced(unit, pushed)
+
+    def _away(self, unit: int) -> list[Shard]:
+        """The shards of a unit that gradients are sent to."""
+        return [shard for _, shards in self._routes[unit].away for shard in shards]
+
+    def _send_sum(self, made: HostSum) -> Future[None]:
+        gather = Gather(1)
+        self._send(gather, self._routes[made.contribution.unit], made.contribution, made.values)
+        return gather.future
 
     def _send(self, gather: Gather, route: _Route, contribution: Contribution, grads: Tensor) -> Future[None]:
         """Send to owners on other hosts, as one part of ``gather``. The future is done, never failed, once nothing
@@ -441,9 +464,13 @@ class RankStore:
         if report.step < self._decided:
             return then(self.decision(report.step), _norm_of)
         awaited = f"the norm of step {report.step}"
+        if self._joined is not None and self._joined.host is not None:
+            self._joined.host.finished(report)
         if inputs is None:
-            return self._ask_lead(lambda lead: lead.finish(awaited, report, None))
-        return self._when_kept(lambda: self._ask_lead(lambda lead: lead.finish(awaited, report, inputs)))
+            asked = self._ask_lead(lambda lead: lead.finish(awaited, report, None))
+        else:
+            asked = self._when_kept(lambda: self._ask_lead(lambda lead: lead.finish(awaited, report, inputs)))
+        return asked if self._sums is None else self._sums.guard(asked)
 
     def commit(self, step: int, inputs: StepInputs) -> Future[Decision]:
         """Ask for the step to be decided; see ``ParameterStore.commit``."""
@@ -521,6 +548,8 @@ class RankStore:
             self._unwatch()
             if self._writer is not None:
                 self._writer.close()
+            if self._sums is not None:
+                self._sums.close()
             self.connection.free()
 
     # ---- small parts

@@ -7,9 +7,11 @@ maps) and one ``control`` slab; a rank has ``grads`` slabs (its gradients, mappe
                           shards | places of their tensors | answers, for each rank | the lives of the ranks
                           that joined | the run's first version | whether the epoch stands | who owns what |
                           orders, for each owner | replies | of the lead: records of decisions
-    control of a rank     bell | stamps, one a unit | questions
+    control of a rank     bell | stamps, one a unit | questions | its last finishes | how many ranks have found it |
+                          what ranks of this start of the run have in common
 
-Every word has one writer, except bells: whoever has news for a bell's listener rings it.
+Every word has one writer, except bells, and how many ranks have found one: whoever has news for a bell's listener rings
+it.
 """
 
 from __future__ import annotations
@@ -47,6 +49,11 @@ LATER = ("answers", "orders")  # regions with mailboxes for every rank and owner
 RANK = "rank"  # in place of a kernel in the facts of a rank's control slab and its loop's
 _ERROR_BYTES = 9000  # the longest error text, and its name
 _REQUEST_BYTES = 256  # a mean without its names and values: rank, number, weight, a shape of 64 dimensions
+FINISHES = (
+    2  # of a rank that it announces: it may finish a step of which it needs nothing before owners have applied the
+)
+# last one, whose sums a successor may need again
+KEY_BYTES = 32  # a digest of the run's token
 ON_DEVICE = (1 << 62) - 1  # in place of a first tile: the shard's states are in a device's memory
 _STAMP_BYTES = 24  # before the presence bits: _STAMP in store/shm/words.py
 
@@ -202,6 +209,9 @@ class SharedPlan:
             ("bell", BELL_BYTES, 0),
             ("stamps", stride * len(self.spec.layout.units), stride),
             ("questions", *_cells(self.question_bytes, 1)),
+            ("finished", FINISHES * Cell.bytes_for(self._report_bytes), Cell.bytes_for(self._report_bytes)),
+            ("arrivals", 8, 0),
+            ("key", Cell.bytes_for(KEY_BYTES), 0),
         )
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from array import array
@@ -10,14 +11,14 @@ from collections.abc import Sequence
 import torch
 
 from rayzero.errors import HandshakeError
-from rayzero.protocol.messages import Pushed, Record, canonical_json
+from rayzero.protocol.messages import FinishReport, Pushed, Record, canonical_json
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.header import Region
 from rayzero.slabs.slab import Slab
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.shm.mailbox import Cells
 from rayzero.store.shm.plan import SharedPlan, Wanted
-from rayzero.store.shm.signals import Bell, Cell, changed, load_acquire_64, store_release_64
+from rayzero.store.shm.signals import Bell, Cell, changed, compare_exchange_64, load_acquire_64, store_release_64
 from rayzero.store.wire import translate
 
 _STAMP = struct.Struct("<qQII")  # step, attempt, count, bytes of presence bits, which follow
@@ -79,6 +80,58 @@ def bell_of(slab: Slab) -> Bell:
     return Bell(slab.address(region(slab, "bell").offset), slab.keeper)
 
 
+def cell_of(slab: Slab, kind: str) -> Cell:
+    """The cell that is a whole region."""
+    found = region(slab, kind)
+    return Cell(slab.address(found.offset), slab.keeper, Cell.capacity_in(found.bytes))
+
+
+class Arrivals:
+    """How many ranks of its host have found a rank."""
+
+    def __init__(self, slab: Slab) -> None:
+        self._address, self._keeper = slab.address(region(slab, "arrivals").offset), slab.keeper
+
+    def count(self) -> int:
+        """How many have, so far."""
+        return load_acquire_64(self._address)
+
+    def add(self) -> None:
+        """One more has. The caller rings the bell afterwards."""
+        while not compare_exchange_64(self._address, seen := self.count(), seen + 1):
+            pass
+
+
+class Finishes:
+    """How often a rank has pushed each unit, as it says with its last finishes. The rank writes; ranks of its host
+    read."""
+
+    def __init__(self, slab: Slab) -> None:
+        found = region(slab, "finished")
+        self._cells = [
+            Cell(slab.address(found.offset + at), slab.keeper, Cell.capacity_in(found.stride))
+            for at in range(0, found.bytes, found.stride)
+        ]
+        self._read: dict[int, tuple[int, FinishReport]] = {}  # by cell, the number of its message, and that
+
+    def write(self, report: FinishReport) -> None:
+        """Announce a finish over the one of ``FINISHES`` steps before. The caller rings bells afterwards."""
+        self._cells[report.step % len(self._cells)].write(translate.report_to_pb(report).SerializeToString())
+
+    def read(self) -> dict[int, FinishReport]:
+        """The last finishes, by step. An unchanged one is the same object as before."""
+        for index, cell in enumerate(self._cells):
+            read = cell.read()
+            if read is not None and (index not in self._read or self._read[index][0] != read[0]):
+                self._read[index] = read[0], translate.report_from_pb(pb.FinishReport.FromString(read[1]))
+        return {report.step: report for _, report in self._read.values()}
+
+
+def key_digest(key: str) -> bytes:
+    """What shows that a process knows a key of the run: ``KEY_BYTES``."""
+    return hashlib.sha256(key.encode()).digest()
+
+
 def cells_of(slab: Slab, kind: str, side: int, capacity: int) -> Cells:
     """A mailbox's cells for ``side``. They get their pages now if they have none (``plan.LATER``), from whichever of
     the two processes opens the mailbox first. Raises MemoryPlanError if there is no room."""
@@ -101,6 +154,11 @@ class Stamps:
         """Announce a push whose bytes are all there. The caller rings bells afterwards."""
         head = _STAMP.pack(pushed.step, pushed.attempt, pushed.count, len(pushed.presence))
         self._cells[unit].write(head + pushed.presence)
+
+    def read(self, unit: int) -> Pushed | None:
+        """What is announced of a unit; None: nothing, or it is being written."""
+        read = self._cells[unit].read()
+        return None if read is None else _decode(read[1])
 
     def news(self) -> list[tuple[int, Pushed]]:
         """(unit, its pushes) of every unit that changed since the last look. A stamp being written rings when it is

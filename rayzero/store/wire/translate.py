@@ -31,6 +31,7 @@ from rayzero.protocol.messages import (
     Saved,
     SharedPaths,
     StepInputs,
+    Summand,
     Told,
     ToldAttempt,
     ToldStep,
@@ -96,6 +97,7 @@ def contribution_to_pb(c: Contribution) -> pb.Contribution:
         seq=c.seq,
         presence=c.presence,
         sum_of=c.sum_of,
+        summands=[pb.Summand(rank=each.rank, attempt=each.attempt, pushes=each.pushes) for each in c.summands],
     )
 
 
@@ -109,6 +111,7 @@ def contribution_from_pb(c: pb.Contribution) -> Contribution:
         seq=c.seq,
         presence=c.presence,
         sum_of=c.sum_of,
+        summands=tuple(Summand(each.rank, each.attempt, each.pushes) for each in c.summands),
     )
 
 

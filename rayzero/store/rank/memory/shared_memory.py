@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from rayzero.errors import EpochOverError, HandshakeError, RayZeroError
 from rayzero.memory.page_lock import PageLock, beyond_limit
 from rayzero.memory.planner import check_shared
 from rayzero.protocol.gradient_sum import gradient_sizes
-from rayzero.protocol.messages import LoopState, Pushed, SharedPaths
+from rayzero.protocol.messages import FinishReport, LoopState, Pushed, SharedPaths
 from rayzero.quantities import count
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.fill_progress import FillProgress
@@ -31,7 +31,7 @@ from rayzero.store.shm.mailbox import Asker
 from rayzero.store.shm.plan import RANK, SharedPlan, life_of, rank_incarnation
 from rayzero.store.shm.shard_lines import ShardLines
 from rayzero.store.shm.signals import Bell
-from rayzero.store.shm.words import Stamps, bell_of, cells_of
+from rayzero.store.shm.words import Arrivals, Finishes, Stamps, bell_of, cell_of, cells_of, key_digest
 
 
 def doubt_of_locks(plan: SharedPlan, owners: Sequence[int]) -> str | None:
@@ -70,9 +70,11 @@ class SharedRank:
         directory: Path = SHARED_MEMORY,
         *,
         life: int = 0,
+        key: str = "",
         page_lock: torch.device | None = None,
     ) -> None:
-        """Allocate the rank's gradient memory. ``page_lock``: lock it and the owners' parameters, for copies to and
+        """Allocate the rank's gradient memory. ``key``: a secret of this start of the run, by which ranks of a host
+        know each other. ``page_lock``: lock it and the owners' parameters, for copies to and
         from this CUDA device; None: neither. ``life``: how often the rank has died and come back. Raises
         MemoryPlanError if there is no room."""
         self.rank, self._plan, self._page_lock, self.directory = rank, plan, page_lock, directory
@@ -94,6 +96,10 @@ class SharedRank:
             raise
         self._bell: Bell = bell_of(self._control)
         self._stamps = Stamps(self._control, plan)
+        self._finishes = Finishes(self._control)
+        cell_of(self._control, "key").write(key_digest(key))
+        self._arrivals = Arrivals(self._control)
+        self.on_bell: Callable[[], None] = lambda: None  # also called when the bell rings, and at least once a second
         self._owners: dict[int, _Owner] = {}
         self._windows: UnitWindows | None = None
         self._lead: Asker | None = None
@@ -177,6 +183,7 @@ class SharedRank:
             if published:
                 self._board.publish(owner.owner, published)
         self.take_answers()
+        self.on_bell()
 
     def take_answers(self) -> None:
         """Settle the questions that the lead has answered. Any thread may call it."""
@@ -185,6 +192,15 @@ class SharedRank:
                 self._lead.take_answers()
 
     # ---- a step
+
+    def finished(self, report: FinishReport) -> None:
+        """Announce to ranks of this host how often each unit was pushed. The caller rings bells afterwards."""
+        self._finishes.write(report)
+
+    @property
+    def arrivals(self) -> int:
+        """How many ranks of this host have found this one."""
+        return self._arrivals.count()
 
     def announce(self, unit: int, pushed: Pushed) -> None:
         """Tell the unit's owners about a push whose bytes are all there."""

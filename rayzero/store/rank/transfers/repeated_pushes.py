@@ -3,14 +3,15 @@ an owner of the next epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from rayzero.layout.model_layout import Shard
 from rayzero.protocol.gradient_sum import FormerRank
-from rayzero.protocol.messages import Pushed
+from rayzero.protocol.messages import Contribution, Pushed
 from rayzero.store.rank.memory.gradient_region import GradientRegion
+from rayzero.store.rank.memory.host_ranks import HostRanks
 from rayzero.store.rank.owner_link import Channel
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.push_order import PushOrder
@@ -27,6 +28,7 @@ class RepeatedPushes:
 
     def __init__(
         self,
+        rank: int,
         plan: SharedPlan,
         gradients: GradientRegion,
         wires: Sequence[WireTransfers],
@@ -34,10 +36,13 @@ class RepeatedPushes:
         order: PushOrder,
         timeout_s: float,
         former: FormerRank = NOTHING,
+        host: HostRanks | None = None,
     ) -> None:
         """``wires``: by owner. ``timeout_s``: seconds to add to those that bytes may take. ``former``: what this rank
-        had pushed of decided steps before it died."""
-        self._plan, self._gradients, self._former = plan, gradients, former
+        had pushed of decided steps before it died. ``host``: the ranks whose gradients owners have got as one sum; this
+        one sends those of its units again."""
+        self._plan, self._gradients, self._former, self._host = plan, gradients, former, host
+        self._rank = rank
         self._wires, self._board, self._order, self._timeout_s = wires, board, order, timeout_s
 
     def send(self, owner: int, channel: Channel) -> None:
@@ -46,6 +51,9 @@ class RepeatedPushes:
         shards: dict[int, list[Shard]] = {}
         for shard in self._plan.shards_of(owner):
             shards.setdefault(shard.unit, []).append(shard)
+        if self._host is not None:
+            self._send_sums(self._host, owner, channel, shards)
+            return
         former = [(unit, pushed) for unit, pushed in self._former.pushed if self._lacks(shards.get(unit, []), pushed)]
         lacking = []
         for unit in sorted(shards.keys() & self._gradients.flats.keys()):
@@ -68,9 +76,45 @@ class RepeatedPushes:
             size = sum(4 * shard.numel for unit in units for shard in shards[unit])  # as fp32, at most
             self._wires[owner].push_again(channel, pushes, size, self._timeout_s)
 
+    def _send_sums(self, host: HostRanks, owner: int, channel: Channel, shards: Mapping[int, list[Shard]]) -> None:
+        """The same of sums."""
+        mine = [unit for unit in sorted(shards) if host.senders.get(unit) == host.rank]
+        newest = {unit: host.newest_step(unit) for unit in mine}
+        steps = {
+            unit: step for unit, step in newest.items() if step is not None and self._lacks_step(shards[unit], step)
+        }
+
+        def pushes() -> Iterator[PushedUnit]:
+            for step, unit in sorted((step, unit) for unit, step in steps.items()):
+                made = host.sum(unit, shards[unit])
+                if made is not None and made.contribution.step == step:  # newer ones go by themselves
+                    layout = self._plan.spec.layout.units[unit]
+                    yield PushedUnit(
+                        unit=layout, shards=shards[unit], contribution=made.contribution, values=made.values
+                    )
+
+        if steps:
+            size = sum(4 * shard.numel for unit in steps for shard in shards[unit])
+            self._wires[owner].push_again(channel, pushes, size, self._timeout_s)
+
     def _lacks(self, shards: list[Shard], pushed: Pushed) -> bool:
         """Whether a shard among those of an owner may lack what was pushed of it."""
-        return bool(shards) and self._board.content([shard.index for shard in shards], pushed.step + 1) is None
+        return bool(shards) and self._lacks_step(shards, pushed.step)
+
+    def _lacks_step(self, shards: list[Shard], step: int) -> bool:
+        return self._board.content([shard.index for shard in shards], step + 1) is None
 
     def _pushed(self, unit: int, shards: list[Shard], pushed: Pushed, sums: Tensor) -> PushedUnit:
-        return PushedUnit(unit=self._plan.spec.layout.units[unit], shards=shards, pushed=pushed, sums=sums)
+        """A push that is not part of a longer sum goes as it went before, in the same encoding."""
+        layout = self._plan.spec.layout.units[unit]
+        alone = pushed.count == 1 and sums.dtype is layout.dtype
+        contribution = Contribution(
+            step=pushed.step,
+            attempt=pushed.attempt,
+            rank=self._rank,
+            unit=unit,
+            seq=pushed.count - 1,
+            presence=pushed.presence,
+            sum_of=0 if alone else pushed.count,
+        )
+        return PushedUnit(unit=layout, shards=shards, contribution=contribution, values=sums)

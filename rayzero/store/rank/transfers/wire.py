@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from rayzero.concurrency.gather import Gather
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import ConfigError, RayZeroError, StallError, StoreClosedError, TransferError
 from rayzero.layout.model_layout import Shard, UnitLayout
-from rayzero.protocol.messages import COMPUTE, STORED, Contribution, Pushed
+from rayzero.protocol.messages import COMPUTE, STORED, Contribution
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.owner_link import QUICK_S, BrokenLinkError, Channel, LinkDownError, OwnerLink, Upload
 from rayzero.store.rank.publish_board import PublishBoard
@@ -74,8 +75,8 @@ class PushedUnit:
 
     unit: UnitLayout
     shards: list[Shard]  # the owner's
-    pushed: Pushed
-    sums: Tensor  # the sum of the pushes: 1D, unit.numel elements, the dtype it is kept in
+    contribution: Contribution
+    values: Tensor  # what is pushed: 1D, unit.numel elements, the dtype it is kept in
 
 
 class _Progress:
@@ -173,14 +174,18 @@ class WireTransfers:
         its turn comes. Whoever has the channel sees it break."""
         sent: list[tuple[int, torch.dtype, Codec]] = []  # of each shard
 
-        def messages() -> Iterator[bytes]:
-            for part in parts():
+        def messages(left: Iterator[Sending]) -> Iterator[bytes]:
+            for part in left:
                 yield from part.messages(self._options.chunk_bytes)
                 sent.extend((shard.numel, part.values.dtype, part.codec) for shard in part.shards)
 
         for left in reversed(range(_ATTEMPTS)):
             sent.clear()
-            upload = Upload(messages())
+            going = parts()
+            first = next(going, None)
+            if first is None:  # by now, none needs to go; an empty stream would be refused
+                return
+            upload = Upload(messages(chain([first], going)))
             try:
                 channel.answer(channel.start(method, upload, deadline_s))
                 break
@@ -198,6 +203,9 @@ class WireTransfers:
     ) -> None:
         """Send gradients when it is their turn; see ``GradientSender.push``."""
         part = self._push_of(gather, unit, shards, contribution, grads)
+        if contribution.summands:  # the sums of a unit are sent one after the other
+            self._when(_DONE, part, lambda: self._pushes.add(part))
+            return
         part.on_end = partial(self._order.end, self._link.owner, contribution)
         turn = self._order.turn(self._link.owner, contribution)
         self._when(turn, part, lambda: self._pushes.add(part))
@@ -205,7 +213,7 @@ class WireTransfers:
     def _push_of(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
     ) -> Sending:
-        codec = RAW if contribution.sum_of else self._options.push_codec(unit)
+        codec = RAW if contribution.sum_of or contribution.summands else self._options.push_codec(unit)
         header = pb.PushRequest.Header(
             contribution=translate.contribution_to_pb(contribution),
             shards=_indices(shards),
@@ -225,26 +233,14 @@ class WireTransfers:
     ) -> None:
         """Send what this rank has pushed to an owner that may lack it, in one stream over a channel to it; blocks.
 
-        pushes: makes each unit's when its turn comes. A push that is not part of a longer sum goes as it went before,
-            in the same encoding.
+        pushes: makes each unit's when its turn comes.
         size_bytes: of all of them, at most. timeout_s: seconds to add to those that the bytes may take.
 
         Raises as ``Channel.answer`` does."""
         self._send_now(channel, "Push", lambda: map(self._again_of, pushes()), timeout_s + _bulk_deadline_s(size_bytes))
 
     def _again_of(self, again: PushedUnit) -> Sending:
-        unit, pushed, sums = again.unit, again.pushed, again.sums
-        alone = pushed.count == 1 and sums.dtype is unit.dtype
-        contribution = Contribution(
-            step=pushed.step,
-            attempt=pushed.attempt,
-            rank=self._link.rank,
-            unit=unit.index,
-            seq=pushed.count - 1,
-            presence=pushed.presence,
-            sum_of=0 if alone else pushed.count,
-        )
-        return self._push_of(Gather(1), unit, again.shards, contribution, sums)
+        return self._push_of(Gather(1), again.unit, again.shards, again.contribution, again.values)
 
     def fetch(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], version: int, kind: str, out: Tensor

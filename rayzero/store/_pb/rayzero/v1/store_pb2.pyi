@@ -49,7 +49,7 @@ class Chunk(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., offset: _Optional[int] = ..., checksum: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("step", "attempt", "rank", "unit", "seq", "presence", "sum_of")
+    __slots__ = ("step", "attempt", "rank", "unit", "seq", "presence", "sum_of", "summands")
     STEP_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class Contribution(_message.Message):
     SEQ_FIELD_NUMBER: _ClassVar[int]
     PRESENCE_FIELD_NUMBER: _ClassVar[int]
     SUM_OF_FIELD_NUMBER: _ClassVar[int]
+    SUMMANDS_FIELD_NUMBER: _ClassVar[int]
     step: int
     attempt: int
     rank: int
@@ -64,7 +65,18 @@ class Contribution(_message.Message):
     seq: int
     presence: bytes
     sum_of: int
-    def __init__(self, step: _Optional[int] = ..., attempt: _Optional[int] = ..., rank: _Optional[int] = ..., unit: _Optional[int] = ..., seq: _Optional[int] = ..., presence: _Optional[bytes] = ..., sum_of: _Optional[int] = ...) -> None: ...
+    summands: _containers.RepeatedCompositeFieldContainer[Summand]
+    def __init__(self, step: _Optional[int] = ..., attempt: _Optional[int] = ..., rank: _Optional[int] = ..., unit: _Optional[int] = ..., seq: _Optional[int] = ..., presence: _Optional[bytes] = ..., sum_of: _Optional[int] = ..., summands: _Optional[_Iterable[_Union[Summand, _Mapping]]] = ...) -> None: ...
+
+class Summand(_message.Message):
+    __slots__ = ("rank", "attempt", "pushes")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    attempt: int
+    pushes: int
+    def __init__(self, rank: _Optional[int] = ..., attempt: _Optional[int] = ..., pushes: _Optional[int] = ...) -> None: ...
 
 class FinishReport(_message.Message):
     __slots__ = ("step", "attempt", "rank", "counts", "clamp")
@@ -187,7 +199,7 @@ class Process(_message.Message):
     def __init__(self, kernel: _Optional[str] = ..., pid: _Optional[int] = ..., started: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "process", "lease_s", "told", "lost_before", "spec_digest")
+    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "process", "lease_s", "told", "lost_before", "spec_digest", "summed")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +212,7 @@ class AttachRequest(_message.Message):
     TOLD_FIELD_NUMBER: _ClassVar[int]
     LOST_BEFORE_FIELD_NUMBER: _ClassVar[int]
     SPEC_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SUMMED_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     rank: int
     spec: bytes
@@ -212,7 +225,8 @@ class AttachRequest(_message.Message):
     told: Told
     lost_before: int
     spec_digest: str
-    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ..., told: _Optional[_Union[Told, _Mapping]] = ..., lost_before: _Optional[int] = ..., spec_digest: _Optional[str] = ...) -> None: ...
+    summed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ..., told: _Optional[_Union[Told, _Mapping]] = ..., lost_before: _Optional[int] = ..., spec_digest: _Optional[str] = ..., summed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Told(_message.Message):
     __slots__ = ("steps", "means", "saved")

@@ -1,0 +1,130 @@
+"""Sends the sums of a host's ranks to owners elsewhere: those of the units whose sender this rank is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+from rayzero.concurrency.futures import chain, fail
+from rayzero.concurrency.threads import use_torch_threads
+from rayzero.layout.model_layout import Shard
+from rayzero.protocol.messages import Contribution
+from rayzero.store.rank.memory.host_ranks import HostRanks, HostSum
+
+_AT_ONCE = 2  # sums of this rank in memory
+
+T = TypeVar("T")
+
+
+class HostSums:
+    """Adds up and sends each unit as soon as its last rank has pushed it, one after the other.
+
+    Knows which sums it has sent; not how ranks are seen, or how bytes travel. One thread adds; at most two sums are in
+    memory, so that a network that is slower than backward fills none. Pushes do not wait for it, and a step's norm
+    does: owners give theirs once they have the sums."""
+
+    def __init__(
+        self,
+        ranks: HostRanks,
+        away: Callable[[int], Sequence[Shard]],
+        send: Callable[[HostSum], Future[None]],
+        name: str,
+    ) -> None:
+        """``away``: the shards of a unit whose owners are elsewhere now. ``send``: to these owners; done when nothing
+        reads the sum any more."""
+        self._ranks, self._away, self._send = ranks, away, send
+        self._lock = threading.Condition()
+        self._error: BaseException | None = None  # the first one
+        self._waiting: set[Future[Any]] = set()  # answers that fail with it
+        self._due: dict[int, None] = {}  # units that may have a new sum, in the order in which that was noticed
+        self._moving: set[int] = set()  # units whose sums are in memory
+        self._sent: dict[int, Contribution] = {}  # by unit, the last one
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """Something was announced, perhaps."""
+        try:
+            changed = self._ranks.news()
+        except Exception as error:  # whatever it is, the rank's next finish raises it
+            self._fail(error)
+            return
+        if changed:
+            with self._lock:
+                self._due |= dict.fromkeys(sorted(changed, reverse=True))  # as backward makes them
+                self._lock.notify()
+
+    def _work(self) -> None:
+        use_torch_threads(1)
+        while (unit := self._next()) is not None:
+            try:
+                self._bring(unit)
+            except Exception as error:  # whatever it is, the rank's next finish raises it
+                self._fail(error)
+                self._over(unit)
+
+    def _next(self) -> int | None:
+        """The next unit to look at; None at the end."""
+        with self._lock:
+            while not self._closing:
+                unit = next((unit for unit in self._due if unit not in self._moving), None)
+                if unit is not None and len(self._moving) < _AT_ONCE:
+                    del self._due[unit]
+                    self._moving.add(unit)
+                    return unit
+                self._lock.wait()
+        return None
+
+    def _bring(self, unit: int) -> None:
+        """Send a unit's sum, if there is one that was not sent."""
+        shards = self._away(unit)
+        made = self._ranks.sum(unit, shards, after=self._sent.get(unit)) if shards else None
+        if made is None:
+            self._over(unit)
+            return
+        self._sent[unit] = made.contribution
+        self._send(made).add_done_callback(partial(self._ended, unit))
+
+    def _ended(self, unit: int, sending: Future[None]) -> None:
+        if not sending.cancelled() and (error := sending.exception()) is not None:
+            self._fail(error)
+        self._over(unit)
+
+    def _over(self, unit: int) -> None:
+        with self._lock:
+            self._moving.discard(unit)
+            self._lock.notify()
+
+    def guard(self, asked: Future[T]) -> Future[T]:
+        """An answer for which owners need sums: it fails if one that this rank sends has failed, or does."""
+        answered = Future[T]()
+        with self._lock:
+            error = self._error
+            self._waiting.add(answered)
+        if error is not None:
+            fail(answered, error)
+        chain(asked, answered)
+        answered.add_done_callback(self._forget)
+        return answered
+
+    def _forget(self, answered: Future[Any]) -> None:
+        with self._lock:
+            self._waiting.discard(answered)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = self._error or error
+            waiting = list(self._waiting)
+        for each in waiting:
+            fail(each, error)
+
+    def close(self) -> None:
+        """End the thread. Sums on their way end with their links. Idempotent."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify()
+        self._thread.join()

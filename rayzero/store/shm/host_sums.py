@@ -1,0 +1,72 @@
+"""Decides when the gradients that a host's ranks have pushed of a unit are added, and which rank sends the sum.
+
+Every rank announces what its memory holds (``Stamps``) and, with its finish, how often it has pushed each unit. Its
+part of a unit is *settled* at a step once nothing of it is still to come: as many pushes as were planned, or those that
+its finish counts. Once all parts are, the unit's sender adds them up and sends one sum.
+
+[Note: one sender] Each unit has one sender, the same for the whole run. So no two processes send the same sum, and
+nobody has to notice that another has died: whoever takes the place of a dead sender looks at everything anew, and a run
+in which nobody does is over.
+
+[Note: sums replace sums] A part may change after it was sent: a rank pushes more often than was planned, discards what
+it has pushed, or dies and comes back. Its attempt or its count grows then, so the owner knows the newer sum, and a
+decision is made only from the one whose attempts and counts all ranks have reported.
+
+[Note: bytes that change] Nobody keeps a rank from changing its gradients while they are added. It only does so for an
+attempt or a push that it has not counted yet, and for a later step once every owner has published what the sum is for.
+So a sum of bytes that have changed is one that no decision is made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rayzero.layout.model_layout import UnitLayout
+from rayzero.protocol.messages import FinishReport, Pushed, Summand
+
+FP32 = 4  # bytes of an element
+
+
+class Part(NamedTuple):
+    """What one rank adds to a unit's sum."""
+
+    summand: Summand
+    presence: bytes  # bit i set: slot i has a gradient; empty: none has
+
+
+def settled(
+    rank: int, unit: int, step: int, planned: int, pushed: Pushed | None, report: FinishReport | None
+) -> Part | None:
+    """The part of a rank at ``step``; None while more may come.
+
+    planned: pushes of a unit in a step. pushed: what its memory holds now, of whatever step. report: its last finish of
+    ``step``, if it has announced one."""
+    here = pushed if pushed is not None and pushed.step == step else None
+    if report is not None and (here is None or report.attempt >= here.attempt):
+        counted = report.counts[unit]
+        if not counted:
+            return Part(Summand(rank, report.attempt, 0), b"")
+        if here is None or (here.attempt, here.count) != (report.attempt, counted):
+            return None
+    elif here is None or here.count < planned:
+        return None
+    return Part(Summand(rank, here.attempt, here.count), here.presence)
+
+
+def sums_gain(units: Sequence[UnitLayout], accumulation_steps: int, ranks: int) -> bool:
+    """Whether one fp32 sum of that many ranks takes fewer bytes than all their pushes of a step."""
+    trained = [unit for unit in units if unit.trainable]
+    pushed = ranks * accumulation_steps * sum(unit.numel * unit.dtype.itemsize for unit in trained)
+    return pushed > FP32 * sum(unit.numel for unit in trained)
+
+
+def senders(units: Sequence[UnitLayout], ranks: Sequence[int]) -> dict[int, int]:
+    """Which of ``ranks`` sends the sums of each trained unit. Each gets about as many elements."""
+    sent = dict.fromkeys(ranks, 0)
+    found = {}
+    for unit in units:
+        if unit.trainable:
+            found[unit.index] = min(sent, key=lambda rank: (sent[rank], rank))
+            sent[found[unit.index]] += unit.numel
+    return found

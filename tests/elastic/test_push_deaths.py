@@ -1,0 +1,63 @@
+"""Ranks whose gradients leave their host as one sum die, stop and come back, their owners too, and no bit changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.testing.faults import Fault
+
+from .disturbed import Disturbed, another_host, differences, undisturbed
+
+pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+
+OWNERS_ELSEWHERE = ("optimizer 0", "optimizer 1")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By rank."""
+    return undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+DEATHS = {
+    "a sender with a sum and nothing sent": (Fault("rank 0", "rank.sends-sum", nth=3),),
+    "a sender whose sum has landed": (Fault("rank 1", "rank.sent-sum", nth=2),),
+    "a rank before its sender is woken": (Fault("rank 1", "rank.wakes-sender", nth=6),),
+    "a rank before it says how often it has pushed": (Fault("rank 1", "rank.tells-host", nth=2),),
+    "a rank that has finished": (Fault("rank 1", "rank.finished", nth=3),),
+    "a sender between two pushes, and again": (
+        Fault("rank 0", "rank.pushed", nth=6, life=0),
+        Fault("rank 0", "rank.sends-sum", life=1),
+    ),
+    "both, in the middle": (Fault("rank 0", "rank.sends-sum", nth=3), Fault("rank 1", "rank.sent-sum", nth=3)),
+    "stopped with a sum": (Fault("rank 0", "rank.sends-sum", "stop", nth=3),),
+    "an owner that reads a sum": (Fault("optimizer 1", "owner.landing", nth=6),),
+    "an owner with a decision": (Fault("optimizer 1", "owner.apply", nth=2),),
+    "the lead between two shards": (Fault("optimizer 0", "owner.between-shards", nth=3),),
+    "an owner with a decision, and a sender": (
+        Fault("optimizer 1", "owner.apply", nth=2),
+        Fault("rank 0", "rank.finished", nth=2),
+    ),
+    "an owner, and a rank that meets its successor": (
+        Fault("optimizer 1", "owner.adam", nth=2),
+        Fault("rank 1", "rank.rejoin"),
+    ),
+    "everybody": (
+        *(Fault(f"optimizer {owner}", "owner.collect", nth=2) for owner in range(2)),
+        *(Fault(f"rank {rank}", "rank.sent-sum", nth=4) for rank in range(2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("faults", DEATHS.values(), ids=DEATHS)
+def test_a_death_among_ranks_that_push_one_sum_changes_no_bit(
+    faults: tuple[Fault, ...], expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with another_host(*OWNERS_ELSEWHERE) as hosts:
+        disturbed = Disturbed(tmp_path, *faults, hosts=hosts, stall_timeout=20.0)
+        assert differences(disturbed.results(), expected) == []
+        disturbed.check(caplog.messages)

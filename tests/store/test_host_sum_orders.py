@@ -1,0 +1,241 @@
+"""Who adds what on a host: every order of the moves of two ranks and their sender, with discards and deaths."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from rayzero.protocol.messages import FinishReport, ModelSpec, Pushed, Summand
+from rayzero.store.shm.host_sums import Part, senders, settled, sums_gain
+
+from .toy import make_spec
+
+# ---- one unit in one step, explored whole -----------------------------------------------------------------------
+
+TORN = (-1, -1)  # bytes of which some have changed
+LATER_LIFE = 10  # the first attempt of the next one
+
+Bytes = tuple[int, int]  # that are there after a push: (attempt, pushes in it)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one life of a rank shows to its host."""
+
+    bytes: Bytes = TORN
+    stamp: Bytes | None = None  # None: nothing announced yet
+    report: Bytes | None = None
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank's place in its step, and the memory of its lives, the newest first."""
+
+    attempt: int = 0
+    pushes: int = 0
+    doing: str = "computes"  # "computes", "writes", "finished", "dead"
+    lives: tuple[Memory, ...] = (Memory(),)
+
+    def shows(self, **fields: object) -> Rank:
+        return replace(self, lives=(replace(self.lives[0], **fields), *self.lives[1:]))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What a sender adds, or has sent: (rank, life) of each part, and the bytes read so far."""
+
+    summands: tuple[Summand, ...]
+    parts: tuple[tuple[int, int], ...] = ()
+    bytes: tuple[Bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class State:
+    """A host's ranks, what its sender does, and what the owner has."""
+
+    ranks: tuple[Rank, ...] = (Rank(), Rank())
+    adding: Sum | None = None  # by rank 0
+    sent: tuple[Summand, ...] | None = None  # the last of this life of rank 0
+    landed: Sum | None = None
+    discards: int = 0
+    deaths: int = 0
+    decided: bool = False
+
+
+def parts_of(state: State) -> list[tuple[Part, int]] | None:
+    """(part, life) of each rank, as ``HostRanks`` finds them."""
+    found = []
+    for number, rank in enumerate(state.ranks):
+        for life, memory in enumerate(rank.lives):
+            pushed = memory.stamp and Pushed(step=0, attempt=memory.stamp[0], count=memory.stamp[1], presence=b"\1")
+            told = memory.report
+            report = told and FinishReport(step=0, attempt=told[0], rank=number, counts=(told[1],))
+            part = settled(number, 0, 0, 1, pushed or None, report or None)
+            if part is not None:
+                found.append((part, len(rank.lives) - life))
+                break
+    return found if len(found) == len(state.ranks) else None
+
+
+def moves(state: State, most_pushes: int, most_discards: int, most_deaths: int) -> Iterator[State]:
+    """Every state that one move leads to. Raises AssertionError for a decision from wrong bytes."""
+    for index, rank in enumerate(state.ranks):
+
+        def then(change: Rank, index: int = index, **fields: object) -> State:
+            ranks = (*state.ranks[:index], change, *state.ranks[index + 1 :])
+            return replace(state, ranks=ranks, **fields)  # type: ignore[arg-type]
+
+        if rank.doing == "computes":
+            yield then(replace(rank, doing="finished").shows(report=(rank.attempt, rank.pushes)))
+            if rank.pushes < most_pushes:
+                yield then(replace(rank, doing="writes").shows(bytes=TORN))
+            if rank.pushes and state.discards < most_discards:
+                yield then(replace(rank, attempt=rank.attempt + 1, pushes=0), discards=state.discards + 1)
+        elif rank.doing == "writes":
+            there = rank.attempt, rank.pushes + 1
+            yield then(replace(rank, pushes=there[1], doing="computes").shows(bytes=there, stamp=there))
+        elif rank.doing == "dead":
+            attempt = LATER_LIFE * len(rank.lives)
+            yield then(Rank(attempt=attempt, lives=(Memory(), *rank.lives)))
+        if rank.doing != "dead" and state.deaths < most_deaths and not state.decided:
+            gone = {"adding": None, "sent": None} if index == 0 else {}
+            yield then(replace(rank, doing="dead"), deaths=state.deaths + 1, **gone)
+    yield from moves_of_the_sender(state)
+    if all(rank.doing == "finished" for rank in state.ranks) and not state.decided:
+        if state.discards < most_discards:  # after a norm, all of them do
+            ranks = tuple(replace(rank, attempt=rank.attempt + 1, pushes=0, doing="computes") for rank in state.ranks)
+            yield replace(state, ranks=ranks, discards=state.discards + 1)
+        yield from decision(state)
+
+
+def moves_of_the_sender(state: State) -> Iterator[State]:
+    if state.ranks[0].doing == "dead" or state.decided:
+        return
+    if state.adding is None:
+        found = parts_of(state)
+        summands = tuple(part.summand for part, _ in found or ())
+        if found is not None and any(each.pushes for each in summands) and summands != state.sent:
+            parts = tuple((part.summand.rank, life) for part, life in found if part.summand.pushes)
+            yield replace(state, adding=Sum(summands, parts))
+    elif len(state.adding.bytes) < len(state.adding.parts):
+        rank, life = state.adding.parts[len(state.adding.bytes)]
+        read = state.ranks[rank].lives[-life].bytes
+        yield replace(state, adding=replace(state.adding, bytes=(*state.adding.bytes, read)))
+    else:
+        before = state.landed
+        newer = before is None or any(
+            now[1:] > then[1:] for now, then in zip(state.adding.summands, before.summands, strict=True)
+        )
+        yield replace(state, adding=None, landed=state.adding if newer else before, sent=state.adding.summands)
+
+
+def decision(state: State) -> Iterator[State]:
+    """The owner decides once it has what the ranks have counted."""
+    wanted = [(rank.attempt, rank.pushes) for rank in state.ranks]
+    if not any(pushes for _, pushes in wanted):
+        yield replace(state, decided=True)
+        return
+    if state.landed is None:
+        return
+    has = state.landed.summands
+    if all(
+        each.pushes == pushes and (not pushes or each.attempt == attempt)
+        for each, (attempt, pushes) in zip(has, wanted, strict=True)
+    ):
+        assert list(state.landed.bytes) == [want for want in wanted if want[1]], state
+        yield replace(state, decided=True)
+
+
+def explore(most_pushes: int, most_discards: int, most_deaths: int) -> tuple[int, int]:
+    """(states, those of them from which no order of moves leads to a decision)."""
+    begin, before = State(), defaultdict[State, list[State]](list)
+    seen, left = {begin}, deque([begin])
+    while left:
+        state = left.popleft()
+        for after in moves(state, most_pushes, most_discards, most_deaths):
+            before[after].append(state)
+            if after not in seen:
+                seen.add(after)
+                left.append(after)
+    good = {state for state in seen if state.decided}
+    left = deque(good)
+    while left:
+        for earlier in before[left.popleft()]:
+            if earlier not in good:
+                good.add(earlier)
+                left.append(earlier)
+    return len(seen), len(seen - good)
+
+
+@pytest.mark.parametrize(("pushes", "discards", "deaths"), [(2, 0, 0), (1, 1, 0), (1, 0, 1), (2, 0, 1)])
+def test_every_order_of_moves_decides_from_the_bytes_that_were_counted(pushes: int, discards: int, deaths: int) -> None:
+    states, stuck = explore(pushes, discards, deaths)
+    assert stuck == 0
+    assert states > 100
+
+
+# ---- the decisions by themselves --------------------------------------------------------------------------------
+
+
+def pushed(count: int, attempt: int = 0, step: int = 3) -> Pushed:
+    return Pushed(step=step, attempt=attempt, count=count, presence=b"\3")
+
+
+def report(count: int, attempt: int = 0) -> FinishReport:
+    return FinishReport(step=3, attempt=attempt, rank=1, counts=(9, count))
+
+
+@pytest.mark.parametrize(
+    ("there", "told", "part"),
+    [
+        (None, None, None),
+        (pushed(1), None, None),  # of two that are planned
+        (pushed(2), None, (0, 2)),
+        (pushed(3), None, (0, 3)),
+        (pushed(2, step=2), None, None),
+        (pushed(1), report(1), (0, 1)),
+        (pushed(2), report(3), None),  # its bytes are there, and not announced yet
+        (None, report(1), None),
+        (None, report(0), (0, 0)),
+        (pushed(2, step=2), report(0), (0, 0)),
+        (pushed(2), report(0, attempt=1), (1, 0)),  # discarded
+        (pushed(1, attempt=1), report(2), None),  # begun again after its finish
+        (pushed(2, attempt=1), report(2), (1, 2)),
+        (pushed(2, attempt=1), report(0), (1, 2)),
+    ],
+)
+def test_a_part_is_settled_once_nothing_more_comes(
+    there: Pushed | None, told: FinishReport | None, part: tuple[int, int] | None
+) -> None:
+    found = settled(1, 1, 3, 2, there, told)
+    assert (None if found is None else found.summand[1:]) == part
+
+
+def test_each_unit_has_one_sender_and_each_rank_about_as_many_elements() -> None:
+    units = make_spec(3).layout.units
+    found = senders(units, (0, 1, 2))
+    assert sorted(found) == [0, 1, 2]
+    assert sorted(found.values()) == [0, 1, 2]
+    assert senders(units, (4, 5)) == {0: 4, 1: 5, 2: 4}
+
+
+BF16 = (torch.bfloat16,) * 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "ranks", "gains"),
+    [
+        (make_spec(), 1, False),
+        (make_spec(), 2, True),
+        (make_spec(dtypes=BF16), 2, False),
+        (make_spec(dtypes=BF16), 3, True),
+        (make_spec(dtypes=BF16, accumulation_steps=2), 2, True),
+    ],
+    ids=["alone", "fp32", "bf16", "bf16-3", "accumulation"],
+)
+def test_a_sum_gains_where_it_takes_fewer_bytes_than_the_pushes(spec: ModelSpec, ranks: int, gains: bool) -> None:
+    assert sums_gain(spec.layout.units, spec.accumulation_steps, ranks) == gains

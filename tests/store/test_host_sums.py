@@ -1,0 +1,311 @@
+"""Gradients for owners elsewhere leave a host as one sum of its ranks, with the bits of ranks that push alone."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayzero.config import ZeroConfig
+from rayzero.errors import ConfigError, HandshakeError
+from rayzero.protocol.messages import ModelSpec
+from rayzero.slabs.slab import SHARED_MEMORY
+from rayzero.store.owner.hosted import HostedModels
+from rayzero.store.owner.server import serve_models
+from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.store import RankStore
+from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.signals import available
+from rayzero.telemetry.names import TRANSFER_BYTES
+from rayzero.telemetry.recorder import MemoryRecorder
+
+from .toy import WAIT, Grads, Rank, equal, make_spec, masters, random_grads, start
+
+pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
+
+OWNERS = 2
+BF16 = (torch.bfloat16,) * 3
+
+
+class Place:
+    """Hosts of ranks, and owners on others."""
+
+    def __init__(
+        self, stack: ExitStack, hosts: Sequence[int], owners: Sequence[int | None] = (None, None), **options: Any
+    ):
+        """``hosts``: of each rank. ``owners``: the host of each; None: one without ranks."""
+        self.token, self._stack, self._hosts, self._options = secrets.token_hex(), stack, hosts, options
+        self.directories = {
+            host: Path(stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-")))
+            for host in {*hosts, *owners}
+        }
+        self.recorders: dict[int, MemoryRecorder] = {}
+        servers = []
+        for owner, host in enumerate(owners):
+            models = HostedModels(owner, len(owners), share=self.directories[host], threads=1)
+            stack.callback(models.close)
+            servers.append(stack.enter_context(serve_models(models, token=self.token, replaces_ranks=True)))
+        self.addresses = [server.address for server in servers]
+        for server in servers:
+            server.connect_peers(self.addresses)
+
+    def store(self, rank: int, life: int = 0) -> RankStore:
+        recorder = self.recorders[rank] = MemoryRecorder()
+        options = {"host_push": "auto", "chunk_bytes": 1000, "stall_timeout": WAIT} | self._options
+        connection = RemoteConnection(
+            rank,
+            self.addresses,
+            token=self.token,
+            share=self.directories[self._hosts[rank]],
+            ranks_here=[other for other, host in enumerate(self._hosts) if host == self._hosts[rank]],
+            life=life,
+            recorder=recorder,
+            **options,
+        )
+        store = RankStore(connection)
+        self._stack.callback(store.close)
+        return store
+
+    def start(self, spec: ModelSpec) -> list[Rank]:
+        return start([self.store(rank) for rank in range(spec.world_size)], spec)
+
+    def pushed(self, transport: str = "grpc") -> list[int]:
+        """The bytes that each rank has pushed by a transport."""
+        return [
+            int(self.recorders[rank].total(TRANSFER_BYTES, direction="push", transport=transport))
+            for rank in sorted(self.recorders)
+        ]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def gradients(spec: ModelSpec, seed: int, without: str = "") -> Grads:
+    """Of every parameter but one, so large and so small that each order of adding has bits of its own."""
+    found = random_grads(spec, seed, scale=10.0 ** (seed % 5 - 2))
+    return {name: value for name, value in found.items() if name != without}
+
+
+def units_of(spec: ModelSpec, grads: Grads) -> list[int]:
+    return [unit.index for unit in spec.layout.units if any(slot.name in grads for slot in unit.slots)]
+
+
+def train(ranks: Sequence[Rank], steps: int = 3, pushes: int = 1, *max_norms: float) -> dict[str, torch.Tensor]:
+    """Steps in which ranks skip units and parameters, and one discards what it has pushed; the masters after them."""
+    spec = ranks[0].spec
+    for step in range(steps):
+        for rank in ranks:
+            rank.fetch()
+        for rank in ranks:
+            seed = 100 * step + 10 * rank.rank
+            if rank.rank == 1 and step == 1:  # begins again
+                rank.push(gradients(spec, seed + 7), [2, 1])
+                rank.zero_grad()
+            for push in range(pushes):
+                mine = gradients(spec, seed + push, "layers.0.b" if rank.rank % 2 else "")
+                units = [unit for unit in units_of(spec, mine) if (unit + rank.rank + step) % 4]
+                rank.push(mine, units)
+        for norm in [rank.finish(*max_norms) for rank in ranks]:
+            norm.result(WAIT)
+    for rank in ranks:
+        rank.fetch()
+    return masters(ranks[0])
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {"world_size": 2},
+    "bf16": {"world_size": 3, "dtypes": BF16},
+    "accumulation": {"world_size": 2, "dtypes": BF16, "accumulation_steps": 2},
+    "mixed": {"world_size": 3, "dtypes": (torch.float32, torch.bfloat16, torch.float16)},
+    "two groups": {"world_size": 10},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_are_those_of_ranks_that_push_alone(stack: ExitStack, case: str) -> None:
+    spec = make_spec(**CASES[case])
+    clip = (0.01,) if case in ("bf16", "accumulation") else ()
+    found = []
+    for host_push in ("never", "auto"):
+        place = Place(stack, [0] * spec.world_size, host_push=host_push)
+        ranks = place.start(replace(spec, run=f"toy {host_push}"))
+        assert {summed(rank) for rank in ranks} == {host_push == "auto"}
+        found.append(train(ranks, 3, spec.accumulation_steps, *clip))
+        for rank in ranks:
+            rank.store.close()
+    assert equal(*found)
+
+
+def summed(rank: Rank) -> bool:
+    return rank.store._sums is not None  # type: ignore[attr-defined]
+
+
+def everything(ranks: Sequence[Rank], step: int) -> None:
+    """A step in which every rank pushes everything once."""
+    for rank in ranks:
+        rank.fetch()
+        rank.push(gradients(rank.spec, 10 * step + rank.rank))
+    for norm in [rank.finish() for rank in ranks]:
+        norm.result(WAIT)
+
+
+def elements(spec: ModelSpec, owners: Sequence[int] = range(OWNERS)) -> int:
+    """Of the units' shards with these owners."""
+    plan = SharedPlan.of(spec, OWNERS)
+    return sum(shard.numel for owner in owners for shard in plan.shards_of(owner))
+
+
+def test_what_leaves_a_host_does_not_depend_on_its_ranks(stack: ExitStack) -> None:
+    for world_size in (3, 5):
+        spec = make_spec(world_size, dtypes=BF16, run=f"toy {world_size}")
+        place = Place(stack, [0] * world_size)
+        ranks = place.start(spec)
+        for step in range(2):
+            everything(ranks, step)
+        assert sum(place.pushed()) == 2 * 4 * elements(spec), "one fp32 sum a step"
+        assert all(place.pushed()[:3]), "and each of three units has a sender of its own"
+        assert place.pushed("host") == [2 * 2 * elements(spec)] * world_size
+
+
+def test_owners_of_the_host_read_what_the_others_get_as_a_sum(stack: ExitStack) -> None:
+    spec = make_spec(2)
+    place = Place(stack, [0, 0], owners=[0, None])
+    ranks = place.start(spec)
+    alone = Place(stack, [0, 0], owners=[0, None], host_push="never").start(replace(spec, run="toy alone"))
+    assert equal(train(ranks), train(alone))
+    before = sum(place.pushed())
+    everything(ranks, 3)
+    assert sum(place.pushed()) - before == 4 * elements(spec, [1])
+
+
+def test_only_the_first_ranks_of_a_group_are_added(stack: ExitStack) -> None:
+    """Ranks 6 to 9 are on one host: 8 and 9 begin their group, and 6 and 7 come behind others of theirs."""
+    spec = make_spec(10)
+    hosts = [0] * 6 + [1] * 4
+    place = Place(stack, hosts)
+    ranks = place.start(spec)
+    assert [summed(rank) for rank in ranks] == [True] * 6 + [False] * 2 + [True] * 2
+    alone = Place(stack, hosts, host_push="never").start(replace(spec, run="toy alone"))
+    assert equal(train(ranks, 2), train(alone, 2))
+    before = place.pushed()
+    everything(ranks, 2)
+    sent = [now - then for now, then in zip(place.pushed(), before, strict=True)]
+    whole = 4 * elements(spec)
+    assert (sum(sent[:6]), sent[6], sent[7], sum(sent[8:])) == (whole, whole, whole, whole)
+
+
+def test_a_unit_leaves_once_its_last_rank_has_pushed_it_and_not_at_the_end_of_the_step(stack: ExitStack) -> None:
+    spec = make_spec(2)
+    place = Place(stack, [0, 0])
+    ranks = place.start(spec)
+    for rank in ranks:
+        rank.fetch()
+    ranks[0].push(gradients(spec, 0))
+    time.sleep(0.2)
+    assert sum(place.pushed()) == 0
+    ranks[1].push(gradients(spec, 1), [2])
+    deadline = time.monotonic() + WAIT
+    while sum(place.pushed()) < 4 * spec.layout.units[2].numel:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ranks[1].push(gradients(spec, 1), [1, 0])
+    for norm in [rank.finish() for rank in ranks]:
+        norm.result(WAIT)
+    assert sum(place.pushed()) == 4 * elements(spec)
+
+
+def test_more_pushes_than_planned_and_a_discard_after_the_norm(stack: ExitStack) -> None:
+    found = []
+    for host_push in ("never", "auto"):
+        ranks = Place(stack, [0, 0], host_push=host_push).start(make_spec(2, run=f"toy {host_push}"))
+        for rank in ranks:
+            rank.push(gradients(rank.spec, rank.rank))
+        ranks[1].push(gradients(ranks[1].spec, 5), [1])  # once more than was planned
+        norms = [rank.ask_norm() for rank in ranks]
+        totals = [norm.result(WAIT).total for norm in norms]
+        for discarded in [rank.discard() for rank in ranks]:
+            discarded.result(WAIT)
+        ranks[0].push(gradients(ranks[0].spec, 6), [2])
+        norms = [rank.finish() for rank in ranks]
+        totals += [norm.result(WAIT).total for norm in norms]
+        found.append((totals, ranks[0].fetch()))
+    assert found[0][0] == found[1][0]
+    assert equal(found[0][1], found[1][1])
+
+
+def test_a_rank_that_comes_back_pushes_again_and_its_sums_too(stack: ExitStack) -> None:
+    found = []
+    for dies in (False, True):
+        place = Place(stack, [0, 0])
+        spec = make_spec(2, run=f"toy {dies}")
+        ranks = place.start(spec)
+        everything(ranks, 0)
+        for rank in ranks:
+            rank.fetch()
+        ranks[1].push(gradients(spec, 1), [2, 1, 0])
+        ranks[0].push(gradients(spec, 0), [2, 1])
+        if dies:
+            again = place.store(0, life=1)
+            assert again.attach(spec).step == 1
+            ranks[0] = Rank(0, again, spec, step=1, attempt=1 << 16)
+            ranks[0].push(gradients(spec, 0), [2, 1])
+        ranks[0].push(gradients(spec, 0), [0])
+        for norm in [rank.finish() for rank in ranks]:
+            norm.result(WAIT)
+        found.append(ranks[1].fetch())
+    assert equal(*found)
+
+
+def test_ranks_that_disagree_are_refused_by_name(stack: ExitStack) -> None:
+    spec = make_spec(2)
+    place = Place(stack, [0, 0])
+    place.store(0).attach(spec)
+    place._options["host_push"] = "never"
+    with pytest.raises(HandshakeError, match=r"rank 1 says .* alone\), others say \[0, 1\]; start every rank"):
+        place.store(1).attach(spec)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"transport": "grpc"}, "host_push='always' needs memory that a host's ranks share, but transport is 'grpc'"),
+        ({"wire_compression": "bf16"}, "host_push='always' cannot be used with wire_compression='bf16'"),
+        ({"keep_pushed": False}, "host_push='always' needs ranks to keep what they push"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ZeroConfig(host_push="always", **settings)
+    assert ZeroConfig(**settings).pushes_for_host == "never"
+
+
+def test_a_directory_that_is_too_small_leaves_each_rank_alone(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = Place(stack, [0, 0])
+    monkeypatch.setattr("rayzero.store.rank.remote._size_of", lambda directory: 4096)
+    ranks = place.start(make_spec(2))
+    assert not any(map(summed, ranks))
+    assert "leave it rank by rank" in caplog.text
+    everything(ranks, 0)
+
+
+def test_no_stream_is_opened_to_send_again_what_needs_not_go_any_more(stack: ExitStack) -> None:
+    """Owners refuse an empty one: found by a rank that came back twice."""
+    place = Place(stack, [0, 0])
+    [rank, _] = place.start(make_spec(2))
+    wire = rank.store.connection._wires[0]  # type: ignore[attr-defined]
+    channel = wire._link.channel()
+    wire.push_again(channel, lambda: iter(()), 0, 1.0)
+    assert sum(place.pushed()) == 0
