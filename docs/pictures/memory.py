@@ -58,5 +58,5 @@ def draw() -> str:
     for place, (name, (_, kind)) in enumerate(parts.items()):
         made.box(10 + 130 * place, 258, 12, 12, kind, 2)
         made.text(28 + 130 * place, 269, name, "small")
-    made.text(540, 269, "activations come on top", "small soft")
+    made.text(530, 269, "activations and gradients on their way", "small soft")
     return made.svg()

@@ -31,7 +31,7 @@ def test_every_block_is_python(block: Block) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("page", [page for page in PAGES if PYTHON[page] and page != STARTS_RAY])
+@pytest.mark.parametrize("page", [page for page in ("README.md", *PAGES) if PYTHON[page] and page != STARTS_RAY])
 def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = {"torch": torch, "rayzero": rayzero} | (SETUPS[page]() if page in SETUPS else {})

@@ -112,7 +112,7 @@ def test_a_table_of_results_is_taken_over_and_a_missing_one_is_an_error() -> Non
 
 
 def test_prose_is_not_taken_for_markup() -> None:
-    assert prose("a *b* in `c*d`\n  and <e>") == r"a \*b\* in `c*d` and \<e\>"
+    assert prose("a *b* in `c*d`\n  and <e>") == r"a \*b\* in `c*d` and &lt;e\>"
 
 
 def test_lines_of_a_docstring_that_describe_parameters_become_a_section() -> None:

@@ -78,4 +78,3 @@ def test_what_the_page_says_happens(tmp_path: Path) -> None:
     written = said(typed(block("python sample.py"), tmp_path))
     assert written.startswith("def ")
     assert len(written) > 300
-
