@@ -10,7 +10,7 @@ from collections.abc import Iterable
 OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RESET, SETTINGS, PING, WINDOW = 0, 1, 3, 4, 6, 8
 END_STREAM, ACK, END_HEADERS = 1, 1, 4
-_FRAME = 16384  # the most bytes of one
+_FRAME = 16384  # the most bytes of one, unless the server takes more
 
 
 def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
@@ -33,6 +33,7 @@ class UnendedCalls:
         self._left = {2 * n + 1: size + 4 for n in range(calls)}  # bytes to send, by stream
         self._windows = dict.fromkeys(self._left, 65535)
         self._window, self._initial, self._received = 65535, 65535, b""
+        self.largest_frame = _FRAME  # that the server takes
         self.sent, self.ended = 0, set[int]()  # bytes of bodies; streams that the server has ended
         opening = [OPENING + frame(SETTINGS, 0, 0)]
         block, prefix = headers(path, metadata), b"\0" + struct.pack(">I", size)
@@ -52,7 +53,7 @@ class UnendedCalls:
                 moved = time.monotonic()
 
     def _send_some(self, stream: int) -> None:
-        room = min(self._windows[stream], self._window, self._left[stream], _FRAME)
+        room = min(self._windows[stream], self._window, self._left[stream], self.largest_frame)
         if room <= 5:  # the prefix goes in one piece
             return
         prefix = self._prefixes.pop(stream, b"")
@@ -91,6 +92,8 @@ class UnendedCalls:
                 if name == 4:
                     self._windows = {one: window + value - self._initial for one, window in self._windows.items()}
                     self._initial = value
+                elif name == 5:
+                    self.largest_frame = value
             self._socket.sendall(frame(SETTINGS, ACK, 0))
         elif kind == PING and not flags & ACK:
             self._socket.sendall(frame(PING, ACK, 0, content))

@@ -18,8 +18,10 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.select import connect_store
 from rayzero.store.wire.payload import decode_header, encode_chunk, encode_header
+from rayzero.store.wire.rpc import FRAME_BYTES, STORE_SERVICE, life_metadata, token_metadata
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
+from store.http2 import UnendedCalls
 from store.stores import TOKEN
 from store.test_grpc import connected, serving
 from store.toy import WAIT, Grads, equal, flatten, make_spec, masters, random_grads, start, take_step
@@ -325,3 +327,14 @@ def test_nothing_is_mapped() -> None:
         assert store.mapped(0) is None
         assert store.landing(header) is None
         store.revert(0)  # there is nothing to undo
+
+
+def test_an_owner_takes_uploads_in_large_frames() -> None:
+    metadata = (*token_metadata(TOKEN), *life_metadata(0, 0))
+    with serving() as (server,):
+        calls = UnendedCalls(server.address, f"/{STORE_SERVICE}/Push", metadata, 1, FRAME_BYTES)
+        try:
+            calls.send(FRAME_BYTES, 0.3)
+            assert calls.largest_frame == FRAME_BYTES
+        finally:
+            calls.close()

@@ -28,6 +28,7 @@ OWNER_SERVICE = "rayzero.v1.OwnerService"
 MAX_MESSAGE_BYTES = 64 << 20  # of any message; a chunk is far smaller, a ModelSpec of 10,000 units about 10 MiB
 MAX_CHUNK_BYTES = 32 << 20  # of payload; 1-2 MiB is fastest
 LOOKAHEAD_BYTES = 4 << 20  # of an upload, sent before its message is asked for; pushes are slower with less
+FRAME_BYTES = 1 << 20  # of HTTP/2, the most in an upload: Python joins a message from its frames, piece by piece
 
 POLL_MARGIN_S = 2.0  # a long poll is answered this long before its deadline
 
@@ -69,6 +70,7 @@ SERVER_OPTIONS = (
     # a whole message.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
+    ("grpc.http2.max_frame_size", FRAME_BYTES),  # the probe would raise it from 16 KiB, too
 )
 
 
