@@ -284,6 +284,8 @@ def test_places_that_are_not_what_is_asked_for(tmp_path: Path) -> None:
             rayzero.save_checkpoint(optimizer, "memory://x/y")
         with pytest.raises(ConfigError, match="pass a URL such as"):
             rayzero.save_checkpoint(optimizer, tmp_path / "step-1", upload_to=str(tmp_path))
+    with pytest.raises(ConfigError, match="rayzero convert URL FOLDER"):
+        rayzero.Weights("memory://x/y")
     with pytest.raises(ConfigError, match="give the URL as upload_to"):
         RunConfig(storage_path="s3://bucket/run")
     with pytest.raises(ConfigError, match="must be a URL"):
