@@ -208,6 +208,8 @@ def test_uploads_take_turns_and_leave_out_what_is_too_old(tmp_path: Path, caplog
         done.append(directory.name)
         if directory.name == "c":
             raise CheckpointWriteError("the bucket is gone")
+        if directory.name == "a":
+            raise RecursionError("anything")
         return url
 
     uploads = Uploads(slow)
@@ -219,6 +221,7 @@ def test_uploads_take_turns_and_leave_out_what_is_too_old(tmp_path: Path, caplog
     go_on.set()
     uploads.wait()
     assert (done, uploads.busy) == (["a", "c"], frozenset())
+    assert "NOT UPLOADED: memory://x: anything" in caplog.text
     assert "NOT UPLOADED: memory://x: the bucket is gone" in caplog.text
     assert f"NOT UPLOADED: {tmp_path / 'b'}: a newer one" in caplog.text
 
