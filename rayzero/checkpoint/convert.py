@@ -19,6 +19,7 @@ from rayzero.checkpoint.formats.safetensors_folder import write_safetensors
 from rayzero.checkpoint.remote import nearby
 from rayzero.checkpoint.writer import staging_path
 from rayzero.errors import CheckpointError, CheckpointWriteError, ConfigError
+from rayzero.quantities import count
 
 TARGETS = (Format.HF, Format.DCP, Format.RAYZERO)
 MAX_SHARD_BYTES = 5_000_000_000  # as Hugging Face's default
@@ -37,9 +38,10 @@ class Converted:
     def __str__(self) -> str:
         held, written = self.content.has_states, "with" if self.states else "without"
         dropped = ", which the source has and this format or --weights-only leaves out" if held > self.states else ""
+        params, buffers = count(len(self.content.params), "parameter"), count(len(self.content.buffers), "buffer")
         return (
-            f"{self.path}  {self.files} files, {self.size_bytes:,} bytes: {len(self.content.params)} parameters and "
-            f"{len(self.content.buffers)} buffers of step {self.content.step}, {written} optimizer states{dropped}"
+            f"{self.path}  {count(self.files, 'file')}, {count(self.size_bytes, 'byte')}: {params} and {buffers} "
+            f"of step {self.content.step}, {written} optimizer states{dropped}"
         )
 
 

@@ -38,8 +38,8 @@ def delete_older(directory: Path, keep: int, keep_every: int | None = None, busy
     ]
     step = next((saved.step for saved in sound if saved.path.name == directory.name), 0)
     older = [saved for saved in sound if saved.step < step]
-    deleted = []
-    for path in (saved.path for saved in too_old(older, keep - 1, keep_every) if saved.path not in busy):
+    deleted, kept = [], {path.absolute() for path in busy}
+    for path in (saved.path for saved in too_old(older, keep - 1, keep_every) if saved.path.absolute() not in kept):
         try:
             _delete(path)
         except OSError as error:

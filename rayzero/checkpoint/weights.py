@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rayzero.checkpoint.formats import open_reader
 from rayzero.checkpoint.formats.content import WEIGHT, WeightDecl
+from rayzero.checkpoint.remote import is_url
 from rayzero.errors import ConfigError
 from rayzero.layout.model_layout import dtype_name
 
@@ -40,12 +41,16 @@ class Weights:
         strict: as in ``load_state_dict``. If False, names that the model lacks are left out, and parameters that the
             source lacks keep the model's own values, or those of ``init``.
 
-        Raises ConfigError if ``source`` is anything else.
+        Raises ConfigError if ``source`` is anything else, or a URL.
         """
         if not isinstance(source, str | PathLike | Iterable):
             raise ConfigError(
                 "weights must be a path, a mapping of named tensors, or an iterable of (name, tensor), got "
                 f"{type(source).__name__}"
+            )
+        if is_url(source):
+            raise ConfigError(
+                f"weights are read from files, not from {source!r}; copy them first: rayzero convert URL FOLDER"
             )
         self.source = source
         self.rename = rename or (lambda name: name)

@@ -85,17 +85,18 @@ def prepare(
     optimizer: a torch optimizer over parameters of ``model`` that has not stepped yet.
     config: by default the run's, or ``ZeroConfig()`` without a run.
     units: what is gathered together; overrides ``config.units``. A list of class names, or a function (name, module).
-    weights: a safetensors file, a Hugging Face directory or its index, a mapping of named tensors, an iterable of
-        (name, tensor), or ``rayzero.Weights`` of one of these. Rank 0 reads them unit by unit, so that no process holds
-        the model; the other ranks read buffers. They must contain every parameter and persistent buffer.
+    weights: a safetensors file, a Hugging Face directory or its index, a checkpoint of RayZero, torch DCP or DeepSpeed
+        (docs/checkpoints.md), a mapping of named tensors, an iterable of (name, tensor), or ``rayzero.Weights`` of one
+        of these. Rank 0 reads them unit by unit, so that no process holds the model; the other ranks read buffers. They
+        must contain every parameter and persistent buffer.
     init: called with every module, on the CPU, in the order of ``model.apply(init)`` and so with the same random
         numbers; only the parameters of one unit need to exist at a time. Every rank that gets one runs it, so that
         their random generators agree afterwards.
-    resume: the checkpoint to continue from; True: the newest one in the run's directory, or a fresh start if there is
-        none; by default the trainer's setting. Every rank passes the same. Restores weights, moments, step counts, the
-        options of every parameter group, buffers and random number generators. Afterwards ``get_context().step`` is
-        the step to go on with, ``rayzero.track`` loads the states of schedulers and other objects of the loop, and
-        ``get_context().loop_state`` has what this rank gave to ``save_checkpoint``.
+    resume: the checkpoint to continue from, a path or URL; True: the newest one in the run's directory, or a fresh
+        start if there is none; by default the trainer's setting. Every rank passes the same. Restores weights, moments,
+        step counts, the options of every parameter group, buffers and random number generators. Afterwards
+        ``get_context().step`` is the step to go on with, ``rayzero.track`` loads the states of schedulers and other
+        objects of the loop, and ``get_context().loop_state`` has what this rank gave to ``save_checkpoint``.
 
     Inside a trainer the run's owners are used; in a plain script, an in-process store with one owner. Prepare several
     models of a run one after the other, in the same order on every rank. Another order is refused, except for models

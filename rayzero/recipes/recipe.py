@@ -59,7 +59,8 @@ class RecipeConfig(ConfigModel):
     """"gpt": our own, shaped by the next four settings; "hf:<config.json>": a transformers model, random weights."""
 
     init_from: str | None = None
-    """Start from these weights, a safetensors file or a Hugging Face directory; null: random ones from ``seed``."""
+    """Start from these weights: a safetensors file, a Hugging Face directory, or a checkpoint of RayZero, torch DCP or
+    DeepSpeed; null: random ones from ``seed``."""
 
     num_layers: Count = 4
     """Blocks of the "gpt" model."""

@@ -208,6 +208,8 @@ def test_uploads_take_turns_and_leave_out_what_is_too_old(tmp_path: Path, caplog
         done.append(directory.name)
         if directory.name == "c":
             raise CheckpointWriteError("the bucket is gone")
+        if directory.name == "a":
+            raise RecursionError("anything")
         return url
 
     uploads = Uploads(slow)
@@ -219,6 +221,7 @@ def test_uploads_take_turns_and_leave_out_what_is_too_old(tmp_path: Path, caplog
     go_on.set()
     uploads.wait()
     assert (done, uploads.busy) == (["a", "c"], frozenset())
+    assert "NOT UPLOADED: memory://x: anything" in caplog.text
     assert "NOT UPLOADED: memory://x: the bucket is gone" in caplog.text
     assert f"NOT UPLOADED: {tmp_path / 'b'}: a newer one" in caplog.text
 
@@ -284,6 +287,8 @@ def test_places_that_are_not_what_is_asked_for(tmp_path: Path) -> None:
             rayzero.save_checkpoint(optimizer, "memory://x/y")
         with pytest.raises(ConfigError, match="pass a URL such as"):
             rayzero.save_checkpoint(optimizer, tmp_path / "step-1", upload_to=str(tmp_path))
+    with pytest.raises(ConfigError, match="rayzero convert URL FOLDER"):
+        rayzero.Weights("memory://x/y")
     with pytest.raises(ConfigError, match="give the URL as upload_to"):
         RunConfig(storage_path="s3://bucket/run")
     with pytest.raises(ConfigError, match="must be a URL"):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from enum import StrEnum
 from pathlib import Path
 
-from rayzero.checkpoint.formats.content import Content, Reader, WeightDecl
+from rayzero.checkpoint.formats.content import Content, Reader, WeightDecl, damaged
 from rayzero.checkpoint.formats.deepspeed_reader import ZeroReader, has_zero_files
 from rayzero.checkpoint.formats.pickles import METADATA_FILE
 from rayzero.checkpoint.formats.rayzero_reader import RayZeroReader
@@ -75,7 +75,11 @@ def open_reader(path: Path, *, states: bool = True) -> Reader:
         names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     except OSError as exc:
         raise CheckpointError(f"weights cannot be read from {path}: {exc.strerror}") from exc
-    return _READERS[format_of(names)](folder, states)
+    format_ = format_of(names)
+    try:
+        return _READERS[format_](folder, states)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as exc:  # a field may hold anything
+        raise damaged(folder, f"it lacks or misstates a field of the format {format_} ({exc!r})") from exc
 
 
 def _tagged(folder: Path) -> Path:

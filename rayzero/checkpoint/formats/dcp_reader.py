@@ -31,7 +31,7 @@ from rayzero.checkpoint.formats.content import (
     plain_option,
     require_states,
 )
-from rayzero.checkpoint.formats.pickles import METADATA_FILE, load_torch_bytes, read_dcp_metadata
+from rayzero.checkpoint.formats.pickles import METADATA_FILE, load_torch_bytes, read_dcp_metadata, require_dense
 from rayzero.errors import CheckpointError, UnsupportedError
 from rayzero.files import open_regular, regular_size
 from rayzero.layout.model_layout import dtype_name
@@ -300,11 +300,11 @@ class DcpReader:
 
     def _load(self, entry: str, chunk: Chunk) -> Tensor:
         found = load_torch_bytes(self._bytes_at(chunk.file, chunk.start, chunk.length), self._where(entry))
-        wanted = self._tensors[entry].decl.dtype
-        if not isinstance(found, Tensor) or (tuple(found.shape), dtype_name(found.dtype)) != (chunk.sizes, wanted):
-            what = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        tensor, wanted = require_dense(found, self._where(entry)), self._tensors[entry].decl.dtype
+        if (tuple(tensor.shape), dtype_name(tensor.dtype)) != (chunk.sizes, wanted):
+            what = f"{dtype_name(tensor.dtype)} of shape {tuple(tensor.shape)}"
             raise damaged(self._where(entry), f"its file has {what}, and {METADATA_FILE} says {wanted} {chunk.sizes}")
-        return found.detach()
+        return tensor
 
     def _bytes_at(self, file: str, start: int, length: int) -> io.BytesIO:
         try:

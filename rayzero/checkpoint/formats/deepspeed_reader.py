@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rayzero.checkpoint.files.tensor_reader import is_shape
-from rayzero.checkpoint.formats.content import WEIGHT, Content, Group, Param, WeightDecl, damaged, plain_option
-from rayzero.checkpoint.formats.pickles import load_torch_file
+from rayzero.checkpoint.formats.content import WEIGHT, Content, Group, Param, WeightDecl, plain_option
+from rayzero.checkpoint.formats.pickles import load_torch_file, require_dense
 from rayzero.checkpoint.formats.zero_layout import Segment, Shapes, stage3_segments, stage12_segments
 from rayzero.errors import CheckpointError, RayZeroError, UnsupportedError
 from rayzero.layout.model_layout import dtype_name
@@ -50,8 +50,6 @@ class ZeroReader:
             self.content = self._content(shapes, states)
         except RayZeroError as exc:
             raise type(exc)(f"{folder}: {exc}" if str(folder) not in str(exc) else str(exc)) from exc
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as exc:
-            raise damaged(folder, f"it lacks or misstates a field of ZeRO checkpoints ({exc!r})") from exc
 
     def __str__(self) -> str:
         return str(self._folder)
@@ -111,9 +109,7 @@ class ZeroReader:
         }
         frozen = _shapes(model.get("frozen_param_shapes") or {})
         params |= {name: Param(decl=self._frozen(name, shape), trained=False) for name, shape in frozen.items()}
-        module = model.get("module") or {}
-        buffers = {name: module[name] for name in model.get("buffer_names") or () if name in module}
-        self._buffers = {name: tensor for name, tensor in buffers.items() if isinstance(tensor, Tensor)}
+        self._buffers = buffers_of(model)
         tied = {
             alias: name
             for alias, name in _dict(model.get("shared_params") or {}).items()
@@ -171,7 +167,7 @@ class ZeroReader:
         """By rank in stage 3; whole, once, in the others."""
         stage3 = "fp32_flat_groups" in self._shards[0]
         files = self._model if stage3 else self._model[:1]
-        return [_dict(each)["frozen_param_fragments"][name].detach().reshape(-1) for each in files]
+        return [require_dense(_dict(each)["frozen_param_fragments"][name], name).reshape(-1) for each in files]
 
     # ---- values
 
@@ -196,6 +192,14 @@ class ZeroReader:
         """See ``Reader.close``."""
         self._optim, self._model, self._flats, self._inner, self._shards = [], [], [], [], []
         self._buffers = {}
+
+
+def buffers_of(model: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The persistent buffers in a file of model states. Raises CheckpointError or KeyError if one is missing."""
+    names = model.get("buffer_names") or []
+    if not isinstance(names, list):
+        raise TypeError(f"buffer_names is {type(names).__name__}")
+    return {name: require_dense(_dict(model["module"])[name], name) for name in names}
 
 
 def _by_rank(folder: Path, names: Sequence[str], form: re.Pattern[str], what: str) -> list[str]:
@@ -235,7 +239,7 @@ def _flat(value: Any) -> Tensor:
     """A partition. Raises CheckpointError for anything else."""
     if not isinstance(value, Tensor) or value.dtype not in _FLOATS:
         raise CheckpointError(f"a partition is {type(value).__name__}, not a floating-point tensor (on NVMe?)")
-    return value.detach().reshape(-1)
+    return require_dense(value, "a partition").reshape(-1)
 
 
 def _dict(value: Any) -> dict[Any, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 from torch.serialization import _get_layout, get_unsafe_globals_in_checkpoint, safe_globals
 
 from rayzero.checkpoint.formats.content import damaged
@@ -63,7 +64,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = _metadata_names().get((module, name))
-        if found is None and module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        if found is None and module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             found = dtype
         if found is None:
             raise UnsupportedError(f"it needs {module}.{name}, which no DCP metadata needs; it is not run")
@@ -132,6 +133,16 @@ def load_torch_file(path: Path) -> Any:
 def load_torch_bytes(data: io.BytesIO, where: object) -> Any:
     """What ``torch.save`` wrote, from memory. ``where``: its place, for messages. Raises as ``load_torch_file``."""
     return _load(data, where, mmap=False)
+
+
+def require_dense(value: Any, where: object) -> Tensor:
+    """``value``, if it is a dense tensor whose memory is as large as its shape says: a view may repeat one element any
+    number of times. Raises CheckpointError otherwise."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta or value.is_quantized:
+        raise damaged(where, f"it holds a {type(value).__name__}, not a dense tensor")
+    if value.untyped_storage().nbytes() < value.numel() * value.itemsize:
+        raise damaged(where, f"it holds {value.untyped_storage().nbytes():,} bytes for the shape {tuple(value.shape)}")
+    return value.detach()
 
 
 def _load(source: Path | io.BytesIO, where: object, *, mmap: bool) -> Any:

@@ -19,8 +19,8 @@ from rayzero.checkpoint.formats.content import (
     damaged,
     require_states,
 )
-from rayzero.checkpoint.formats.deepspeed_reader import step_count
-from rayzero.checkpoint.formats.pickles import load_torch_file
+from rayzero.checkpoint.formats.deepspeed_reader import buffers_of, step_count
+from rayzero.checkpoint.formats.pickles import load_torch_file, require_dense
 from rayzero.errors import CheckpointError, UnsupportedError
 from rayzero.layout.model_layout import dtype_name
 
@@ -39,9 +39,7 @@ class UniversalReader:
         self._last: tuple[Path, Tensor] | None = None
         self._model = self._model_states()
         params = {path.name: self._param(path, states) for path in self._parameters()}
-        module = self._model.get("module") or {}
-        buffers = {name: module.get(name) for name in self._model.get("buffer_names") or ()}
-        self._buffers = {name: tensor for name, tensor in buffers.items() if isinstance(tensor, Tensor)}
+        self._buffers = buffers_of(self._model)
         shared = self._model.get("shared_params") or {}
         self.content = Content(
             params=params,
@@ -93,10 +91,7 @@ class UniversalReader:
 
     def _tensor(self, path: Path) -> Tensor:
         found = load_torch_file(path)
-        tensor = found.get("param") if isinstance(found, dict) else found
-        if not isinstance(tensor, Tensor):
-            raise damaged(path, "it holds no tensor")
-        return tensor.detach()
+        return require_dense(found.get("param") if isinstance(found, dict) else found, path)
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """See ``Reader.read``. A view of the mapped file."""

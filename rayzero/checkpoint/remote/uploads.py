@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rayzero.checkpoint.remote.copies import upload_checkpoint
-from rayzero.errors import RayZeroError
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class Uploads:
                 (self._now, url), self._next = self._next, None
             try:
                 log.info("checkpoint uploaded: %s", self._upload(self._now, url))
-            except (RayZeroError, OSError) as error:
+            except Exception as error:  # a storage may raise anything; who waits must hear that it is over
                 log.warning("CHECKPOINT NOT UPLOADED: %s: %s. It stays in %s", url, error, self._now)
 
     def wait(self) -> None:

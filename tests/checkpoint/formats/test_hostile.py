@@ -254,6 +254,31 @@ def test_a_universal_state_of_another_shape(tmp_path: Path, states: States) -> N
     assert "'exp_avg' of 'w' is float32 of shape (3,)" in refusal_of(folder)
 
 
+def repeated(shape: tuple[int, ...]) -> torch.Tensor:
+    """A view that says it is large, of one element."""
+    return torch.zeros(1).expand(shape)
+
+
+@pytest.mark.parametrize(
+    "lie", [repeated((17, 1 << 40)), torch.eye(17).to_sparse(), torch.empty(17, 19, device="meta"), 3]
+)
+def test_a_tensor_that_is_not_what_it_says(tmp_path: Path, states: States, lie: Any) -> None:
+    folder = write_universal(tmp_path / "universal", states)
+    torch.save({"param": lie}, folder / "zero" / "w" / "fp32.pt")
+    assert "fp32.pt is damaged" in refusal_of(folder)
+
+
+@pytest.mark.parametrize("field", ["param_shapes", "module", "shared_params", "buffer_names", "global_steps"])
+@pytest.mark.parametrize("lie", [7, "text", [[3]], {"w": {"w": 1}}])
+def test_a_field_that_holds_anything(tmp_path: Path, states: States, field: str, lie: Any) -> None:
+    folder = write_zero(tmp_path / "zero", states, 3, 2, TWO)
+    path = folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    model = torch.load(path, weights_only=True)
+    torch.save(model | {field: lie}, path)
+    if (field, lie) != ("global_steps", 7):
+        refusal_of(folder)
+
+
 def test_moments_without_a_step_count(tmp_path: Path, states: States) -> None:
     folder = write_universal(tmp_path / "universal", states)
     (folder / "mp_rank_00_model_states.pt").unlink()
