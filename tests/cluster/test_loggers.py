@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -350,6 +351,21 @@ def test_a_logger_that_hangs_dies_or_refuses_is_a_warning_and_holds_up_nobody(
     assert process.poll() is not None
     assert len(caplog.records) <= 2
     assert not loggers.described()[0]["complete"]
+
+
+def test_what_a_hanging_library_has_started_ends_with_it(tmp_path: Path, stubborn: Any) -> None:
+    """It also holds the line to the driver open."""
+    pid = tmp_path / "pid"
+    started = "import subprocess; p = subprocess.Popen(['sleep', '1000'], close_fds=False)"
+    stubborn(logs=f"{started}; open({str(pid)!r}, 'w').write(str(p.pid)); time.sleep(1000)")
+    write_rows(tmp_path, range(1, 2))
+    began = time.monotonic()
+    with reported("tensorboard", tmp_path):
+        while not (pid.exists() and pid.read_text()) and time.monotonic() - began < 60:
+            time.sleep(0.02)
+        ends = time.monotonic()
+    assert time.monotonic() - ends < 10
+    assert not psutil.pid_exists(int(pid.read_text())) or psutil.Process(int(pid.read_text())).status() == "zombie"
 
 
 def test_a_logger_outlives_a_killed_driver_until_it_has_its_rows(tmp_path: Path) -> None:

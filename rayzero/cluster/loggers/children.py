@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -30,6 +31,7 @@ __all__ = ["Loggers", "Progress", "Request", "Tell"]
 FOLDER = ".loggers"
 _END_S = {"finished": 30.0, "restarting": 30.0}  # for the last rows of a run that ended so; else:
 _STOP_S = 5.0
+_LAST_S = 2.0  # to read what a process has said before it ended
 
 Tell = Callable[[LoggerName, int, int], None]  # which one, rows sent, rows refused: since it was told last
 
@@ -132,9 +134,9 @@ class Loggers:
                 self._take(child, Progress(**json.loads(line)))
 
     def _take(self, child: _Child, now: Progress) -> None:
-        before, child.progress = child.progress, now
-        if self._tell is not None and (now.sent, now.lost) != (before.sent, before.lost):
-            self._tell(child.name, now.sent - before.sent, now.lost - before.lost)
+        before, child.progress, tell = child.progress, now, self._tell
+        if tell is not None and (now.sent, now.lost) != (before.sent, before.lost):
+            tell(child.name, now.sent - before.sent, now.lost - before.lost)
         if now.error is not None and not child.warned:
             child.warned = True
             log.warning("%s does not take rows of this run (%s); training goes on, see %s", child.name, now.error,
@@ -159,9 +161,13 @@ class Loggers:
         try:
             child.process.wait(within_s)
         except subprocess.TimeoutExpired:
-            child.process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(child.process.pid, signal.SIGKILL)  # libraries have processes of their own
             child.process.wait()
         if child.listener is not None:
+            child.listener.join(_LAST_S)
+            with suppress(OSError):  # the other end is gone
+                child.line.shutdown(socket.SHUT_RDWR)  # what such a process still holds open ends, too
             child.listener.join()
         child.line.close()
         if not child.progress.complete:
