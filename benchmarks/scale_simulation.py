@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -32,12 +33,21 @@ MODELS = {"7B": (4096, 32), "66B": (8192, 80), "1T": (25600, 128)}  # width, blo
 RANKS = {8: 8, 32: 8, 128: 32, 512: 128, 1000: 256}  # ranks -> owners
 OWNERS = (8, 32, 64, 128, 256)
 PLAIN, RELAY, BOTH = "each rank by itself", "fetched once a host", "fetched and pushed once a host"
+LOOPS = f"{BOTH}, 16 loops an owner"
+ONCE = Options(transport="shm", fetch_once_per_host=True, push_once_per_host=True)
 WAYS = {
     PLAIN: Options(transport="shm"),
     RELAY: Options(transport="shm", fetch_once_per_host=True),
-    BOTH: Options(transport="shm", fetch_once_per_host=True, push_once_per_host=True),
+    BOTH: ONCE,
+    LOOPS: replace(ONCE, loops=16),
+}
+VOICES = {
+    f"{LOOPS}, one voice a host": replace(ONCE, loops=16, voice_per_host=True),
+    f"{LOOPS}, a tree of 16": replace(ONCE, loops=16, fan_out=16),
+    f"{LOOPS}, one voice a host, a tree of 16": replace(ONCE, loops=16, voice_per_host=True, fan_out=16),
 }
 HERE = Path(__file__).with_suffix(".json")  # as measured for docs/scale_simulation.md
+_KIND = re.compile(r" of (host kind|owner group|rank group) \d+")
 RESOLUTION = 1e-4  # of a forward: works that end closer than this end together
 
 
@@ -64,7 +74,7 @@ class Point:
         waits = ", ".join(f"{cause} {seconds:.3g}" for cause, seconds in self.found.waits.items() if seconds > 1e-3)
         return (
             f"| {self.model} | {self.ranks:,} | {self.owners} | {self.way} | {self.found.seconds:.3g} | "
-            f"{self.found.of_bound:.2f} | {self.found.binds.partition(' of host kind')[0]} | {waits or 'none'} | "
+            f"{self.found.of_bound:.2f} | {_KIND.sub('', self.found.binds)} | {waits or 'none'} | "
             f"{self.found.lead:.1%} | {self.owner_bytes / 2**30:,.0f} |"
         )
 
@@ -132,12 +142,13 @@ def _costs(here: Measured, message_ms: float | None) -> Costs:
 
 def point(run: Run, plan: UnitPlan, model: str, way: str, tokens: int) -> Point:
     """Simulate one run."""
-    run = replace(run, options=WAYS[way])
-    ranks, owners = len(run.rank_hosts), len(run.owner_hosts)
-    senders = len(set(run.rank_hosts)) if way == BOTH else ranks
+    run = replace(run, options=(WAYS | VOICES)[way])
+    ranks, owners, once = len(run.rank_hosts), len(run.owner_hosts), run.options.push_once_per_host
+    senders = len(set(run.rank_hosts)) if once else ranks
     shards = shard_map_for(plan.layout, owners, run.zero.shard_map)
     largest = max(range(owners), key=shards.bytes_of)
     began = time.perf_counter()
+    owner = plan_owner(plan.layout, shards, largest, senders, 1)
     found = simulate(run, steps=3, resolution=RESOLUTION * sum(run.compute.forward))
     return Point(
         model=model,
@@ -147,7 +158,7 @@ def point(run: Run, plan: UnitPlan, model: str, way: str, tokens: int) -> Point:
         way=way,
         tokens=tokens,
         found=found,
-        owner_bytes=plan_owner(plan.layout, shards, largest, senders, 1).total,
+        owner_bytes=owner.total + once * owner.gradients,  # sums are in fp32, and the plan is of bf16
         took=time.perf_counter() - began,
     )
 
@@ -163,10 +174,14 @@ def points(here: Measured, args: argparse.Namespace) -> Iterator[Point]:
     if args.quick:
         return
     plan, zero = layout_of("7B")
-    for owners in OWNERS:
-        yield point(run_of(plan, zero, here, args, 1000, owners), plan, "7B", BOTH, args.tokens)
+    for owners in OWNERS[:-1]:
+        yield point(run_of(plan, zero, here, args, 1000, owners), plan, "7B", LOOPS, args.tokens)
+    for way in VOICES:
+        yield point(run_of(plan, zero, here, args, 1000, 256), plan, "7B", way, args.tokens)
     plan, zero = layout_of("1T")
-    yield point(run_of(plan, zero, here, args, 1000, 256), plan, "1T", BOTH, args.tokens)
+    run = run_of(plan, zero, here, args, 1000, 256)
+    for way in (BOTH, LOOPS):
+        yield point(run, plan, "1T", way, args.tokens)
 
 
 def draw(found: Sequence[Point], path: Path) -> None:
@@ -179,14 +194,14 @@ def draw(found: Sequence[Point], path: Path) -> None:
 
     figure, ((step, share), (owners, load)) = plt.subplots(2, 2, figsize=(11, 8))
     for model in ("7B", "66B"):
-        for way, style in ((PLAIN, "-"), (RELAY, "--"), (BOTH, ":")):
+        for way, style in ((PLAIN, "-"), (RELAY, "--"), (BOTH, ":"), (LOOPS, "-.")):
             line = [p for p in found if (p.model, p.way) == (model, way) and RANKS.get(p.ranks) == p.owners]
             line = list({p.ranks: p for p in line}.values())
             step.plot(
                 [p.ranks for p in line], [p.found.seconds for p in line], style, marker="o", label=f"{model}, {way}"
             )
             share.plot([p.ranks for p in line], [p.found.of_bound for p in line], style, marker="o")
-    many = list({p.owners: p for p in found if (p.model, p.way, p.ranks) == ("7B", BOTH, 1000)}.values())
+    many = list({p.owners: p for p in found if (p.model, p.way, p.ranks) == ("7B", LOOPS, 1000)}.values())
     many.sort(key=lambda p: p.owners)
     owners.plot([p.owners for p in many], [p.found.seconds for p in many], marker="o", label="step")
     owners.plot([p.owners for p in many], [p.found.bound for p in many], "--", marker=".", label="its bandwidth bound")
@@ -198,7 +213,7 @@ def draw(found: Sequence[Point], path: Path) -> None:
     for axes, title, x, y in (
         (step, "A step", "ranks (owners: a fourth, at least 8)", "seconds"),
         (share, "over its bandwidth bound", "ranks", "step / bound"),
-        (owners, "7B, 1,000 ranks", "owners", "seconds"),
+        (owners, "7B, 1,000 ranks, 16 loops an owner", "owners", "seconds"),
         (load, "Host memory of the largest owner", "ranks", "GiB"),
     ):
         axes.set(title=title, xlabel=x, ylabel=y, xscale="log")

@@ -3,9 +3,8 @@
 [Note: symmetry] Hosts are alike if they have equally many ranks, and owners that have equally many bytes and shards of
 every unit. What happens to one of them then happens to all at the same moments, because works share resources by
 factors (fluid.py): n equal works of n hosts, or of one, all get the same. So one of each kind is simulated, and what it
-takes of another's host counts as often as there are such pairs. The host of the lead is a kind of its own. Where a rank
-has fewer streams than owners that it waits for, the order in which they get one is not the same for all, and one of
-each kind is only about as fast as all: within 4 % for 4 and 6 streams to 8 owners.
+takes of another's host counts as often as there are such pairs. The host of the lead is a kind of its own. What the
+ranks of a host do once, they share evenly.
 """
 
 from __future__ import annotations

@@ -66,6 +66,7 @@ class Options:
     voice_per_host: bool = False  # of finishes, answers and notices: one message for all ranks of a host
     fan_out: int = 0  # of a tree of owners through which the lead asks them; 0: it asks each of them itself
     owners_together: bool = False  # those of a host are in one process, and share its event loop
+    loops: int = 1  # event loops of an owner's process, each with a thread; today's have one
     most_streams: int = 8  # of one rank in each direction; see transfer_threads (store/rank/transfers/wire.py)
     compute_threads: float = 1.0  # of a rank on CPUs
     compute_memory: float = 0.0  # bytes of host memory per second that a rank's computing takes

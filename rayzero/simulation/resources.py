@@ -38,7 +38,7 @@ class Resources:
         loops = [f"event loop of owner group {i}" for i in range(len(groups.owners))]
         self.names += streams + loops
         number = float(self.streams_of_rank)
-        self.capacities: list[float] = [*capacities, *[number] * len(streams), *[1.0] * len(loops)]
+        self.capacities: list[float] = [*capacities, *[number] * len(streams), *[float(options.loops)] * len(loops)]
 
     def of_host(self, what: str, kind: int) -> int:
         """The number of a host's resource."""
