@@ -248,7 +248,7 @@ TRANSFER_BYTES = _counter(
     labels=("direction", "transport", "dtype"),
     roles=(RANK,),
     help="Payload bytes as sent, without headers. direction: fetch, push, load; transport: shm, grpc, inproc, or "
-    "host for what is copied out of the host's memory, where it came by grpc once; "
+    "host for what is copied out of the host's memory, where it came by grpc once, or into it, to leave as one sum; "
     "dtype: that on the wire.",
 )
 TRANSFER_RAW_BYTES = _counter(

@@ -25,26 +25,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 DEATHS = {
     "a sender with a sum and nothing sent": (Fault("rank 0", "rank.sends-sum", nth=3),),
-    "a sender whose sum has landed": (Fault("rank 1", "rank.sent-sum", nth=2),),
     "a rank before its sender is woken": (Fault("rank 1", "rank.wakes-sender", nth=6),),
     "a rank before it says how often it has pushed": (Fault("rank 1", "rank.tells-host", nth=2),),
     "a rank that has finished": (Fault("rank 1", "rank.finished", nth=3),),
-    "a sender between two pushes, and again": (
-        Fault("rank 0", "rank.pushed", nth=6, life=0),
-        Fault("rank 0", "rank.sends-sum", life=1),
-    ),
-    "both, in the middle": (Fault("rank 0", "rank.sends-sum", nth=3), Fault("rank 1", "rank.sent-sum", nth=3)),
-    "stopped with a sum": (Fault("rank 0", "rank.sends-sum", "stop", nth=3),),
     "an owner that reads a sum": (Fault("optimizer 1", "owner.landing", nth=6),),
-    "an owner with a decision": (Fault("optimizer 1", "owner.apply", nth=2),),
-    "the lead between two shards": (Fault("optimizer 0", "owner.between-shards", nth=3),),
     "an owner with a decision, and a sender": (
         Fault("optimizer 1", "owner.apply", nth=2),
         Fault("rank 0", "rank.finished", nth=2),
-    ),
-    "an owner, and a rank that meets its successor": (
-        Fault("optimizer 1", "owner.adam", nth=2),
-        Fault("rank 1", "rank.rejoin"),
     ),
     "everybody": (
         *(Fault(f"optimizer {owner}", "owner.collect", nth=2) for owner in range(2)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import tempfile
 import time
@@ -22,11 +23,13 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
+from rayzero.store.rank.transfers.parts import Sending
 from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.signals import available
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 
+from .proxy import Proxy
 from .toy import WAIT, Grads, Rank, equal, make_spec, masters, random_grads, start
 
 pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
@@ -309,3 +312,36 @@ def test_no_stream_is_opened_to_send_again_what_needs_not_go_any_more(stack: Exi
     channel = wire._link.channel()
     wire.push_again(channel, lambda: iter(()), 0, 1.0)
     assert sum(place.pushed()) == 0
+
+
+def flipping(monkeypatch: pytest.MonkeyPatch, sums: set[int]) -> list[int]:
+    """Change a bit in one message of some of the sums that are sent; returns the numbers of those that were."""
+    struck: list[int] = []
+    encoded, count = Sending.messages, itertools.count()
+
+    def messages(part: Sending, chunk_bytes: int) -> Iterator[bytes]:
+        number = next(count)
+        for message in encoded(part, chunk_bytes):
+            if number in sums and number not in struck and len(message) > 500:
+                struck.append(number)
+                message = bytes(message[:300]) + bytes([message[300] ^ 4]) + bytes(message[301:])
+            yield message
+
+    monkeypatch.setattr(Sending, "messages", messages)
+    return struck
+
+
+def test_sums_whose_links_are_cut_and_whose_bytes_are_damaged_are_sent_again(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(Place(stack, [0, 0]).start(make_spec(2)))
+    place = Place(stack, [0, 0])
+    proxies = [stack.enter_context(Proxy(address)) for address in place.addresses]
+    place.addresses = [proxy.address for proxy in proxies]
+    ranks = place.start(make_spec(2, run="toy cut"))
+    for proxy in proxies:
+        proxy.cut_after(30_000, 20_000, 25_000)
+    struck = flipping(monkeypatch, {1, 4, 6})
+    assert equal(train(ranks), expected)
+    assert struck == [1, 4, 6]
+    assert all(len(proxy._cuts) < 3 for proxy in proxies)

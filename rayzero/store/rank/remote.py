@@ -401,9 +401,16 @@ class RemoteConnection:
             self._windows = shared.windows(elsewhere)  # freed by: free()
         if self._summed:
             self._host = HostRanks(shared, plan, self._summed, self._token)  # freed by: free()
-            log.info("rank %d: gradients of ranks %s leave this host as one sum", self.rank, list(self._summed))
+            self._want_sums()
         self._gradients = GradientRegion(plan.spec, shared.gradients())
         shared.listen(self._board)
+
+    def _want_sums(self) -> None:
+        """Let the ranks of this host whose gradients leave it as one sum find each other, if any leave it."""
+        if self._host is not None:
+            self._host.want(sums=bool(self._senders))
+            if self._senders:
+                log.info("rank %d: gradients of ranks %s leave this host as one sum", self.rank, list(self._summed))
 
     def _elsewhere(self, away: Sequence[int]) -> dict[int, Arena]:
         """What this host has of the parameters of the owners ``away``, by owner."""
@@ -501,6 +508,7 @@ class RemoteConnection:
         elif self._windows is not None:
             self._windows.enter(plan, elsewhere)
         self._fetch_for_host(plan, away)
+        self._want_sums()
         self._repeats, self._plan = self._repeated(plan), plan
         self._keep_again()
         for owner in self._senders:

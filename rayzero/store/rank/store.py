@@ -138,9 +138,10 @@ class RankStore:
             self._unwatch = watch_gradients(self._recorder, lambda: region.held_bytes, joined.gradient_tier)
         self._joined, self._transport = joined, joined.transport
         self._routes = [self._route_of(joined, unit) for unit in joined.spec.layout.units]
-        if self._sums is None and joined.host is not None:
+        if self._sums is None and joined.host is not None and joined.senders:
             self._sums = HostSums(joined.host, self._away, self._send_sum, f"rayzero-rank{self.connection.rank}-sums")
             joined.host.on_news(self._sums.look)
+            self._sums.look()
         tell_build(self._recorder, joined.kernel, joined.transport)
 
     def change(self, before: ChangingConnection, after: ChangingConnection, epoch: int) -> None:

@@ -91,7 +91,14 @@ class HostRanks:
         self._lives: dict[int, list[_Life]] = {rank: [] for rank in ranks}  # the newest first. freed by: close()
         self._others: set[str] = set()  # files that are none of theirs
         self._arrived = -1
-        self._find()
+        self._wanted = False
+
+    def want(self, *, sums: bool) -> None:
+        """Whether there are owners elsewhere now; until then, ranks need not know of each other."""
+        with self._lock:
+            self._wanted = sums
+            if sums:
+                self._find()
 
     def on_news(self, look: Callable[[], None]) -> None:
         """Call ``look`` when something was announced, perhaps, and at least once a second."""
@@ -148,6 +155,8 @@ class HostRanks:
     def news(self) -> set[int]:
         """The units of which this rank sends the sums, and of which something has changed since the last call."""
         with self._lock:
+            if not self._wanted:
+                return set()
             mine = {unit for unit, sender in self.senders.items() if sender == self.rank}
             everything = False
             if (arrived := self._shared.arrivals) != self._arrived or not all(self._lives.values()):
@@ -162,13 +171,14 @@ class HostRanks:
 
     def announced(self, unit: int, pushed: Pushed) -> None:
         """This rank has announced what its memory holds: wake the unit's sender, if that may be all."""
-        if pushed.count >= self._plan.spec.accumulation_steps:
+        if self._wanted and pushed.count >= self._plan.spec.accumulation_steps:
             self._ring([self.senders[unit]])
 
     def finished(self, report: FinishReport) -> None:
         """This rank finishes a step: announce how often it has pushed each unit."""
         self._shared.finished(report)
-        self._ring(self.ranks)
+        if self._wanted:
+            self._ring(self.ranks)
 
     def _ring(self, ranks: Iterable[int]) -> None:
         with self._lock:
