@@ -10,12 +10,13 @@ from rayzero.errors import RayZeroError
 
 
 def page() -> str:
-    """An entry for each class, below the class that it is a kind of."""
+    """A row for each class of rayzero/errors.py, below the class that it is a kind of."""
     return "\n".join(["| error | exit code | meaning |", "|---|--:|---|", *_rows(RayZeroError, 0), ""])
 
 
 def _rows(error: type[RayZeroError], depth: int) -> Iterator[str]:
-    indent = "&emsp;" * depth
-    yield f"| {indent}`{error.__name__}` | {exit_code(error())} | {prose(error.__doc__ or '')} |"
+    name = "&emsp;" * depth + f'<code class="name">{error.__name__}</code>'
+    yield f"| {name} | {exit_code(error())} | {prose(error.__doc__ or '')} |"
     for kind in error.__subclasses__():
-        yield from _rows(kind, depth + 1)
+        if kind.__module__ == RayZeroError.__module__:  # others are of one module alone, and do not leave it
+            yield from _rows(kind, depth + 1)

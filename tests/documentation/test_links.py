@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from docs.hooks import links, repository
 
+from .blocks import DOCUMENTS
+
 
 @pytest.mark.parametrize(
     ("path", "link", "moved"),
@@ -28,6 +30,14 @@ from docs.hooks import links, repository
 )
 def test_a_link_in_the_repository_becomes_one_of_the_site(path: str, link: str, moved: str) -> None:
     assert repository.with_links_of_site(f"see [a\npage]({link}).", path) == f"see [a\npage]({moved})."
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_that_a_document_links_to_exist(document: str) -> None:
+    text = (repository.ROOT / document).read_text()
+    assert [
+        path for path in repository.targets(text, document) if path and not (repository.ROOT / path).is_file()
+    ] == []
 
 
 def test_code_keeps_its_brackets() -> None:
