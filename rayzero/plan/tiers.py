@@ -215,7 +215,15 @@ def plan_bytes(
         for host in each
     )
     each = tuple(
-        replace(host, shared=host.shared + host.kept, summed=host.kept) if summed[host.host] else host for host in each
+        replace(
+            host,
+            shared=host.shared + host.kept,
+            summed=host.kept,
+            staging=host.staging + host.ranks * 2 * FP32 * _most_elements(layout),
+        )
+        if summed[host.host] and host.kept
+        else host
+        for host in each
     )
     return RunBytes(device=device, owners=plans, hosts=each)
 
@@ -359,6 +367,11 @@ def _host_bytes(
 def _staging(layout: ModelLayout, device: DeviceBytes, hosts: Hosts) -> int:
     """Staging of one rank: pushes in flight, and on a GPU the fetches that arrive for it."""
     return _leaving(layout) + (device.parameters if hosts.on_gpu else 0)
+
+
+def _most_elements(layout: ModelLayout) -> int:
+    """Of the largest trained unit, of which a rank may have two sums in memory (store/rank/transfers/host_sums.py)."""
+    return max((unit.numel for unit in layout.units if unit.trainable), default=0)
 
 
 def _leaving(layout: ModelLayout) -> int:

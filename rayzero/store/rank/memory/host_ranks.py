@@ -188,9 +188,22 @@ class HostRanks:
 
     # ---- sums
 
-    def sum(self, unit: int, shards: Sequence[Shard], *, after: Contribution | None = None) -> HostSum | None:
+    @property
+    def most_elements(self) -> int:
+        """Of the largest unit that has a sum."""
+        return max((self._plan.spec.layout.units[unit].numel for unit in self.senders), default=0)
+
+    def sum(
+        self,
+        unit: int,
+        shards: Sequence[Shard],
+        *,
+        after: Contribution | None = None,
+        memory: Tensor | None = None,
+    ) -> HostSum | None:
         """The sum over ranks of one unit's shards, of the newest step of which every part is settled. None: there is
-        none, or none but ``after``, which the caller has sent; or no rank has a gradient."""
+        none, or none but ``after``, which the caller has sent; or no rank has a gradient. ``memory``: where it goes,
+        1D, at least the unit's elements, fp32; None: memory of its own."""
         layout = self._plan.spec.layout.units[unit]
         found = self._parts(layout)
         if found is None:
@@ -212,7 +225,7 @@ class HostRanks:
             presence=reduce(or_, present).to_bytes((len(layout.slots) + 7) // 8, "little"),
             summands=summands,
         )
-        values = torch.empty(layout.numel, dtype=torch.float32)
+        values = torch.empty(layout.numel, dtype=torch.float32) if memory is None else memory[: layout.numel]
         _add(values, layout, shards, [gradients for _, gradients in there], present)
         return HostSum(contribution=contribution, values=values)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from rayzero.concurrency.futures import chain, fail
 from rayzero.concurrency.threads import use_torch_threads
@@ -14,7 +17,7 @@ from rayzero.layout.model_layout import Shard
 from rayzero.protocol.messages import Contribution
 from rayzero.store.rank.memory.host_ranks import HostRanks, HostSum
 
-_AT_ONCE = 2  # sums of this rank in memory
+_AT_ONCE = 2  # sums of this rank in memory; plan/tiers.py counts them
 
 T = TypeVar("T")
 
@@ -42,6 +45,7 @@ class HostSums:
         self._due: dict[int, None] = {}  # units that may have a new sum, in the order in which that was noticed
         self._moving: set[int] = set()  # units whose sums are in memory
         self._sent: dict[int, Contribution] = {}  # by unit, the last one
+        self._free: list[Tensor] = []  # memory of sums that have left, for the next ones
         self._closing = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -82,20 +86,28 @@ class HostSums:
     def _bring(self, unit: int) -> None:
         """Send a unit's sum, if there is one that was not sent."""
         shards = self._away(unit)
-        made = self._ranks.sum(unit, shards, after=self._sent.get(unit)) if shards else None
-        if made is None:
+        if not shards:
             self._over(unit)
             return
+        memory = self._free.pop() if self._free else torch.empty(self._ranks.most_elements, dtype=torch.float32)
+        made = self._ranks.sum(unit, shards, after=self._sent.get(unit), memory=memory)
+        if made is None:
+            self._over(unit, memory)
+            return
         self._sent[unit] = made.contribution
-        self._send(made).add_done_callback(partial(self._ended, unit))
+        self._send(made).add_done_callback(partial(self._ended, unit, memory))
 
-    def _ended(self, unit: int, sending: Future[None]) -> None:
-        if not sending.cancelled() and (error := sending.exception()) is not None:
+    def _ended(self, unit: int, memory: Tensor, sending: Future[None]) -> None:
+        error = CancelledError() if sending.cancelled() else sending.exception()
+        if error is not None:
             self._fail(error)
-        self._over(unit)
+        self._over(unit, memory if error is None else None)
 
-    def _over(self, unit: int) -> None:
+    def _over(self, unit: int, memory: Tensor | None = None) -> None:
+        """``memory``: that nothing reads any more."""
         with self._lock:
+            if memory is not None:
+                self._free.append(memory)
             self._moving.discard(unit)
             self._lock.notify()
 
