@@ -15,18 +15,33 @@ from rayzero.cli.convert import convert
 from rayzero.cli.doctor import doctor
 from rayzero.cli.export import export
 from rayzero.cli.init import init
-from rayzero.cli.pages import page_of
 from rayzero.cli.plan import plan
 from rayzero.cli.scale import scale
 from rayzero.cli.status import status
 from rayzero.cli.top.command import top
 from rayzero.cli.trace import trace
 from rayzero.cli.train import train
-from rayzero.errors import CheckpointError, ConfigError, DataError, RayZeroError, UnsupportedError
+from rayzero.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MemoryPlanError,
+    RayZeroError,
+    StoreError,
+    UnsupportedError,
+)
 
-__all__ = ["app", "exit_code", "main"]
+__all__ = ["DOCS", "PAGES", "app", "exit_code", "main", "page_of"]
 
 _BAD_INPUT = (ConfigError, UnsupportedError, DataError, CheckpointError)
+
+DOCS = "docs/"  # where the pages are: in the repository, since no site has an address yet
+PAGES: dict[type[RayZeroError], str] = {
+    MemoryPlanError: "howto/tune_memory.md",
+    UnsupportedError: "reference/errors.md#while-a-run-starts",
+    CheckpointError: "howto/resume.md",
+    StoreError: "howto/recover.md",
+}
 
 app = typer.Typer(
     name="rayzero",
@@ -67,6 +82,12 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 def exit_code(error: RayZeroError) -> int:
     """The exit code for an error: 2 if the input is wrong, 1 if the work was tried and failed."""
     return 2 if isinstance(error, _BAD_INPUT) else 1
+
+
+def page_of(error: RayZeroError) -> str | None:
+    """The page of the documentation about this kind of error; None where the message itself says all there is."""
+    page = next((page for kind, page in PAGES.items() if isinstance(error, kind)), None)
+    return None if page is None else DOCS + page
 
 
 def main() -> None:

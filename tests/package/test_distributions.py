@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -12,6 +13,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import yaml
 
 import rayzero
 
@@ -91,3 +93,12 @@ def test_a_wheel_has_licence_types_and_the_command(sdist: Path, tmp_path: Path) 
     assert (said["Name"], said["Version"], said["Requires-Python"]) == ("rayzero", rayzero.__version__, ">=3.11")
     assert set(said.get_all("Provides-Extra")) == {"all", "hf", "lightning", "metrics", "test", "train"}
     assert {name.partition("/")[0] for name in archive.namelist()} == {"rayzero", info}
+
+
+def test_citation_and_changes_are_of_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (cited["version"], cited["license"]) == (rayzero.__version__, "Apache-2.0")
+    assert {"cff-version", "message", "title", "authors"} <= set(cited)
+    newest = re.search(r"^## (\S+?),", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == rayzero.__version__
