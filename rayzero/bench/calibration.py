@@ -90,7 +90,7 @@ def measure_machine(cores: int, owner_threads: int) -> Machine:
         memory=memory,
         adam_core=adam_core,
         norm_core=2 * _LARGE / norm,
-        sum_core=2 * _SEVERAL * _LARGE / (summing - alone),
+        sum_core=2 * _SEVERAL * _LARGE / max(summing - alone, 0.1 * summing),  # a busy machine may turn it round
         host_sum_core=2 * GROUP * _LARGE / summing_here,
         copy_core=2 * _LARGE / copy,
         owner_threads=owner_threads,
