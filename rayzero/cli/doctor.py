@@ -19,7 +19,7 @@ from typing import Annotated
 
 import typer
 
-from rayzero.cli.slabs import dead_run_lines, slab_lines, slab_sum, swept
+from rayzero.cli.text.slabs import dead_run_lines, slab_lines, slab_sum, swept
 
 GIB = 1 << 30
 _LEAST_SHM = 64 << 20  # bytes; many containers have as much, and Ray's object store takes more

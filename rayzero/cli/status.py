@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rayzero.cli.plain_text import plain
-from rayzero.cli.recoveries import change_lines, memory_lines, recovery_lines
 from rayzero.cli.run_choice import RunName, find_run
+from rayzero.cli.text.plain_text import plain
+from rayzero.cli.text.recoveries import change_lines, memory_lines, recovery_lines
 from rayzero.errors import ConfigError
 from rayzero.quantities import count
 

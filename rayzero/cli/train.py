@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rayzero.cli.plain_text import plain
 from rayzero.cli.run_choice import newest_run
+from rayzero.cli.text.plain_text import plain
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.quantities import count, format_bytes
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rayzero.cli.recoveries import change_lines, recovery_lines
 from rayzero.cli.run_choice import RunName, find_run
 from rayzero.cli.status import describe_run, format_status
+from rayzero.cli.text.recoveries import change_lines, recovery_lines
 from rayzero.cluster.interrupts import postponed
 from rayzero.errors import ConfigError
 
