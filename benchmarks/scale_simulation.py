@@ -222,9 +222,10 @@ def draw(found: Sequence[Point], path: Path) -> None:
     share.set_ylim(bottom=1.0)
     owners.set_yscale("log")
     load.set_yscale("log")
-    for axes in (step, owners, load):
+    for axes in (owners, load):
         axes.legend(fontsize=7)
-    figure.tight_layout()
+    figure.legend(*step.get_legend_handles_labels(), loc="lower center", ncols=2, fontsize=8)
+    figure.tight_layout(rect=(0, 0.1, 1, 1))
     figure.savefig(path, dpi=110)
 
 
