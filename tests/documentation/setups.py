@@ -63,12 +63,20 @@ def _manager() -> Names:
     return {"model": model, "batches": list(batches(0))}
 
 
+def _recipes() -> Names:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"to": 0, "be": 1, "?": 2}, unk_token="?")).save("tokenizer.json")
+    return {"texts": ["to be", "be to"]}
+
+
 SETUPS: dict[str, Callable[[], Names]] = {
     "README.md": _readme,
     "docs/howto/own_loop.md": _own_loop,
     "docs/howto/hugging_face.md": _hugging_face,
     "docs/howto/lightning.md": _lightning,
     "docs/offload_manager.md": _manager,
+    "docs/recipes.md": _recipes,
 }
 SHORTER = {"docs/howto/own_loop.md": (("1000", "4"), ("% 100 ==", "% 2 =="))}
 """Replacements that make a page's blocks short."""

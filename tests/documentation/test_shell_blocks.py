@@ -24,7 +24,9 @@ LINES = [(one, words) for page in DOCUMENTS for one in blocks(page) for words in
 def check(words: list[str]) -> None:
     """Raise if the command line would be refused for its own sake, before it looks at any file or machine."""
     name, *rest = words
-    if name == "--version":
+    if name.startswith("--"):
+        assert not rest
+        assert name in {option for parameter in GROUP.params for option in parameter.opts}
         return
     command = GROUP.commands[name]
     if name == "bench":

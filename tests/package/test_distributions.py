@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -18,6 +19,7 @@ import yaml
 import rayzero
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def build(what: str, source: Path, out: Path, **environment: str) -> Path:
@@ -91,7 +93,7 @@ def test_a_wheel_has_licence_types_and_the_command(sdist: Path, tmp_path: Path) 
     assert "rayzero = rayzero.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
     said = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
     assert (said["Name"], said["Version"], said["Requires-Python"]) == ("rayzero", rayzero.__version__, ">=3.11")
-    assert set(said.get_all("Provides-Extra")) == {"all", "hf", "lightning", "metrics", "test", "train"}
+    assert set(said.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
     assert {name.partition("/")[0] for name in archive.namelist()} == {"rayzero", info}
 
 
