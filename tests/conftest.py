@@ -8,6 +8,7 @@ import os
 from hypothesis import settings
 
 os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 - Ray ends processes where others fill the machine
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - 15 is Ray's: its workers starve beside the other parts' tests
 
 settings.register_profile("rayzero", settings(), deadline=None)  # a loaded machine is no failure
 settings.load_profile("rayzero")
