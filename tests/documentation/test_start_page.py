@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 PAGE = blocks("docs/start.md")
 TRAIN = "rayzero train --steps 300"
-SMALL = " dim=64 num_layers=2 num_heads=2 seq_len=64 batch_size=4 eval_every=100 eval_batches=1 max_data_bytes=2MB"
-"""Added to the page's training, so that it takes seconds."""
+SMALL = " dim=128 num_layers=2 num_heads=2 seq_len=128 batch_size=8 eval_every=100 eval_batches=1 max_data_bytes=2MB"
+"""Added to the page's training: it takes a minute, in which one can look at it."""
 
 
 def block(words: str) -> Block:
