@@ -47,6 +47,8 @@ class EndedRun:
             next_reports=SimpleNamespace(remote=self._take_unread), end_news=SimpleNamespace(remote=lambda: None)
         )
         self.coordinator_life = "life"
+        self.everybody: list[str] = []
+        self.expiry_warnings: list[str] = []
         self.moves: list[RunState] = []
 
     def _take_unread(self, life: str) -> News:
@@ -80,7 +82,7 @@ def asked(**told: Any) -> Any:
         path=Path("nowhere"), checkpoints=RunCheckpoints(Path("nowhere")), start=StartPoint(checkpoint=None, step=0)
     )
     nothing = {"on_report": None, "on_change": lambda: None, "on_stop": lambda: None, "on_phase": lambda _: None}
-    nothing |= {"on_rescale": lambda: None, "fewest_optimizers": 0}
+    nothing |= {"on_rescale": lambda: None, "fewest_optimizers": 0, "access": None}
     nobody = SimpleNamespace(
         num_workers=0,
         num_optimizers=0,

@@ -59,16 +59,16 @@ class Told:
     def __init__(self, start: GroupStart | Ended) -> None:
         self.start = start
         self.asked: list[WorkerGroup] = []
-        self.news: Queue[tuple[str, ...] | Ended] = Queue()
+        self.told: Queue[GroupStart | Ended] = Queue()
 
     def join(self, group: WorkerGroup, rank: int, process: str) -> GroupStart | Ended:
         self.asked.append(group)
         return self.start
 
-    def moved(self, group: str, known: tuple[str, ...], unwanted: threading.Event) -> tuple[str, ...] | Ended | None:
+    def news(self, group: str, known: GroupStart, unwanted: threading.Event) -> GroupStart | Ended | None:
         while not unwanted.is_set():
             with suppress(Empty):
-                return self.news.get(timeout=0.05)
+                return self.told.get(timeout=0.05)
         return None
 
 
@@ -157,7 +157,7 @@ def test_a_worker_that_gets_no_owners_says_why(in_a_worker: None) -> None:
         pass
 
 
-def lose_the_owners(owners: Owners, news: Queue[tuple[str, ...] | Ended]) -> None:
+def lose_the_owners(owners: Owners, news: Queue[GroupStart | Ended]) -> None:
     """Train for ever, and hear after prepare() that the owners are lost."""
     with owners.rank():
         model = seeded(Net)
@@ -171,7 +171,7 @@ def lose_the_owners(owners: Owners, news: Queue[tuple[str, ...] | Ended]) -> Non
 
 def test_a_loop_whose_owners_are_lost_fails_with_the_reason(in_a_worker: None) -> None:
     with served() as owners, pytest.raises(RunFailedError, match="rank 0 has lost its optimizer actors: optimizer 1"):
-        lose_the_owners(owners, owners.groups.news)  # type: ignore[attr-defined]
+        lose_the_owners(owners, owners.groups.told)  # type: ignore[attr-defined]
 
 
 def test_a_worker_learns_where_the_successor_of_an_owner_is(in_a_worker: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,9 +179,9 @@ def test_a_worker_learns_where_the_successor_of_an_owner_is(in_a_worker: None, m
     monkeypatch.setattr(ray_train.OwnerTable, "succeed", lambda self, owner, address: told.put((owner, address)))
     groups = Told(started(("a:1", "b:1", "c:1")))
     with Owners(run="r", config=ZeroConfig(), groups=groups).rank():  # type: ignore[arg-type]
-        groups.news.put(("a:1", "b:2", "c:1"))
+        groups.told.put(started(("a:1", "b:2", "c:1")))
         assert told.get(timeout=30) == (1, "b:2")
-        groups.news.put(("a:2", "b:2", "c:1"))
+        groups.told.put(started(("a:2", "b:2", "c:1")))
         assert told.get(timeout=30) == (0, "a:2")
 
 
