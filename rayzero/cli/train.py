@@ -216,7 +216,7 @@ def announce(prepared: Prepared, planned: RecipePlan | None, console: Console) -
         f"{count(recipe.scaling.num_workers, 'rank')}, "
         f"{count(recipe.scaling.num_optimizers, 'optimizer actor')}, {recipe.zero.precision}"
     )
-    rest = [] if planned is None else plan_lines(planned, recipe.steps - prepared.resume_step)
+    rest = [] if planned is None else plan_lines(planned, max(0, recipe.steps - prepared.resume_step))
     _say(console, "\n".join([first, *rest]))
 
 
@@ -241,9 +241,10 @@ def summarise(prepared: Prepared, training: Training, console: Console) -> None:
     run = shlex.quote(str(result.path))
     kept = [("checkpoint", result.checkpoint), ("curve", training.picture), ("model", training.model)]
     files = ", ".join(f"{name} {path}" for name, path in [*kept, ("samples", training.samples)] if path is not None)
+    loss = f"loss {last.loss:.3f}" if last.validation_loss is None else f"validation loss {last.validation_loss:.3f}"
     lines = [
-        f"trained    {count(last.step, 'step')}, {count(last.tokens, 'token')}, {result.seconds:.0f} s; validation "
-        f"loss {last.validation_loss:.3f} nats per token, unigram baseline {training.unigram:.3f}; moved: {moved}",
+        f"trained    {count(last.step, 'step')}, {count(last.tokens, 'token')}, {result.seconds:.0f} s; {loss} nats per "
+        f"token, unigram baseline {training.unigram:.3f}; moved: {moved}",
         f"files      {result.path}: {files}",
         f"next       rayzero export {run} model.safetensors, or: rayzero train --resume --run-dir {run} --steps "
         f"{2 * prepared.recipe.steps}",

@@ -106,7 +106,7 @@ def test_a_job_outlives_its_optimizers_death_and_another_goes_on_after_its_drive
     now = len(rows())
     until(lambda: len(rows()) > now + 5)
     os.kill(read_record(tmp_path / "killed")["driver"]["pid"], signal.SIGKILL)
-    last = rows()[-1] + 50  # its ranks go on until they notice
+    last = rows()[-1] + 1000  # its ranks go on until they notice
     done = submit(cluster, working_dir, *TRAIN, *settings(tmp_path, "killed", steps=last), "--resume")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "with what the killed run has left in this host's shared memory" in done.stdout + done.stderr
