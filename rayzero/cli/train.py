@@ -243,8 +243,8 @@ def summarise(prepared: Prepared, training: Training, console: Console) -> None:
     files = ", ".join(f"{name} {path}" for name, path in [*kept, ("samples", training.samples)] if path is not None)
     loss = f"loss {last.loss:.3f}" if last.validation_loss is None else f"validation loss {last.validation_loss:.3f}"
     lines = [
-        f"trained    {count(last.step, 'step')}, {count(last.tokens, 'token')}, {result.seconds:.0f} s; {loss} nats per "
-        f"token, unigram baseline {training.unigram:.3f}; moved: {moved}",
+        f"trained    {count(last.step, 'step')}, {count(last.tokens, 'token')}, {result.seconds:.0f} s; {loss} nats "
+        f"per token, unigram baseline {training.unigram:.3f}; moved: {moved}",
         f"files      {result.path}: {files}",
         f"next       rayzero export {run} model.safetensors, or: rayzero train --resume --run-dir {run} --steps "
         f"{2 * prepared.recipe.steps}",
