@@ -63,7 +63,7 @@ class ZeroReader:
         count = _dict(self._optim[0])["optimizer_state_dict"].get("partition_count", world)
         if set(count if isinstance(count, list | tuple) else [count]) != {world}:
             raise CheckpointError(
-                f"it has {world} *_optim_states.pt, but was written on {count}; all of them must be there"
+                f"it has {world} *_optim_states.pt, but its partition count is {count}; all of them must be there"
             )
         for each in self._optim:
             groups = _dict(each)["optimizer_state_dict"].get("ds_zero_partition_groups") or []
