@@ -15,7 +15,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from rayzero.security.credentials import Credentials
 
 LASTS = timedelta(hours=24)  # what a process shows
-RENEW_EVERY = LASTS / 3  # so nobody's has less than two thirds left, and a renewal that fails can be tried for hours
+RENEW_EVERY = LASTS / 3  # each has two thirds of its life left by then, so a renewal that fails can be tried for hours
 _SKEW = timedelta(hours=1)  # of the hosts' clocks
 _NEVER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)  # RFC 5280's date of what ends with its use
 

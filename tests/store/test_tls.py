@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -32,7 +32,7 @@ from rayzero.telemetry.recorder import MemoryRecorder
 from store.proxy import Proxy
 from store.stores import TOKEN
 from store.test_grpc import connected, serving
-from store.toy import WAIT, make_spec, masters, random_grads, start, take_step
+from store.toy import WAIT, make_spec, masters, random_grads, start, take_step, until
 
 RUN = Authority("this one", on_loopback=True)
 OTHER = Authority("this one", on_loopback=True)  # of a run of the same name
@@ -215,13 +215,6 @@ def identify(server: OwnerServer, shown: Identity) -> grpc.StatusCode | None:
         except grpc.RpcError as error:
             return error.code()
     return None
-
-
-def until(there: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_link_that_is_cut_when_certificates_have_ended_is_opened_with_new_ones() -> None:

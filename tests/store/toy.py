@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +31,14 @@ from rayzero.protocol.store import ParameterStore
 WAIT = 20.0  # seconds after which a test is broken; nothing here takes one
 
 ADAMW = "torch.optim.adamw:AdamW"
+
+
+def until(there: Callable[[], bool]) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + WAIT
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def clips(max_norms: Sequence[float]) -> tuple[Edit, ...]:
