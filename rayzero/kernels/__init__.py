@@ -18,7 +18,8 @@ from rayzero.kernels.base import (
     check_moments,
     segments_of,
 )
-from rayzero.kernels.native import NativeKernel
+from rayzero.kernels.native import NativeGroupSum, NativeKernel
+from rayzero.kernels.rank_sum import GroupSum, RankSum
 from rayzero.kernels.reference import ReferenceKernel
 from rayzero.kernels.torch_kernel import TorchKernel
 
@@ -31,11 +32,14 @@ __all__ = [
     "Segment",
     "adam_states",
     "check_moments",
+    "choose_group_sum",
     "choose_kernel",
     "segments_of",
 ]
 
 KERNELS = ("auto", "native", "torch", "reference")
+
+_TILE = 1 << 15  # elements that torch adds at once: 128 KiB of fp32, so that they stay in the core's cache
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +56,11 @@ def choose_kernel(name: str) -> Kernel:
     if name == ReferenceKernel.name:
         return ReferenceKernel()
     raise ConfigError(f"kernel is {name!r} but must be one of {', '.join(KERNELS)}")
+
+
+def choose_group_sum() -> GroupSum:
+    """The fastest way here to add ranks of one group, for use by one thread. Bits are the same."""
+    return NativeGroupSum() if native.why_not() is None else RankSum(_TILE)
 
 
 @functools.cache  # so that the reason is logged once

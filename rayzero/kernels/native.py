@@ -29,7 +29,7 @@ from rayzero.protocol.scattered import Gradient
 
 Range = tuple[int, int]  # start, stop: elements of a shard
 
-ABI = 8  # version of the tables below: RZ_ABI in adam.c
+ABI = 9  # version of the tables below: RZ_ABI in adam.c
 LEAF = 65536  # elements of a leaf of a sum of squares
 TILE = STAMP  # elements that a thread claims at once: few, so that all threads end together; a multiple of 64
 STRETCH = 1 << 24  # elements of one call into the library, after which progress is reported; a multiple of TILE
@@ -114,6 +114,7 @@ class NativeLibrary:
             *(c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int64),
             *(c_float, c_float, c_void_p, c_void_p),
         )
+        self.sum = typed(library.rz_sum, None, c_int32, c_void_p, *[c_int64] * 3, c_void_p)
         self.nonfinite = typed(library.rz_nonfinite, c_int64, c_void_p, *[c_int64] * 3)
         blocks = (c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int64, c_void_p)
         self.encode_blocks = typed(library.rz_encode_blocks, None, *blocks)
@@ -262,6 +263,21 @@ class NativeSquareSum(_Worker):
         """How many elements of the sum are inf or nan. Call it if a part is not finite."""
         table = _gradient_table(gradients, ranks, start, stop)
         return int(self._library.nonfinite(table, len(table), start, stop))
+
+
+class NativeGroupSum:
+    """Adds gradients of ranks, in C; the calling thread computes. Bits are those of ``RankSum``."""
+
+    def __init__(self, isa: str | None = None) -> None:
+        """``isa``: see ``_Worker``. Raises as it does."""
+        worker = _Worker(threads=1, isa=isa)
+        self._library, self._isa = worker._library, worker._isa
+
+    def sum_group(self, out: Tensor, parts: Sequence[Tensor]) -> None:
+        """See ``GroupSum.sum_group``. Raises UnsupportedError for a tensor that is not contiguous in host memory."""
+        count = out.numel()
+        table = _gradient_table(parts, range(len(parts)), 0, count)
+        self._library.sum(self._isa, table, len(table), 0, count, _address(out, "sum", count, torch.float32))
 
 
 class NativeBlocks:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import groupby, takewhile
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,15 @@ def summed_with(rank: int, here: Collection[int]) -> tuple[int, ...]:
     first = rank // GROUP * GROUP
     found = tuple(takewhile(lambda each: each in here, range(first, first + GROUP)))
     return found if len(found) > 1 and rank in found else ()
+
+
+class GroupSum(Protocol):
+    """Adds gradients of ranks of one group. One instance per thread."""
+
+    def sum_group(self, out: Tensor, parts: Sequence[Tensor]) -> None:
+        """Sum at most ``GROUP`` ranks, in their order, into ``out``. ``parts``: 1D, of any float dtype, not empty.
+        ``out``: as many elements, fp32, memory of the caller."""
+        ...
 
 
 class RankSum:
@@ -58,8 +68,7 @@ class RankSum:
         return total
 
     def sum_group(self, out: Tensor, parts: Sequence[Tensor]) -> None:
-        """Sum ranks of one group, in their order, into ``out``. ``parts``: 1D, of any float dtype, not empty. ``out``:
-        as many elements, fp32, memory of the caller."""
+        """See ``GroupSum.sum_group``."""
         for start in range(0, out.numel(), self._wide.numel()):
             stop = min(start + self._wide.numel(), out.numel())
             self._sum_group(out[start:stop], [part[start:stop] for part in parts])

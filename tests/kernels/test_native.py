@@ -229,6 +229,25 @@ def test_ranks_are_summed_in_order_in_groups_of_eight(
     assert same_bits(ours, updated(native.NativeKernel(isa=isa), [summed], [segment(count)]))
 
 
+@settings(max_examples=60)
+@given(
+    parts=st.lists(st.sampled_from(DTYPES), min_size=1, max_size=8),
+    count=st.sampled_from([1, 15, 64, 1024, 3000]),
+    start=st.integers(0, 5),
+    isa=st.sampled_from(ISAS),
+    seed=st.integers(0, 1000),
+)
+def test_ranks_of_a_group_are_added_into_other_memory_with_the_same_bits(
+    parts: list[torch.dtype], count: int, start: int, isa: str, seed: int
+) -> None:
+    gradients = [make_gradients(count + start, 1, dtype, seed + i)[0][start:] for i, dtype in enumerate(parts)]
+    wanted, found = torch.empty(count), torch.full((count + 2,), 7.0)
+    RankSum(100).sum_group(wanted, gradients)
+    native.NativeGroupSum(isa).sum_group(found[1:-1], gradients)
+    assert torch.equal(found[1:-1].view(torch.int32), wanted.view(torch.int32))
+    assert found[0] == found[-1] == 7.0
+
+
 def test_ranks_may_send_different_dtypes() -> None:
     mixed = [make_gradients(128, 1, dtype)[0] for dtype in DTYPES]
     wide = [gradient.float() for gradient in mixed]

@@ -25,7 +25,7 @@
 
 /* ---- Tables (native.py has the same in ctypes; RZ_ABI changes with them) ----------------------------------------- */
 
-#define RZ_ABI 8
+#define RZ_ABI 9
 
 enum { L2 = 1, DECAY = 2, AMSGRAD = 4, FROM_GRADIENT = 8, CLAMP = 16 }; /* flags of a segment */
 
@@ -168,15 +168,16 @@ typedef struct {
     const char *name;
     void (*update)(const rz_memory *, rz_undo *, const rz_segment *, int64_t, int64_t);
     double (*leaf)(const rz_gradient *, int64_t, int64_t, int64_t, float, float);
+    void (*sum)(const rz_gradient *, int64_t, int64_t, int64_t, float *, float *);
 } instructions;
 
 static const instructions TABLE[NUM_ISAS] = {
-    [PORTABLE] = {"portable", portable_update, portable_leaf},
+    [PORTABLE] = {"portable", portable_update, portable_leaf, portable_sum},
 #if defined(__x86_64__)
-    [AVX2] = {"avx2", avx2_update, avx2_leaf},
-    [AVX512] = {"avx512", avx512_update, avx512_leaf},
+    [AVX2] = {"avx2", avx2_update, avx2_leaf, avx2_sum},
+    [AVX512] = {"avx512", avx512_update, avx512_leaf, avx512_sum},
 #elif defined(__aarch64__)
-    [NEON] = {"neon", neon_update, neon_leaf},
+    [NEON] = {"neon", neon_update, neon_leaf, neon_sum},
 #endif
 };
 
@@ -351,6 +352,15 @@ EXPORT void rz_squares(rz_team *team, int32_t isa, const rz_gradient *gradients,
         for (int64_t end = leaves_of(ranges + i); end > 0; end--) total += *leaves++;
         sums[i] = total;
     }
+}
+
+/* Write the rank-summed gradients of [start, stop) to out, the elements from `start` on. */
+EXPORT void rz_sum(int32_t isa, const rz_gradient *gradients, int64_t count, int64_t start, int64_t stop, float *out) {
+    float group[BLOCK];
+    rounding before = plain_rounding();
+    for (int64_t at = start; at < stop; at += BLOCK)
+        TABLE[isa].sum(gradients, count, at, least(BLOCK, stop - at), out + (at - start), group);
+    restore_rounding(before);
 }
 
 /* How many rank-summed gradients of [start, stop) are inf or nan. */
