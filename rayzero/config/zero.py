@@ -213,14 +213,13 @@ class ZeroConfig(ConfigModel):
     is alone on its host, which then fetches a version once and not for every use; an error if there is no room.
     "never": each for itself."""
 
-    host_push: HostPush = "never"
+    host_push: HostPush = "auto"
     """Whether gradients for owners on other hosts leave a host as one sum of its ranks, in fp32: of the first ranks of
     each group of 8 consecutive ones, which can be added there without changing a bit; others push their own. Ranks
     then keep their gradients in slab_dir, and an owner has memory for one sum in place of one push a rank. "auto":
     where that sum takes fewer bytes than what the ranks push (two ranks in fp32 or with accumulation, else three),
     slab_dir is large enough, wire_compression is "none" and keep_pushed is True. "always": also where it takes as
-    many. "never": each rank pushes its own. Not the default, because a rank that leaves before the others have pushed
-    their last step takes sums along that it would send: end a loop with a checkpoint or a mean of all ranks."""
+    many. "never": each rank pushes its own."""
 
     if TYPE_CHECKING:
 

@@ -299,6 +299,7 @@ class LocalConnection:
         self.rank, self.owners, self.life = rank, owners, life
         self.epochs = Epochs(change=False)
         self.recorder = recorder or NullRecorder()
+        self.stall_timeout = stall_timeout
         self._watch = StallWatch(rank, stall_timeout)
         self._copies = ThreadPoolExecutor(
             _POOL, thread_name_prefix=f"store-{rank}", initializer=use_torch_threads, initargs=(1,)

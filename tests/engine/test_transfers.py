@@ -186,6 +186,7 @@ def test_staging_is_page_locked_for_the_device_of_the_lane(driver: Driver) -> No
     buffer = UnitBuffer(torch.zeros(unit.numel), (), Buffer(torch.zeros(0), {}, lambda: None), mapped=False)
     carried.fetch(unit, 0, buffer, published=published, held=None, ahead=False).wait()
     assert list(driver.registered.values()) == [buffer_bytes(unit.size_bytes)]
+    lane.drain("in")
     carried.trim()
     assert driver.events[1:] == [("synchronize", OURS.index), ("unregister", buffer_bytes(unit.size_bytes))]
     assert ("staging", "pinned") in carried.allocated()

@@ -43,7 +43,7 @@ from rayzero.protocol.messages import (
     ModelSpec,
     StepInputs,
 )
-from store.stores import STORES, StoreFactory
+from store.stores import StoreFactory
 from store.toy import (
     HYPER,
     UNITS,
@@ -507,9 +507,7 @@ def test_a_rank_that_leaves_fails_the_others_at_once_by_name(make_stores: StoreF
         assert masters(ranks[1], 1).keys() == masters(ranks[0], 1).keys()  # what is decided stays readable
 
 
-@pytest.mark.parametrize("make_stores", [name for name in STORES if name != "sums"], indirect=True)
 def test_a_step_is_decided_although_a_rank_left_after_its_finish(make_stores: StoreFactory) -> None:
-    """Not with sums: a rank takes those along that it would send, which is why ``zero.host_push`` is off by default."""
     spec = make_spec(2)
     grads = random_schedule(spec, 1)[0]
     with make_stores(2, 2) as stores:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rayzero.protocol.messages import FinishReport, ModelSpec, Pushed, Summand
-from rayzero.store.shm.host_sums import Part, senders, settled, sums_gain
+from rayzero.store.shm.host_sums import Part, acting_sender, senders, settled, sums_gain
 
 from .toy import make_spec
 
@@ -37,7 +37,7 @@ class Rank:
 
     attempt: int = 0
     pushes: int = 0
-    doing: str = "computes"  # "computes", "writes", "finished", "dead"
+    doing: str = "computes"  # "computes", "writes", "finished", "left", "dead"
     lives: tuple[Memory, ...] = (Memory(),)
 
     def shows(self, **fields: object) -> Rank:
@@ -58,11 +58,12 @@ class State:
     """A host's ranks, what its sender does, and what the owner has."""
 
     ranks: tuple[Rank, ...] = (Rank(), Rank())
-    adding: Sum | None = None  # by rank 0
-    sent: tuple[Summand, ...] | None = None  # the last of this life of rank 0
+    adding: Sum | None = None  # by the sender
+    sent: tuple[Summand, ...] | None = None  # the last of this life of the sender
     landed: Sum | None = None
     discards: int = 0
     deaths: int = 0
+    sender: int = 0
     decided: bool = False
 
 
@@ -81,7 +82,7 @@ def parts_of(state: State) -> list[tuple[Part, int]] | None:
     return found if len(found) == len(state.ranks) else None
 
 
-def moves(state: State, most_pushes: int, most_discards: int, most_deaths: int) -> Iterator[State]:
+def moves(state: State, most_pushes: int, most_discards: int, most_deaths: int, *, leaves: bool) -> Iterator[State]:
     """Every state that one move leads to. Raises AssertionError for a decision from wrong bytes."""
     for index, rank in enumerate(state.ranks):
 
@@ -101,19 +102,22 @@ def moves(state: State, most_pushes: int, most_discards: int, most_deaths: int) 
         elif rank.doing == "dead":
             attempt = LATER_LIFE * len(rank.lives)
             yield then(Rank(attempt=attempt, lives=(Memory(), *rank.lives)))
-        if rank.doing != "dead" and state.deaths < most_deaths and not state.decided:
+        elif leaves and rank.doing == "finished" and state.adding is None and index == state.sender == 0:
+            assert acting_sender(0, (0, 1), {0}) == 1
+            yield then(replace(rank, doing="left"), sender=1, sent=None)
+        if rank.doing not in ("dead", "left") and state.deaths < most_deaths and not state.decided:
             gone = {"adding": None, "sent": None} if index == 0 else {}
             yield then(replace(rank, doing="dead"), deaths=state.deaths + 1, **gone)
     yield from moves_of_the_sender(state)
-    if all(rank.doing == "finished" for rank in state.ranks) and not state.decided:
-        if state.discards < most_discards:  # after a norm, all of them do
+    if all(rank.doing in ("finished", "left") for rank in state.ranks) and not state.decided:
+        if state.discards < most_discards and state.sender == 0:  # after a norm, all of them do
             ranks = tuple(replace(rank, attempt=rank.attempt + 1, pushes=0, doing="computes") for rank in state.ranks)
             yield replace(state, ranks=ranks, discards=state.discards + 1)
         yield from decision(state)
 
 
 def moves_of_the_sender(state: State) -> Iterator[State]:
-    if state.ranks[0].doing == "dead" or state.decided:
+    if state.ranks[state.sender].doing == "dead" or state.decided:
         return
     if state.adding is None:
         found = parts_of(state)
@@ -150,13 +154,13 @@ def decision(state: State) -> Iterator[State]:
         yield replace(state, decided=True)
 
 
-def explore(most_pushes: int, most_discards: int, most_deaths: int) -> tuple[int, int]:
+def explore(most_pushes: int, most_discards: int, most_deaths: int, *, leaves: bool = False) -> tuple[int, int]:
     """(states, those of them from which no order of moves leads to a decision)."""
     begin, before = State(), defaultdict[State, list[State]](list)
     seen, left = {begin}, deque([begin])
     while left:
         state = left.popleft()
-        for after in moves(state, most_pushes, most_discards, most_deaths):
+        for after in moves(state, most_pushes, most_discards, most_deaths, leaves=leaves):
             before[after].append(state)
             if after not in seen:
                 seen.add(after)
@@ -176,6 +180,13 @@ def test_every_order_of_moves_decides_from_the_bytes_that_were_counted(pushes: i
     states, stuck = explore(pushes, discards, deaths)
     assert stuck == 0
     assert states > 100
+
+
+@pytest.mark.parametrize(("pushes", "discards"), [(2, 0), (1, 1)])
+def test_a_sender_that_leaves_after_its_finish_hands_its_units_to_the_next(pushes: int, discards: int) -> None:
+    states, stuck = explore(pushes, discards, 0, leaves=True)
+    assert stuck == 0
+    assert states > explore(pushes, discards, 0)[0]
 
 
 # ---- the decisions by themselves --------------------------------------------------------------------------------
@@ -221,6 +232,14 @@ def test_each_unit_has_one_sender_and_each_rank_about_as_many_elements() -> None
     assert sorted(found) == [0, 1, 2]
     assert sorted(found.values()) == [0, 1, 2]
     assert senders(units, (4, 5)) == {0: 4, 1: 5, 2: 4}
+
+
+@pytest.mark.parametrize(
+    ("sender", "left", "acts"),
+    [(4, (), 4), (4, (5,), 4), (4, (4,), 5), (5, (5,), 6), (5, (5, 6), 4), (6, (4, 6), 5), (4, (4, 5, 6), None)],
+)
+def test_the_next_rank_sends_for_one_that_has_left(sender: int, left: tuple[int, ...], acts: int | None) -> None:
+    assert acting_sender(sender, (4, 5, 6), left) == acts
 
 
 BF16 = (torch.bfloat16,) * 3

@@ -269,6 +269,28 @@ def test_a_rank_that_comes_back_pushes_again_and_its_sums_too(stack: ExitStack) 
     assert equal(*found)
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_ranks_that_leave_one_after_the_other_leave_their_sums_to_the_rest(
+    stack: ExitStack, order: tuple[int, ...]
+) -> None:
+    """The last one sends them before it goes; a rank of another host sees the step decided."""
+    spec = make_spec(4)
+    ranks = Place(stack, [0, 0, 0, 1]).start(spec)
+    grads = [gradients(spec, 10 * rank) for rank in range(4)]
+    ranks[3].push(grads[3])
+    for index in order:
+        ranks[index].push(grads[index])
+        ranks[index].finish()  # nobody waits for the norm
+        ranks[index].store.close()
+    ranks[3].finish().result(WAIT)
+    there = Place(stack, [0, 0, 0, 1], host_push="never").start(replace(spec, run="toy alone"))
+    for rank, mine in zip(there, grads, strict=True):
+        rank.push(mine)
+    for norm in [rank.finish() for rank in there]:
+        norm.result(WAIT)
+    assert equal(ranks[3].fetch(), there[3].fetch())
+
+
 def test_ranks_that_disagree_are_refused_by_name(stack: ExitStack) -> None:
     spec = make_spec(2)
     place = Place(stack, [0, 0])

@@ -152,6 +152,7 @@ class Connection(Protocol):
     rank: int
     recorder: Recorder
     in_process: bool  # the owners end with this process
+    stall_timeout: float  # seconds that a wait for a peer may last without progress
     epochs: Epochs  # over which its calls are made
 
     def attach(self, spec: ModelSpec, *, page_lock: torch.device | None) -> Joined:

@@ -120,7 +120,7 @@ class RemoteConnection:
         options = WireOptions(chunk_bytes=chunk_bytes, wire_compression=wire_compression, broadcast=broadcast)
         if not addresses:
             raise ConfigError("a store needs the address of at least one owner")
-        self.rank, self.life, self._stall_s = rank, life, stall_timeout
+        self.rank, self.life, self.stall_timeout = rank, life, stall_timeout
         self.recorder = recorder or NullRecorder()
         self._ownership = ownership
         epoch = 0 if ownership is None else ownership.epoch
@@ -271,7 +271,7 @@ class RemoteConnection:
         told: the lead's index, and what it has to know of what this rank has told another lead."""
         self._greeted = True
         # an owner allocates, or restores a checkpoint, before it answers: it has at least as long as any other call
-        deadline_s = max(QUICK_S, self._stall_s)
+        deadline_s = max(QUICK_S, self.stall_timeout)
         self._spec = translate.spec_to_bytes(spec)
         request = pb.AttachRequest(
             protocol_version=PROTOCOL_VERSION,
@@ -281,7 +281,7 @@ class RemoteConnection:
             num_owners=len(self._links),
             host=host_identity(self._share) if self._share is not None and self._shares else "",
             process=translate.process_to_pb(this_process()),
-            lease_s=self._stall_s * _LEASE,
+            lease_s=self.stall_timeout * _LEASE,
             summed=self._summed,
         )
         asked = {}
@@ -347,7 +347,7 @@ class RemoteConnection:
         said = ", ".join(f"{way} to optimizers {owners}" for way, owners in ways.items() if owners)
         log.info("rank %d: %s", self.rank, said)
         self._relay = self._join_memory(  # freed by: free()
-            plan=plan, away=away, directory=self._share, patience_s=min(_MAKING_S, max(QUICK_S, self._stall_s))
+            plan=plan, away=away, directory=self._share, patience_s=min(_MAKING_S, max(QUICK_S, self.stall_timeout))
         )
         elsewhere = {} if page_lock is not None else self._elsewhere(away)
         if offers or self._summed:
@@ -449,7 +449,7 @@ class RemoteConnection:
         files = translate.paths_to_pb(shared.offer())
         request = pb.ShareRequest(rank=self.rank, files=files, controls=controls, back_at=back_at)
         self._sharing, self._offered = request, offers
-        deadline_s = max(QUICK_S, self._stall_s)
+        deadline_s = max(QUICK_S, self.stall_timeout)
         links = [self._links[owner] for owner in offers]
         self._all({link: link.ask("Share", request, deadline_s) for link in links}, deadline_s)
 
@@ -542,7 +542,7 @@ class RemoteConnection:
             return
         if self._plan is not None and link.owner in self._senders and not self._keep_pushed:
             raise self._kept_nothing(link)
-        deadline_s = max(QUICK_S, self._stall_s)
+        deadline_s = max(QUICK_S, self.stall_timeout)
         request = _to_owner(self._attaching, link.owner)
         request.told.SetInParent()
         if self._lead is not None and self._lead.is_over(link):
@@ -559,7 +559,7 @@ class RemoteConnection:
             raise self._lacks_values(link)
         if offered is not None:
             channel.answer(channel.start("Share", self._sharing, deadline_s))
-        self._wires[link.owner].stage_again(channel, self._stall_s)
+        self._wires[link.owner].stage_again(channel, self.stall_timeout)
         if offered is None and self._repeats is not None:
             self._repeats.send(link.owner, channel)
 
@@ -594,7 +594,7 @@ class RemoteConnection:
             self._wires,
             self._board,
             self._order,
-            self._stall_s,
+            self.stall_timeout,
             former,
             self._host,
         )
@@ -610,7 +610,7 @@ class RemoteConnection:
                 return left
         assert self._attaching is not None
         self._attaching.lost_before = step
-        deadline_s = max(QUICK_S, self._stall_s)
+        deadline_s = max(QUICK_S, self.stall_timeout)
         links = [self._links[owner] for owner in self._senders]
         self._all(
             {link: self._greet(link, _to_owner(self._attaching, link.owner), deadline_s) for link in links}, deadline_s
@@ -628,7 +628,7 @@ class RemoteConnection:
         """Send again what an owner may lack, over whatever channel is open. If that breaks, all of it goes over the
         next one: who answers there may be a successor, which drops what it has already. Raises StallError if the link
         stays down."""
-        deadline_s, channel = max(QUICK_S, self._stall_s), None
+        deadline_s, channel = max(QUICK_S, self.stall_timeout), None
         while self._repeats is not None:
             channel = self._all({link: link.when_open(after=channel)}, deadline_s)[0]
             try:

@@ -139,7 +139,8 @@ class RankStore:
         self._joined, self._transport = joined, joined.transport
         self._routes = [self._route_of(joined, unit) for unit in joined.spec.layout.units]
         if self._sums is None and joined.host is not None and joined.senders:
-            self._sums = HostSums(joined.host, self._away, self._send_sum, f"rayzero-rank{self.connection.rank}-sums")
+            name, timeout = f"rayzero-rank{self.connection.rank}-sums", self.connection.stall_timeout
+            self._sums = HostSums(joined.host, self._away, self._send_sum, name, timeout)
             joined.host.on_news(self._sums.look)
             self._sums.look()
         tell_build(self._recorder, joined.kernel, joined.transport)
@@ -542,6 +543,8 @@ class RankStore:
                 return
             self._closed = True
         atexit.unregister(self.close)
+        if self._sums is not None:
+            self._sums.leave()
         for connection in (self.connection, self._coming):
             if connection is not None:
                 connection.leave(reason)  # an attach in another thread fails

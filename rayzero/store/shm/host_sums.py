@@ -4,9 +4,12 @@ Every rank announces what its memory holds (``Stamps``) and, with its finish, ho
 part of a unit is *settled* at a step once nothing of it is still to come: as many pushes as were planned, or those that
 its finish counts. Once all parts are, the unit's sender adds them up and sends one sum.
 
-[Note: one sender] Each unit has one sender, the same for the whole run. So no two processes send the same sum, and
-nobody has to notice that another has died: whoever takes the place of a dead sender looks at everything anew, and a run
-in which nobody does is over.
+[Note: one sender] Each unit has one sender, the same until that rank leaves. So nobody has to notice that another has
+died: whoever takes the place of a dead sender looks at everything anew, and a run in which nobody does is over.
+
+[Note: a sender that leaves] A rank may leave once it has finished, and then the others' parts are still to come. It
+ends what it is sending, says that it has left, and the next rank sends its units' sums from then on, also those that
+have been sent: owners drop these. Whoever is the last to leave first sends what is left.
 
 [Note: sums replace sums] A part may change after it was sent: a rank pushes more often than was planned, discards what
 it has pushed, or dies and comes back. Its attempt or its count grows then, so the owner knows the newer sum, and a
@@ -19,7 +22,7 @@ So a sum of bytes that have changed is one that no decision is made from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from rayzero.layout.model_layout import UnitLayout
@@ -61,8 +64,14 @@ def sums_gain(units: Sequence[UnitLayout], accumulation_steps: int, ranks: int) 
     return pushed > FP32 * sum(unit.numel for unit in trained)
 
 
+def acting_sender(sender: int, ranks: Sequence[int], left: Collection[int]) -> int | None:
+    """Who sends the sums of ``sender``'s units now: it, or the next of ``ranks`` that has not left; None: all have."""
+    first = ranks.index(sender)
+    return next((rank for rank in (*ranks[first:], *ranks[:first]) if rank not in left), None)
+
+
 def senders(units: Sequence[UnitLayout], ranks: Sequence[int]) -> dict[int, int]:
-    """Which of ``ranks`` sends the sums of each trained unit. Each gets about as many elements."""
+    """Which of ``ranks`` sends the sums of each trained unit, until it leaves. Each gets about as many elements."""
     sent = dict.fromkeys(ranks, 0)
     found = {}
     for unit in units:

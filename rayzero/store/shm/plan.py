@@ -211,6 +211,7 @@ class SharedPlan:
             ("questions", *_cells(self.question_bytes, 1)),
             ("finished", FINISHES * Cell.bytes_for(self._report_bytes), Cell.bytes_for(self._report_bytes)),
             ("arrivals", 8, 0),
+            ("left", 8, 0),
             ("key", Cell.bytes_for(KEY_BYTES), 0),
         )
 

@@ -102,6 +102,17 @@ class Arrivals:
             pass
 
 
+def let_leave(slab: Slab) -> None:
+    """Say that the rank of a control slab has left. What it has read before comes before this, and what it reads
+    afterwards after this: of two ranks that leave at once, one sees the other."""
+    compare_exchange_64(slab.address(region(slab, "left").offset), 0, 1)
+
+
+def has_left(slab: Slab) -> bool:
+    """Whether the rank of a control slab has left."""
+    return load_acquire_64(slab.address(region(slab, "left").offset)) == 1
+
+
 class Finishes:
     """How often a rank has pushed each unit, as it says with its last finishes. The rank writes; ranks of its host
     read."""

@@ -15,19 +15,16 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import HandshakeError, StoreError
-from rayzero.kernels.rank_sum import RankSum
+from rayzero.kernels import choose_group_sum
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import Contribution, FinishReport, Pushed
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import FoundSlab, Slab
 from rayzero.store.rank.memory.shared_memory import SharedRank
-from rayzero.store.shm.host_sums import Part, senders, settled
+from rayzero.store.shm.host_sums import Part, acting_sender, senders, settled
 from rayzero.store.shm.plan import RANK, SharedPlan, of_lineage
-from rayzero.store.shm.words import Arrivals, Finishes, Stamps, bell_of, cell_of, key_digest
-
-_TILE = 1 << 15  # elements that are added at once: 128 KiB of fp32, so that they stay in the core's cache
-
+from rayzero.store.shm.words import Arrivals, Finishes, Stamps, bell_of, cell_of, has_left, key_digest
 
 _Seen = Mapping["_Life", tuple[Pushed | None, dict[int, FinishReport]]]  # what each has announced of a unit
 
@@ -66,6 +63,11 @@ class _Life:
         """The newest step that it has finished; -1: none."""
         return max(self.reports(), default=-1)
 
+    @property
+    def has_left(self) -> bool:
+        """Whether it sends no more sums."""
+        return has_left(self.control)
+
     def arrive(self) -> None:
         """Tell it that the caller is there."""
         self._arrivals.add()
@@ -85,12 +87,13 @@ class HostRanks:
         """``ranks``: of the host, ascending, the caller's included. ``key``: a secret that all ranks of one start of a
         run have, and no others."""
         self.rank, self.ranks, self._plan, self._shared = shared.rank, tuple(ranks), plan, shared
-        self.senders = senders(plan.spec.layout.units, self.ranks)
+        self._senders = senders(plan.spec.layout.units, self.ranks)
         self._key = key_digest(key)
         self._lock = threading.RLock()
         self._lives: dict[int, list[_Life]] = {rank: [] for rank in ranks}  # the newest first. freed by: close()
         self._others: set[str] = set()  # files that are none of theirs
         self._arrived = -1
+        self._gone: set[int] = set()  # ranks that had left when ``news`` looked
         self._wanted = False
 
     def want(self, *, sums: bool) -> None:
@@ -157,8 +160,9 @@ class HostRanks:
         with self._lock:
             if not self._wanted:
                 return set()
-            mine = {unit for unit, sender in self.senders.items() if sender == self.rank}
-            everything = False
+            gone = self._left()
+            everything, self._gone = gone != self._gone, gone
+            mine = {unit for unit in self._senders if self.sends(unit)}
             if (arrived := self._shared.arrivals) != self._arrived or not all(self._lives.values()):
                 self._arrived = arrived
                 everything = self._find()
@@ -172,13 +176,41 @@ class HostRanks:
     def announced(self, unit: int, pushed: Pushed) -> None:
         """This rank has announced what its memory holds: wake the unit's sender, if that may be all."""
         if self._wanted and pushed.count >= self._plan.spec.accumulation_steps:
-            self._ring([self.senders[unit]])
+            sender = acting_sender(self._senders[unit], self.ranks, self._left())
+            self._ring([] if sender is None else [sender])
 
     def finished(self, report: FinishReport) -> None:
         """This rank finishes a step: announce how often it has pushed each unit."""
         self._shared.finished(report)
         if self._wanted:
             self._ring(self.ranks)
+
+    # ---- who sends
+
+    def sends(self, unit: int) -> bool:
+        """Whether this rank sends the sums of a unit now."""
+        return unit in self._senders and self.rank == acting_sender(self._senders[unit], self.ranks, self._left())
+
+    def _left(self) -> set[int]:
+        """The ranks that have left. One that all others have left is still there for itself."""
+        with self._lock:
+            left = {rank for rank, lives in self._lives.items() if lives and lives[0].has_left}
+        return left - {self.rank} if len(left) == len(self.ranks) else left
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all others have left."""
+        return self._left() >= {*self.ranks} - {self.rank}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all others have found this one's memory, so that they can read it once this one is gone."""
+        return self._shared.arrivals >= len(self.ranks) - 1
+
+    def leave(self) -> None:
+        """Let the others send what this rank would."""
+        self._shared.left()
+        self._ring(self.ranks)
 
     def _ring(self, ranks: Iterable[int]) -> None:
         with self._lock:
@@ -191,7 +223,7 @@ class HostRanks:
     @property
     def most_elements(self) -> int:
         """Of the largest unit that has a sum."""
-        return max((self._plan.spec.layout.units[unit].numel for unit in self.senders), default=0)
+        return max((self._plan.spec.layout.units[unit].numel for unit in self._senders), default=0)
 
     def sum(
         self,
@@ -284,7 +316,7 @@ def _add(
 ) -> None:
     """Add gradients of ranks of one group, in their order, over the ranges of ``shards``. ``gradients``: the unit's, of
     each rank, flat. ``present``: bits of the parameters that it has. Those that no rank has, and padding, are zero."""
-    total, whole = RankSum(_TILE), (1 << len(unit.slots)) - 1
+    total, whole = choose_group_sum(), (1 << len(unit.slots)) - 1
     for shard in shards:
         if all(bits & whole == whole for bits in present):
             total.sum_group(out[shard.start : shard.stop], [each[shard.start : shard.stop] for each in gradients])

@@ -31,7 +31,7 @@ from rayzero.store.shm.mailbox import Asker
 from rayzero.store.shm.plan import RANK, SharedPlan, life_of, rank_incarnation
 from rayzero.store.shm.shard_lines import ShardLines
 from rayzero.store.shm.signals import Bell
-from rayzero.store.shm.words import Arrivals, Finishes, Stamps, bell_of, cell_of, cells_of, key_digest
+from rayzero.store.shm.words import Arrivals, Finishes, Stamps, bell_of, cell_of, cells_of, key_digest, let_leave
 
 
 def doubt_of_locks(plan: SharedPlan, owners: Sequence[int]) -> str | None:
@@ -201,6 +201,10 @@ class SharedRank:
     def arrivals(self) -> int:
         """How many ranks of this host have found this one."""
         return self._arrivals.count()
+
+    def left(self) -> None:
+        """Announce to ranks of this host that this one sends no more sums. The caller rings bells afterwards."""
+        let_leave(self._control)
 
     def announce(self, unit: int, pushed: Pushed) -> None:
         """Tell the unit's owners about a push whose bytes are all there."""

@@ -18,6 +18,7 @@ from rayzero.protocol.messages import Contribution
 from rayzero.store.rank.memory.host_ranks import HostRanks, HostSum
 
 _AT_ONCE = 2  # sums of this rank in memory; plan/tiers.py counts them
+_COURTESY_S = 10.0  # how long a rank that leaves waits for what only saves the others work
 
 T = TypeVar("T")
 
@@ -35,9 +36,11 @@ class HostSums:
         away: Callable[[int], Sequence[Shard]],
         send: Callable[[HostSum], Future[None]],
         name: str,
+        stall_timeout: float,
     ) -> None:
         """``away``: the shards of a unit whose owners are elsewhere now. ``send``: to these owners; done when nothing
-        reads the sum any more."""
+        reads the sum any more. ``stall_timeout``: seconds that ``leave`` may last."""
+        self._stall_timeout = stall_timeout
         self._ranks, self._away, self._send = ranks, away, send
         self._lock = threading.Condition()
         self._error: BaseException | None = None  # the first one
@@ -46,6 +49,8 @@ class HostSums:
         self._moving: set[int] = set()  # units whose sums are in memory
         self._sent: dict[int, Contribution] = {}  # by unit, the last one
         self._free: list[Tensor] = []  # memory of sums that have left, for the next ones
+        self._leaving = False  # the thread of ``leave`` wants to know of all that is announced
+        self._paused = False  # nothing more is added
         self._closing = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -57,10 +62,10 @@ class HostSums:
         except Exception as error:  # whatever it is, the rank's next finish raises it
             self._fail(error)
             return
-        if changed:
+        if changed or self._leaving:
             with self._lock:
                 self._due |= dict.fromkeys(sorted(changed, reverse=True))  # as backward makes them
-                self._lock.notify()
+                self._lock.notify_all()
 
     def _work(self) -> None:
         use_torch_threads(1)
@@ -76,7 +81,7 @@ class HostSums:
         with self._lock:
             while not self._closing:
                 unit = next((unit for unit in self._due if unit not in self._moving), None)
-                if unit is not None and len(self._moving) < _AT_ONCE:
+                if unit is not None and len(self._moving) < _AT_ONCE and not self._paused:
                     del self._due[unit]
                     self._moving.add(unit)
                     return unit
@@ -109,7 +114,7 @@ class HostSums:
             if memory is not None:
                 self._free.append(memory)
             self._moving.discard(unit)
-            self._lock.notify()
+            self._lock.notify_all()
 
     def guard(self, asked: Future[T]) -> Future[T]:
         """An answer for which owners need sums: it fails if one that this rank sends has failed, or does."""
@@ -131,8 +136,31 @@ class HostSums:
         with self._lock:
             self._error = self._error or error
             waiting = list(self._waiting)
+            self._lock.notify_all()
         for each in waiting:
             fail(each, error)
+
+    def leave(self) -> None:
+        """Let the other ranks send this one's sums. As long as owners have not answered its last finish, they may need
+        some: then the last rank to leave sends them first; blocks."""
+        with self._lock:
+            needed = bool(self._waiting) and self._error is None
+            self._leaving = self._paused = True
+            if needed:
+                self._lock.wait_for(self._is_handed_over, min(_COURTESY_S, self._stall_timeout))
+        self._ranks.leave()
+        if needed and self._ranks.is_last:
+            self.look()
+            with self._lock:
+                self._paused = False
+                self._lock.notify_all()
+                self._lock.wait_for(self._is_sent, self._stall_timeout)
+
+    def _is_sent(self) -> bool:
+        return self._error is not None or not (self._due or self._moving)
+
+    def _is_handed_over(self) -> bool:
+        return self._error is not None or (not self._moving and (self._ranks.is_known or self._ranks.is_last))
 
     def close(self) -> None:
         """End the thread. Sums on their way end with their links. Idempotent."""

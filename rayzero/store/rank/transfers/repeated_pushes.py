@@ -78,7 +78,7 @@ class RepeatedPushes:
 
     def _send_sums(self, host: HostRanks, owner: int, channel: Channel, shards: Mapping[int, list[Shard]]) -> None:
         """The same of sums."""
-        mine = [unit for unit in sorted(shards) if host.senders.get(unit) == host.rank]
+        mine = [unit for unit in sorted(shards) if host.sends(unit)]
         newest = {unit: host.newest_step(unit) for unit in mine}
         steps = {
             unit: step for unit, step in newest.items() if step is not None and self._lacks_step(shards[unit], step)
