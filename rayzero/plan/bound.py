@@ -8,6 +8,7 @@ which late ones are skipped.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,10 +18,10 @@ from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.pool import buffer_bytes
 from rayzero.plan.hardware import Hardware
-from rayzero.plan.tiers import FP32, hosts_of_owners, hosts_of_ranks
+from rayzero.plan.tiers import FP32, hosts_of_owners, hosts_of_ranks, summed_groups
 from rayzero.plan.work import Work
 
-__all__ = ["StepBound", "StepTraffic", "bound_step", "step_traffic"]
+__all__ = ["StepBound", "StepTraffic", "bound_step", "step_traffic", "sums_gain_in"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class StepTraffic:
     flops: int  # of one rank
     fetch: int  # of one rank: parameters that must be fetched again
     push: int  # of one rank: gradients
+    published: int  # parameters that change, once
+    summed: int  # ranks' gradients that leave their host as one sum
     update: int  # of all owners: what the norm and the update read and write
 
 
@@ -81,13 +84,15 @@ def step_traffic(
     sizes = [buffer_bytes(unit.size_bytes) for unit in layout.units]
     trained = [unit for unit in layout.units if unit.trainable]
     beyond = max(0, sum(sizes) - zero.gpu_param_memory_budget)
-    gradients = sum(unit.size_bytes for unit in trained)
+    elements, gradients = sum(unit.numel for unit in trained), sum(unit.size_bytes for unit in trained)
     published = sum(unit.size_bytes for unit in trained if unit.dtype is not torch.float32)
-    states = int(sum(unit.numel for unit in trained) * 2 * (FP32 + state_bytes))  # with the master, read and written
+    states = int(elements * 2 * (FP32 + state_bytes))  # with the master, read and written
     return StepTraffic(
         flops=(work.forward_flops + work.backward_flops) * backwards,
         fetch=gradients + (2 * backwards - 1) * beyond,
         push=gradients * (backwards if zero.offload_grads else 1),
+        published=gradients,
+        summed=FP32 * elements,
         update=2 * scaling.num_workers * gradients + states + published,
     )
 
@@ -95,27 +100,42 @@ def step_traffic(
 def bound_step(traffic: StepTraffic, zero: ZeroConfig, scaling: ScalingConfig, hardware: Hardware) -> StepBound:
     """The bound on these hosts."""
     hosts = hardware.hosts
-    ranks, owners = Counter(hosts_of_ranks(scaling, hosts)), Counter(hosts_of_owners(zero, scaling, hosts))
-    crowded = max(ranks.values())
+    ranks, owners = hosts_of_ranks(scaling, hosts), Counter(hosts_of_owners(zero, scaling, hosts))
+    crowded = max(Counter(ranks).values())
     update = traffic.update * max(owners.values()) / scaling.num_optimizers / hardware.memory
     return StepBound(
         compute=traffic.flops / hardware.flops * (1 if hosts.on_gpu else crowded),
         fetch=traffic.fetch / hardware.link,
         push=traffic.push / hardware.link,
-        network=_between_hosts(traffic, ranks, owners, scaling) / hardware.network,
+        network=_between_hosts(traffic, ranks, owners, zero) / hardware.network,
         update=update,
         exposed=update if zero.overlap == "none" or not zero.overlap_computation else 0.0,
     )
 
 
-def _between_hosts(traffic: StepTraffic, ranks: Counter[int], owners: Counter[int], scaling: ScalingConfig) -> float:
-    """The most bytes that one host receives or sends in one direction."""
-    total = sum(ranks.values())
+def sums_gain_in(traffic: StepTraffic) -> Callable[[int], bool]:
+    """Whether the sum of so many ranks takes fewer bytes than their pushes."""
+    return lambda ranks: ranks * traffic.push > traffic.summed
 
-    def host(at: int) -> float:
-        local = owners[at] / scaling.num_optimizers  # share of every rank's bytes that stays on its host
-        received = ranks[at] * traffic.fetch * (1 - local) + (total - ranks[at]) * traffic.push * local
-        sent = ranks[at] * traffic.push * (1 - local) + (total - ranks[at]) * traffic.fetch * local
+
+def _between_hosts(traffic: StepTraffic, ranks: Sequence[int], owners: Counter[int], zero: ZeroConfig) -> float:
+    """The most bytes that one host receives or sends in one direction. ``ranks``: their hosts. ``owners``: how many
+    each host has."""
+    here, groups = Counter(ranks), summed_groups(ranks, zero, sums_gain_in(traffic))
+    fetched = {
+        host: count * traffic.fetch if zero.fetches_for_host(count) == "never" else traffic.published
+        for host, count in here.items()
+    }
+    pushed = {
+        host: (count - sum(map(len, groups[host]))) * traffic.push + len(groups[host]) * traffic.summed
+        for host, count in here.items()
+    }
+
+    def most(host: int) -> float:
+        local = owners[host] / owners.total()  # share of every rank's bytes that stays on its host
+        others = [other for other in here if other != host]
+        received = fetched.get(host, 0) * (1 - local) + sum(pushed[other] for other in others) * local
+        sent = pushed.get(host, 0) * (1 - local) + sum(fetched[other] for other in others) * local
         return max(received, sent)
 
-    return max(host(at) for at in {*ranks, *owners})
+    return max(most(host) for host in {*here, *owners})

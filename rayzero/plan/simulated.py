@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.errors import ConfigError
 from rayzero.layout.model_layout import ModelLayout
+from rayzero.plan.bound import StepTraffic, step_traffic, sums_gain_in
 from rayzero.plan.hardware import Hardware
-from rayzero.plan.tiers import hosts_of_owners, hosts_of_ranks, shares_memory
+from rayzero.plan.tiers import hosts_of_owners, hosts_of_ranks, shares_memory, summed_groups
 from rayzero.plan.work import Work
 from rayzero.simulation.cluster import Run, Simulated, simulate
 from rayzero.simulation.machines import Costs, Measured, Options, Transport
@@ -34,6 +36,7 @@ def simulate_step(
     Raises ConfigError if costs of the transport were not measured, UnsupportedError for what cannot be simulated."""
     hosts = hardware.hosts
     ranks, owners = tuple(hosts_of_ranks(scaling, hosts)), tuple(hosts_of_owners(zero, scaling, hosts))
+    here, traffic = Counter(ranks), step_traffic(layout, work, zero, scaling, state_bytes=state_bytes)
     alone = len({*ranks, *owners}) == 1
     transport: Transport = "shm" if shares_memory(zero) else "grpc"
     machine = replace(
@@ -53,11 +56,23 @@ def simulate_step(
         owner_hosts=owners,
         machine=machine,
         costs=_costs(measured, transport if alone else "grpc"),
-        options=Options(transport=transport, compute_threads=machine.cores),
+        options=Options(
+            transport=transport,
+            compute_threads=machine.cores,
+            fetch_once_per_host=all(zero.fetches_for_host(each) != "never" for each in here.values() if each > 1),
+            push_once_per_host=_all_add_up(ranks, zero, traffic),
+        ),
         state_bytes=state_bytes,
         part_s=measured.part_s,
     )
     return simulate(run)
+
+
+def _all_add_up(ranks: Sequence[int], zero: ZeroConfig, traffic: StepTraffic) -> bool:
+    """Whether all ranks of hosts that have several add up their gradients before these travel. ``ranks``:
+    their hosts."""
+    groups, here = summed_groups(ranks, zero, sums_gain_in(traffic)), Counter(ranks)
+    return all(sum(map(len, groups[host])) == count for host, count in here.items() if count > 1)
 
 
 def _costs(measured: Measured, transport: Transport) -> Costs:

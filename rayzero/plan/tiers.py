@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -173,7 +173,7 @@ def plan_bytes(
     )
     accumulation = zero.gradient_accumulation_steps if zero.offload_grads else 1
     with_ranks = set(ranks)
-    summed = _summed(layout, ranks, zero, accumulation)
+    summed = summed_groups(ranks, zero, lambda count: sums_gain(layout.units, accumulation, count))
     plans = tuple(
         plan_owner(
             layout,
@@ -247,16 +247,17 @@ def _kept(
     return sum(shard.numel * gradient_dtype(layout.units[shard.unit], accumulation > 1).itemsize for shard in sent)
 
 
-def _summed(
-    layout: ModelLayout, hosts_of: Sequence[int], zero: ZeroConfig, accumulation: int
+def summed_groups(
+    hosts_of: Sequence[int], zero: ZeroConfig, gains: Callable[[int], bool]
 ) -> defaultdict[int, set[tuple[int, ...]]]:
-    """By host, the groups of ranks whose gradients leave it as one sum. ``hosts_of``: of the ranks."""
+    """By host, the groups of ranks whose gradients leave it as one sum. ``hosts_of``: of the ranks. ``gains``: whether
+    the sum of so many ranks takes fewer bytes than their pushes."""
     here, found = defaultdict[int, set[int]](set), defaultdict[int, set[tuple[int, ...]]](set)
     for rank, host in enumerate(hosts_of):
         here[host].add(rank)
     for rank, host in enumerate(hosts_of if zero.pushes_for_host != "never" else ()):
         ranks = summed_with(rank, here[host])
-        if ranks and (zero.host_push == "always" or sums_gain(layout.units, accumulation, len(ranks))):
+        if ranks and (zero.host_push == "always" or gains(len(ranks))):
             found[host].add(ranks)
     return found
 

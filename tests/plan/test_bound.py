@@ -15,7 +15,7 @@ from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.units.partition import build_layout
 from rayzero.plan.bound import bound_step, step_traffic
-from rayzero.plan.hardware import measure_here
+from rayzero.plan.hardware import Hosts, measure_here
 from rayzero.plan.work import measure_work
 
 from .machines import CPU_HOST, GPU_HOSTS
@@ -46,13 +46,24 @@ def test_the_longest_stage_binds_and_without_overlap_the_update_comes_on_top() -
     bound = bound_step(traffic, BF16, FOUR, GPU_HOSTS)
     assert bound.compute == 3e12 / 1e15
     assert bound.fetch == 4 * UNIT / 5e10
-    assert bound.network == (2 * 4 * UNIT / 2 + 2 * 4 * UNIT / 2) / 1e10, "half of two ranks' each way, and for others"
+    assert bound.network == (4 * UNIT / 2 + 2 * 4 * UNIT / 2) / 1e10, "half of it: once for two ranks, from two others"
+    each = BF16.replace(host_fetch="never")
+    assert bound_step(traffic, each, FOUR, GPU_HOSTS).network == (2 * 4 * UNIT / 2 + 2 * 4 * UNIT / 2) / 1e10
     assert bound.update == traffic.update / 2 / 3e11, "two hosts share it"
     assert (bound.seconds, bound.binds) == (bound.compute, "compute")
     alone = bound_step(traffic, BF16.replace(overlap="none"), FOUR, GPU_HOSTS)
     assert alone.seconds == pytest.approx(alone.compute + alone.update)
     slow = bound_step(traffic, BF16, FOUR, replace(GPU_HOSTS, memory=1e3))
     assert slow.binds == "update"
+
+
+def test_eight_ranks_of_a_host_push_one_fp32_sum() -> None:
+    many = FOUR.replace(num_workers=16, num_optimizers=16)
+    hosts = replace(GPU_HOSTS, hosts=Hosts(count=2, gpus_each=8))
+    traffic = step_traffic(four_layers(), WORK, BF16, many, state_bytes=8)
+    assert bound_step(traffic, BF16, many, hosts).network == (4 * UNIT / 2 + 2 * 4 * UNIT / 2) / 1e10
+    each = BF16.replace(host_push="never")
+    assert bound_step(traffic, each, many, hosts).network == (4 * UNIT / 2 + 8 * 4 * UNIT / 2) / 1e10
 
 
 def test_ranks_on_one_cpu_host_share_its_speed() -> None:
