@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import secrets
 import select
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
@@ -130,6 +132,27 @@ class SeenProcess:
         if self.file is not None:
             os.close(self.file)
             self.file = None
+
+
+def kernel_word(process: ProcessIdentity) -> int:
+    """The boot and pid namespace of a process, in 64 bits; those that are not known are never the same."""
+    known = process.kernel or secrets.token_hex()
+    return int.from_bytes(hashlib.sha256(known.encode()).digest()[:8], "little")
+
+
+def has_died(kernel: int, pid: int, started: int) -> bool:
+    """Whether a process that shared memory names is known to have died; not one in another pid namespace.
+
+    ``kernel``: its ``kernel_word``."""
+    me = this_process()
+    if kernel != kernel_word(me):
+        return False
+    seen = SeenProcess.open(ProcessIdentity(me.kernel, pid, started))
+    if seen is None:
+        return False
+    dead = seen.has_died
+    seen.close()
+    return dead
 
 
 def _on_loop(call: Callable[[], None]) -> None:

@@ -221,6 +221,13 @@ class ZeroConfig(ConfigModel):
     slab_dir is large enough, wire_compression is "none" and keep_pushed is True. "always": also where it takes as
     many. "never": each rank pushes its own."""
 
+    host_gather: Flag = False
+    """True: the GPUs of a host bring each unit up together: with n ranks, each copies 1/n of it over its own link and
+    all-gathers the rest from the others, over NCCL (ranks on a CPU: gloo). Only what all of them need at about the same
+    time: a rank that runs another unit, or none, is not waited for, and copies whole units. Once a rank has died, its
+    host gathers no more for the rest of the run. For one prepared model, ranks that share slab_dir, and at most 16 on a
+    host. Not the default: it has not run on a GPU."""
+
     if TYPE_CHECKING:
 
         def __init__(
@@ -270,6 +277,7 @@ class ZeroConfig(ConfigModel):
             broadcast: Broadcast = ...,
             host_fetch: HostFetch = ...,
             host_push: HostPush = ...,
+            host_gather: bool = ...,
         ) -> None: ...
 
     @field_validator("units", "keep_fp32", "offload_activations", mode="before")
@@ -341,6 +349,15 @@ class ZeroConfig(ConfigModel):
             raise ValueError(
                 "host_push='always' needs ranks to keep what they push until it is added, but keep_pushed is False; "
                 "set keep_pushed=True or host_push='never'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _host_can_gather(self) -> Self:
+        if self.host_gather and self.transport == "grpc":
+            raise ValueError(
+                "host_gather=True needs memory that a host's ranks share, but transport is 'grpc'; set "
+                "transport='auto' or host_gather=False"
             )
         return self
 

@@ -54,8 +54,14 @@ def device_transfers(
     store: ParameterStore, lane: Lane, units: Sequence[UnitLayout], *, pinned: bool
 ) -> DeviceTransfers:
     """The transfers of a rank on the device of ``lane``. ``pinned``: page-lock staging buffers."""
-    staging = BufferPool(pinned_for=lane.device if pinned else None, budget=_on_their_way(units))
+    staging = staging_for(units, lane.device if pinned else None)
     return DeviceTransfers(store, staging, lane, mapped_units(store, units))
+
+
+def staging_for(units: Sequence[UnitLayout], pinned_for: torch.device | None) -> BufferPool:
+    """Staging buffers for the gradients of two largest units. ``pinned_for``: the device that they are page-locked
+    for."""
+    return BufferPool(pinned_for=pinned_for, budget=_on_their_way(units))
 
 
 def _on_their_way(units: Sequence[UnitLayout]) -> MemoryBudget:
@@ -67,6 +73,8 @@ class UnitTransfers:
     """Copies one rank's bytes. This class is a CPU rank's: it copies only gradients, on a thread.
 
     Knows buffers and the store; not when something is needed, or by whom."""
+
+    into_buffers = False  # units are always copied into buffers, also on a CPU rank that could read the owners' memory
 
     def __init__(self, store: ParameterStore, staging: BufferPool, *, at_once: int = _SMALL) -> None:
         """``at_once``: bytes up to which a unit's gradients are gathered in the computing thread: others in a thread
@@ -214,6 +222,26 @@ class DeviceTransfers(UnitTransfers):
         host, staged = self._source(unit)
         arrival, request = self._ask(unit, version, host, published, held)
         ready: Future[DeviceCopy | None] = Future()
+
+        def arrived(answer: Future[None]) -> None:
+            try:
+                answer.result()
+                copied = None
+                if not isinstance(request, Renewal) or request.renewed:
+                    copied = self._copy(unit, buffer, host, free)
+                    uses.filled(copied.event)
+            except Exception as exc:  # must not end the store's thread; the rank's wait raises it
+                self._let_go(staged, None)
+                ready.set_exception(exc)
+                return
+            self._let_go(staged, copied)
+            ready.set_result(copied)
+
+        arrival.add_done_callback(arrived)
+        return Fetching(version, published, done=ready, request=request, buffer=buffer, ahead=ahead, ready=ready)
+
+    def _copy(self, unit: UnitLayout, buffer: UnitBuffer, host: Tensor, free: Sequence[Event]) -> DeviceCopy:
+        """Issue the copy of a unit from ``host`` (1D, unit.numel elements, the unit's dtype), after ``free``."""
         moments: list[Event] = []
 
         def copy() -> None:
@@ -221,27 +249,15 @@ class DeviceTransfers(UnitTransfers):
             buffer.flat.copy_(host, non_blocking=True)
             moments.append(self.lane.now())
 
-        def arrived(answer: Future[None]) -> None:
-            try:
-                answer.result()
-                copied = None
-                if not isinstance(request, Renewal) or request.renewed:
-                    copied = DeviceCopy(self.lane.issue("in", copy, after=free, label=unit.name), moments)
-                    uses.filled(copied.event)
-            except Exception as exc:  # must not end the store's thread; the rank's wait raises it
-                if staged is not None:
-                    staged.release()
-                ready.set_exception(exc)
-                return
-            if staged is not None and copied is not None:
-                with self._lock:
-                    self._copied.append((copied.event, staged))
-            elif staged is not None:
-                staged.release()
-            ready.set_result(copied)
+        return DeviceCopy(self.lane.issue("in", copy, after=free, label=unit.name), moments)
 
-        arrival.add_done_callback(arrived)
-        return Fetching(version, published, done=ready, request=request, buffer=buffer, ahead=ahead, ready=ready)
+    def _let_go(self, staged: Buffer | None, copied: DeviceCopy | None) -> None:
+        """Release a staging buffer once ``copied`` has read it. None: nobody reads it."""
+        if staged is not None and copied is not None:
+            with self._lock:
+                self._copied.append((copied.event, staged))
+        elif staged is not None:
+            staged.release()
 
     def _ask(
         self, unit: UnitLayout, version: int, out: Tensor, published: Future[int], held: int | None

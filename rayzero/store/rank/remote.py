@@ -27,6 +27,7 @@ from rayzero.errors import (
 )
 from rayzero.kernels.rank_sum import summed_with
 from rayzero.memory.malloc import keep_some_buffers
+from rayzero.protocol.gathers import UnitGathers
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import LOOP_STEPS, PROTOCOL_VERSION, Attached, LoopState, ModelSpec, Published, Pushed
 from rayzero.protocol.ownership import Ownership
@@ -36,6 +37,7 @@ from rayzero.slabs.arena import Arena
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.connection import GradientSender, Joined, Transfers
 from rayzero.store.rank.epochs import Epochs
+from rayzero.store.rank.gathers.host_gathers import Host, join_gathers
 from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
 from rayzero.store.rank.memory.host_ranks import HostRanks
@@ -189,7 +191,7 @@ class RemoteConnection:
         self._senders: dict[int, GradientSender] = {wire.owner: wire for wire in self._wires}
         self._share, self._share_with_all = share, share_with_all
         self._token, self._host_push, self._ranks_here = token, host_push, tuple(ranks_here)
-        self._fetches_here = host_fetch != "never"
+        self._model, self._fetches_here = model, host_fetch != "never"
         self._summed: tuple[int, ...] = ()  # after attach: whose gradients come elsewhere as one sum
         self._host: HostRanks | None = None  # the same, if there are any. freed by: free()
         self._join_memory = partial(join_memory, host_fetch, key=token, model=model, who=f"rank {rank}")
@@ -452,6 +454,25 @@ class RemoteConnection:
         deadline_s = max(QUICK_S, self.stall_timeout)
         links = [self._links[owner] for owner in offers]
         self._all({link: link.ask("Share", request, deadline_s) for link in links}, deadline_s)
+
+    def join_gathers(self, spec: ModelSpec, device: str) -> UnitGathers | None:
+        """See ``Connection.join_gathers``."""
+        if len(self._ranks_here) < 2:
+            return None
+        if self._share is None:
+            raise UnsupportedError(
+                "host_gather=True needs memory that a host's ranks share, and this rank reaches all owners over gRPC; "
+                "use transport='auto' and a slab_dir that works, or host_gather=False"
+            )
+        host = Host(
+            ranks=self._ranks_here,
+            rank=self.rank,
+            key=self._token,
+            model=self._model,
+            directory=self._share,
+            stall_s=self._stall_s,
+        )
+        return join_gathers(SharedPlan.of(spec, len(self._links), self._ownership), host, device)
 
     # ---- another epoch
 

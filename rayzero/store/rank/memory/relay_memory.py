@@ -9,27 +9,24 @@ their run, under a lock of the directory; whoever leaves last removes them.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
-import os
 import secrets
 import threading
-import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.backoff import backoff
-from rayzero.concurrency.processes import ProcessIdentity, SeenProcess, this_process
+from rayzero.concurrency.processes import has_died, kernel_word, this_process
 from rayzero.config.zero import HostFetch
 from rayzero.errors import MemoryPlanError, StallError, StoreError
 from rayzero.memory.planner import check_shared
 from rayzero.quantities import format_bytes
 from rayzero.slabs.arena import Arena, ArenaPlan
+from rayzero.slabs.directory_lock import locked
 from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.slab import FoundSlab, Slab
@@ -92,7 +89,7 @@ class _Fetchers:
         if former is None:
             raise StoreError(f"all {MOST_FETCHERS} entries for ranks of this host are taken")
         me, number = this_process(), (former + _LIFE) & MOST_CLAIMERS
-        written = ((_KERNEL, _kernel_word(me)), (_STARTED, me.started), (_MOVED, 0), (_LIVES, number), (_PID, me.pid))
+        written = ((_KERNEL, kernel_word(me)), (_STARTED, me.started), (_MOVED, 0), (_LIVES, number), (_PID, me.pid))
         for word, value in written:
             store_release_64(self._at(number, word), value)
         return number
@@ -112,14 +109,7 @@ class _Fetchers:
         kernel, pid, started = entry
         if pid == 0 or self._number_in(number % _LIFE) != number or self._dead.get(number) == entry:
             return True
-        me = this_process()
-        if kernel != _kernel_word(me):
-            return False
-        seen = SeenProcess.open(ProcessIdentity(me.kernel, pid, started))
-        if seen is None:
-            return False
-        dead = seen.has_died
-        seen.close()
+        dead = has_died(kernel, pid, started)
         if dead:
             self._dead[number] = entry
         return dead
@@ -138,12 +128,6 @@ class _Fetchers:
 
     def _at(self, number: int, word: int) -> int:
         return self._address + (number % _LIFE - 1) * FETCHER_BYTES + word
-
-
-def _kernel_word(process: ProcessIdentity) -> int:
-    """The boot and pid namespace of a process, in 64 bits; those that are not known are never the same."""
-    known = process.kernel or secrets.token_hex()
-    return int.from_bytes(hashlib.sha256(known.encode()).digest()[:8], "little")
 
 
 class RelayMemory:
@@ -173,7 +157,7 @@ class RelayMemory:
 
         Raises MemoryPlanError, with the sum, if there is no room, StallError if the directory stays locked."""
         kernel = f"key {hashlib.sha256(key.encode()).hexdigest()[:32]}"
-        with _locked(directory, patience_s):
+        with locked(directory, patience_s):
             for control, found in _found(plan, model, kernel, directory):
                 if (memory := cls._attach(plan, control, [slab for _, slab in found], directory)) is not None:
                     return memory
@@ -226,7 +210,7 @@ class RelayMemory:
             return
         self._left = True
         self.claims.void(self._num_shards, self.number)
-        with suppress(StallError), _locked(self._directory, patience_s=1.0):  # else a sweep removes it
+        with suppress(StallError), locked(self._directory, patience_s=1.0):  # else a sweep removes it
             self._fetchers.leave(self.number)
             last = not self._fetchers.living_without(self.number)
             for slab in (self.control, *self.shards.slabs):
@@ -279,23 +263,3 @@ def _found(
         if (facts.role, facts.kernel) == (CONTROL, kernel):
             shards = [each for each in there if (each[0].role, each[0].incarnation) == (SHARDS, facts.incarnation)]
             yield slab, sorted(shards, key=lambda each: each[0].number)
-
-
-@contextmanager
-def _locked(directory: Path, patience_s: float) -> Iterator[None]:
-    """Hold the lock of a directory, without a file of its own that somebody would have to remove. Raises StallError
-    after ``patience_s`` seconds."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        deadline = time.monotonic() + patience_s
-        for pause in backoff():
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as exc:
-                if time.monotonic() > deadline:
-                    raise StallError(f"another process has held the lock of {directory} for {patience_s:g} s") from exc
-                time.sleep(pause)
-        yield
-    finally:
-        os.close(fd)

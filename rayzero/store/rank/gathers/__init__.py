@@ -1,0 +1,1 @@
+"""How the ranks of a host agree on the units that they bring up together."""
