@@ -470,7 +470,7 @@ class RemoteConnection:
             key=self._token,
             model=self._model,
             directory=self._share,
-            stall_s=self._stall_s,
+            stall_s=self.stall_timeout,
         )
         return join_gathers(SharedPlan.of(spec, len(self._links), self._ownership), host, device)
 
