@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rayzero.cluster.scale import scale
     from rayzero.cluster.trainer import Result, ZeroTrainer
     from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
-    from rayzero.engine.checkpoint.save import save_checkpoint
+    from rayzero.engine.checkpoint.save import begin_checkpoint, save_checkpoint
     from rayzero.engine.context import RankContext, get_context, report, track
     from rayzero.engine.full_values import full_parameters, full_state_dict
     from rayzero.engine.manager import OffloadManager
@@ -43,6 +43,7 @@ __all__ = [
     "ZeroConfig",
     "ZeroOptimizer",
     "ZeroTrainer",
+    "begin_checkpoint",
     "count_tokens",
     "empty_parameters",
     "full_parameters",
@@ -80,6 +81,7 @@ _HOMES = {
     "newest_checkpoint": "rayzero.checkpoint.catalog",
     "prepare": "rayzero.engine.prepare",
     "report": "rayzero.engine.context",
+    "begin_checkpoint": "rayzero.engine.checkpoint.save",
     "save_checkpoint": "rayzero.engine.checkpoint.save",
     "scale": "rayzero.cluster.scale",
     "stats": "rayzero.engine.stats",

@@ -8,7 +8,8 @@
     ├── UnsupportedError         refused by name: RayZero cannot do this (yet)
     ├── DataError                training text is missing or unusable
     ├── CheckpointError          no such checkpoint, or its bytes are not what its manifest says
-    │   └── CheckpointWriteError the storage is full, read-only or gone: the checkpoint was not written
+    │   ├── CheckpointWriteError the storage is full, read-only or gone: the checkpoint was not written
+    │   └── CheckpointAbandonedError a process died while the checkpoint was written beside the training
     ├── GradientAccessError      ``.grad`` of a pushed gradient was read, or backward ran at the wrong moment
     ├── NonFiniteGradientError   ``nonfinite="raise"`` and a gradient was inf or nan
     ├── StoreError               the two sides of the store disagree or one is gone
@@ -55,6 +56,11 @@ class CheckpointError(RayZeroError):
 
 class CheckpointWriteError(CheckpointError):
     """A checkpoint could not be written to its storage. Training can go on and try again later."""
+
+
+class CheckpointAbandonedError(CheckpointError):
+    """A process died while a checkpoint was written beside the training. Nothing of it is left, and training goes on;
+    the next one is written at its time."""
 
 
 class GradientAccessError(RayZeroError):

@@ -18,7 +18,14 @@ from typing import Any
 
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import DeferredTensor, TensorFileWriter, declare, fsync_directory
+from rayzero.checkpoint.files.tensor_file import (
+    Content,
+    TensorFileWriter,
+    declare,
+    fsync_directory,
+    fsync_file,
+    parts_of,
+)
 from rayzero.checkpoint.manifest import MANIFEST, Manifest, rank_file_name
 from rayzero.errors import CheckpointError, CheckpointWriteError
 from rayzero.layout.model_layout import dtype_name
@@ -178,17 +185,20 @@ def sweep_stale(parent: Path, checkpoint: str | None = None) -> list[str]:
 def write_tensors(
     directory_staging: Path,
     name: str,
-    tensors: Mapping[str, Tensor | DeferredTensor],
+    tensors: Mapping[str, Content],
     content: Mapping[str, Mapping[str, Any]],
+    *,
+    again: bool = True,
 ) -> FileEntry:
     """Write and fsync one safetensors file in a staging directory, which is made if it is missing.
 
     ``tensors``: by name, of any shape and any dtype that safetensors has; contiguous CPU tensors are written without a
-    copy, deferred ones are made one at a time. ``content``: per tensor, the fields of a ``Piece`` but ``dtype`` and
-    ``sha256``, which are added here; other keys are kept. Raises CheckpointWriteError if the file cannot be written,
-    UnsupportedError for another dtype.
+    copy, deferred and streamed ones are made one at a time. ``content``: per tensor, the fields of a ``Piece`` but
+    ``dtype`` and ``sha256``, which are added here; other keys are kept. ``again``: False: the tensors can be made only
+    once, so that the file fails if its directory is taken away meanwhile. Raises CheckpointWriteError if the file
+    cannot be written, UnsupportedError for another dtype.
     """
-    return _write_file(directory_staging, name, tensors, content, {})
+    return _write_file(directory_staging, name, tensors, content, {}, tries=_TRIES if again else 1)
 
 
 def write_rank_state(
@@ -199,10 +209,12 @@ def write_rank_state(
     *,
     buffers: Mapping[str, Tensor] | None = None,
     tied: Mapping[str, str] | None = None,
+    sync: bool = True,
 ) -> FileEntry:
-    """Write and fsync one rank's file: its loop state as JSON, its loop's tensors (such as RNG states), the model's
-    persistent buffers, and its tied names (other name -> the name in the layout). Raises CheckpointError if ``state``
-    is not JSON-able, CheckpointWriteError if the file cannot be written."""
+    """Write one rank's file: its loop state as JSON, its loop's tensors (such as RNG states), the model's persistent
+    buffers, and its tied names (other name -> the name in the layout). ``sync``: make it durable now;
+    ``commit_checkpoint`` does that, too. Raises CheckpointError if ``state`` is not JSON-able, CheckpointWriteError if
+    the file cannot be written."""
     try:
         metadata = {"state": json.dumps(state), "tied": json.dumps(dict(tied or {}))}
     except (TypeError, ValueError) as exc:
@@ -210,9 +222,9 @@ def write_rank_state(
             f"rank {rank}: the loop state is not JSON-able ({exc}); pass tensors as tensors, everything else as plain "
             "values"
         ) from exc
-    named: dict[str, Tensor | DeferredTensor] = {STATE + key: value for key, value in tensors.items()}
+    named: dict[str, Content] = {STATE + key: value for key, value in tensors.items()}
     named |= {BUFFER + key: value for key, value in (buffers or {}).items()}
-    return _write_file(directory_staging, rank_file_name(rank), named, {}, metadata)
+    return _write_file(directory_staging, rank_file_name(rank), named, {}, metadata, sync=sync)
 
 
 def unwritten(rank: int, why: str) -> FileEntry:
@@ -223,12 +235,15 @@ def unwritten(rank: int, why: str) -> FileEntry:
 def _write_file(
     staging: Path,
     name: str,
-    tensors: Mapping[str, Tensor | DeferredTensor],
+    tensors: Mapping[str, Content],
     content: Mapping[str, Mapping[str, Any]],
     metadata: Mapping[str, str],
+    *,
+    sync: bool = True,
+    tries: int = _TRIES,
 ) -> FileEntry:
     try:
-        file = _stage(staging / name, tensors, metadata)
+        file = _stage(staging / name, tensors, metadata, sync=sync, tries=tries)
     except BaseException as exc:
         withdraw(staging / (name + _PART))
         withdraw(staging / name)
@@ -242,42 +257,42 @@ def _write_file(
     return FileEntry(name=name, size_bytes=file.size_bytes, sha256=file.file_sha256, content=described)
 
 
-def _stage(path: Path, tensors: Mapping[str, Tensor | DeferredTensor], metadata: Mapping[str, str]) -> TensorFileWriter:
+def _stage(
+    path: Path, tensors: Mapping[str, Content], metadata: Mapping[str, str], *, sync: bool, tries: int
+) -> TensorFileWriter:
     """Write a file under another name, and give it its own once it is whole: one that a rank's former life has staged
     may be committed meanwhile."""
     part = path.with_name(path.name + _PART)
-    tries = 1
     while True:
-        file = _stream(_begin(part, tensors, metadata), tensors)
+        file = _stream(_begin(part, tensors, metadata, sync=sync), tensors)
         try:
             part.rename(path)
         except FileNotFoundError:  # the folder was taken meanwhile, to be committed or discarded
-            if tries == _TRIES:
+            tries -= 1
+            if not tries:
                 raise
-            tries += 1
         else:
             return file
 
 
-def _begin(path: Path, tensors: Mapping[str, Tensor | DeferredTensor], metadata: Mapping[str, str]) -> TensorFileWriter:
+def _begin(path: Path, tensors: Mapping[str, Content], metadata: Mapping[str, str], *, sync: bool) -> TensorFileWriter:
     """Open a file in its staging directory. Another process's ``withdraw`` may remove that directory while it is
     empty."""
     tries = 1
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return TensorFileWriter(path, {key: declare(t) for key, t in tensors.items()}, metadata)
+            return TensorFileWriter(path, {key: declare(t) for key, t in tensors.items()}, metadata, sync=sync)
         except (FileNotFoundError, FileExistsError):  # it was removed after, or while, mkdir found or made it
             if tries == _TRIES:
                 raise
             tries += 1
 
 
-def _stream(file: TensorFileWriter, tensors: Mapping[str, Tensor | DeferredTensor]) -> TensorFileWriter:
+def _stream(file: TensorFileWriter, tensors: Mapping[str, Content]) -> TensorFileWriter:
     with file:
         for key in file.order:
-            value = tensors[key]
-            file.write(key, [value.make() if isinstance(value, DeferredTensor) else value])
+            file.write(key, parts_of(tensors[key]))
     return file
 
 
@@ -322,12 +337,8 @@ def commit_checkpoint(
 def resume_commit(directory: Path, step: int, rank_files: Sequence[FileEntry]) -> CheckpointInfo | None:
     """Take up a commit whose process has died: the checkpoint of ``step`` with just these ``rank_files``, if it is
     there; else None, and what that process had taken is staged again."""
-    if (directory / MANIFEST).is_file():
-        with suppress(CheckpointError):  # another one, which this save replaces
-            text = (directory / MANIFEST).read_text(encoding="utf-8")
-            manifest = Manifest.from_json(text, str(directory / MANIFEST))
-            if manifest.step == step and manifest.rank_files == tuple(sorted(rank_files, key=lambda f: f.name)):
-                return CheckpointInfo(path=str(directory), step=step, digest=manifest.digest)
+    if (made := committed(directory, step, rank_files)) is not None:
+        return made
     taken, staging = taken_path(directory), staging_path(directory)
     if holds_nothing_else(taken):
         staging.mkdir(exist_ok=True)
@@ -335,6 +346,19 @@ def resume_commit(directory: Path, step: int, rank_files: Sequence[FileEntry]) -
             if not (staging / path.name).exists():
                 path.rename(staging / path.name)
         shutil.rmtree(taken)
+    return None
+
+
+def committed(directory: Path, step: int, rank_files: Sequence[FileEntry]) -> CheckpointInfo | None:
+    """The checkpoint of ``step`` at ``directory`` if these files of ranks are among its own; None: it is not there, or
+    another one is."""
+    if not (directory / MANIFEST).is_file():
+        return None
+    with suppress(CheckpointError):  # another one, and damaged
+        text = (directory / MANIFEST).read_text(encoding="utf-8")
+        manifest = Manifest.from_json(text, str(directory / MANIFEST))
+        if manifest.step == step and all(entry in manifest.rank_files for entry in rank_files):
+            return CheckpointInfo(path=str(directory), step=step, digest=manifest.digest)
     return None
 
 
@@ -360,6 +384,8 @@ def _commit_staged(
     _check_staged(taken, manifest.files)
     manifest.check_complete()
     _drop_strangers(taken, {entry.name for entry in manifest.files})
+    for entry in manifest.rank_files:  # of a save that training does not wait for, nobody has yet
+        fsync_file(taken / entry.name)
     _write_manifest(taken / MANIFEST, manifest)
     _rename_into_place(taken, directory)
     return manifest

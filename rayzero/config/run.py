@@ -142,7 +142,8 @@ class RunConfig(ConfigModel):
     """Directory in which each run has its directory."""
 
     checkpoint_every: Count | None = None
-    """Steps between checkpoints; None: only at the end."""
+    """Steps between checkpoints, which are written while training goes on; None: only the last step's, for which the
+    run waits before it ends."""
 
     keep_last: Count | None = None
     """Checkpoints that `rayzero train` keeps: it deletes older ones once a new one is complete; None: all."""

@@ -182,6 +182,12 @@ class ZeroConfig(ConfigModel):
     so that with moments="int8" a checkpoint has 6.1 bytes a parameter instead of 12. Either resumes with any
     ``moments``, bit for bit with the same ones."""
 
+    checkpoint_copies: Size = GIB
+    """Bytes that each owner may hold, at most, in copies of shards that are updated while begin_checkpoint's checkpoint
+    is written beside the training. Its plan has them as "checkpoint copies", and no more than its masters and moments
+    take. Once they are used up, the update of the next shard waits until the file has it: with slow storage, more
+    copies mean shorter waits."""
+
     chunk_bytes: Size = 2 * MIB
     """Bytes of payload in one gRPC message."""
 
@@ -271,6 +277,7 @@ class ZeroConfig(ConfigModel):
             kernel: Kernel = ...,
             moments: Moments = ...,
             checkpoint_moments: CheckpointMoments = ...,
+            checkpoint_copies: int | str = ...,
             chunk_bytes: int | str = ...,
             wire_compression: WireCompression = ...,
             keep_pushed: bool = ...,

@@ -22,6 +22,7 @@ from rayzero.config import CheckpointErrors, ZeroConfig
 from rayzero.engine.engine import Engine
 from rayzero.engine.loop.comeback import Comeback
 from rayzero.engine.loop.keeper import LoopKeeper
+from rayzero.engine.loop.open_checkpoint import OpenCheckpoint
 from rayzero.engine.loop.reports import LoopReport, RecentReports
 from rayzero.engine.loop.tracked import Tracked
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
@@ -53,6 +54,7 @@ class RankContext:
     resume: Path | None = None  # the checkpoint to continue from; None: start fresh
     on_checkpoint_error: CheckpointErrors = "raise"  # what save_checkpoint does if the storage fails
     uploads: Uploads | None = None  # of complete checkpoints, by rank 0. freed by: close()
+    saving: OpenCheckpoint | None = None  # the last one that was begun beside the training
     unsaved: Path | None = None  # the last checkpoint that save_checkpoint gave up
     loop_state: dict[str, Any] | None = None  # after prepare(): the state that this rank gave to save_checkpoint
     config: ZeroConfig | None = None  # the config of prepare() calls without one
@@ -155,6 +157,19 @@ class RankContext:
             uploads = self.uploads
             self.on_close(lambda _: uploads.wait())
         self.uploads.add(checkpoint, url)
+
+    def open_checkpoint(self, checkpoint: OpenCheckpoint) -> None:
+        """A checkpoint has begun beside the training; ``close`` waits for its end."""
+        if self.saving is None:
+            self.on_close(lambda _: self._end_saving())
+        self.saving = checkpoint
+
+    def _end_saving(self) -> None:
+        """Wait for the checkpoint that is being written, and for the upload that may follow."""
+        if self.saving is not None:
+            self.saving.settle()
+        if self.uploads is not None:
+            self.uploads.wait()
 
     def on_close(self, close: Callable[[str], None]) -> None:
         """Call ``close(reason)`` when the loop ends, normally or by an exception; last added, first called."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -446,6 +447,18 @@ class Engine:
             self.drain()
             self.cache.write_back()
             return self.store.save(self.version, directory, files).result()
+        finally:
+            self.clock.enter("data")
+
+    def begin_save(self, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
+        """Begin to write the present version as a checkpoint; every rank calls it. Waits until all have; the future is
+        done when it is complete."""
+        self.clock.enter("checkpoint")
+        try:
+            self.drain()
+            self.cache.write_back()
+            self.store.begin_save(self.version, directory, files).result()
+            return self.store.save(self.version, directory, files, begun=True)
         finally:
             self.clock.enter("data")
 

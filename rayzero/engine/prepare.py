@@ -320,6 +320,7 @@ def _spec(
         kernel=config.kernel,
         moments=config.moments,
         checkpoint_moments=config.checkpoint_moments,
+        checkpoint_copies=config.checkpoint_copies,
         offload_fraction=config.host_fraction,
         restore_from=None if resume is None else str(resume),
         lineage=context.lineage,

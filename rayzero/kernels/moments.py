@@ -140,6 +140,12 @@ class CodedMoment:
         values = decode(self.codes[start:end], self.scales[start // BLOCK : end // BLOCK], is_root=self.is_root)
         return (values.square_() if self.is_root else values)[: stop - start]
 
+    def copied(self, start: int, stop: int) -> CodedMoment:
+        """A copy on the host of the blocks of elements start..stop, which begins with ``start``."""
+        end = start + -(-(stop - start) // BLOCK) * BLOCK
+        codes = self.codes[start:end].to("cpu", copy=True)
+        return CodedMoment(codes, self.scales[start // BLOCK : end // BLOCK].to("cpu", copy=True), self.is_root)
+
     def packed(self, start: int, stop: int) -> Tensor:
         """Scales and codes of whole blocks from ``start`` on, 1D uint8, for ``unpack``; ``start`` begins a block."""
         end = start + -(-(stop - start) // BLOCK) * BLOCK

@@ -19,7 +19,7 @@ from rayzero.checkpoint.writer import discard_staging
 from rayzero.concurrency.deferring_lock import DeferringLock
 from rayzero.concurrency.futures import fail, failed, settle, settled, when_all
 from rayzero.errors import RayZeroError, StepMismatchError, StoreClosedError, StoreError
-from rayzero.lead.checkpoints import CheckpointRequests
+from rayzero.lead.checkpoints import CheckpointRequest, CheckpointRequests
 from rayzero.lead.decide import agreed, check_hyper, decide, nonfinite_error, total_norm
 from rayzero.lead.hearing import Hearing, open_steps, rounds_of, writes_made
 from rayzero.lead.impasse import clipped_unlike, impasse, rank_left
@@ -123,7 +123,10 @@ class StepLead:
                 self._means.know(rank, number, given)
         self._end_means()
         everyone = range(self._spec.world_size)
-        self._checkpoints.go_on({rank: told[rank].saved if rank in told else None for rank in everyone})
+        self._checkpoints.go_on(
+            {rank: told[rank].saved if rank in told else None for rank in everyone},
+            {rank: told[rank].begun if rank in told else None for rank in everyone},
+        )
         for call in self._ahead.take_all():
             self._lock.defer(call)
         self._advance()
@@ -500,33 +503,71 @@ class StepLead:
 
     # ---- checkpoints
 
-    def save(self, rank: int, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
-        """A rank requests a checkpoint of version ``step``. Once all ranks have, owners write. The next decision waits
-        for them, so that the content is exactly that version. A checkpoint that cannot be written fails its callers,
-        not the run."""
+    def begin_save(self, rank: int, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[None]:
+        """A rank requests a checkpoint of version ``step`` and waits only until it has begun: all ranks have asked, and
+        owners keep the version whatever is decided later. ``save(..., begun=True)`` then has its end."""
         try:
             with self._lock:
                 if self._failure is not None:
                     raise self._failure
                 if self._pauses:
-                    return self._ahead.wait(rank, step, lambda: self.save(rank, step, directory, files))
+                    return self._ahead.wait(rank, step, lambda: self.begin_save(rank, step, directory, files))
+                if self._checkpoints.has_begun(rank, step, directory) or self._made_again(rank, step, directory):
+                    return settled(None)
+                request, _ = self._request_save(rank, step, directory, files)
+                begun = request.begins.setdefault(rank, Future())
+                self._begin_checkpoint()
+                self._advance()
+                return begun
+        except RayZeroError as exc:
+            return failed(exc)
+
+    def save(
+        self, rank: int, step: int, directory: Path, files: tuple[FileEntry, ...], *, begun: bool = False
+    ) -> Future[CheckpointInfo]:
+        """A rank requests a checkpoint of version ``step``, or the end of one that it has ``begun``. Once all ranks
+        have, owners write, and the next decision waits for them. A checkpoint that cannot be written fails its callers,
+        not the run."""
+        try:
+            with self._lock:
+                if self._failure is not None:
+                    raise self._failure
+                if self._hearing.lasts or (self._held is not None and not begun):  # else the change waits for its end
+                    again = partial(self.save, rank, step, directory, files, begun=begun)
+                    return self._ahead.wait(rank, step, again)
                 if (ended := self._checkpoints.owed(rank, step, directory)) is not None:
                     return settled(ended) if isinstance(ended, CheckpointInfo) else failed(ended)
-                if (made := self._checkpoints.made_again(rank, step, directory)) is not None:
-                    self._lock.defer(discard_staging, directory)
+                if begun:
+                    return self._checkpoints.end_of(rank, step, directory, files)
+                if (made := self._made_again(rank, step, directory)) is not None:
                     return settled(made)
-                if step < self._round.step:
-                    raise StepMismatchError(f"rank {rank} saves v{step}, but step {self._round.step - 1} is decided")
-                assert self._spec is not None
-                request, future = self._checkpoints.ask(rank, step, directory, files)
-                if len(request.files) == self._spec.world_size:
-                    self._lock.defer(
-                        self._checkpoints.write, request, self._spec, self._hyper_at, self._checkpoint_over
-                    )
+                _, future = self._request_save(rank, step, directory, files)
+                self._begin_checkpoint()
                 self._advance()
                 return future
         except RayZeroError as exc:
             return failed(exc)
+
+    def _made_again(self, rank: int, step: int, directory: Path) -> CheckpointInfo | None:
+        """The checkpoint that a rank which has come back asks for, if it was made meanwhile."""
+        made = self._checkpoints.made_again(rank, step, directory)
+        if made is not None:
+            self._lock.defer(discard_staging, directory)
+        return made
+
+    def _request_save(
+        self, rank: int, step: int, directory: Path, files: tuple[FileEntry, ...]
+    ) -> tuple[CheckpointRequest, Future[CheckpointInfo]]:
+        if step < self._round.step:
+            raise StepMismatchError(f"rank {rank} saves v{step}, but step {self._round.step - 1} is decided")
+        return self._checkpoints.ask(rank, step, directory, files)
+
+    def _begin_checkpoint(self) -> None:
+        """Let owners write the checkpoint that all ranks have requested, one at a time."""
+        assert self._spec is not None
+        request = self._checkpoints.complete(self._spec.world_size)
+        if request is not None:
+            self._lock.defer(self._checkpoints.write, request, self._spec, self._hyper_at, self._checkpoint_over)
 
     def _hyper_at(self, version: int) -> tuple[Hyper, ...]:
         """The hyper-parameters that made ``version``; before the first decision, those that the run started with."""
@@ -540,8 +581,11 @@ class StepLead:
             return reader.hyper
 
     def _checkpoint_over(self) -> None:
-        """Owners have written or failed: decisions may continue."""
+        """Owners have written, or keep the version, or have failed: decisions may continue, and so may the next
+        checkpoint."""
         with self._lock:
+            if self._failure is None and self._held is None:
+                self._begin_checkpoint()
             self._advance()
 
     # ---- means over ranks
@@ -597,6 +641,8 @@ class StepLead:
             self._held = None
             for call in self._ahead.take_all():
                 self._lock.defer(call)
+            if self._spec is not None:
+                self._begin_checkpoint()
             self._advance()
 
     def retire(self, error: StoreError) -> None:

@@ -34,6 +34,7 @@ class OwnerPlan:
     gradients: int  # of all ranks, whoever allocates them; fp32 accumulators with gradient accumulation
     staging: int  # of all ranks: pushes that have landed and are not yet added to earlier ones
     norms: int = 0  # to measure norms by layer group: the largest shard in fp32; in no slab
+    copies: int = 0  # of shards that change while a checkpoint is written, at most; in no slab
     on_device: int = 0  # masters and states of an owner beside a rank, in that rank's device memory
 
     @property
@@ -44,7 +45,12 @@ class OwnerPlan:
     @property
     def total(self) -> int:
         """All bytes on the host; ``on_device`` does not count."""
-        return self.params + self.master + self.moments + self.gradients + self.staging + self.norms
+        return self.params + self.master + self.moments + self.gradients + self.staging + self.private
+
+    @property
+    def private(self) -> int:
+        """Bytes that the owner's process has alone and a checkpoint or a measurement needs for a while."""
+        return self.norms + self.copies
 
     def describe(self) -> str:
         """The sum, term by term, for messages."""
@@ -55,6 +61,7 @@ class OwnerPlan:
             f"gradients of {count(self.world_size, 'rank')}": self.gradients,
             "staging": self.staging,
             "norms": self.norms,
+            "checkpoint copies": self.copies,
         }
         return f"{format_bytes(self.total)} = " + " + ".join(f"{k} {format_bytes(v)}" for k, v in terms.items() if v)
 
@@ -70,13 +77,15 @@ def plan_owner(
     own_gradients: bool = False,
     measures_norms: bool = False,
     sums: Sequence[int] = (),
+    copies: int = 0,
 ) -> OwnerPlan:
     """Sum up what the host keeps for ``owner``'s shards.
 
     state_bytes: of the optimizer's states, per element (8 for Adam in fp32). own_gradients: this host's ranks keep
     their gradients themselves, so no staging is needed. measures_norms: the owner measures norms by layer group
     (owner/update/group_norms.py). sums: of how many ranks each is that comes in fp32 in place of their gradients
-    (``ZeroConfig.host_push``)."""
+    (``ZeroConfig.host_push``). copies: ``ZeroConfig.checkpoint_copies``, of which no more is planned than masters and
+    states take."""
     params = master = frozen = gradients = largest = 0
     on_device = shard_map.on_device(owner)
     for index in shard_map.shards_of(owner):
@@ -101,6 +110,7 @@ def plan_owner(
         if own_gradients
         else staging_bytes(layout, shard_map, owner, accumulation_steps) * (world_size - sum(sums)),
         norms=largest * FP32 if measures_norms else 0,
+        copies=min(copies, master + states),
         on_device=master + states if on_device else 0,
     )
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from rayzero.checkpoint.files.tensor_file import DeferredTensor
 from rayzero.checkpoint.manifest import owner_file_name, slots_of
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.writer import staging_path, write_tensors
-from rayzero.concurrency.futures import fail, failed, settle
-from rayzero.errors import CheckpointError, RayZeroError, StoreError
+from rayzero.concurrency.futures import DONE, fail, failed, settle
+from rayzero.errors import CheckpointAbandonedError, CheckpointError, RayZeroError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import SlotSlice
+from rayzero.owner.held_version import HeldVersion
 from rayzero.owner.shard import OwnedShard
 from rayzero.owner.update.rules import UpdateRule
 from rayzero.owner.updater import Updater
@@ -33,11 +35,22 @@ from rayzero.telemetry.names import (
 from rayzero.telemetry.recorder import Recorder
 
 
-class CheckpointWriter:
-    """Writes an owner's file of each requested version, once that version is published and before a later update.
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """A file that was asked for."""
 
-    Knows shards and versions; not what else belongs to a checkpoint. Any thread may ask; the updater's thread, which
-    makes versions, writes the files."""
+    version: int
+    directory: Path
+    written: Future[FileEntry]
+
+
+class CheckpointWriter:
+    """Writes an owner's file of each requested version, in a thread of its own, while later updates go on.
+
+    Knows shards and versions; not what else belongs to a checkpoint. Any thread may ask. The updater's thread, which
+    makes versions, opens each requested one as it is there, and calls ``protect`` before it overwrites a shard
+    ([Note: copy before update]). One file is written at a time: a newer request ends an older one, which only a lead
+    can have asked for that is dead."""
 
     def __init__(
         self,
@@ -48,89 +61,166 @@ class CheckpointWriter:
         recorder: Recorder,
         *,
         version: int,
+        copies: int = 0,
     ) -> None:
-        """``version``: the version that the shards start at."""
+        """``version``: the version that the shards start at. ``copies``: the most bytes that are copied at a time; 0:
+        an update waits until its shard is written."""
         self._owner, self._shards, self._rule = owner, shards, rule
         self._updater, self._recorder = updater, recorder
         self._version = version  # the newest version whose update has run
+        self._copies = copies
         self._lock = threading.Lock()
-        self._asked: dict[int, list[tuple[Path, Future[FileEntry]]]] = {}  # by version
+        self._asked: list[_Request] = []  # of versions that are not opened yet
+        self._begun: dict[tuple[int, Path], Future[FileEntry]] = {}  # whose files nobody has asked for yet
+        self._held: HeldVersion | None = None  # what is being written
+        self._writer = Updater(f"checkpoint-{owner}", 1, self._on_error)
         self._error: StoreError | None = None
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of copies now."""
+        return 0 if self._held is None else self._held.copied
+
+    # ---- requests
+
+    def begin(self, version: int, directory: Path) -> Future[None]:
+        """See ``ShardService.begin_checkpoint``."""
+        asked = self._request(version, directory)
+        if asked.done() and (error := asked.exception()) is not None:
+            return failed(error)
+        with self._lock:
+            self._begun = {(version, directory): asked}
+        return DONE
 
     def ask(self, version: int, directory: Path) -> Future[FileEntry]:
         """See ``ShardService.write_checkpoint``."""
-        future: Future[FileEntry] = Future()
+        with self._lock:
+            begun = self._begun.pop((version, directory), None)
+        return self._request(version, directory) if begun is None else begun
+
+    def _request(self, version: int, directory: Path) -> Future[FileEntry]:
+        request = _Request(version, directory, Future())
         with self._lock:
             if self._error is not None:
                 return failed(self._error)
-            self._asked.setdefault(version, []).append((directory, future))
-        self._updater.submit(self._write_due)
-        return future
+            self._asked.append(request)
+        self._updater.submit(self._open_due)
+        return request.written
+
+    # ---- the updater's thread
 
     def reached(self, version: int) -> None:
-        """Every shard is published at ``version``. Called in the updater's thread, before a later update."""
+        """Every shard is published at ``version``. Called before a later update."""
         self._version = version
-        self._write_due()
+        self._open_due()
 
-    def _write_due(self) -> None:
+    def protect(self, owned: OwnedShard) -> None:
+        """A shard is about to be overwritten."""
+        held = self._held
+        if held is not None and not held.over:
+            started = time.perf_counter()
+            held.protect(owned.shard.index)
+            self._recorder.add(CHECKPOINT_STALL_SECONDS, time.perf_counter() - started)
+
+    def _open_due(self) -> None:
         with self._lock:
-            due = [(version, *asked) for version in sorted(self._asked) for asked in self._asked[version]]
-            self._asked = {version: asked for version, asked in self._asked.items() if version > self._version}
-        for version, directory, future in due:
-            if version == self._version:
-                self._write(version, directory, future)
-            elif version < self._version:
-                decided = f"optimizer {self._owner} has decided step {self._version - 1}"
-                fail(future, StoreError(f"v{version} cannot be saved: {decided}"))
+            due = sorted((each for each in self._asked if each.version <= self._version), key=lambda r: r.version)
+            self._asked = [each for each in self._asked if each.version > self._version]
+        for request in due:
+            if request.version == self._version:
+                self._open(request)
+            else:
+                fail(request.written, self._gone(request.version))
 
-    def _write(self, version: int, directory: Path, future: Future[FileEntry]) -> None:
-        started = time.perf_counter()
-        over = self._recorder.spans.begin("checkpoint", directory.name, version - 1)
+    def _gone(self, version: int) -> CheckpointAbandonedError:
+        return CheckpointAbandonedError(
+            f"v{version} cannot be saved: optimizer {self._owner} has decided step {self._version - 1}; if it has "
+            "taken the place of one that died, that one had not finished its file"
+        )
+
+    def _open(self, request: _Request) -> None:
+        """Hold a version that all shards have, and let its file be written."""
+        stale = [owned for owned in self._shards.values() if owned.published != request.version]
+        if stale:
+            at = f"{stale[0].unit.name!r} is at v{stale[0].published}"
+            fail(request.written, StoreError(f"{at}, v{request.version} cannot be saved"))
+            return
         try:
-            entry = self._write_file(version, directory)
+            entries = [(owned, *entry) for owned in self._shards.values() for entry in self._entries_of(owned)]
+        except RayZeroError as exc:
+            fail(request.written, exc)
+            return
+        held = HeldVersion({name: (owned.shard.index, tensor) for owned, name, tensor, _ in entries}, self._copies)
+        if self._held is not None:
+            newer = f"optimizer {self._owner} was asked to write v{request.version} before an older version was written"
+            self._held.cancel(CheckpointAbandonedError(newer))
+        self._held = held
+        content = {name: described for _, name, _, described in entries}
+        self._writer.submit(lambda: self._write(request, held, content))
+
+    def _entries_of(self, owned: OwnedShard) -> Iterator[_Described]:
+        whole = lru_cache(maxsize=1)(lambda: owned.read(COMPUTE))  # entries of a shard follow each other
+        return _entries(owned, self._rule, lambda part: whole()[part.start : part.stop])
+
+    # ---- the writer's thread
+
+    def _write(self, request: _Request, held: HeldVersion, content: Mapping[str, Mapping[str, Any]]) -> None:
+        started = time.perf_counter()
+        over = self._recorder.spans.begin("checkpoint", request.directory.name, request.version - 1)
+        try:
+            entry = self._write_file(request.directory, held, content)
         except (OSError, RayZeroError) as exc:
             self._recorder.add(CHECKPOINT_FAILURES)
-            fail(future, exc)
+            fail(request.written, exc)
         except Exception as exc:  # ends the run, but who waits for the file would hear nothing of that
-            fail(future, StoreError(f"optimizer {self._owner} failed: {exc!r}"))
+            fail(request.written, StoreError(f"optimizer {self._owner} failed: {exc!r}"))
             raise
         else:
             self._recorder.observe(CHECKPOINT_SECONDS, time.perf_counter() - started, phase="write")
             self._recorder.set(CHECKPOINT_BYTES, entry.size_bytes)
-            settle(future, entry)
-        over()
-        self._recorder.add(CHECKPOINT_STALL_SECONDS, time.perf_counter() - started)
+            settle(request.written, entry)
+        finally:
+            held.end()
+            over()
 
-    def _write_file(self, version: int, directory: Path) -> FileEntry:
-        stale = [owned for owned in self._shards.values() if owned.published != version]
-        if stale:
-            raise StoreError(f"{stale[0].unit.name!r} is at v{stale[0].published}, v{version} cannot be saved")
-        whole = lru_cache(maxsize=1)(lambda owned: owned.read(COMPUTE))  # entries of a shard follow each other
+    def _write_file(self, directory: Path, held: HeldVersion, content: Mapping[str, Mapping[str, Any]]) -> FileEntry:
+        name = owner_file_name(self._owner)
+        return write_tensors(staging_path(directory), name, held.streamed(), content, again=False)
 
-        def decoded(owned: OwnedShard, part: SlotSlice) -> Tensor:
-            values: Tensor = whole(owned)
-            return values[part.start : part.stop]
+    def _on_error(self, error: BaseException) -> None:
+        def again() -> None:
+            raise error
 
-        entries = [entry for owned in self._shards.values() for entry in _entries(owned, self._rule, decoded)]
-        tensors = {name: tensor for name, tensor, _ in entries}
-        content = {name: described for name, _, described in entries}
-        return write_tensors(staging_path(directory), owner_file_name(self._owner), tensors, content)
+        self._updater.submit(again)  # whose owner ends the run
+
+    # ---- the end
 
     def fail(self, error: StoreError, last_version: int) -> None:
         """No version after ``last_version`` will be made: every request for one, made before or later, fails with
         ``error``."""
         with self._lock:
             self._error = self._error or error
-            never = [asked for version in self._asked if version > last_version for asked in self._asked[version]]
-            self._asked = {version: asked for version, asked in self._asked.items() if version <= last_version}
-        for _, future in never:
-            fail(future, error)
+            never = [each for each in self._asked if each.version > last_version]
+            self._asked = [each for each in self._asked if each.version <= last_version]
+        for request in never:
+            fail(request.written, error)
+
+    def cancel(self) -> None:
+        """End the file that is being written: the owner is closing, and no update may wait for it."""
+        if self._held is not None:
+            self._held.cancel(StoreClosedError(f"optimizer {self._owner} was closed"))
+
+    def close(self) -> None:
+        """End the thread, once nothing is updated any more. Idempotent."""
+        self.cancel()
+        self._writer.close()
 
 
-def _entries(
-    owned: OwnedShard, rule: UpdateRule, decoded: Callable[[OwnedShard, SlotSlice], Tensor]
-) -> Iterator[tuple[str, Tensor | DeferredTensor, dict[str, Any]]]:
-    """(name in the file, 1D values, their description) of each entry. ``decoded``: a slice of a coded shard."""
+_Described = tuple[str, Tensor | DeferredTensor, dict[str, Any]]  # name in the file, 1D values, their description
+
+
+def _entries(owned: OwnedShard, rule: UpdateRule, decoded: Callable[[SlotSlice], Tensor]) -> Iterator[_Described]:
+    """The entries of a shard. ``decoded``: a slice of a coded one."""
     for index, part in enumerate(owned.slices):
         slot = owned.unit.slots[part.slot]
         described: dict[str, Any] = {
@@ -143,7 +233,7 @@ def _entries(
         if owned.master is not None:
             kinds = {MASTER: owned.master[part.start : part.stop]}
         elif owned.unit.is_coded:
-            make = partial(decoded, owned, part)
+            make = partial(decoded, part)
             kinds = {COMPUTE: DeferredTensor(numel=part.numel, dtype=owned.unit.dtype, make=make)}
         else:
             kinds = {COMPUTE: owned.params[part.start : part.stop]}

@@ -131,6 +131,7 @@ def _plan(
         own_gradients=own_gradients,
         measures_norms=measures_norms,
         sums=[len(summed)] if summed and not own_gradients else (),
+        copies=spec.checkpoint_copies,
     )
 
 

@@ -178,7 +178,9 @@ class ShardService:
             step=version,
             redoing=bool(model.former) or not shards,  # without shards it cannot know whether it is a successor
         )
-        checkpoints = CheckpointWriter(self.owner, shards, model.rule, updater, recorder, version=version)
+        checkpoints = CheckpointWriter(
+            self.owner, shards, model.rule, updater, recorder, version=version, copies=model.plan.copies
+        )
         updates = StepUpdates(model, contributions, self._publisher, checkpoints, recorder, self._norms_every)
         self._publisher.open(model.rule)
         self._parts = _Parts(
@@ -186,7 +188,7 @@ class ShardService:
             contributions,
             updates,
             checkpoints,
-            StagedWrites(shards, model.rule, updater, restaged=bool(model.former)),
+            StagedWrites(shards, model.rule, updater, checkpoints.protect, restaged=bool(model.former)),
         )
         if self.failed.done():  # before the first attach
             self._parts.fail(self.failed.result(), -1)
@@ -260,7 +262,7 @@ class ShardService:
         for rank in set(parts.contributions.ranks.values()):
             held["grad", "ram"] += rank.landing_bytes
             held["staging", "ram"] += rank.staging_bytes
-        held["staging", "ram"] += parts.updates.scratch_bytes
+        held["staging", "ram"] += parts.updates.scratch_bytes + parts.checkpoints.copied_bytes
         for (kind, tier), size in held.items():
             yield Reading(MEMORY_BYTES, size, {"kind": kind, "tier": tier})
         for kind, size in original.items():
@@ -429,9 +431,21 @@ class ShardService:
         """See ``OwnerPeer``: the lead has no link to itself."""
         return None
 
+    def begin_checkpoint(self, step: int, directory: Path) -> Future[None]:
+        """Begin to write this owner's file of version ``step``, which ``write_checkpoint`` then waits for. Done once
+        that is noted: decisions accepted later do not change what the file gets."""
+        if not self._begun.done():
+            begun: Future[None] = Future()
+            self._begun.add_done_callback(lambda _: chain(self.begin_checkpoint(step, directory), begun))
+            return begun
+        try:
+            return self._attached().checkpoints.begin(step, directory)
+        except StoreError as exc:
+            return failed(exc)
+
     def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
-        """Write this owner's file into ``staging_path(directory)`` once version ``step`` is published, and before
-        any later update; waits for the first attach. Records how long updates wait for it."""
+        """Write this owner's file into ``staging_path(directory)`` once version ``step`` is published; waits for the
+        first attach. Later updates go on meanwhile. Records how long they wait for it."""
         if not self._begun.done():  # a successor, which a new lead has asked before a rank has come
             written: Future[FileEntry] = Future()
             self._begun.add_done_callback(lambda _: chain(self.write_checkpoint(step, directory), written))
@@ -466,6 +480,7 @@ class ShardService:
         self._fail(error, -1)
         self._unwatch()
         if self._parts is not None:
+            self._parts.checkpoints.close()
             self._parts.model.memory.leave()
 
     def left_on_device(self) -> LeftOnDevice | None:
@@ -509,10 +524,13 @@ class ShardService:
         Idempotent."""
         error = StoreClosedError(f"optimizer {self.owner} was closed")
         self.abort(error)
+        if self._parts is not None:
+            self._parts.checkpoints.cancel()
         self._updater.close()
         self._fail(error, -1)
         self._unwatch()
         if self._parts is not None:
+            self._parts.checkpoints.close()
             self._parts.model.memory.close()
 
     # ---- lookups

@@ -82,6 +82,7 @@ class StepUpdates:
 
     def _update(self, owned: OwnedShard, work: ShardWork | None, norms: GroupNorms | None) -> None:
         assert work is not None
+        self._checkpoints.protect(owned)  # before nobody can read it: it may wait
         self._publisher.updating(owned)
 
         def on_tile(done: int, tiles: int) -> None:

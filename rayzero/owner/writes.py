@@ -4,7 +4,7 @@ shards."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 
@@ -27,10 +27,17 @@ class StagedWrites:
     changes the shards, after decisions that were queued earlier."""
 
     def __init__(
-        self, shards: Mapping[int, OwnedShard], rule: UpdateRule, updater: Updater, *, restaged: bool = False
+        self,
+        shards: Mapping[int, OwnedShard],
+        rule: UpdateRule,
+        updater: Updater,
+        protect: Callable[[OwnedShard], None],
+        *,
+        restaged: bool = False,
     ) -> None:
-        """``restaged``: a former life of this owner may have had values, which rank 0 stages again."""
-        self._restaged = restaged
+        """``protect``: called before a shard changes. ``restaged``: a former life of this owner may have had values,
+        which rank 0 stages again."""
+        self._restaged, self._protect = restaged, protect
         self._waiting: tuple[Write, Future[None]] | None = None  # the last write, until its values are here
         self._shards, self._rule, self._updater = shards, rule, updater
         self._lock = threading.Lock()
@@ -95,6 +102,7 @@ class StagedWrites:
                 f"{owned.unit.name!r} is at v{owned.published}: a write of {write.kind} at v{write.version} has no "
                 f"values for shard {owned.shard.index}"
             )
+        self._protect(owned)
         stamps = owned.stamps(version)
         with stamps.writing(0, owned.shard.numel) if stamps is not None else nullcontext():
             overwrite(owned, self._rule, kind, values)

@@ -185,6 +185,7 @@ def plan_bytes(
             own_gradients=shares_memory(zero) and with_ranks == {owners[owner]},
             measures_norms=measures_norms,
             sums=[len(group) for host, groups in summed.items() if host != owners[owner] for group in groups],
+            copies=zero.checkpoint_copies,
         )
         for owner in range(len(owners))
     )
@@ -351,7 +352,7 @@ def _host_bytes(
         host=host,
         ranks=num_ranks,
         owners=actors,
-        shared=(sum(plan.total - plan.staging - plan.norms for plan in own) if shared else 0) + relayed,
+        shared=(sum(plan.total - plan.staging - plan.private for plan in own) if shared else 0) + relayed,
         owner_bytes=sum(plan.total for plan in own),
         staging=num_ranks * _staging(layout, device, hosts) if apart else 0,
         activations=num_ranks * work.offloaded_host_bytes,

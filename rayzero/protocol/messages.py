@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from rayzero.errors import RayZeroError
 from rayzero.layout.model_layout import ModelLayout
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 # Tensor kinds to fetch or write; the name of an optimizer state, such as "exp_avg", is one too.
 COMPUTE = "compute"  # the published parameters, in the unit's dtype
@@ -55,6 +55,7 @@ class ModelSpec:
     kernel: str = "auto"  # kernels/: what computes the update
     moments: str = "fp32"  # kernels/moments.py: how Adam's moments are kept
     checkpoint_moments: str = "fp32"  # "fp32" | "kept": how checkpoints hold them
+    checkpoint_copies: int = 0  # bytes that an owner may copy while a checkpoint is written (owner/held_version.py)
     offload_fraction: float = 1.0  # below 1 each rank has an owner beside it, with states on its device (shard_map.py)
     restore_from: str | None = None  # the checkpoint directory that the owners start from
     lineage: str = ""  # of the states in shared memory: a later run that continues them has the same
@@ -371,9 +372,19 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BegunSave:
+    """A checkpoint that a rank knows to be begun, while its training goes on."""
+
+    number: int  # the rank's counter of saves
+    step: int
+    directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
     """What a rank has told a lead that has died, and has heard from it: the lead's successor goes on from there."""
 
     steps: tuple[ToldStep, ...] = ()  # those that may not be decided, ascending
     means: tuple[tuple[int, MeanInput], ...] = ()  # the last that it asked for, by number
     saved: Saved | None = None  # the last one that has ended
+    begun: BegunSave | None = None  # the last one that was begun beside the training, and perhaps has ended

@@ -25,6 +25,10 @@ class OwnerPeer(Protocol):
         """See ``ShardService.redo``."""
         ...
 
+    def begin_checkpoint(self, step: int, directory: Path) -> Future[None]:
+        """See ``ShardService.begin_checkpoint``."""
+        ...
+
     def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
         """See ``ShardService.write_checkpoint``."""
         ...

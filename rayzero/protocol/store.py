@@ -161,12 +161,21 @@ class ParameterStore(Protocol):
         """Reopen a step after a finish without inputs: the contributions of ``attempt`` no longer count."""
         ...
 
-    def save(self, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
+    def begin_save(self, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[None]:
+        """Begin what ``save(..., begun=True)`` then waits for; every rank calls it. Done once every rank has, and the
+        owners keep version ``step`` whatever is decided later: the training may go on."""
+        ...
+
+    def save(
+        self, step: int, directory: Path, files: tuple[FileEntry, ...], *, begun: bool = False
+    ) -> Future[CheckpointInfo]:
         """Write version ``step`` as a checkpoint; every rank calls it with the same ``directory``.
 
         Owners write their shards beside this rank's own ``files`` (already in ``staging_path(directory)``,
         checkpoint/writer.py). When all files are there, the lead writes the manifest and renames the folder.
-        """
+
+        begun: by ``begin_save``, with the same arguments. It fails with CheckpointAbandonedError if the lead has died
+        since, or an owner whose version is gone."""
         ...
 
     def repeat(self, decided: int) -> None:

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rayzero.checkpoint import checkpoint_name
 from rayzero.concurrency.futures import is_well
-from rayzero.engine import get_context, prepare, save_checkpoint, track
+from rayzero.engine import OpenCheckpoint, begin_checkpoint, get_context, prepare, save_checkpoint, track
 from rayzero.engine.context import RankContext
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.meta import empty_parameters
@@ -248,6 +248,7 @@ class LanguageModelRun:
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=scales)
         if scales:
             track(scaler=self.scaler)
+        self.saving: OpenCheckpoint | None = None  # the last checkpoint that was begun
         self.late = LateRow(self.optimizer)
         if context.tracked is not None:  # a resumed run has the rows of its checkpoint's steps
             context.tracked.add({"late row": self.late}, in_checkpoints=False)
@@ -366,13 +367,19 @@ class LanguageModelRun:
         return (total / len(share) if share else None), len(share)
 
     def _save(self, done: int) -> CheckpointInfo | None:
-        """Take part in a checkpoint; every rank calls it. None if the run has no directory."""
+        """Take part in a checkpoint, which is written while training goes on, or at the end of the run before it ends.
+        Every rank calls it. Returns the newest one that is complete, as far as this call knows: the one before, at the
+        end this one. None: there is none, or the run has no directory."""
         if self.context.run_dir is None:
             return None
         directory = self.context.run_dir / "checkpoints" / checkpoint_name(done)
         run = self.recipe.run
         kept: dict[str, Any] = {"keep_last": run.keep_last, "keep_every": run.keep_every}
-        return save_checkpoint(self.optimizer, directory, **kept, upload_to=run.upload_to)
+        if done == self.recipe.steps:
+            return save_checkpoint(self.optimizer, directory, **kept, upload_to=run.upload_to)
+        before = None if self.saving is None else self.saving.result()
+        self.saving = begin_checkpoint(self.optimizer, directory, **kept, upload_to=run.upload_to)
+        return before
 
 
 def train_loop(config: dict[str, Any]) -> None:

@@ -184,6 +184,10 @@ class Peer:
         """Refused: nobody dies here."""
         raise UnsupportedError("a simulated owner redoes nothing: the simulation has no deaths")
 
+    def begin_checkpoint(self, step: int, directory: Path) -> Future[None]:
+        """Refused: a simulated step has no checkpoint."""
+        raise UnsupportedError("a simulated owner writes no checkpoint: the simulation is of steps alone")
+
     def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
         """Refused: a simulated step has no checkpoint."""
         raise UnsupportedError("a simulated owner writes no checkpoint: the simulation is of steps alone")

@@ -267,11 +267,17 @@ class LocalLead:
         """See ``LeadLine.write``."""
         return self._watched(awaited, self._lead.write(self._rank, write))
 
-    def save(
+    def begin_save(
         self, awaited: str, number: int, step: int, directory: Path, files: tuple[FileEntry, ...]
+    ) -> Future[None]:
+        """See ``LeadLine.begin_save``."""
+        return self._watched(awaited, self._lead.begin_save(self._rank, step, directory, files))
+
+    def save(
+        self, awaited: str, number: int, step: int, directory: Path, files: tuple[FileEntry, ...], *, begun: bool
     ) -> Future[CheckpointInfo]:
         """See ``LeadLine.save``."""
-        return self._watched(awaited, self._lead.save(self._rank, step, directory, files))
+        return self._watched(awaited, self._lead.save(self._rank, step, directory, files, begun=begun))
 
     def mean(self, awaited: str, number: int, given: MeanInput) -> Future[tuple[float, ...]]:
         """See ``LeadLine.mean``."""

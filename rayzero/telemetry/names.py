@@ -549,7 +549,7 @@ CHECKPOINT_STALL_SECONDS = _counter(
     unit="s",
     roles=(OPTIMIZER,),
     only="checkpoints",
-    help="Seconds in which this owner could not update because it was writing its checkpoint file.",
+    help="Seconds in which updates copied shards for a checkpoint that was being written, or waited for its file.",
 )
 CHECKPOINT_BYTES = _gauge(
     name="rayzero_checkpoint_bytes",

@@ -119,6 +119,7 @@ POINTS = {
     "owner.idle": Point(f"{_UPDATES}.run", _AFTER),
     # an owner: writes and checkpoints
     "owner.write": Point(f"{_SERVICE}.write", _BEFORE, repeats=True),
+    "owner.begin-save": Point(f"{_SERVICE}.begin_checkpoint", _AFTER, repeats=True),
     "owner.save": Point("rayzero.owner.checkpoint:CheckpointWriter._write_file", _BEFORE),
     "owner.saved": Point("rayzero.owner.checkpoint:CheckpointWriter._write_file", _AFTER),
     # an owner: a change of the owners
@@ -149,6 +150,7 @@ POINTS = {
     "lead.tell": Point(f"{_LEAD}._tell_ranks", _BEFORE),
     "lead.mean": Point(f"{_LEAD}.mean", _BEFORE, repeats=True),
     "lead.write": Point(f"{_LEAD}.write", _BEFORE),  # each counts: whoever brings calls to the lead drops repeats
+    "lead.begin-save": Point(f"{_LEAD}.begin_save", _BEFORE, repeats=True),
     "lead.save": Point(f"{_LEAD}.save", _BEFORE, repeats=True),
     "lead.before-manifest": Point("rayzero.checkpoint.writer:_commit_staged", _BEFORE),
     "lead.after-manifest": Point("rayzero.checkpoint.writer:_commit_staged", _AFTER),
@@ -197,6 +199,8 @@ POINTS = {
     "rank.mean-asked": Point(f"{_STORE}.mean", _AFTER),
     "rank.write": Point(f"{_STORE}.write", _BEFORE),
     "rank.write-asked": Point(f"{_STORE}.write", _AFTER),
+    "rank.begin-save": Point(f"{_STORE}.begin_save", _BEFORE),
+    "rank.began-save": Point("rayzero.engine.engine:Engine.begin_save", _AFTER),
     "rank.save": Point(f"{_STORE}.save", _BEFORE),
     "rank.save-asked": Point(f"{_STORE}.save", _AFTER),
     "rank.call": Point(

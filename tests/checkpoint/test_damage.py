@@ -176,9 +176,9 @@ def _die_at(written, directory: Path, point: str) -> None:
     """Save in a process that kills itself right before (or after) ``point``."""
     original = getattr(writer_module, point)
 
-    def die(*args: object) -> None:
+    def die(*args: object, **named: object) -> None:
         if point == "_drop_strangers":
-            original(*args)
+            original(*args, **named)
         os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(writer_module, point, die)

@@ -31,12 +31,12 @@ class Disk:
     def _guard(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         original = getattr(checkpoint_writer, name)
 
-        def call(path: Path, *args: Any) -> Any:
+        def call(path: Path, *args: Any, **named: Any) -> Any:
             if path.name.removesuffix(".part") == self.file:
                 path.parent.mkdir(exist_ok=True)
                 path.write_text("what fitted")
                 raise OSError(errno.ENOSPC, FULL)
-            return original(path, *args)
+            return original(path, *args, **named)
 
         monkeypatch.setattr(checkpoint_writer, name, call)
 

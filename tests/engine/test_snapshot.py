@@ -178,10 +178,10 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
     """The first call of a module's function finds the disk full."""
     usual, first = getattr(module, name), iter([True])
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **named: Any) -> Any:
         if next(first, False):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return usual(*args)
+        return usual(*args, **named)
 
     monkeypatch.setattr(module, name, call)
 

@@ -54,6 +54,7 @@ class WatchedPeer:
     answers: list[Future[FileEntry]] = field(default_factory=list)  # to its next saves, which it does not make itself
     hold_acks: bool = False
     acks: list[Future[None]] = field(default_factory=list)
+    begins: list[Future[None]] = field(default_factory=list)
     broken: str | None = None
 
     def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
@@ -76,6 +77,10 @@ class WatchedPeer:
 
     def trouble(self) -> str | None:
         return self.broken
+
+    def begin_checkpoint(self, step: int, directory: Path) -> Future[None]:
+        self.calls.append(f"begin {step}")
+        return self.begins.pop() if self.begins else self.service.begin_checkpoint(step, directory)
 
     def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
         self.calls.append(f"save {step}")

@@ -15,6 +15,7 @@ from owner.owner import Gate, Owner, counted, owner_of
 from rayzero.checkpoint.files.tensor_file import as_bytes
 from rayzero.errors import (
     AccumulationError,
+    CheckpointAbandonedError,
     MemoryPlanError,
     RankLeftError,
     StepMismatchError,
@@ -434,7 +435,7 @@ def saved(owner: Owner, entry: FileEntry, version: int) -> bool:
     return True
 
 
-def test_a_save_is_written_before_any_later_update(tmp_path: Path) -> None:
+def test_a_save_has_its_version_whatever_is_updated_later(tmp_path: Path) -> None:
     spec = make_spec(1)
     grads = [random_grads(spec, seed) for seed in range(2)]
     recorder = MemoryRecorder()
@@ -454,7 +455,7 @@ def test_a_save_is_written_before_any_later_update(tmp_path: Path) -> None:
     with owner_of(spec) as owner:
         owner.take_step([grads[0]])
         assert saved(owner, late, 1)
-        with pytest.raises(StoreError, match="v0 cannot be saved: optimizer 0 has decided step 0"):
+        with pytest.raises(CheckpointAbandonedError, match="v0 cannot be saved: optimizer 0 has decided step 0"):
             owner.service.write_checkpoint(0, tmp_path / "step-000000").result(WAIT)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from rayzero.checkpoint import CheckpointReader, export_full
 from rayzero.checkpoint.state_values import from_bytes, to_bytes
 from rayzero.concurrency.futures import settled
-from rayzero.engine import get_context, save_checkpoint
+from rayzero.engine import begin_checkpoint, get_context, save_checkpoint
 from rayzero.engine.context import RankContext
 from rayzero.protocol.messages import CheckpointInfo
 from rayzero.recipes.data.sources import recipe_corpus, recipe_text
@@ -69,11 +70,12 @@ def test_only_the_step_of_a_save_is_told_after_it(recipe, tmp_path, monkeypatch)
     """A run that is stopped right after a save must not lack rows of steps before."""
     told = []
 
-    def noted(optimizer, directory, **kept):
+    def noted(save, optimizer, directory, **kept):
         told.append((get_context().step, len(get_context().reports)))
-        return save_checkpoint(optimizer, directory, **kept)
+        return save(optimizer, directory, **kept)
 
-    monkeypatch.setattr("rayzero.recipes.lm.save_checkpoint", noted)
+    for save in (begin_checkpoint, save_checkpoint):
+        monkeypatch.setattr(f"rayzero.recipes.lm.{save.__name__}", partial(noted, save))
     train(recipe.replace(run={"checkpoint_every": 2}), tmp_path / "run")
     assert sorted(told) == [(step, step - 1) for step in (2, 2, 4, 4, 6, 6)]
 

@@ -739,10 +739,10 @@ def test_a_save_that_an_owner_failed_can_be_tried_again_by_a_rank_at_once(
     """The first rank's file of its next try is there before the others look what became of the first."""
     spec, directory, write, first = make_spec(2), tmp_path / "best", snapshot.write_tensors, iter([True])
 
-    def fail_once(*args: Any) -> FileEntry:
+    def fail_once(*args: Any, **named: Any) -> FileEntry:
         if next(first, False):
             raise CheckpointError("the disk is full")
-        return write(*args)
+        return write(*args, **named)
 
     def ask(rank: Rank) -> Future[CheckpointInfo]:
         return rank.store.save(0, directory, (write_rank_state(staging_path(directory), rank.rank, {}, {}),))

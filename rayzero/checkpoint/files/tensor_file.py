@@ -67,6 +67,8 @@ class DeferredTensor:
     numel: int
     dtype: torch.dtype
     make: Callable[[], Tensor]
+    keep: Callable[[], DeferredTensor] | None = None  # the same values, from a copy of what they are made from, ...
+    kept_bytes: int = 0  # ... which takes this much
 
     @property
     def shape(self) -> tuple[int]:
@@ -74,7 +76,31 @@ class DeferredTensor:
         return (self.numel,)
 
 
-def declare(tensor: Tensor | DeferredTensor) -> TensorDecl:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedTensor:
+    """A 1D tensor that comes in parts, each of which is used before the next one is made, and only once."""
+
+    numel: int
+    dtype: torch.dtype
+    parts: Callable[[], Iterable[Tensor]]
+
+    @property
+    def shape(self) -> tuple[int]:
+        """As a tensor's."""
+        return (self.numel,)
+
+
+Content = Tensor | DeferredTensor | StreamedTensor  # what a file's tensor is written from
+
+
+def parts_of(content: Content) -> Iterable[Tensor]:
+    """The parts of a tensor that is written."""
+    if isinstance(content, StreamedTensor):
+        return content.parts()
+    return [content.make() if isinstance(content, DeferredTensor) else content]
+
+
+def declare(tensor: Content) -> TensorDecl:
     """The declaration of a tensor."""
     return TensorDecl(tuple(tensor.shape), tensor.dtype)
 
@@ -96,6 +122,15 @@ def tensor_digest(tensor: Tensor) -> str:
     return hashlib.sha256(as_bytes(tensor)).hexdigest()
 
 
+def fsync_file(path: Path) -> None:
+    """Make a file's bytes durable, whoever wrote them. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def fsync_directory(directory: Path) -> None:
     """Make the names of the files in ``directory`` durable. Raises OSError."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -106,13 +141,23 @@ def fsync_directory(directory: Path) -> None:
 
 
 class TensorFileWriter:
-    """Writes the declared tensors in ``order``, each in one or more parts, and fsyncs when the ``with`` block ends.
+    """Writes the declared tensors in ``order``, each in one or more parts, and fsyncs when the ``with`` block ends, if
+    it is to.
 
     Knows the format and the hashes of what passes through; not where tensors come from or what they mean.
     """
 
-    def __init__(self, path: Path, decls: Mapping[str, TensorDecl], metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        decls: Mapping[str, TensorDecl],
+        metadata: Mapping[str, str] | None = None,
+        *,
+        sync: bool = True,
+    ) -> None:
+        """``sync``: False: whoever names the file in a manifest makes it durable."""
         self.path = path
+        self._sync = sync
         self.order = file_order(decls)
         self.sha256: dict[str, str] = {}  # per tensor, once it is complete
         self.size_bytes = 0
@@ -130,7 +175,8 @@ class TensorFileWriter:
             if kind is None:
                 self._check_complete()
                 self._file.flush()
-                os.fsync(self._file.fileno())
+                if self._sync:
+                    os.fsync(self._file.fileno())
 
     @property
     def file_sha256(self) -> str:

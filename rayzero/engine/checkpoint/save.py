@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +30,7 @@ from rayzero.checkpoint.state_values import pack, unpack
 from rayzero.checkpoint.writer import check_target, staging_path, unwritten, withdraw, write_rank_state
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.engine import Engine
+from rayzero.engine.loop.open_checkpoint import OpenCheckpoint
 from rayzero.engine.loop.rank_state import (
     generator_states,
     names_of,
@@ -38,7 +41,13 @@ from rayzero.engine.loop.rank_state import (
 from rayzero.engine.optimizer.param_groups import ResumedGroups, saved_groups
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.meta import fill_buffers
-from rayzero.errors import CheckpointError, CheckpointWriteError, ConfigError, UnsupportedError
+from rayzero.errors import (
+    CheckpointAbandonedError,
+    CheckpointError,
+    CheckpointWriteError,
+    ConfigError,
+    UnsupportedError,
+)
 from rayzero.layout.model_layout import ParamSlot
 from rayzero.protocol.messages import COMPUTE, MASTER, CheckpointInfo, FileEntry
 
@@ -82,9 +91,86 @@ def save_checkpoint(
     every rank gets None and a warning, and training goes on."""
     _check_arguments(optimizer, loop_state, keep_last, keep_every)
     _check_urls(directory, upload_to)
-    engine = optimizer.engine
+    begun = _begin(optimizer, Path(directory), loop_state, sync=True)
+    if begun is None:
+        return None
     context = get_context()
-    directory = of_model(Path(directory), engine.number)
+    try:
+        saved = begun.engine.save(begun.directory, (begun.entry,))
+    except BaseException as error:
+        _give_up(context, begun, error)
+        return None
+    return _after_save(context, begun, keep_last, keep_every, upload_to, saved)
+
+
+def begin_checkpoint(
+    optimizer: ZeroOptimizer,
+    directory: Path | str,
+    loop_state: Mapping[str, Any] = _NOTHING,
+    *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    upload_to: str | None = None,
+) -> OpenCheckpoint:
+    """Begin what ``save_checkpoint`` does, and write it while training goes on. Takes the same arguments.
+
+    Every rank calls it between two steps. It returns once every rank has, and this rank's own part is written: the
+    checkpoint is this step's, bit for bit, whatever the loop does from here on. ``result()`` of what it returns waits
+    until the checkpoint is complete; until then ``directory`` does not exist. Do that for the last one of a loop.
+
+    One checkpoint is written at a time: the next ``begin_checkpoint`` or ``save_checkpoint`` waits for the one before,
+    and raises its error if nobody has asked for its result. Owners copy shards that are updated before they are
+    written, at most ``ZeroConfig.checkpoint_copies`` bytes each; beyond that, updates wait.
+
+    If the process of an owner dies meanwhile, the checkpoint is abandoned, unless nothing has been decided since: a
+    warning names it, ``result()`` is None, and no bit of the training changes. If optimizers join or leave the run,
+    that waits for the checkpoint.
+
+    Raises what ``save_checkpoint`` raises about its arguments; ``result()`` raises the rest."""
+    _check_arguments(optimizer, loop_state, keep_last, keep_every)
+    _check_urls(directory, upload_to)
+    context = get_context()
+    begun = _begin(optimizer, Path(directory), loop_state, sync=False)
+    if begun is None:
+        return OpenCheckpoint.skipped(Path(directory))
+
+    def end(saved: Future[CheckpointInfo]) -> CheckpointInfo | None:
+        error = saved.exception()
+        if error is None:
+            return _after_save(context, begun, keep_last, keep_every, upload_to, saved.result())
+        if isinstance(error, CheckpointAbandonedError):
+            withdraw(staging_path(begun.directory) / begun.entry.name)
+            if begun.engine.rank == 0:
+                log.warning("CHECKPOINT ABANDONED: %s: %s. Training goes on", begun.directory, error)
+            return None
+        _give_up(context, begun, error)
+        return None
+
+    try:
+        saved = begun.engine.begin_save(begun.directory, (begun.entry,))
+    except BaseException:
+        withdraw(staging_path(begun.directory) / begun.entry.name)
+        raise
+    checkpoint = OpenCheckpoint(begun.directory, saved, end)
+    context.open_checkpoint(checkpoint)
+    return checkpoint
+
+
+@dataclass(frozen=True, eq=False)
+class _Begun:
+    """A save whose rank has staged its own file."""
+
+    engine: Engine
+    directory: Path  # of the model
+    entry: FileEntry
+
+
+def _begin(optimizer: ZeroOptimizer, directory: Path, loop_state: Mapping[str, Any], *, sync: bool) -> _Begun | None:
+    """Wait for the checkpoint before, and stage this rank's file; None: this model's is not saved."""
+    engine, context = optimizer.engine, get_context()
+    if context.saving is not None:
+        context.saving.finish()
+    directory = of_model(directory, engine.number)
     if engine.number and directory.parent == context.unsaved:
         log.warning("prepared model %d is not saved, because the first one was not", engine.number)
         return None
@@ -93,34 +179,40 @@ def save_checkpoint(
     _require_first(directory, engine.number)
     _refuse_others(directory, engine, context)
     tracked = context.tracked.checkpoint_states() if context.tracked is not None and not engine.number else {}
-    entry = _write_rank_file(optimizer, directory, loop_state, tracked)
-    try:
-        saved = engine.save(directory, (entry,))
-    except BaseException as error:
-        withdraw(staging_path(directory) / entry.name)  # other ranks' files may be from their next try
-        if not isinstance(error, CheckpointWriteError) or context.on_checkpoint_error == "raise":
-            raise
-        context.unsaved = directory
-        if engine.rank == 0:
-            log.warning("CHECKPOINT NOT SAVED: %s. Training goes on without it; make room, or end the run", error)
-        return None
-    if not engine.number:
-        context.unsaved = None
-    _saved_by[directory.absolute()] = ref(engine)
-    complete = context.unsaved is None and (context.connect is None or engine.number == context.prepared - 1)
-    if engine.rank == 0 and complete:
-        _after_save(context, directory.parent if engine.number else directory, keep_last, keep_every, upload_to)
-    return saved
+    return _Begun(engine, directory, _write_rank_file(optimizer, directory, loop_state, tracked, sync=sync))
+
+
+def _give_up(context: RankContext, begun: _Begun, error: BaseException) -> None:
+    """A save has failed: raise its error, or warn, as the run wants it."""
+    withdraw(staging_path(begun.directory) / begun.entry.name)  # other ranks' files may be from their next try
+    if not isinstance(error, CheckpointWriteError) or context.on_checkpoint_error == "raise":
+        raise error
+    context.unsaved = begun.directory
+    if begun.engine.rank == 0:
+        log.warning("CHECKPOINT NOT SAVED: %s. Training goes on without it; make room, or end the run", error)
 
 
 def _after_save(
-    context: RankContext, directory: Path, keep_last: int | None, keep_every: int | None, upload_to: str | None
-) -> None:
-    """What follows once all models' checkpoints are complete."""
-    if upload_to is not None:
-        context.upload(directory, upload_to)
-    if keep_last is not None:
-        delete_older(directory, keep_last, keep_every, context.uploads.busy if context.uploads is not None else ())
+    context: RankContext,
+    begun: _Begun,
+    keep_last: int | None,
+    keep_every: int | None,
+    upload_to: str | None,
+    saved: CheckpointInfo,
+) -> CheckpointInfo:
+    """What follows once a model's checkpoint is complete; on rank 0, if it is the last model's, for all of them."""
+    engine = begun.engine
+    if not engine.number:
+        context.unsaved = None
+    _saved_by[begun.directory.absolute()] = ref(engine)
+    complete = context.unsaved is None and (context.connect is None or engine.number == context.prepared - 1)
+    if engine.rank == 0 and complete:
+        directory = begun.directory.parent if engine.number else begun.directory
+        if upload_to is not None:
+            context.upload(directory, upload_to)
+        if keep_last is not None:
+            delete_older(directory, keep_last, keep_every, context.uploads.busy if context.uploads is not None else ())
+    return saved
 
 
 def _check_urls(directory: object, upload_to: object) -> None:
@@ -136,7 +228,12 @@ def _check_urls(directory: object, upload_to: object) -> None:
 
 
 def _write_rank_file(
-    optimizer: ZeroOptimizer, directory: Path, loop_state: Mapping[str, Any], tracked: Mapping[str, Any]
+    optimizer: ZeroOptimizer,
+    directory: Path,
+    loop_state: Mapping[str, Any],
+    tracked: Mapping[str, Any],
+    *,
+    sync: bool,
 ) -> FileEntry:
     """Stage this rank's file. If the storage fails, the entry holds the reason: the other ranks wait for this one, so
     it still takes part in the save, and every rank gets the reason."""
@@ -158,6 +255,7 @@ def _write_rank_file(
             tensors,
             buffers=persistent_buffers(engine.model),
             tied=tied_names(engine.model),
+            sync=sync,
         )
     except CheckpointWriteError as error:
         return unwritten(engine.rank, f"rank {engine.rank}: {error}")

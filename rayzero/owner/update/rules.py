@@ -100,16 +100,24 @@ class AdamRule:
 
     def slice_states(self, owned: OwnedShard, index: int) -> dict[str, Tensor | DeferredTensor]:
         """Views of the moments; those in codes are decoded, or packed, when they are written."""
-        part, found = owned.slices[index], dict[str, Tensor | DeferredTensor]()
-        for kind, state in owned.states.items():
-            read = partial(state.read, part.start, part.stop)
-            if isinstance(state, CodedMoment) and self.packs:
-                size, pack = packed_bytes(self.packs, part.numel), partial(state.packed, part.start, part.stop)
-                found[kind] = DeferredTensor(numel=size, dtype=torch.uint8, make=pack)
-            else:
-                deferred = DeferredTensor(numel=part.numel, dtype=torch.float32, make=read)
-                found[kind] = deferred if state.coded else read()
-        return found
+        part = owned.slices[index]
+        return {
+            kind: self._deferred(state, part.start, part.stop)
+            if isinstance(state, CodedMoment)
+            else state.read(part.start, part.stop)
+            for kind, state in owned.states.items()
+        }
+
+    def _deferred(self, state: CodedMoment, start: int, stop: int, *, copied: bool = False) -> DeferredTensor:
+        """Elements start..stop of a moment in codes as a checkpoint gets them. ``copied``: nobody overwrites them."""
+        numel = stop - start
+        return DeferredTensor(
+            numel=packed_bytes(self.packs, numel) if self.packs else numel,
+            dtype=torch.uint8 if self.packs else torch.float32,
+            make=partial(state.packed if self.packs else state.read, start, stop),
+            keep=None if copied else lambda: self._deferred(state.copied(start, stop), 0, numel, copied=True),
+            kept_bytes=packed_bytes(_name_of(state), numel),
+        )
 
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
         """Copy the moments back."""
@@ -128,3 +136,7 @@ class AdamRule:
 
     def regroup(self, owned: OwnedShard) -> None:
         """Nothing to do: options are looked up at every update."""
+
+
+def _name_of(state: CodedMoment) -> str:
+    return next(name for name, dtype in CODED.items() if dtype is state.codes.dtype)

@@ -302,6 +302,11 @@ class RankCalls:
         answer = await self._answer("Discard", request.rank, request, context)
         return answer or pb.DiscardResponse(waiting=self._waiting())
 
+    async def begin_save(self, request: pb.SaveRequest, context: Context) -> pb.BeginSaveResponse:
+        """Begin a checkpoint; answers when every rank has asked, and owners keep the version."""
+        answer = await self._answer("BeginSave", request.rank, request, context)
+        return answer or pb.BeginSaveResponse(waiting=self._waiting())
+
     async def save(self, request: pb.SaveRequest, context: Context) -> pb.SaveResponse:
         """Write a checkpoint; answers when it is complete."""
         answer = await self._answer("Save", request.rank, request, context)
@@ -387,6 +392,12 @@ class LeadCalls:
     async def overwrite(self, request: pb.OverwriteRequest, context: Context) -> Any:
         """Apply a write."""
         return await result_of(self._steps.begin("Overwrite", request))
+
+    async def begin_shards(self, request: pb.WriteShardsRequest, context: Context) -> pb.BeginShardsResponse:
+        """Begin to write this owner's file of a checkpoint."""
+        begin = partial(self._service.begin_checkpoint, request.step, Path(request.directory))
+        await result_of(self._repeats.once(_LEAD, request, begin))
+        return pb.BeginShardsResponse()
 
     async def write_shards(self, request: pb.WriteShardsRequest, context: Context) -> pb.WriteShardsResponse:
         """Write this owner's file of a checkpoint."""

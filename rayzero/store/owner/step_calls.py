@@ -48,6 +48,7 @@ class StepCalls:
             "Commit": self._commit,
             "GetDecision": self._decision,
             "Discard": self._discard,
+            "BeginSave": self._begin_save,
             "Save": self._save,
             "Write": self._write,
             "Mean": self._mean,
@@ -94,9 +95,15 @@ class StepCalls:
         done = self._answering.require_lead().discard(request.rank, request.step, request.attempt)
         return then(done, lambda _: pb.DiscardResponse())
 
+    def _begin_save(self, request: pb.SaveRequest) -> Future[pb.BeginSaveResponse]:
+        files = tuple(translate.file_from_pb(entry) for entry in request.files)
+        begun = self._answering.require_lead().begin_save(request.rank, request.step, Path(request.directory), files)
+        return then(begun, lambda _: pb.BeginSaveResponse())
+
     def _save(self, request: pb.SaveRequest) -> Future[pb.SaveResponse]:
         files = tuple(translate.file_from_pb(entry) for entry in request.files)
-        saved = self._answering.require_lead().save(request.rank, request.step, Path(request.directory), files)
+        lead, directory = self._answering.require_lead(), Path(request.directory)
+        saved = lead.save(request.rank, request.step, directory, files, begun=request.begun)
         return then(saved, lambda info: pb.SaveResponse(checkpoint=translate.checkpoint_to_pb(info)))
 
     def _write(self, request: pb.WriteRequest) -> Future[pb.WriteResponse]:

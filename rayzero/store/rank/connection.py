@@ -115,10 +115,16 @@ class LeadLine(Protocol):
         """Ask for a write whose values are staged."""
         ...
 
-    def save(
+    def begin_save(
         self, awaited: str, number: int, step: int, directory: Path, files: tuple[FileEntry, ...]
+    ) -> Future[None]:
+        """Begin a checkpoint of version ``step``: this rank's ``number``th, counted from 1."""
+        ...
+
+    def save(
+        self, awaited: str, number: int, step: int, directory: Path, files: tuple[FileEntry, ...], *, begun: bool
     ) -> Future[CheckpointInfo]:
-        """Ask for a checkpoint of version ``step``: this rank's ``number``th, counted from 1."""
+        """Ask for a checkpoint of version ``step``, or for the end of the one with this number that was ``begun``."""
         ...
 
     def mean(self, awaited: str, number: int, given: MeanInput) -> Future[tuple[float, ...]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rayzero.errors import RayZeroError
 from rayzero.protocol.messages import (
+    BegunSave,
     CheckpointInfo,
     Decision,
     FinishReport,
@@ -38,12 +39,13 @@ class LeadHistory:
         self._steps: dict[int, ToldStep] = {}  # freed by: a later step's norm, or the decision
         self._means: dict[int, MeanInput] = {}  # by number
         self._saved: Saved | None = None
+        self._begun: BegunSave | None = None
 
     def told(self) -> Told:
         """All of it."""
         with self._lock:
             steps = tuple(self._steps[step] for step in sorted(self._steps))
-            return Told(steps=steps, means=tuple(self._means.items()), saved=self._saved)
+            return Told(steps=steps, means=tuple(self._means.items()), saved=self._saved, begun=self._begun)
 
     # ---- calls
 
@@ -99,6 +101,11 @@ class LeadHistory:
             told = self._step(write.version)
             self._steps = {step: each for step, each in self._steps.items() if step > write.version}
             self._steps[write.version] = replace(told, written=(*told.written, write))
+
+    def begun(self, number: int, step: int, directory: Path) -> None:
+        """A save has begun, and the training goes on."""
+        with self._lock:
+            self._begun = BegunSave(number=number, step=step, directory=str(directory))
 
     def saved(self, number: int, step: int, directory: Path, outcome: CheckpointInfo | RayZeroError) -> None:
         """A save has ended."""

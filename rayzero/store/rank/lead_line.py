@@ -85,13 +85,27 @@ class RemoteLead:
         request = pb.WriteRequest(rank=self._rank, write=translate.write_to_pb(write), number=self._writes)
         return self._ask(awaited, "Write", request, lambda _: self._history.written(write))
 
-    def save(
+    def begin_save(
         self, awaited: str, number: int, step: int, directory: Path, files: tuple[FileEntry, ...]
+    ) -> Future[None]:
+        """See ``LeadLine.begin_save``."""
+        request = self._save_request(number, step, directory, files)
+        return self._ask(awaited, "BeginSave", request, lambda _: self._history.begun(number, step, directory))
+
+    def _save_request(
+        self, number: int, step: int, directory: Path, files: tuple[FileEntry, ...], *, begun: bool = False
+    ) -> pb.SaveRequest:
+        entries = [translate.file_to_pb(entry) for entry in files]
+        return pb.SaveRequest(
+            rank=self._rank, step=step, directory=str(directory), files=entries, number=number, begun=begun
+        )
+
+    def save(
+        self, awaited: str, number: int, step: int, directory: Path, files: tuple[FileEntry, ...], *, begun: bool
     ) -> Future[CheckpointInfo]:
         """See ``LeadLine.save``."""
         saved = Future[CheckpointInfo]()
-        entries = [translate.file_to_pb(entry) for entry in files]
-        request = pb.SaveRequest(rank=self._rank, step=step, directory=str(directory), files=entries, number=number)
+        request = self._save_request(number, step, directory, files, begun=begun)
 
         def ended(answer: Future[CheckpointInfo]) -> None:
             error = answer.exception()

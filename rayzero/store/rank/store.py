@@ -507,11 +507,19 @@ class RankStore:
             return DONE
         return self._ask_lead(lambda lead: lead.discard(f"the discard of step {step}", step, attempt))
 
-    def save(self, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
-        """Write a checkpoint; see ``ParameterStore.save``."""
+    def begin_save(self, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[None]:
+        """Begin a checkpoint; see ``ParameterStore.begin_save``."""
         self.saves += 1
-        number = self.saves
-        return self._ask_lead(lambda lead: lead.save(f"the checkpoint of step {step}", number, step, directory, files))
+        awaited, number = f"the beginning of the checkpoint of step {step}", self.saves
+        return self._ask_lead(lambda lead: lead.begin_save(awaited, number, step, directory, files))
+
+    def save(
+        self, step: int, directory: Path, files: tuple[FileEntry, ...], *, begun: bool = False
+    ) -> Future[CheckpointInfo]:
+        """Write a checkpoint; see ``ParameterStore.save``."""
+        self.saves += not begun
+        awaited, number = f"the checkpoint of step {step}", self.saves
+        return self._ask_lead(lambda lead: lead.save(awaited, number, step, directory, files, begun=begun))
 
     def mean(self, given: MeanInput) -> Future[tuple[float, ...]]:
         """The mean over all ranks; see ``ParameterStore.mean``."""

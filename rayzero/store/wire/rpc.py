@@ -272,6 +272,7 @@ _CODES: dict[type[RayZeroError], grpc.StatusCode] = {
     errors.DataError: _S.INVALID_ARGUMENT,
     errors.CheckpointError: _S.FAILED_PRECONDITION,
     errors.CheckpointWriteError: _S.FAILED_PRECONDITION,
+    errors.CheckpointAbandonedError: _S.FAILED_PRECONDITION,
     errors.GradientAccessError: _S.FAILED_PRECONDITION,
     errors.NonFiniteGradientError: _S.ABORTED,
     errors.StoreError: _S.FAILED_PRECONDITION,

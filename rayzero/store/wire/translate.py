@@ -13,6 +13,7 @@ from rayzero.concurrency.processes import ProcessIdentity
 from rayzero.errors import TransferError
 from rayzero.protocol.messages import (
     Action,
+    BegunSave,
     CheckpointInfo,
     Clamp,
     Contribution,
@@ -326,6 +327,9 @@ def told_to_pb(told: Told, rank: int) -> pb.Told:
             message.saved.checkpoint.CopyFrom(checkpoint_to_pb(saved.outcome))
         else:
             message.saved.failure.CopyFrom(to_failure(saved.outcome))
+    if told.begun is not None:
+        begun = told.begun
+        message.begun.number, message.begun.step, message.begun.directory = begun.number, begun.step, begun.directory
     return message
 
 
@@ -346,7 +350,11 @@ def told_from_pb(told: pb.Told) -> Told:
         had = told.saved
         outcome = checkpoint_from_pb(had.checkpoint) if had.HasField("checkpoint") else from_failure(had.failure)
         saved = Saved(number=had.number, step=had.step, directory=had.directory, outcome=outcome)
-    return Told(steps=steps, means=tuple((each.number, mean_from_pb(each)) for each in told.means), saved=saved)
+    begun = None
+    if told.HasField("begun"):
+        begun = BegunSave(number=told.begun.number, step=told.begun.step, directory=told.begun.directory)
+    means = tuple((each.number, mean_from_pb(each)) for each in told.means)
+    return Told(steps=steps, means=means, saved=saved, begun=begun)
 
 
 def _attempt_to_pb(attempt: ToldAttempt) -> pb.Told.Attempt:

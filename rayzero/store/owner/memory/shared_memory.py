@@ -122,7 +122,7 @@ class SharedOwner:
             size = format_bytes(sum(size for _, size in swept))
             log.info("optimizer %d removed %d slabs of dead processes, %s", self.owner, len(swept), size)
         if former is None:
-            check_shared(plan.total - plan.norms, self.directory)
+            check_shared(plan.total - plan.private, self.directory)
             facts = self._plan.facts("control", self.owner, kernel, self._life)
             self._control = Slab.create(lay_out_slab(facts, regions), self.directory, later=LATER)
             self._lines = ShardLines(self._control, self._plan.shards_of(self.owner))

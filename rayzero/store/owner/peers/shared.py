@@ -46,6 +46,10 @@ class SharedPeer:
     def _ask(self, method: str, request: Any) -> Future[bytes] | None:
         return self._shared.ask(self._remote.owner, method, request.SerializeToString())
 
+    def begin_checkpoint(self, step: int, directory: Path) -> Future[None]:
+        """Begin to write the owner's shards of version ``step``, over gRPC; decisions must wait for the answer."""
+        return self._remote.begin_checkpoint(step, directory)
+
     def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
         """Write the owner's shards of version ``step``."""
         return self._remote.write_checkpoint(step, directory)

@@ -175,6 +175,16 @@ class RemotePeer:
 
         return self._submit(redo())
 
+    def begin_checkpoint(self, step: int, directory: Path) -> Future[None]:
+        """Begin to write the owner's shards of version ``step``, which ``write_checkpoint`` then waits for."""
+        self._saves += 1
+        request = pb.WriteShardsRequest(step=step, directory=str(directory), number=self._saves)
+
+        async def begin() -> None:
+            await self._ask("BeginShards", request, self._timeout_s)
+
+        return self._submit(begin())
+
     def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
         """Write the owner's shards of version ``step`` into the staging directory."""
         self._saves += 1

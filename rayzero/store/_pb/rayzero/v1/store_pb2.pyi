@@ -229,7 +229,7 @@ class AttachRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ..., told: _Optional[_Union[Told, _Mapping]] = ..., lost_before: _Optional[int] = ..., spec_digest: _Optional[str] = ..., summed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Told(_message.Message):
-    __slots__ = ("steps", "means", "saved")
+    __slots__ = ("steps", "means", "saved", "begun")
     class Attempt(_message.Message):
         __slots__ = ("reports", "norms", "inputs")
         REPORTS_FIELD_NUMBER: _ClassVar[int]
@@ -265,13 +265,24 @@ class Told(_message.Message):
         checkpoint: SaveResponse.Checkpoint
         failure: Failure
         def __init__(self, number: _Optional[int] = ..., step: _Optional[int] = ..., directory: _Optional[str] = ..., checkpoint: _Optional[_Union[SaveResponse.Checkpoint, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    class Begun(_message.Message):
+        __slots__ = ("number", "step", "directory")
+        NUMBER_FIELD_NUMBER: _ClassVar[int]
+        STEP_FIELD_NUMBER: _ClassVar[int]
+        DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+        number: int
+        step: int
+        directory: str
+        def __init__(self, number: _Optional[int] = ..., step: _Optional[int] = ..., directory: _Optional[str] = ...) -> None: ...
     STEPS_FIELD_NUMBER: _ClassVar[int]
     MEANS_FIELD_NUMBER: _ClassVar[int]
     SAVED_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     steps: _containers.RepeatedCompositeFieldContainer[Told.Step]
     means: _containers.RepeatedCompositeFieldContainer[MeanRequest]
     saved: Told.Saved
-    def __init__(self, steps: _Optional[_Iterable[_Union[Told.Step, _Mapping]]] = ..., means: _Optional[_Iterable[_Union[MeanRequest, _Mapping]]] = ..., saved: _Optional[_Union[Told.Saved, _Mapping]] = ...) -> None: ...
+    begun: Told.Begun
+    def __init__(self, steps: _Optional[_Iterable[_Union[Told.Step, _Mapping]]] = ..., means: _Optional[_Iterable[_Union[MeanRequest, _Mapping]]] = ..., saved: _Optional[_Union[Told.Saved, _Mapping]] = ..., begun: _Optional[_Union[Told.Begun, _Mapping]] = ...) -> None: ...
 
 class SharedFiles(_message.Message):
     __slots__ = ("control", "tensors", "places")
@@ -594,18 +605,26 @@ class DiscardResponse(_message.Message):
     def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
 
 class SaveRequest(_message.Message):
-    __slots__ = ("rank", "step", "directory", "files", "number")
+    __slots__ = ("rank", "step", "directory", "files", "number", "begun")
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     rank: int
     step: int
     directory: str
     files: _containers.RepeatedCompositeFieldContainer[FileEntry]
     number: int
-    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., directory: _Optional[str] = ..., files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
+    begun: bool
+    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., directory: _Optional[str] = ..., files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ..., number: _Optional[int] = ..., begun: bool = ...) -> None: ...
+
+class BeginSaveResponse(_message.Message):
+    __slots__ = ("waiting",)
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    waiting: Waiting
+    def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
 
 class SaveResponse(_message.Message):
     __slots__ = ("checkpoint", "waiting")
@@ -712,6 +731,10 @@ class WriteShardsRequest(_message.Message):
     directory: str
     number: int
     def __init__(self, step: _Optional[int] = ..., directory: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+
+class BeginShardsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class WriteShardsResponse(_message.Message):
     __slots__ = ("file",)
