@@ -114,7 +114,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr("rayzero.telemetry.http.REFRESH_S", 0.0)
     processes = [Process.made(role, index) for role in (Role.RANK, Role.OPTIMIZER) for index in (0, 1)]
     now = time.time()
-    events = [Event(now - 90, "the run is running"), Event(now - 5, "a rank died and was replaced within 3.5 s", True)]
+    events = [Event(now - 90, "the run is running"), Event(now - 5, "rank 1 died and was replaced within 3.5 s", True)]
     hosts = {f"{role} {index}": "192.0.2.7" for role in ("rank", "optimizer") for index in (0, 1)}
     known = Known(run=f"demo {EVIL}", state="running", started_at=now - 95, hosts=hosts, events=events)
     targets = [process.target for process in processes]
@@ -285,7 +285,7 @@ def test_the_coordinator_tells_what_happened(tmp_path: Path) -> None:
         await coordinator.move(RunState.RUNNING)
         for rank in (0, 1):
             await coordinator.report([Report(rank=rank, checkpoint="/runs/demo/checkpoints/step-000004")], None)
-        await coordinator.recovered("rank", {"start": 2.0, "re-form": 0.5})
+        await coordinator.recovered("rank", "rank 1", {"start": 2.0, "re-form": 0.5})
         await coordinator.rescaled("done", {}, 0.25, 10)
         await coordinator.logged("wandb", 3, 0)
         await coordinator.logged("mlflow", 0, 1)
@@ -297,7 +297,7 @@ def test_the_coordinator_tells_what_happened(tmp_path: Path) -> None:
     assert [(event.text, event.bad) for event in known.events] == [
         ("the run is running", False),
         ("checkpoint step-000004", False),
-        ("a rank died and was replaced within 2.5 s", True),
+        ("rank 1 died and was replaced within 2.5 s", True),
         ("the optimizer actors have changed; no step was decided for 0.25 s", False),
         ("mlflow refused 1 row", True),
         ("the run is failed", True),
