@@ -88,6 +88,7 @@ def write_rows(run_dir: Path, steps: range) -> None:
         for step in steps:
             row = {"step": step, "loss": loss_at(step), "grad_norm": 0.5 + math.cos(step) / 9, "lr": 1e-3 / (1 + step)}
             row |= {"tokens_per_second": 2048 + 90 * math.sin(step), "tokens": 1024 * step, EVIL: float(step % 7)}
+            row["memory_bytes"] = float(588 << 20)
             row["validation_loss"] = loss_at(step) + 0.08 if step % 40 == 0 else None
             file.write(json.dumps(row) + "\n")
 
@@ -340,7 +341,8 @@ def test_a_browser_shows_it_at_two_sizes_in_light_and_dark(served: Served, tmp_p
             "[...document.querySelectorAll('svg[role=img]')].map(one => one.getAttribute('aria-label'))"
         )
         assert labels[0].startswith("Loss: 1.4"), labels[0]
-        assert len(labels) == 2 + 3, "loss, speed; grad_norm, lr and a strange name"
+        assert len(labels) == 2 + 4, "loss, speed; grad_norm, lr, memory_bytes and a strange name"
+        assert "memory_bytes: 588 MiB, between 588 MiB and 588 MiB" in labels
         assert tab.evaluate("document.querySelectorAll('#owners tbody tr').length") == 2
         served.exporter.close()
         tab.wait_for("document.getElementById('state').className === 'gone'")
