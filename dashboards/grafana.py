@@ -37,10 +37,16 @@ def to_json(page: Page) -> str:
 
 
 def _tidy(described: Any) -> dict[str, Any]:
-    """What the builder leaves open: numbers of panels, and no database id."""
+    """What the builder leaves open (numbers of panels, no database id), and what it writes beside Grafana's published
+    type, which tests/dashboards/test_schema.py compares."""
     described["id"] = None
     for number, one in enumerate(described["panels"], start=1):
         one["id"] = number
+    for one in described["annotations"]["list"]:
+        one["target"] = {"expr": one.pop("expr"), "refId": "Anno"}
+    for one in described["templating"]["list"]:
+        for name in ("auto", "auto_count", "auto_min"):  # of variables that are intervals
+            one.pop(name, None)
     return dict(described)
 
 

@@ -139,7 +139,7 @@ def draw(board: dict[str, Any], ask: Ask, span: Span, subtitle: str) -> Figure:
     marks = [
         (one["iconColor"], series)
         for one in board["annotations"]["list"]
-        for series in series_of(ask, one["expr"], one["name"], span)
+        for series in series_of(ask, one["target"]["expr"], one["name"], span)
     ]
     for panel in board["panels"]:
         if panel["type"] == "row":

@@ -25,23 +25,15 @@ from rayzero.errors import (
     CheckpointError,
     ConfigError,
     DataError,
-    MemoryPlanError,
     RayZeroError,
-    StoreError,
     UnsupportedError,
 )
 
-__all__ = ["DOCS", "PAGES", "app", "exit_code", "main", "page_of"]
+__all__ = ["ERRORS", "app", "exit_code", "main", "section_of"]
 
 _BAD_INPUT = (ConfigError, UnsupportedError, DataError, CheckpointError)
 
-DOCS = "docs/"  # where the pages are: in the repository, since no site has an address yet
-PAGES: dict[type[RayZeroError], str] = {
-    MemoryPlanError: "howto/tune_memory.md",
-    UnsupportedError: "reference/errors.md#while-a-run-starts",
-    CheckpointError: "howto/resume.md",
-    StoreError: "howto/recover.md",
-}
+ERRORS = "docs/reference/errors.md"  # in the repository, since no site has an address yet
 
 app = typer.Typer(
     name="rayzero",
@@ -84,20 +76,20 @@ def exit_code(error: RayZeroError) -> int:
     return 2 if isinstance(error, _BAD_INPUT) else 1
 
 
-def page_of(error: RayZeroError) -> str | None:
-    """The page of the documentation about this kind of error; None where the message itself says all there is."""
-    page = next((page for kind, page in PAGES.items() if isinstance(error, kind)), None)
-    return None if page is None else DOCS + page
+def section_of(error: type[RayZeroError]) -> str:
+    """The section about this class of error in ``ERRORS``; a class of one module alone has that of its nearest base."""
+    public = next(kind for kind in error.__mro__ if kind.__module__ == RayZeroError.__module__)
+    return public.__name__.lower()
 
 
 def main() -> None:
-    """Run the command line. A RayZeroError becomes one line on stderr; ``RAYZERO_DEBUG=1`` shows its traceback."""
+    """Run the command line. A RayZeroError becomes one line on stderr, with the address of the section about its class;
+    ``RAYZERO_DEBUG=1`` shows its traceback."""
     try:
         app()
     except RayZeroError as error:
         if os.environ.get("RAYZERO_DEBUG") == "1":
             raise
-        page = page_of(error)
-        see = "" if page is None else f" (see {page})"
-        print(f"rayzero: {str(error).partition(chr(10))[0]}{see}", file=sys.stderr)
+        said = str(error).partition("\n")[0]
+        print(f"rayzero: {said} (see {ERRORS}#{section_of(type(error))})", file=sys.stderr)
         sys.exit(exit_code(error))

@@ -107,6 +107,12 @@ def sound_checkpoints(run_dir: Path) -> tuple[list[Path], list[str]]:
     return [one.path for one in catalog.sound], list(catalog.damaged.values())
 
 
+def _by_index(who: str) -> tuple[str, int, str]:
+    """Sorts "optimizer 10" after "optimizer 9", and one that joined late beside the others."""
+    name, _, index = who.rpartition(" ")
+    return name, len(index), index
+
+
 def format_status(described: dict[str, Any]) -> str:
     """A few lines for people. Control characters in the names and texts of the loop are escaped."""
     seconds = (described["ended_at"] or time.time()) - described["started_at"]
@@ -126,7 +132,8 @@ def format_status(described: dict[str, Any]) -> str:
         lines.append(f"continue    {described['continue_with']}")
     lines += [f"logger      {_logger(one)}" for one in described["loggers"]]
     if described["state"] == "running":
-        lines += [f"process     {who['who']}: pid {who['pid']} on {who['host']}" for who in described["members"]]
+        members = sorted(described["members"], key=lambda member: _by_index(str(member["who"])))
+        lines += [f"process     {who['who']}: pid {who['pid']} on {who['host']}" for who in members]
         lines += [f"spare       pid {who['pid']} on {who['host']}" for who in described["spares"]]
         if described["telemetry"]:
             lines.append(f"metrics     {described['telemetry']['http_sd']} (Prometheus http_sd)")

@@ -176,7 +176,7 @@ def _start(request: RunRequest, actors: RunActors, journal: Journal) -> None:
     journal.state = RunState.RUNNING
     if journal.lost_at is not None:
         seconds, journal.lost_at = time.monotonic() - journal.lost_at, None
-        actors.coordinator.recovered.remote("run", {"restart": seconds})
+        actors.coordinator.recovered.remote("run", "the run", {"restart": seconds})
         journal.recoveries.append(Recovery(who="the run", pid=None, seconds=seconds))
     request.on_start()
     if request.access is not None and request.access.given is None and any(t.scheme == "https" for t in actors.targets):

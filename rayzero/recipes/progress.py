@@ -58,6 +58,7 @@ def progress_line(console: Console, total: int, done: int) -> Iterator[ProgressL
         TextColumn("eta"),
         TimeRemainingColumn(),
     )
+    console.soft_wrap = True  # also of lines that others write meanwhile: nobody can copy a path that is broken in two
     progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with progress:
         yield ProgressLine(progress, console, total, done)

@@ -8,6 +8,7 @@ prometheus_client starts a thread for each connection, and one that never reads 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 import re
@@ -36,10 +37,16 @@ REQUEST_BYTES = 8 << 10  # of one request
 
 _SWEEP_S = 1.0  # between two looks for connections that do not move
 _PATH_ENDS = re.compile(rb"[ ?\r]")
+_HOST = re.compile(rb"\r\nhost:([^\r\n]*)", re.IGNORECASE)
+_PORT = re.compile(r":\d*$")
 _REFUSED = b"HTTP/1.1 405 Method Not Allowed\r\nContent-Type: text/plain\r\nContent-Length: 9\r\n\r\nonly GET\n"
 _UNKNOWN_CLIENT = (
     b"HTTP/1.1 401 Unauthorized\r\nWWW-Authenticate: Basic\r\nContent-Type: text/plain\r\nContent-Length: 13\r\n\r\n"
     b"Unauthorized\n"
+)
+_FOREIGN_NAME = (
+    b"HTTP/1.1 421 Misdirected Request\r\nContent-Type: text/plain\r\nContent-Length: 47\r\n\r\n"
+    b"served on loopback: ask 127.0.0.1 or localhost\n"
 )
 
 Refused = Callable[[str, str, str], None]  # reason, client, why
@@ -86,7 +93,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class PageServer:
-    """Serves pages until ``close``.
+    """Serves pages until ``close``; on loopback, only to requests for a name of loopback. A page of the web whose name
+    was made to mean 127.0.0.1 (DNS rebinding) would else read ours with the browser of somebody on this host.
 
     Knows paths and connections; not the content of pages."""
 
@@ -103,6 +111,7 @@ class PageServer:
         self._made: dict[str, tuple[float, bytes]] = {}  # path -> when, answer
         self._connections: dict[_Connection, None] = {}  # oldest first
         self._socket = listening
+        self._is_on_loopback = ipaddress.ip_address(listening.getsockname()[0]).is_loopback
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self.closing = False  # many pages may be made one after the other: looked at between them
@@ -162,6 +171,10 @@ class PageServer:
     def dismiss(self, connection: _Connection) -> None:
         """A connection has ended."""
         self._connections.pop(connection, None)
+
+    def misses(self, head: bytes) -> bool:
+        """Whether a request is for somebody else's name."""
+        return self._is_on_loopback and not all(map(_is_loopback, _HOST.findall(head)))
 
     def answer(self, head: bytes) -> tuple[bytes, bool]:
         """(the answer to a request, whether another request may follow on its connection)."""
@@ -276,6 +289,9 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None
         while not self._is_busy and not self._server.closing and b"\r\n\r\n" in self._asked:
             head, _, self._asked = self._asked.partition(b"\r\n\r\n")
+            if self._server.misses(head):
+                self._turn_away("host", "it asks for the name of another host", _FOREIGN_NAME)
+                return
             guard = self._server.guard
             admitted = True if guard is None else guard.admits(head)
             if guard is not None and admitted is None:
@@ -300,17 +316,41 @@ class _Connection(asyncio.Protocol):
 
     def _reply(self, head: bytes, admitted: bool) -> None:
         assert self._transport is not None
-        told, more = self._server.answer(head) if admitted else (_UNKNOWN_CLIENT, False)
         if not admitted:
-            self._server.refused("password", self._client, "it shows no password that opens this exporter")
+            self._turn_away("password", "it shows no password that opens this exporter", _UNKNOWN_CLIENT)
+            return
+        told, more = self._server.answer(head)
         self._move()
         self._transport.write(told)
         if not more:
-            self._asked = b""  # it would be answered once this answer is taken
-            self._transport.close()
+            self._end_after_answer()
+
+    def _turn_away(self, reason: str, why: str, told: bytes) -> None:
+        """Answer with a refusal, count it, and end the connection."""
+        assert self._transport is not None
+        self._server.refused(reason, self._client, why)
+        self._move()
+        self._transport.write(told)
+        self._end_after_answer()
+
+    def _end_after_answer(self) -> None:
+        assert self._transport is not None
+        self._asked = b""  # it would be answered once this answer is taken
+        self._transport.close()
 
     def _move(self) -> None:
         self.moved_at = asyncio.get_running_loop().time()
+
+
+def _is_loopback(named: bytes) -> bool:
+    """Whether the value of a Host header means this host by itself, at any port."""
+    name = _PORT.sub("", named.decode("latin-1").strip()).strip("[]").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def _unknown(pages: Mapping[str, Page]) -> bytes:

@@ -177,9 +177,10 @@ def draw_from(run: str, before: Scrape | None, now: Scrape) -> Picture:
 
 
 def _pair(before: Scrape | None, now: Scrape) -> list[_Process]:
-    """Every process that answered, with its earlier answer."""
+    """Every process that answered, with its earlier answer; by role and index, whenever it joined."""
     earlier = {one.target: one.series for one in before.processes} if before is not None else {}
-    return [_Process(one.target, one.series, earlier.get(one.target)) for one in now.processes if one.series]
+    found = [_Process(one.target, one.series, earlier.get(one.target)) for one in now.processes if one.series]
+    return sorted(found, key=lambda process: (process.target.role, process.target.index or 0))
 
 
 def _steps_between(before: Scrape, now: Scrape) -> int:

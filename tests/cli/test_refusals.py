@@ -20,17 +20,19 @@ import ray
 import torch
 from safetensors.torch import save_file
 
+from rayzero import errors
 from rayzero.checkpoint import newest_checkpoint
-from rayzero.cli import DOCS, PAGES, main
+from rayzero.cli import ERRORS, exit_code, main, section_of
 from rayzero.cli.train import stopped
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.run import Report
 from rayzero.elastic.requests import take
-from rayzero.errors import CheckpointError
+from rayzero.errors import RankLeftError, RayZeroError
 from rayzero.recipes.lm import train_loop
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.testing import run_ranks
 
+PUBLIC = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RayZeroError)]
 SMALL = ["dim=16", "num_layers=1", "num_heads=2", "seq_len=16", "batch_size=2", "eval_batches=1"]
 
 
@@ -174,20 +176,33 @@ def test_train_refuses_what_typer_refuses_with_the_same_code(tmp_path):
     assert "Did you mean 'train'" in mistyped.err
 
 
-def test_an_error_names_the_page_about_its_kind(trained):
-    message = refused("train", "--resume", "--run-dir", "runs/x", cwd=trained)
-    assert message.endswith(f" (see {DOCS}{PAGES[CheckpointError]})\n")
-    assert "(see" not in refused("train", "stepz=3", cwd=trained)
+def test_an_error_names_the_section_about_its_class(trained):
+    missing = refused("train", "--resume", "--run-dir", "runs/x", cwd=trained)
+    assert missing.endswith(" (see docs/reference/errors.md#checkpointerror)\n")
+    misspelt = refused("train", "stepz=3", cwd=trained)
+    assert misspelt.endswith(" (see docs/reference/errors.md#configerror)\n")
 
 
-@pytest.mark.parametrize("page", sorted(set(PAGES.values())))
-def test_pages_about_errors_are_there(page):
-    path, _, anchor = page.partition("#")
-    file = Path(__file__).parents[2] / DOCS / path
-    if not file.exists():
-        pytest.skip(f"{path} is not written yet")
-    titles = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE)
-    assert not anchor or anchor in {title.lower().replace(" ", "-") for title in titles}
+@pytest.mark.parametrize("kind", PUBLIC)
+def test_every_public_error_has_a_section_that_the_command_line_names(kind, monkeypatch, capsys):
+    def fail():
+        raise kind("this went wrong\nand its traceback")
+
+    monkeypatch.setattr("rayzero.cli.app", fail)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    address = f"{ERRORS}#{kind.__name__.lower()}"
+    assert capsys.readouterr().err == f"rayzero: this went wrong (see {address})\n"
+    assert ended.value.code == exit_code(kind())
+    page = (Path(__file__).parents[2] / ERRORS).read_text()
+    assert f"\n## {kind.__name__}\n\n" in page
+
+
+def test_an_error_of_one_module_alone_has_the_section_of_its_base():
+    class Inner(RankLeftError):
+        pass
+
+    assert section_of(Inner) == "ranklefterror"
 
 
 def test_a_ray_that_does_not_answer_at_ray_address_is_refused(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -303,6 +304,14 @@ def test_odd_values_in_a_record_are_one_line_or_shown(run: Path, data: Any) -> N
     (run / "run.json").write_text(json.dumps(record))
     (run / "metrics.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(asdict(ROW))}\n{json.dumps(row)}\n")
     fails_in_one_line(run)
+
+
+def test_processes_stand_by_name_and_number_whenever_they_joined(run: Path) -> None:
+    names = ["optimizer 9", "rank 10", "rank 2", "optimizer 10", "optimizer 1"]
+    members = [{"who": who, "pid": 1, "host": "h"} for who in names]
+    told = format_status(describe_run(run) | {"state": "running", "members": members})
+    shown = re.findall(r"^process +(.*): pid 1 on h$", told, re.M)
+    assert shown == ["optimizer 1", "optimizer 9", "optimizer 10", "rank 2", "rank 10"]
 
 
 def test_loggers_have_lines(run: Path) -> None:

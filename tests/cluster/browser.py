@@ -16,7 +16,8 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _OPTIONS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-            "--disable-background-networking", "--disable-extensions", "--remote-debugging-pipe"]  # fmt: skip
+            "--disable-background-networking", "--disable-extensions", "--remote-debugging-pipe",
+            "--hide-scrollbars"]  # fmt: skip
 _ANSWER_S = 60.0
 
 

@@ -88,6 +88,7 @@ def write_rows(run_dir: Path, steps: range) -> None:
         for step in steps:
             row = {"step": step, "loss": loss_at(step), "grad_norm": 0.5 + math.cos(step) / 9, "lr": 1e-3 / (1 + step)}
             row |= {"tokens_per_second": 2048 + 90 * math.sin(step), "tokens": 1024 * step, EVIL: float(step % 7)}
+            row["memory_bytes"] = float(588 << 20)
             row["validation_loss"] = loss_at(step) + 0.08 if step % 40 == 0 else None
             file.write(json.dumps(row) + "\n")
 
@@ -114,7 +115,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr("rayzero.telemetry.http.REFRESH_S", 0.0)
     processes = [Process.made(role, index) for role in (Role.RANK, Role.OPTIMIZER) for index in (0, 1)]
     now = time.time()
-    events = [Event(now - 90, "the run is running"), Event(now - 5, "a rank died and was replaced within 3.5 s", True)]
+    events = [Event(now - 90, "the run is running"), Event(now - 5, "rank 1 died and was replaced within 3.5 s", True)]
     hosts = {f"{role} {index}": "192.0.2.7" for role in ("rank", "optimizer") for index in (0, 1)}
     known = Known(run=f"demo {EVIL}", state="running", started_at=now - 95, hosts=hosts, events=events)
     targets = [process.target for process in processes]
@@ -285,7 +286,7 @@ def test_the_coordinator_tells_what_happened(tmp_path: Path) -> None:
         await coordinator.move(RunState.RUNNING)
         for rank in (0, 1):
             await coordinator.report([Report(rank=rank, checkpoint="/runs/demo/checkpoints/step-000004")], None)
-        await coordinator.recovered("rank", {"start": 2.0, "re-form": 0.5})
+        await coordinator.recovered("rank", "rank 1", {"start": 2.0, "re-form": 0.5})
         await coordinator.rescaled("done", {}, 0.25, 10)
         await coordinator.logged("wandb", 3, 0)
         await coordinator.logged("mlflow", 0, 1)
@@ -297,7 +298,7 @@ def test_the_coordinator_tells_what_happened(tmp_path: Path) -> None:
     assert [(event.text, event.bad) for event in known.events] == [
         ("the run is running", False),
         ("checkpoint step-000004", False),
-        ("a rank died and was replaced within 2.5 s", True),
+        ("rank 1 died and was replaced within 2.5 s", True),
         ("the optimizer actors have changed; no step was decided for 0.25 s", False),
         ("mlflow refused 1 row", True),
         ("the run is failed", True),
@@ -340,7 +341,8 @@ def test_a_browser_shows_it_at_two_sizes_in_light_and_dark(served: Served, tmp_p
             "[...document.querySelectorAll('svg[role=img]')].map(one => one.getAttribute('aria-label'))"
         )
         assert labels[0].startswith("Loss: 1.4"), labels[0]
-        assert len(labels) == 2 + 3, "loss, speed; grad_norm, lr and a strange name"
+        assert len(labels) == 2 + 4, "loss, speed; grad_norm, lr, memory_bytes and a strange name"
+        assert "memory_bytes: 588 MiB, between 588 MiB and 588 MiB" in labels
         assert tab.evaluate("document.querySelectorAll('#owners tbody tr').length") == 2
         served.exporter.close()
         tab.wait_for("document.getElementById('state').className === 'gone'")

@@ -14,6 +14,7 @@ import ray
 from ray._private.services import resolve_ip_for_localhost
 from ray._private.utils import write_ray_address
 
+import rayzero
 from rayzero.cluster.nodes import ray_address
 from rayzero.cluster.nodes.ray_address import find_ray, silence_at
 from rayzero.cluster.nodes.session import ray_session
@@ -130,3 +131,22 @@ def test_a_server_of_something_else_is_no_ray() -> None:
         thread.start()
         assert silence_at(f"127.0.0.1:{server.getsockname()[1]}") == "the program that listens there is not Ray"
         thread.join()
+
+
+def test_a_folder_whose_rayzero_would_shadow_the_installed_one_is_refused(
+    noted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rayzero").mkdir()
+    assert find_ray() == ray_address.RayAddress(None), "of runs, perhaps: no package"
+    (tmp_path / "rayzero" / "__init__.py").touch()
+    with pytest.raises(ConfigError, match=f"rayzero from the current folder, {tmp_path}, and not the"):
+        find_ray()
+
+
+def test_the_folder_that_rayzero_was_installed_from_is_not_refused(
+    noted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rayzero").symlink_to(Path(rayzero.__file__).parent)
+    monkeypatch.chdir(tmp_path)
+    assert find_ray() == ray_address.RayAddress(None)

@@ -42,7 +42,7 @@ def on_boards() -> Iterator[Found]:
             for target in one["targets"]:
                 yield Found(f"{path.stem}: {one['title']} {target['refId']}", target["expr"], "panel")
         for one in described["annotations"]["list"]:
-            yield Found(f"{path.stem}: {one['name']}", one["expr"], "annotation")
+            yield Found(f"{path.stem}: {one['name']}", one["target"]["expr"], "annotation")
 
 
 def in_rules() -> Iterator[Found]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -62,10 +63,11 @@ def test_what_the_page_says_happens(tmp_path: Path) -> None:
     assert "first  running  step" in looked
     assert "checkpoint" in looked, "of rayzero status"
     trained = said(training)
-    assert "validation loss" in trained
-
     text = (Path(__file__).parents[2] / "docs/start.md").read_text()
-    for named in ("config.yaml", "metrics.jsonl", "loss.png", "checkpoints/step-000300", "plan.json"):
+    shown = re.findall(r"^(memory|bound|metrics|live page|trained|files|next)  ", text, re.M)
+    assert len(shown) == 7
+    assert set(shown) == set(re.findall(r"^(memory|bound|metrics|live page|trained|files|next)  ", trained, re.M))
+    for named in ("config.yaml", "metrics.jsonl", "loss.png", "samples.txt", "checkpoints/step-000300", "plan.json"):
         assert f"`{named}`" in text
         assert (run / named).exists()
     losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import sys
 
 import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from rayzero.recipes.progress import ProgressLine
+from rayzero.recipes.progress import ProgressLine, progress_line
 from rayzero.recipes.run_log import StepRow
 
 
@@ -37,3 +38,12 @@ def told(steps: list[tuple[float, StepRow]], *, terminal: bool) -> list[str]:
 def test_slow_steps_have_a_line_each_and_validated_ones_always(terminal: bool, lines: list[str]) -> None:
     steps = [(0.0, row(1)), (0.5, row(2)), (1.2, row(3)), (1.3, row(4, 2.4)), (2.4, row(5))]
     assert told(steps, terminal=terminal) == lines
+
+
+def test_a_long_line_that_is_written_beside_the_bar_is_not_broken_in_two() -> None:
+    path = "/a/folder/" + "with a name/" * 9
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=40)
+    with progress_line(console, total=3, done=0):
+        print(f"starting from step 60, with {path}", file=sys.stderr)
+    assert f"with {path}\n" in out.getvalue()

@@ -20,7 +20,7 @@ from rayzero.telemetry.http import Page, PageServer, listen
 Serve = Callable[..., str]  # page by path -> host:port
 PLAIN = "text/plain"
 HELLO = Page(PLAIN, lambda: b"hello\n")
-GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 6\r\n\r\nhello\n"
 
 
@@ -139,7 +139,59 @@ def test_a_head_request_gets_the_head_alone_and_an_old_client_one_answer(serve) 
     with urlopen(Request(f"http://{address}/", method="HEAD"), timeout=20) as answer:
         assert (answer.headers["Content-Length"], answer.read()) == ("6", b"")
     assert exchange(address, GET.replace(b"1.1", b"1.0") * 2) == ANSWER
-    assert exchange(address, GET.replace(b"Host: x", b"CONNECTION: Close") * 2) == ANSWER
+    assert exchange(address, GET.replace(b"Host: localhost", b"CONNECTION: Close") * 2) == ANSWER
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.0.0.1:9", "localhost:40873", "LOCALHOST", "run.localhost", "[::1]", "[::1]:9"]
+)
+def test_on_loopback_names_of_loopback_are_answered(serve, host) -> None:
+    assert exchange(serve(), GET.replace(b"localhost", host.encode())) == ANSWER
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:80",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "10.0.0.7",
+        "[::2]",
+        "",
+        "::1",
+    ],
+)
+def test_on_loopback_a_request_for_another_name_is_refused_and_its_connection_ends(serve, host) -> None:
+    asked = GET.replace(b" localhost", b"\t" + host.encode()).replace(b"Host", b"hOST")
+    answer = exchange(serve(), asked + GET)
+    assert answer.startswith(b"HTTP/1.1 421 ")
+    assert answer.endswith(b"\r\n\r\nserved on loopback: ask 127.0.0.1 or localhost\n")
+    assert b"hello" not in answer
+    assert int(answer.partition(b"Content-Length: ")[2].partition(b"\r")[0]) == len(answer.partition(b"\r\n\r\n")[2])
+    both = GET.replace(b"\r\n\r\n", b"\r\nHost: evil.example\r\n\r\n")
+    assert exchange(serve(), both).startswith(b"HTTP/1.1 421 ")
+
+
+def test_a_foreign_name_is_counted() -> None:
+    refused: list[tuple[str, str, str]] = []
+    listening, address = listen("127.0.0.1", 0)
+    serving = PageServer(listening, {"/": HELLO}, refused=lambda *told: refused.append(told))
+    try:
+        exchange(address, GET.replace(b"localhost", b"evil.example"))
+    finally:
+        serving.close()
+    assert refused == [("host", "127.0.0.1", "it asks for the name of another host")]
+
+
+def test_at_an_address_of_the_node_every_name_is_answered() -> None:
+    """A node has many names, which nobody can list."""
+    listening, address = listen("0.0.0.0", 0)
+    serving = PageServer(listening, {"/": HELLO})
+    try:
+        assert exchange(address.replace("0.0.0.0", "127.0.0.1"), GET.replace(b"localhost", b"node-7")) == ANSWER
+    finally:
+        serving.close()
 
 
 def test_many_scrapes_at_once_make_a_page_once(serve, monkeypatch) -> None:

@@ -13,7 +13,7 @@ from rayzero.cli.top.view import render
 from rayzero.engine.step_clock import _WAITS
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Role
-from rayzero.telemetry.picture import CAUSES, PHASES, RESULTS, Bar, Picture, draw_from, keep
+from rayzero.telemetry.picture import CAUSES, PHASES, RESULTS, Bar, Picture, _pair, draw_from, keep
 from rayzero.telemetry.scrape import Scrape, Scraped, parse_series
 
 NODE = "10.0.0.1"
@@ -180,6 +180,12 @@ def test_an_owner_beside_a_rank_is_among_the_owners() -> None:
     idle = process(OWNER, 1, {"rayzero_shards": 2})
     (only,) = draw_from("demo", None, Scrape(at=1.0, processes=(idle,))).owners
     assert (only.who, only.update_seconds, only.shards) == ("optimizer 1", None, 2)
+
+
+def test_who_joined_late_stands_beside_others_of_its_kind() -> None:
+    joined = (process(OWNER, 0, owner(1)), process(RANK, 0, rank(1, 1.0, 1)), process(OWNER, 1, owner(1)))
+    found = [one.target.who for one in _pair(None, Scrape(at=1001.0, processes=joined))]
+    assert found == ["optimizer 0", "optimizer 1", "rank 0"]
 
 
 def test_the_screen_of_eighty_columns() -> None:

@@ -46,7 +46,7 @@ class Scraper:
         self.error: BaseException | None = None
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)), timeout=60)
-        self._requests = [f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode() for path in paths]
+        self._requests = [f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() for path in paths]
         self.thread = threading.Thread(target=self._run)
 
     def goes_on(self, step: int) -> bool:

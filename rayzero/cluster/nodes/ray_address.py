@@ -1,4 +1,5 @@
-"""Finds the Ray that this process should join: checks that the address in the environment answers before Ray joins it.
+"""Finds the Ray that this process should join: checks that the address in the environment answers before Ray joins it,
+and that Ray's processes will run this rayzero.
 
 Ray itself waits for minutes, or for ever, for an address that does not answer.
 """
@@ -8,12 +9,14 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from ray._common.network_utils import parse_address
 from ray._common.utils import get_ray_address_file
 from ray._private import services
 from ray._private.utils import read_ray_address
 
+import rayzero
 from rayzero.errors import ConfigError
 
 __all__ = ["RayAddress", "find_ray", "silence_at"]
@@ -37,7 +40,9 @@ def find_ray() -> RayAddress:
     """The Ray to join: that of ``RAY_ADDRESS``, else that of the file that ``ray start`` writes, if it answers.
 
     Takes at most ten seconds besides resolving a name. Raises ConfigError if ``RAY_ADDRESS`` names a Ray that does not
-    answer; ignores a file that names one."""
+    answer, and where Ray's processes would import another rayzero; ignores a file that names a Ray that does not
+    answer."""
+    _require_one_rayzero(Path.cwd(), Path(rayzero.__file__).parent)
     named = os.environ.get(VARIABLE)
     if named:
         return RayAddress(_named(named))
@@ -50,6 +55,16 @@ def find_ray() -> RayAddress:
         f"{get_ray_address_file(None)} names a Ray at {noted} that does not answer ({why}), so this run starts its "
         f"own Ray; `ray stop` removes the file",
     )
+
+
+def _require_one_rayzero(folder: Path, ours: Path) -> None:
+    """Ray puts the driver's current folder before everything else that its processes import from."""
+    other = folder / "rayzero"
+    if (other / "__init__.py").exists() and not other.samefile(ours):
+        raise ConfigError(
+            f"Ray's processes would import rayzero from the current folder, {folder}, and not the installed one, "
+            f"{ours}; go to another folder, or install that one as it is (pip install -e {folder})"
+        )
 
 
 def _named(named: str) -> str | None:

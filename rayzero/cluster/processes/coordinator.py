@@ -327,7 +327,6 @@ class Coordinator:
         driver may have meant a life that died over it."""
         if self._log is not None:
             self._log.go_on()
-        self._happened("the coordinator died and was replaced", bad=True)
         self._status.resume(routing)
         await self.enlist(members, routing.addresses, targets)
         if exporter is not None and self._exporter is None:
@@ -335,13 +334,13 @@ class Coordinator:
         self._ready.set()
         return await self.hello()
 
-    async def recovered(self, what: str, seconds: Mapping[str, float]) -> None:
-        """Another process has taken a dead one's place. ``what``: rank or optimizer. ``seconds``: by phase, see
-        ``names.RECOVERY_SECONDS``."""
+    async def recovered(self, what: str, who: str, seconds: Mapping[str, float]) -> None:
+        """Another process has taken a dead one's place, or the run has started again. ``what``: see
+        ``names.RECOVERIES``. ``who``: the dead one's name. ``seconds``: by phase, see ``names.RECOVERY_SECONDS``."""
         self._recorder.add(RECOVERIES, what=what)
         total = sum(seconds.values())
         again = "the run started again from a checkpoint"
-        self._happened(again if what == "run" else f"a {what} died and was replaced within {total:.1f} s", bad=True)
+        self._happened(again if what == "run" else f"{who} died and was replaced within {total:.1f} s", bad=True)
         for phase, took in seconds.items():
             self._recorder.add(RECOVERY_SECONDS, took, phase=phase)
 

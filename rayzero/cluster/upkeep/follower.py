@@ -344,7 +344,7 @@ class Follower:
             return
         pid = self._actors.resume_coordinator(self._journal.routing)
         seconds = time.monotonic() - began
-        self._actors.coordinator.recovered.remote("coordinator", {"re-form": seconds})
+        self._actors.coordinator.recovered.remote("coordinator", "the coordinator", {"re-form": seconds})
         self._journal.recoveries.append(Recovery(who="coordinator", pid=pid, seconds=seconds))
         left = still_outlived(self._controller.max_failures, self._controller.outlived)
         self._on_phase(f"coordinator died, and is back as pid {pid} {left}")

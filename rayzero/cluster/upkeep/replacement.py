@@ -259,7 +259,8 @@ class Replacement:
 
     def _end_recovery(self, recovering: Recovering) -> None:
         recovery = recovering.recovery(time.monotonic())
-        self._actors.coordinator.recovered.remote(str(self._members[recovery.who].kind), recovery.phases)
+        kind = str(self._members[recovery.who].kind)
+        self._actors.coordinator.recovered.remote(kind, recovery.who, recovery.phases)
         self._replaced.pop(recovery.who, None)
         self._progress(list(self._replaced))
         self._recovered(recovery)
