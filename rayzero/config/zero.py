@@ -182,7 +182,7 @@ class ZeroConfig(ConfigModel):
     so that with moments="int8" a checkpoint has 6.1 bytes a parameter instead of 12. Either resumes with any
     ``moments``, bit for bit with the same ones."""
 
-    chunk_bytes: Size = 2 * MIB
+    chunk_bytes: Size = MIB
     """Bytes of payload in one gRPC message."""
 
     wire_compression: WireCompression = "none"
