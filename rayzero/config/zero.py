@@ -188,7 +188,7 @@ class ZeroConfig(ConfigModel):
     take. Once they are used up, the update of the next shard waits until the file has it: with slow storage, more
     copies mean shorter waits."""
 
-    chunk_bytes: Size = 2 * MIB
+    chunk_bytes: Size = MIB
     """Bytes of payload in one gRPC message."""
 
     wire_compression: WireCompression = "none"

@@ -245,16 +245,23 @@ class NativeSquareSum(_Worker):
     partial sums are added by halves, and leaves in order. No bit depends on the instruction set or the threads."""
 
     def parts(
-        self, gradients: Sequence[Gradient], ranks: Sequence[int], ranges: Sequence[Range], clamp: Clamp | None = None
+        self,
+        gradients: Sequence[Gradient],
+        ranks: Sequence[int],
+        ranges: Sequence[Range],
+        clamp: Clamp | None = None,
+        *,
+        alone: bool = False,
     ) -> list[float]:
-        """See ``Squares.parts``. ``clamp``: scale and clamp as ``rz_adam`` does. One call into the library; for
-        scattered gradients one a range."""
+        """See ``Squares.parts``. ``clamp``: scale and clamp as ``rz_adam`` does. ``alone``: the calling thread computes
+        by itself; sums of 2M elements then take half of the processor time, because no helper is woken or polls for the
+        next one. One call into the library; for scattered gradients one a range."""
         if len(ranges) > 1 and _are_scattered(gradients, ranks):
-            return [square for each in ranges for square in self.parts(gradients, ranks, (each,), clamp)]
+            return [square for each in ranges for square in self.parts(gradients, ranks, (each,), clamp, alone=alone)]
         found = _ranges_table(tuple(ranges))
         table = _gradient_table(gradients, ranks, found.start, found.stop)
         leaves, sums = (c_double * found.leaves)(), (c_double * len(ranges))()
-        team = self._team_address() if found.numel >= _SQUARES_ALONE else None
+        team = self._team_address() if found.numel >= _SQUARES_ALONE and not alone else None
         scale, limit = (1.0, math.inf) if clamp is None else (clamp.scale, clamp.limit)
         self._library.squares(team, self._isa, table, len(table), found.bounds, len(ranges), scale, limit, leaves, sums)
         return list(sums)

@@ -95,15 +95,15 @@ class Owners:
         if self._came[unit] == self._expected and self._early:
             self._ripe.append(unit)
             if sum(self.parts[each].elements for each in self._ripe) >= EARLY:
-                self._sum(self._ripe)
+                self._sum(self._ripe, threads=1)  # nobody waits for it
                 self._ripe = []
 
-    def _sum(self, units: list[int]) -> None:
+    def _sum(self, units: list[int], threads: int | None = None) -> None:
         for unit in units:
             self._summed.add(unit)
             part = self.parts[unit]
             size = self._update.gradients(self._layout.units[unit], part)
-            load = self._resources.passes(self.group, [(size, self._reads(self._machine.norm_core))], 0)
+            load = self._resources.passes(self.group, [(size, self._reads(self._machine.norm_core))], 0, threads)
             self.updater.add(load.seconds, load.demands, lambda: None)
 
     def _reads(self, alone: float) -> float:

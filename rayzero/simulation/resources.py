@@ -133,10 +133,12 @@ class Resources:
         speed = self.machine.link
         return Load(size / speed, ((self.of_host("memory", ranks.host), ranks.each * speed),))
 
-    def passes(self, owners: OwnerGroup, sizes: Sequence[tuple[float, float]], shards: int) -> Load:
+    def passes(
+        self, owners: OwnerGroup, sizes: Sequence[tuple[float, float]], shards: int, threads: int | None = None
+    ) -> Load:
         """An owner's threads read and write bytes in so many shards. ``sizes``: (bytes, bytes per second of a
-        thread)."""
-        threads = self.machine.owner_threads
+        thread). ``threads``: None: all that it has."""
+        threads = threads or self.machine.owner_threads
         moving = sum(size / (threads * core) for size, core in sizes)
         alone, size = shards * self.costs.shard_s, sum(size for size, _ in sizes)
         seconds = moving + alone

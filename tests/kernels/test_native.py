@@ -404,6 +404,19 @@ def test_no_number_of_threads_changes_the_sum_of_squares() -> None:
     assert len(sums) == 1
 
 
+def test_a_sum_alone_wakes_no_helper_and_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 9 * native.LEAF + 5
+    gradients = make_gradients(count, 2, torch.bfloat16)
+    woken: list[native.NativeSquareSum] = []
+    squares = native.NativeSquareSum(threads=2)
+    together = squares.parts(gradients, (0, 1), [(0, count)])
+    monkeypatch.setattr(squares, "_team_address", lambda: woken.append(squares))
+    assert squares.parts(gradients, (0, 1), [(0, count)], alone=True) == together
+    assert woken == []
+    squares.parts(gradients, (0, 1), [(0, count)])
+    assert woken == [squares], "it would have woken one"
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_found_counted_and_passed_on(isa: str, bad: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from rayzero.errors import (
     StoreClosedError,
     StoreError,
 )
+from rayzero.kernels.native import NativeSquareSum
 from rayzero.owner.gradients import contributions
 from rayzero.owner.gradients.landing import Landing
+from rayzero.owner.gradients.squares import SquareSum
 from rayzero.owner.memory import PrivateMemory
 from rayzero.owner.service import ShardService
 from rayzero.owner.shard import ShardState, allocate
@@ -394,6 +397,28 @@ def test_a_part_computed_early_is_replaced_when_another_push_comes(monkeypatch: 
     assert results[0] == results[1]
     exact = sum(float(sum(g[name].double() for g in grads).square().sum()) for name in grads[0])
     assert sum(part[2] for part in results[1].parts) == pytest.approx(exact, rel=1e-5)
+
+
+def test_early_parts_are_computed_alone_and_awaited_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+    for kind in (SquareSum, NativeSquareSum):
+        monkeypatch.setattr(kind, "parts", _noting(kind.parts, found))
+    for early, alone in ((1, True), (1 << 20, False)):
+        monkeypatch.setattr(contributions, "EARLY", early)  # element: one task a shard; all wait for the collect
+        with owner_of(make_spec(1)) as owner:
+            owner.push(0, random_grads(owner.spec, 0))
+            drain(owner)
+            owner.collect().result(WAIT)
+        assert set(found) == {alone}
+        found.clear()
+
+
+def _noting(parts: Callable[..., list[float]], found: list[bool]) -> Callable[..., list[float]]:
+    def noted(*args: Any, alone: bool = False) -> list[float]:
+        found.append(alone)
+        return parts(*args, alone=alone)
+
+    return noted
 
 
 @pytest.mark.parametrize(("early", "tasks"), [(1, 11), (700, 5), (1 << 20, 0)])

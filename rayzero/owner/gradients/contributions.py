@@ -494,7 +494,8 @@ class Contributions:
             clamp = None if collection is None else collection.clamp
             key, contributors = self._key(owned, ranks, clamp), self._contributors(owned, ranks)
             gradients = self._gradients(owned)
-        squares = None if known else self._squares_of(owned, gradients, contributors, clamp)
+        early = collection is None  # nobody waits for it, and the cores receive gradients, or compute them
+        squares = None if known else self._squares_of(owned, gradients, contributors, clamp, alone=early)
         with self._lock:
             if squares is not None and key == self._key(owned, ranks, clamp):  # else a push came in the meantime
                 self._parts[owned.shard.index] = (key, squares)
@@ -503,14 +504,23 @@ class Contributions:
         self._hand_out()
 
     def _squares_of(
-        self, owned: OwnedShard, gradients: Sequence[Gradient], contributors: Contributors, clamp: Clamp | None
+        self,
+        owned: OwnedShard,
+        gradients: Sequence[Gradient],
+        contributors: Contributors,
+        clamp: Clamp | None,
+        *,
+        alone: bool,
     ) -> tuple[float, ...]:
         """One sum of squares per slice. Neighbours with the same contributors share a call, because models have many
-        parameters."""
+        parameters. ``alone``: see ``Squares.parts``."""
         squares: list[float] = []
         for members, group in groupby(zip(contributors, owned.slices, strict=True), key=itemgetter(0)):
             ranges = tuple((part.start, part.stop) for _, part in group)
-            squares += self._squares.parts(gradients, members, ranges, clamp) if members else [0.0] * len(ranges)
+            if members:
+                squares += self._squares.parts(gradients, members, ranges, clamp, alone=alone)
+            else:
+                squares += [0.0] * len(ranges)
         return tuple(squares)
 
     def _hand_out(self) -> None:

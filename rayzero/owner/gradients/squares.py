@@ -27,11 +27,18 @@ class Squares(Protocol):
     """Sums squares. One instance belongs to one thread."""
 
     def parts(
-        self, gradients: Sequence[Gradient], ranks: Sequence[int], ranges: Sequence[Range], clamp: Clamp | None = None
+        self,
+        gradients: Sequence[Gradient],
+        ranks: Sequence[int],
+        ranges: Sequence[Range],
+        clamp: Clamp | None = None,
+        *,
+        alone: bool = False,
     ) -> list[float]:
         """For each ``[start, stop)`` of ``ranges``: add ``gradients[r]`` (1D, the shard's elements) over ``ranks`` (not
         empty), apply ``clamp`` as the update does if it is given, and sum the squares in fp64. Without a clamp the
-        result is inf or NaN if a summed gradient is."""
+        result is inf or NaN if a summed gradient is. ``alone``: nobody waits for it, so it should take little
+        processor time rather than end soon; the bits are the same."""
         ...
 
 
@@ -55,9 +62,15 @@ class SquareSum:
 
     @torch.no_grad()
     def parts(
-        self, gradients: Sequence[Gradient], ranks: Sequence[int], ranges: Sequence[Range], clamp: Clamp | None = None
+        self,
+        gradients: Sequence[Gradient],
+        ranks: Sequence[int],
+        ranges: Sequence[Range],
+        clamp: Clamp | None = None,
+        *,
+        alone: bool = False,
     ) -> list[float]:
-        """See ``Squares.parts``."""
+        """See ``Squares.parts``. ``alone`` makes no difference here: torch has one number of threads for all calls."""
         return [self._part(gradients, ranks, start, stop, clamp) for start, stop in ranges]
 
     def _part(

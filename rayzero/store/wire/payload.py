@@ -127,7 +127,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """Every field as (tag, value): an int for numbers, a view for bytes. Unknown fields are included."""
     at, end = 0, len(message)
     while at < end:
-        tag, at = _read_varint(message, at)
+        tag, at = (message[at], at + 1) if message[at] < 0x80 else _read_varint(message, at)
         wire_type = tag & 7
         if wire_type == _VARINT:
             number, at = _read_varint(message, at)

@@ -44,7 +44,7 @@ class Allowance:
         self._asking += 1
         try:
             async with self._bodies:
-                found = await self._next(requests)
+                found = await self.next_message(requests)
         finally:
             self._asking -= 1
         if found is None:
@@ -62,20 +62,30 @@ class Allowance:
         self._uploading += 1
         try:
             async with self._uploads:
-                yield self._messages(requests)
+                yield _Messages(self, requests)
         finally:
             self._uploading -= 1
 
-    async def _messages(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        while (found := await self._next(requests)) is not None:
-            yield found
-
-    async def _next(self, requests: AsyncIterator[Any]) -> Any:
+    async def next_message(self, requests: AsyncIterator[Any]) -> Any:
+        """The next message of a call; None: there is none. Raises TransferError if it does not come."""
         try:
             async with asyncio.timeout(BODY_S):
                 return await anext(requests, None)
         except TimeoutError:
             raise SlowBodyError(f"{self._caller} has sent no whole message within {BODY_S:g} s") from None
+
+
+class _Messages(AsyncIterator[bytes]):
+    """The messages of an upload. It keeps none, as a generator would while it waits for the next one."""
+
+    def __init__(self, allowance: Allowance, requests: AsyncIterator[bytes]) -> None:
+        self._allowance, self._requests = allowance, requests
+
+    async def __anext__(self) -> bytes:
+        found: bytes | None = await self._allowance.next_message(self._requests)
+        if found is None:
+            raise StopAsyncIteration
+        return found
 
 
 class TooManyCallsError(StoreError):

@@ -56,7 +56,7 @@ _SLOWEST_BYTES_PER_S = 10e6  # a stream slower than this is given up
 class WireOptions:
     """How tensors travel; see the fields of the same names in ``ZeroConfig``."""
 
-    chunk_bytes: int = 2 << 20  # of payload in a message
+    chunk_bytes: int = 1 << 20  # of payload in a message
     wire_compression: str = "none"  # "none" | "bf16" | "int8"
     broadcast: str = "pull"  # "pull" | "push"
 
