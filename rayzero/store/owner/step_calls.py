@@ -42,7 +42,7 @@ class StepCalls:
 
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
-        self._decided = Once(_decided)
+        self._decided, self._inputs = Once(_decided), Once(translate.inputs_from_pb)
         self._begin: dict[str, Callable[[Any], Future[Any]]] = {
             "Finish": self._finish,
             "Commit": self._commit,
@@ -76,14 +76,12 @@ class StepCalls:
     # ---- from ranks
 
     def _finish(self, request: pb.FinishRequest) -> Future[pb.FinishResponse]:
-        inputs = translate.inputs_from_pb(request.inputs) if request.HasField("inputs") else None
+        inputs = self._inputs(request.inputs) if request.HasField("inputs") else None
         norm = self._answering.require_lead().finish(translate.report_from_pb(request.report), inputs)
         return then(norm, lambda norm: pb.FinishResponse(norm=translate.norm_to_pb(norm)))
 
     def _commit(self, request: pb.CommitRequest) -> Future[pb.CommitResponse]:
-        decision = self._answering.require_lead().commit(
-            request.rank, request.step, translate.inputs_from_pb(request.inputs)
-        )
+        decision = self._answering.require_lead().commit(request.rank, request.step, self._inputs(request.inputs))
         return then(decision, self._decided)
 
     def _decision(self, request: pb.GetDecisionRequest) -> Future[pb.GetDecisionResponse]:

@@ -1,4 +1,4 @@
-"""Packs a value once that is sent to many."""
+"""Packs a value once that is sent to many, and unpacks once what many send alike."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ P = TypeVar("P")
 
 class Once(Generic[T, P]):
     """What ``pack`` makes of a value, kept until it is called with another one: a decision goes to every rank, a
-    collect to every owner, and with a thousand of them packing takes longer than sending. The result is shared, so
-    nobody may change it. Any thread may call it.
+    collect to every owner, every rank sends the same inputs, and with a thousand of them packing takes longer than
+    sending. Value and result are shared, so nobody may change them. Any thread may call it.
 
-    Knows the last value, by identity; not what is packed."""
+    Knows the last value; not what is packed."""
 
     def __init__(self, pack: Callable[[T], P]) -> None:
         self._pack = pack
@@ -23,6 +23,6 @@ class Once(Generic[T, P]):
     def __call__(self, value: T) -> P:
         """The packed ``value``."""
         last = self._last
-        if last is None or last[0] is not value:
+        if last is None or not (last[0] is value or last[0] == value):
             last = self._last = (value, self._pack(value))
         return last[1]
