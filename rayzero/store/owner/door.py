@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from rayzero.errors import HandshakeError, RayZeroError, TransferError
 from rayzero.security.credentials import names_shown, require_role
@@ -40,6 +41,15 @@ def _require_role(service: str, method: str, context: Context) -> None:
     caller = caller_of(context.invocation_metadata() or ())
     of_owners = service == OWNER_SERVICE or (method == "GetKept" and caller is None)  # as the next owner of a rank
     require_role(names, method, of_owners=of_owners, rank=None if caller is None else caller[0])
+
+
+def _require_own(method: str, request: Any, caller: tuple[int, int] | None) -> None:
+    """Raise HandshakeError if a caller, whose certificate allows to be the rank that it says it is, sends a message of
+    another rank. (Those of uploads are not read yet: a host's sum has gradients of several ranks.)"""
+    said = getattr(request, "report", request)
+    if caller is not None and isinstance(said, Message) and "rank" in said.DESCRIPTOR.fields_by_name:
+        if said.rank != caller[0]:
+            raise HandshakeError(f"{method} of rank {said.rank} was sent by rank {caller[0]}")
 
 
 class _Damaged(Exception):
@@ -94,6 +104,11 @@ class _Guarded:
         request = await allowance.body(requests)
         if isinstance(request, TransferError):
             raise _Damaged(str(request))
+        try:
+            _require_own(self._name, request, caller_of(metadata))
+        except HandshakeError as refused:
+            self._refusals.note("role", context.peer(), str(refused))
+            raise
         return await self._call(request, context)
 
     async def _call(self, request: Any, context: Context) -> Any:
