@@ -28,6 +28,7 @@ WireCompression = Literal["none", "bf16", "int8"]
 Broadcast = Literal["pull", "push"]
 HostFetch = Literal["auto", "always", "never"]
 HostPush = Literal["auto", "always", "never"]
+HostVoice = Literal["auto", "always", "never"]
 
 
 class ZeroConfig(ConfigModel):
@@ -222,6 +223,12 @@ class ZeroConfig(ConfigModel):
     many. "never": each rank pushes its own. Not the default, because a rank that leaves before the others have pushed
     their last step takes sums along that it would send: end a loop with a checkpoint or a mean of all ranks."""
 
+    host_voice: HostVoice = "auto"
+    """Whether one rank of a host sends the finishes, commits and means of all of its ranks to a lead on another host,
+    in one message: with a thousand ranks, the lead is busy with messages. A rank sends its own where that one does not
+    answer within a second. "auto": in runs of more than 64 ranks. "always": also in smaller ones. "never": each sends
+    its own."""
+
     if TYPE_CHECKING:
 
         def __init__(
@@ -271,6 +278,7 @@ class ZeroConfig(ConfigModel):
             broadcast: Broadcast = ...,
             host_fetch: HostFetch = ...,
             host_push: HostPush = ...,
+            host_voice: HostVoice = ...,
         ) -> None: ...
 
     @field_validator("units", "keep_fp32", "offload_activations", mode="before")

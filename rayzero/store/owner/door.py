@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 
 from rayzero.errors import HandshakeError, RayZeroError, TransferError
 from rayzero.security.credentials import names_shown, require_role
@@ -47,9 +46,11 @@ def _require_own(method: str, request: Any, caller: tuple[int, int] | None) -> N
     """Raise HandshakeError if a caller, whose certificate allows to be the rank that it says it is, sends a message of
     another rank. (Those of uploads are not read yet: a host's sum has gradients of several ranks.)"""
     said = getattr(request, "report", request)
-    if caller is not None and isinstance(said, Message) and "rank" in said.DESCRIPTOR.fields_by_name:
-        if said.rank != caller[0]:
-            raise HandshakeError(f"{method} of rank {said.rank} was sent by rank {caller[0]}")
+    described = getattr(said, "DESCRIPTOR", None)
+    if caller is None or described is None or "rank" not in described.fields_by_name:
+        return
+    if said.rank != caller[0]:
+        raise HandshakeError(f"{method} of rank {said.rank} was sent by rank {caller[0]}")
 
 
 class _Damaged(Exception):

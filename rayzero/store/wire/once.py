@@ -16,13 +16,15 @@ class Once(Generic[T, P]):
 
     Knows the last value; not what is packed."""
 
-    def __init__(self, pack: Callable[[T], P]) -> None:
-        self._pack = pack
-        self._last: tuple[T, P] | None = None
+    def __init__(self, pack: Callable[[T], P], bits: Callable[[T], bytes] | None = None) -> None:
+        """``bits``: of a value, by which it is known; None: by identity."""
+        self._pack, self._bits = pack, bits
+        self._last: tuple[T | bytes, P] | None = None
 
     def __call__(self, value: T) -> P:
         """The packed ``value``."""
+        known: T | bytes = value if self._bits is None else self._bits(value)
         last = self._last
-        if last is None or not (last[0] is value or last[0] == value):
-            last = self._last = (value, self._pack(value))
+        if last is None or not (last[0] is known or (self._bits is not None and last[0] == known)):
+            last = self._last = (known, self._pack(value))
         return last[1]
