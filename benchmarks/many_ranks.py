@@ -1,12 +1,15 @@
 """Measures a real lead and real owners under up to 1,000 ranks that compute nothing.
 
-    python benchmarks/many_ranks.py [--ranks 8 64 256 1000] [--owners 1 64] [--steps 6] [--units 32] [--profile]
+    python benchmarks/many_ranks.py [--ranks 8 64 256 1000] [--owners 1 64] [--steps 6] [--units 32]
+        [--voices-of 1 8] [--profile]
 
 Three processes: owner 0, which leads, as it runs in an optimizer actor (``OwnerServer``); the other owners, each with a
-server of its own; and the ranks. A rank here is a coroutine with a channel of its own that sends what a rank's store
+server of its own; and the ranks.
+A rank here is a coroutine with a channel of its own that sends what a rank's store
 sends: it attaches, follows notices, fetches every unit, pushes a gradient for each, finishes and commits, and gives to
-a mean. With several owners, the ranks talk to the lead alone and push nothing (their finish counts no push), so that
-the row shows what the lead does: it collects from every owner and sends each the decision.
+a mean. With ``--voices-of 8``, the first of 8 ranks sends what all of them ask of the lead. With several owners, the
+ranks talk to the lead alone and push nothing (their finish counts no push), so that the row shows what the lead does:
+it collects from every owner and sends each the decision.
 
 CPU and bytes are those of the lead's process, from its first message of a step to its last; latency is from the moment
 at which the last rank sends its finish to the last rank's answer. All three processes share this machine's cores, so
@@ -26,7 +29,7 @@ import pstats
 import resource
 import threading
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -77,6 +80,7 @@ class Case:
     owners: int
     units: int
     steps: int
+    voices_of: int = 1  # ranks whose finishes, commits and means come in one message
 
     @property
     def spec(self) -> ModelSpec:
@@ -190,8 +194,8 @@ class FakeRank:
             if "waiting" not in answer.DESCRIPTOR.fields_by_name or not answer.HasField("waiting"):
                 return answer
 
-    async def attach(self, described: bytes, digest: str) -> None:
-        """Open the link, and shake hands."""
+    async def attach(self, described: bytes, digest: str, voice: int | None = None) -> None:
+        """Open the link, and shake hands. ``voice``: the rank that may speak for this one."""
         self._following = asyncio.create_task(self._follow())
         await self._news.wait()
         request = pb.AttachRequest(
@@ -204,6 +208,8 @@ class FakeRank:
             process=translate.process_to_pb(this_process()),
             lease_s=300.0,
         )
+        if voice is not None:
+            request.voice = voice
         answer = await self.ask("Attach", request)
         if answer.needs_spec:
             request.spec = described
@@ -254,21 +260,19 @@ class FakeRank:
             header = pb.PushRequest.Header(contribution=translate.contribution_to_pb(contribution), shards=[unit.index])
             yield from encode_shard(unit.index, _gradient(unit, self.rank), 1 << 20, encode_header(header))
 
-    async def finish(self, step: int, pushes: int) -> None:
+    def finish(self, step: int, pushes: int) -> Any:
         """Finish with ``pushes`` of each unit; answered with the norm."""
         counts = (pushes,) * len(self._spec.layout.units)
         report = FinishReport(step=step, attempt=0, rank=self.rank, counts=counts)
-        await self.ask("Finish", pb.FinishRequest(report=translate.report_to_pb(report)))
+        return pb.FinishRequest(report=translate.report_to_pb(report))
 
-    async def commit(self, step: int) -> None:
+    def commit(self, step: int) -> Any:
         """Commit; answered with the decision."""
-        inputs = translate.inputs_to_pb(INPUTS)
-        await self.ask("Commit", pb.CommitRequest(rank=self.rank, step=step, inputs=inputs))
+        return pb.CommitRequest(rank=self.rank, step=step, inputs=translate.inputs_to_pb(INPUTS))
 
-    async def mean(self, number: int) -> None:
+    def mean(self, number: int) -> Any:
         """Give a loss to a mean over ranks."""
-        given = MeanInput(values=(float(self.rank),), weight=1.0)
-        await self.ask("Mean", translate.mean_to_pb(self.rank, number, given))
+        return translate.mean_to_pb(self.rank, number, MeanInput(values=(float(self.rank),), weight=1.0))
 
     async def close(self) -> None:
         """End the link, without a word."""
@@ -285,6 +289,18 @@ async def _counted(rank: FakeRank, messages: Iterator[bytes]) -> Any:
 
 def _gradient(unit: UnitLayout, rank: int) -> torch.Tensor:
     return torch.full((unit.numel,), 1.0 + rank % 7, dtype=unit.dtype)
+
+
+async def ask_together(ranks: Sequence[FakeRank], method: str, request: Callable[[FakeRank], Any]) -> None:
+    """What ranks of one host ask: one message of the first one for all, or a rank's own if it is alone."""
+    first, *others = ranks
+    if not others:
+        await first.ask(method, request(first))
+        return
+    said = [pb.SpeakRequest.Said(rank=rank.rank, life=0, request=request(rank).SerializeToString()) for rank in ranks]
+    answered = await first.ask("Speak", pb.SpeakRequest(rank=first.rank, method=method, said=said))
+    if sum(len(each.said) for each in answered.answers if each.HasField("response")) != len(ranks):
+        raise RuntimeError(f"{method} of ranks {[rank.rank for rank in ranks]}: {answered}")
 
 
 class Phases:
@@ -343,11 +359,14 @@ async def play(case: Case, address: str, lead: Connection, profile: bool) -> dic
     described, digest = translate.spec_to_bytes(spec), spec.layout.digest
     ranks = [FakeRank(rank, address, spec, case.owners) for rank in range(case.ranks)]
     pushes = 1 if case.owners == 1 else 0
+    hosts = [ranks[at : at + case.voices_of] for at in range(0, case.ranks, case.voices_of)]
     phases = Phases(ranks, lead)
     empty = phases.load()
     if profile:
         _order(lead, "enable")
-    await phases.run("attach", [_few_at_once([rank.attach(described, digest) for rank in ranks])])
+    await phases.run(
+        "attach", [_few_at_once([rank.attach(described, digest, host[0].rank) for host in hosts for rank in host])]
+    )
     await ranks[0].load()
     if pushes:
         await phases.run("first notices", [rank.published(0) for rank in ranks])
@@ -356,13 +375,23 @@ async def play(case: Case, address: str, lead: Connection, profile: bool) -> dic
         if pushes:
             await phases.run("fetch", [rank.fetch(step) for rank in ranks])
             await phases.run("push", [rank.push(step) for rank in ranks])
-        early = [asyncio.create_task(rank.finish(step, pushes)) for rank in ranks[:-1]]
+
+        def finish(rank: FakeRank, step: int = step) -> Any:
+            return rank.finish(step, pushes)
+
+        def commit(rank: FakeRank, step: int = step) -> Any:
+            return rank.commit(step)
+
+        def mean(rank: FakeRank, step: int = step) -> Any:
+            return rank.mean(step + 1)
+
+        early = [asyncio.create_task(ask_together(host, "Finish", finish)) for host in hosts[:-1]]
         await phases.run("finish of all but one", [_passed(early)])
-        await phases.run("last finish to last answer", [*early, ranks[-1].finish(step, pushes)])
-        await phases.run("commit to last decision", [rank.commit(step) for rank in ranks])
+        await phases.run("last finish to last answer", [*early, ask_together(hosts[-1], "Finish", finish)])
+        await phases.run("commit to last decision", [ask_together(host, "Commit", commit) for host in hosts])
         if pushes:
             await phases.run("notices", [rank.published(step + 1) for rank in ranks])
-        await phases.run("mean", [rank.mean(step + 1) for rank in ranks])
+        await phases.run("mean", [ask_together(host, "Mean", mean) for host in hosts])
     if profile:
         _order(lead, "disable")
     end = phases.load()
@@ -451,8 +480,8 @@ async def _load_others(case: Case, addresses: Sequence[str]) -> None:
 def table(found: dict[str, Any]) -> str:
     """The figures of one case, a phase a line."""
     lines = [
-        f"{found['ranks']} ranks, {found['owners']} owners, {found['units']} units, a spec of "
-        f"{found['spec_bytes']:,} bytes: {found['threads']} threads, {found['files']} files more, "
+        f"{found['ranks']} ranks, {found['voices_of']} a voice, {found['owners']} owners, {found['units']} units, a "
+        f"spec of {found['spec_bytes']:,} bytes: {found['threads']} threads, {found['files']} files more, "
         f"{found['rss_per_rank'] / 1e3:.0f} kB a rank, {found['rss'] / 1e6:.0f} MB in all",
         f"  {'phase':28}{'ms':>9}{'lead CPU ms':>13}{'us a rank':>11}{'bytes a rank':>14}",
     ]
@@ -469,14 +498,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=at_least_one, nargs="+", default=[8, 64, 256, 1000])
     parser.add_argument("--owners", type=at_least_one, nargs="+", default=[1, 64])
     parser.add_argument("--units", type=at_least_one, default=32)
+    parser.add_argument("--voices-of", type=at_least_one, nargs="+", default=[1, 8])
     parser.add_argument("--steps", type=at_least_one, default=6)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     for owners in args.owners:
         for ranks in args.ranks:
-            found = measure(Case(ranks=ranks, owners=owners, units=args.units, steps=args.steps), args.profile)
-            print(json.dumps(found) if args.json else table(found), flush=True)
+            for together in args.voices_of:
+                case = Case(ranks=ranks, owners=owners, units=args.units, steps=args.steps, voices_of=together)
+                found = measure(case, args.profile)
+                print(json.dumps(found) if args.json else table(found), flush=True)
 
 
 if __name__ == "__main__":

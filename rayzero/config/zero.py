@@ -28,6 +28,7 @@ WireCompression = Literal["none", "bf16", "int8"]
 Broadcast = Literal["pull", "push"]
 HostFetch = Literal["auto", "always", "never"]
 HostPush = Literal["auto", "always", "never"]
+HostVoice = Literal["auto", "always", "never"]
 
 
 class ZeroConfig(ConfigModel):
@@ -234,6 +235,12 @@ class ZeroConfig(ConfigModel):
     host gathers no more for the rest of the run. For one prepared model, ranks that share slab_dir, and at most 16 on a
     host. Not the default: it has not run on a GPU."""
 
+    host_voice: HostVoice = "auto"
+    """Whether one rank of a host sends the finishes, commits and means of all of its ranks to a lead on another host,
+    in one message: with a thousand ranks, the lead is busy with messages. A rank sends its own where that one does not
+    answer within a second. "auto": in runs of more than 64 ranks. "always": also in smaller ones. "never": each sends
+    its own."""
+
     if TYPE_CHECKING:
 
         def __init__(
@@ -285,6 +292,7 @@ class ZeroConfig(ConfigModel):
             host_fetch: HostFetch = ...,
             host_push: HostPush = ...,
             host_gather: bool = ...,
+            host_voice: HostVoice = ...,
         ) -> None: ...
 
     @field_validator("units", "keep_fp32", "offload_activations", mode="before")

@@ -89,8 +89,10 @@ class Disturbed:
         stall_timeout: float = 30.0,
         hosts: Mapping[str, Path] | None = None,
         tls: bool = False,
+        config: ZeroConfig | None = None,
     ) -> None:
-        self.tls = tls
+        """``config``: how bytes and messages travel."""
+        self.tls, self.config = tls, config
         self.folder, self.faults, self.hosts = folder, Faults(folder, faults), dict(hosts or {})
         self.transport: Transport = transport
         self.stall_timeout = stall_timeout
@@ -110,6 +112,7 @@ class Disturbed:
             faults=self.faults,
             hosts=self.hosts,
             tls=self.tls,
+            config=self.config,
         )
         assert [life for life, *_ in found] == [self.deaths[f"rank {rank}"] for rank in range(RANKS)]
         return found

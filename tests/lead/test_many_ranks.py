@@ -16,7 +16,8 @@ from owner.owner import owner_of
 from store.toy import WAIT, make_spec, random_grads
 
 import rayzero
-from rayzero.protocol.messages import MeanInput
+from rayzero.errors import StepMismatchError
+from rayzero.protocol.messages import Edit, EditKind, MeanInput, StepInputs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.peers.orders import collect_request
 from rayzero.store.owner.step_calls import StepCalls
@@ -175,3 +176,26 @@ def test_ranks_get_a_decision_and_owners_a_collect_that_was_packed_once(monkeypa
     assert collect_request(reports) is collect_request(reports)
     later = tuple(report(rank, step=1) for rank in range(5))
     assert collect_request(later).step == 1
+
+
+def test_inputs_that_ranks_send_alike_are_unpacked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, unpacked = make_spec(3), []
+    from_pb = translate.inputs_from_pb
+    monkeypatch.setattr(translate, "inputs_from_pb", lambda sent: unpacked.append(sent) or from_pb(sent))
+    with lead_of(spec) as (lead, peers):
+
+        class Here:
+            service = peers[0].service
+
+            def require_lead(self) -> Any:
+                return lead
+
+        calls, answers = StepCalls(Here()), []
+        for rank, norm in ((0, 1.0), (1, 1.0), (2, 2.0)):
+            clipped = StepInputs(edits=(Edit(EditKind.CLIP_NORM, norm),), hyper=spec.hyper)
+            sent = translate.inputs_to_pb(clipped)
+            finish = pb.FinishRequest(report=translate.report_to_pb(report(rank)), inputs=sent)
+            answers.append(calls.begin("Finish", finish))
+        assert len(unpacked) == 2, "those of rank 2 differ"
+        with pytest.raises(StepMismatchError, match=r"ranks 0 and 2 sent different inputs"):
+            answers[0].result(WAIT)

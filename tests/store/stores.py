@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
-from rayzero.config.zero import HostFetch, HostPush
+from rayzero.config.zero import HostFetch, HostPush, HostVoice
 from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.slab import SHARED_MEMORY
 from rayzero.store.inprocess import LocalConnection, LocalOwners
@@ -75,12 +75,14 @@ def over_grpc(
     shares: Callable[[int], bool] = lambda owner: False,
     host_fetch: HostFetch = "never",
     host_push: HostPush = "never",
+    host_voice: HostVoice = "never",
 ) -> Iterator[Stores]:
     """The same over gRPC on loopback: every owner has a server, every rank its own channels. ``shares(owner)``: it
     shares memory with the ranks, as owners of their host do; the others are as on other hosts. ``chunk_bytes``: of a
     message, small enough that a shard takes several. ``host_fetch``: whether ranks fetch from the others once for their
-    host. ``host_push``: whether the others get one sum of all ranks."""
-    alone = host_fetch == host_push == "never" and not any(shares(owner) for owner in range(num_owners))
+    host. ``host_push``: whether the others get one sum of all ranks. ``host_voice``: whether one rank asks the lead for
+    all of them."""
+    alone = host_fetch == host_push == host_voice == "never" and not any(shares(owner) for owner in range(num_owners))
     somewhere = None if alone else SHARED_MEMORY
     token = f"{TOKEN} {secrets.token_hex()}"  # by which ranks of a host find each other
     with ExitStack() as stack:
@@ -106,6 +108,7 @@ def over_grpc(
                     share=somewhere,
                     host_fetch=host_fetch,
                     host_push=host_push,
+                    host_voice=host_voice,
                     ranks_here=range(world_size),
                     model=model,
                     life=life,
@@ -124,6 +127,6 @@ if why_no_sharing() is None:
     STORES["shm"] = partial(over_grpc, shares=lambda owner: True)
     STORES["mixed"] = partial(over_grpc, shares=lambda owner: owner % 2 == 0)
     STORES["sums"] = partial(over_grpc, host_push="always")
-    STORES["relay"] = partial(over_grpc, host_fetch="always")
+    STORES["relay"] = partial(over_grpc, host_fetch="always", host_voice="always")
     STORES["mixed-relay"] = partial(over_grpc, shares=lambda owner: owner % 2 == 0, host_fetch="always")
 """name -> factory(world_size, num_owners, *, stall_timeout=..., owner_threads=...): a context with one store a rank"""

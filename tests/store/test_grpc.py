@@ -53,6 +53,7 @@ from rayzero.store.wire.rpc import (
     STORE_SERVICE,
     from_failure,
     from_status,
+    life_metadata,
     methods,
     to_failure,
     to_status,
@@ -366,17 +367,19 @@ def test_many_waiting_ranks_do_not_block_a_push() -> None:
     with serving() as servers, connected(servers, 2) as (last, many):
         last_rank = start([last, many], spec)[0]
         with channel_to(servers[0]) as channel:
-            attach = methods(STORE_SERVICE)["Attach"].bind(channel)
-            for rank in range(2, waiting_ranks + 1):
-                attach(attach_request(spec, rank=rank), metadata=token_metadata(TOKEN), timeout=WAIT)
-        norms = [
-            many.finish(FinishReport(step=0, attempt=0, rank=rank, counts=(0, 0, 0)), inputs)
-            for rank in range(1, waiting_ranks + 1)
-        ]
-        last_rank.push(random_grads(spec, 1))
-        assert not any(norm.done() for norm in norms)
-        total = last_rank.finish().result(WAIT).total
-        assert {norm.result(WAIT).total for norm in norms} == {total}
+            attach, finish = (methods(STORE_SERVICE)[name].bind(channel) for name in ("Attach", "Finish"))
+            norms = []
+            for rank in range(1, waiting_ranks + 1):
+                if rank > 1:
+                    attach(attach_request(spec, rank=rank), metadata=token_metadata(TOKEN), timeout=WAIT)
+                report = FinishReport(step=0, attempt=0, rank=rank, counts=(0, 0, 0))
+                request = pb.FinishRequest(report=translate.report_to_pb(report), inputs=translate.inputs_to_pb(inputs))
+                metadata = (*token_metadata(TOKEN), *life_metadata(rank, 0))
+                norms.append(finish.future(request, metadata=metadata, timeout=WAIT))
+            last_rank.push(random_grads(spec, 1))
+            assert not any(norm.done() for norm in norms)
+            total = last_rank.finish().result(WAIT).total
+            assert {norm.result(WAIT).norm.total for norm in norms} == {total}
 
 
 def test_a_wait_outlasts_many_polls() -> None:

@@ -15,6 +15,7 @@ import pytest
 from rayzero.errors import HandshakeError, TransferError
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import ANY_RANK, OWNER, Identity, identity_of, is_loopback, name_of_rank
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.store import RankStore
 from rayzero.store.wire.rpc import (
@@ -43,11 +44,13 @@ def of_rank(rank: int) -> Identity:
     return Identity(RUN.issue(f"rank {rank}", [name_of_rank(rank)]))
 
 
-def refusal(server: OwnerServer, shown: Identity | None, service: str, name: str, metadata: Metadata) -> Any:
-    """The error of a call to one method."""
+def refusal(
+    server: OwnerServer, shown: Identity | None, service: str, name: str, metadata: Metadata, sent: Any = None
+) -> Any:
+    """The error of a call to one method. ``sent``: its request; None: an empty one."""
     method = methods(service)[name]
     with open_channel(server.address, shown) as channel:
-        request: Any = iter([b""]) if method.client_streaming else method.request()
+        request: Any = iter([b""]) if method.client_streaming else sent or method.request()
         try:
             answer = method.bind(channel)(request, metadata=metadata, timeout=WAIT)
             list(answer if method.server_streaming else [])
@@ -129,6 +132,20 @@ def test_what_a_rank_asks_is_for_that_rank_alone() -> None:
                 said = refusal(servers[0], shown, STORE_SERVICE, name, metadata)
                 assert isinstance(said, HandshakeError), name
                 assert f"{name} was called by rank 0 with a certificate of" in str(said)
+
+
+def test_a_message_of_a_rank_is_taken_from_that_rank_alone() -> None:
+    metadata, refused = (*token_metadata(TOKEN), *life_metadata(0, 0)), []
+    with serving(tls=OWN) as servers, one_step_goes_on(servers):
+        for name, method in methods(STORE_SERVICE).items():
+            named = "rank" in method.request.DESCRIPTOR.fields_by_name and not method.client_streaming
+            if named or name == "Finish":
+                sent = method.request(rank=1) if named else method.request(report=pb.FinishReport(rank=1))
+                said = refusal(servers[0], of_rank(0), STORE_SERVICE, name, metadata, sent)
+                assert isinstance(said, HandshakeError), name
+                assert str(said) == f"{name} of rank 1 was sent by rank 0"
+                refused.append(name)
+    assert {"Attach", "Finish", "Commit", "Mean", "Discard", "Write", "Save", "Leave", "Notices"} <= set(refused)
 
 
 def test_a_rank_that_does_not_say_which_one_it_is_may_ask_nothing() -> None:

@@ -6,6 +6,7 @@ call that computes or allocates runs in the model's thread pool.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Contribution, Published
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.long_polls import Repeats, ended, result_of
+from rayzero.store.owner.calls.spoken import answers_to, begin_said
 from rayzero.store.owner.known_specs import KnownSpecs
 from rayzero.store.owner.memory.shared_memory import SharedOwner
 from rayzero.store.owner.served_model import ServedModel
@@ -133,6 +135,8 @@ class RankCalls:
         self._model.take_spec(spec)
         told = translate.told_from_pb(request.told) if request.HasField("told") else None
         step = 0
+        life = (caller_of(context.invocation_metadata() or ()) or (0, 0))[1]
+        self._model.voices.name(request.rank, life, request.voice if request.HasField("voice") else None)
         if self._model.leads:
             succeeds = self._model.shared is not None and self._model.shared.took_over
             step = self._connected_lead().attach(request.rank, spec, attached.version, told, succeeds=succeeds)
@@ -333,6 +337,21 @@ class RankCalls:
         """One rank's part of a mean; answers when all ranks have given theirs."""
         answer = await self._answer("Mean", request.rank, request, context)
         return answer or pb.MeanResponse(waiting=self._waiting())
+
+    async def speak(self, request: pb.SpeakRequest, context: Context) -> pb.SpeakResponse:
+        """What several ranks of a host ask; answers when all of them have their answers, or with those that are there.
+        All ask of one step, or one mean, so that none waits for what another does only after its own answer."""
+
+        def begin(rank: int, asked: Any) -> Future[Any]:
+            return self._repeats.once(rank, asked, lambda: self._model.steps.begin(request.method, asked))
+
+        said = begin_said(request, self._model.voices, begin)
+        until = asyncio.get_running_loop().time() + self._patience_s(context)
+        for each in said:
+            if not isinstance(each, str):
+                await ended(each, max(0.0, until - asyncio.get_running_loop().time()))
+        answers = answers_to(said)
+        return pb.SpeakResponse(answers=answers) if answers else pb.SpeakResponse(waiting=self._waiting())
 
     async def _answer(self, method: str, rank: int, request: Any, context: Context) -> Any:
         """The response to a call that a rank may repeat; None: not yet."""

@@ -26,6 +26,7 @@ from rayzero.quantities import count
 from rayzero.security.credentials import Identity
 from rayzero.store.owner.calls.rank_links import RankLinks
 from rayzero.store.owner.calls.running_calls import RunningCalls
+from rayzero.store.owner.calls.spoken import Voices
 from rayzero.store.owner.hosted import Hosted
 from rayzero.store.owner.peers.shared import SharedPeer
 from rayzero.store.owner.peers.wire import RemotePeer
@@ -67,6 +68,7 @@ class ServedModel:
         self.leads = False  # this owner has shard 0
         self.loop_states = LoopStates()
         self.lives: dict[int, int] = {}  # rank -> its present life, if it has died before
+        self.voices = Voices()  # which rank may speak for which
         self.calls = RunningCalls(self.service.owner)
         self.ranks = RankLinks(self.service.owner, self._loop, self.service.recorder, self._gone)
         self._number, self._terms = number, terms
@@ -139,6 +141,7 @@ class ServedModel:
             return
         self.lives[rank] = life
         self.ranks.left(rank)
+        self.voices.name(rank, life, None)
         if self.shared is not None:
             self.shared.leave(rank)
         if self.leads and self.lead is not None:

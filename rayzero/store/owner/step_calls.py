@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from rayzero.concurrency.futures import then
 from rayzero.errors import RayZeroError, StoreError
 from rayzero.lead.lead import StepLead
-from rayzero.protocol.messages import Decision
+from rayzero.protocol.messages import Decision, Norm
 from rayzero.protocol.owner import OwnerPeer
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire import translate
@@ -42,7 +42,8 @@ class StepCalls:
 
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
-        self._decided = Once(_decided)
+        self._inputs, self._normed, self._decided = Once(translate.inputs_from_pb, _bits), Once(_normed), Once(_decided)
+        self._averaged = Once(_averaged)
         self._begin: dict[str, Callable[[Any], Future[Any]]] = {
             "Finish": self._finish,
             "Commit": self._commit,
@@ -77,14 +78,12 @@ class StepCalls:
     # ---- from ranks
 
     def _finish(self, request: pb.FinishRequest) -> Future[pb.FinishResponse]:
-        inputs = translate.inputs_from_pb(request.inputs) if request.HasField("inputs") else None
+        inputs = self._inputs(request.inputs) if request.HasField("inputs") else None
         norm = self._answering.require_lead().finish(translate.report_from_pb(request.report), inputs)
-        return then(norm, lambda norm: pb.FinishResponse(norm=translate.norm_to_pb(norm)))
+        return then(norm, self._normed)
 
     def _commit(self, request: pb.CommitRequest) -> Future[pb.CommitResponse]:
-        decision = self._answering.require_lead().commit(
-            request.rank, request.step, translate.inputs_from_pb(request.inputs)
-        )
+        decision = self._answering.require_lead().commit(request.rank, request.step, self._inputs(request.inputs))
         return then(decision, self._decided)
 
     def _decision(self, request: pb.GetDecisionRequest) -> Future[pb.GetDecisionResponse]:
@@ -112,7 +111,7 @@ class StepCalls:
 
     def _mean(self, request: pb.MeanRequest) -> Future[pb.MeanResponse]:
         mean = self._answering.require_lead().mean(request.rank, request.number, translate.mean_from_pb(request))
-        return then(mean, lambda values: pb.MeanResponse(mean=pb.MeanResponse.Mean(values=values)))
+        return then(mean, self._averaged)
 
     # ---- from the lead
 
@@ -127,6 +126,18 @@ class StepCalls:
     def _overwrite(self, request: pb.OverwriteRequest) -> Future[pb.OverwriteResponse]:
         written = self._answering.service.write(request.number, translate.write_from_pb(request.write))
         return then(written, lambda _: pb.OverwriteResponse())
+
+
+def _bits(inputs: pb.StepInputs) -> bytes:
+    return bytes(inputs.SerializeToString(deterministic=True))
+
+
+def _normed(norm: Norm) -> pb.FinishResponse:
+    return pb.FinishResponse(norm=translate.norm_to_pb(norm))
+
+
+def _averaged(values: tuple[float, ...]) -> pb.MeanResponse:
+    return pb.MeanResponse(mean=pb.MeanResponse.Mean(values=values))
 
 
 def _decided(decision: Decision) -> pb.CommitResponse:

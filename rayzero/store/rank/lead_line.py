@@ -1,4 +1,5 @@
-"""Sends a rank's calls to a lead in another process: by mailbox on the same host, by long polls to another host."""
+"""Sends a rank's calls to a lead in another process: by mailbox on the same host; to another host by long polls, some
+of which one rank of a host may make for all of them (voice/speaker.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rayzero.concurrency.futures import chain, then
+from rayzero.concurrency.futures import chain, fail, settle, then
 from rayzero.errors import RayZeroError, StoreClosedError
 from rayzero.protocol.messages import (
     CheckpointInfo,
@@ -27,6 +28,7 @@ from rayzero.store.rank.long_poll import LongPoll
 from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.rank.owner_link import OwnerLink
 from rayzero.store.rank.stall import StallWatch
+from rayzero.store.rank.voice.line import UnheardError, VoiceLine
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import STORE_SERVICE, methods
 
@@ -42,6 +44,7 @@ class RemoteLead:
     def __init__(self, link: OwnerLink, shared: SharedRank | None, watch: StallWatch, epochs: Epochs) -> None:
         """``shared``: this rank's shared memory, which may reach the lead; None: it has none."""
         self._link, self._shared, self._watch, self._epochs = link, shared, watch, epochs
+        self._voice: VoiceLine | None = None  # to the rank of this host that asks for all of them
         self._rank = link.rank
         self._writes = 0  # calls so far
         self._history = LeadHistory()
@@ -49,7 +52,11 @@ class RemoteLead:
 
     def enter(self, link: OwnerLink, shared: SharedRank | None, watch: StallWatch) -> None:
         """Ask the lead of the next epoch from now on; see ``__init__``."""
-        self._link, self._shared, self._watch = link, shared, watch
+        self._link, self._shared, self._watch, self._voice = link, shared, watch, None
+
+    def speak_through(self, voice: VoiceLine | None) -> None:
+        """Let a voice ask what it can. None: this rank asks itself."""
+        self._voice = voice
 
     def finish(self, awaited: str, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """See ``LeadLine.finish``."""
@@ -57,14 +64,18 @@ class RemoteLead:
         request = pb.FinishRequest(report=translate.report_to_pb(report), inputs=sent)
         self._history.finish(report, inputs)
         return self._ask(
-            awaited, "Finish", request, lambda answer: self._history.normed(translate.norm_from_pb(answer.norm))
+            awaited,
+            "Finish",
+            request,
+            lambda answer: self._history.normed(translate.norm_from_pb(answer.norm)),
+            of=report.step,
         )
 
     def commit(self, awaited: str, step: int, inputs: StepInputs) -> Future[Decision]:
         """See ``LeadLine.commit``."""
         request = pb.CommitRequest(rank=self._rank, step=step, inputs=translate.inputs_to_pb(inputs))
         self._history.commit(step, inputs)
-        return self._ask(awaited, "Commit", request, self._decision_of)
+        return self._ask(awaited, "Commit", request, self._decision_of, of=step)
 
     def decision(self, awaited: str, step: int) -> Future[Decision]:
         """See ``LeadLine.decision``."""
@@ -121,20 +132,66 @@ class RemoteLead:
         """See ``LeadLine.mean``."""
         request = translate.mean_to_pb(self._rank, number, given)
         self._history.mean(number, given)
-        return self._ask(awaited, "Mean", request, lambda answer: tuple(answer.mean.values))
+        return self._ask(awaited, "Mean", request, lambda answer: tuple(answer.mean.values), of=number)
 
-    def _ask(self, awaited: str, method: str, request: Any, read: Callable[[Any], T]) -> Future[T]:
-        """``read``: turns the response into the result."""
-        return self._epochs.make(partial(self._ask_once, awaited, method, request, read))
+    def _ask(
+        self, awaited: str, method: str, request: Any, read: Callable[[Any], T], of: int | None = None
+    ) -> Future[T]:
+        """``read``: turns the response into the result. ``of``: what a voice has to know of it; None: none carries
+        it."""
+        return self._epochs.make(partial(self._ask_once, awaited, method, request, read, of))
 
-    def _ask_once(self, awaited: str, method: str, request: Any, read: Callable[[Any], T]) -> Future[T]:
+    def _ask_once(self, awaited: str, method: str, request: Any, read: Callable[[Any], T], of: int | None) -> Future[T]:
         asked = self._shared.ask_lead(method, request.SerializeToString()) if self._shared is not None else None
         if asked is not None:
             response = methods(STORE_SERVICE)[method].response
             answer = then(asked, lambda message: read(response.FromString(message)))
         else:
-            answer = LongPoll(self._link, method, request, read, executor=self._answers, awaited=awaited).future
+
+            def ask_itself() -> Future[T]:
+                return LongPoll(self._link, method, request, read, executor=self._answers, awaited=awaited).future
+
+            voice = self._voice
+            answer = (
+                ask_itself()
+                if voice is None or of is None
+                else self._ask_voice(voice, method, of, request, read, ask_itself)
+            )
         return self._watch.watch(answer, awaited, self.describe)
+
+    def _ask_voice(
+        self,
+        voice: VoiceLine,
+        method: str,
+        of: int,
+        request: Any,
+        read: Callable[[Any], T],
+        ask_itself: Callable[[], Future[T]],
+    ) -> Future[T]:
+        """Ask through the voice, and without it if it does not carry the question."""
+        answer: Future[T] = Future()
+        answer.set_running_or_notify_cancel()
+        response = methods(STORE_SERVICE)[method].response
+
+        def take(heard: Future[bytes]) -> None:  # in the thread in which all answers are taken: see told()
+            try:
+                settle(answer, read(response.FromString(heard.result())))
+            except Exception as error:  # whatever it is, the future raises it
+                fail(answer, error)
+
+        def over(heard: Future[bytes]) -> None:
+            if not isinstance(heard.exception(), UnheardError):
+                try:
+                    self._answers.submit(take, heard)
+                except RuntimeError:  # shut down by close()
+                    fail(answer, StoreClosedError(f"rank {self._rank} closed its store"))
+            elif not answer.done():  # whoever waited has not given up
+                asked = ask_itself()
+                answer.add_done_callback(lambda _: fail(asked, StoreClosedError("nobody waits any more")))
+                chain(asked, answer)
+
+        voice.ask(method, of, request.SerializeToString()).add_done_callback(over)
+        return answer
 
     def is_over(self, link: OwnerLink) -> bool:
         """Whether this is the line over ``link``."""
@@ -145,6 +202,8 @@ class RemoteLead:
         dead and its channel is closed: every answer that has come is noted first."""
         if self._shared is not None:
             self._shared.take_answers()
+        if self._voice is not None:
+            self._voice.drop()  # what is asked without an answer by now is asked again of the successor
         try:
             self._answers.submit(lambda: None).result()
         except RuntimeError:  # shut down by close()

@@ -16,7 +16,7 @@ import torch
 
 from rayzero.concurrency.futures import DONE, chain, fail, settled, then
 from rayzero.concurrency.processes import this_process
-from rayzero.config.zero import HostFetch, HostPush
+from rayzero.config.zero import HostFetch, HostPush, HostVoice
 from rayzero.errors import (
     ConfigError,
     EpochOverError,
@@ -54,6 +54,8 @@ from rayzero.store.rank.transfers.relayed import RelayedTransfers
 from rayzero.store.rank.transfers.repeated_pushes import NOTHING, RepeatedPushes
 from rayzero.store.rank.transfers.shared import SharedTransfers
 from rayzero.store.rank.transfers.wire import WireOptions, WireTransfers, transfer_threads
+from rayzero.store.rank.voice.line import VoiceLine, voice_address
+from rayzero.store.rank.voice.speaker import Voice
 from rayzero.store.shm.former_ranks import former_ranks
 from rayzero.store.shm.host_sums import sums_gain
 from rayzero.store.shm.loop_slab import loop_slabs
@@ -70,6 +72,8 @@ _LEASE = 0.5
 So the others, who wait for that rank, hear the reason before their own wait counts as stalled, and by default (300 s)
 it is far longer than the 20 s after which either end notices a link that swallows everything."""
 
+
+_VOICES_ABOVE = 64  # ranks of a run; with fewer, asking oneself is as cheap for the lead, and a little sooner
 
 _MAKING_S = 120.0
 """How long another rank of the host may take to make memory for what comes from elsewhere: tens of seconds for a large
@@ -101,6 +105,7 @@ class RemoteConnection:
         share_with_all: bool = False,
         host_fetch: HostFetch = "never",
         host_push: HostPush = "never",
+        host_voice: HostVoice = "never",
         ranks_here: Sequence[int] = (),
         outlives_owners: bool = False,
         keep_pushed: bool = True,
@@ -114,7 +119,8 @@ class RemoteConnection:
         ``wire_compression``, ``broadcast``: see ``ZeroConfig``. ``share``: the directory for memory shared with owners
         of this host; None: gRPC to all. ``share_with_all``: attach raises UnsupportedError if an owner shares no
         memory with this rank. ``host_fetch``: see ``ZeroConfig``; "auto" here: other ranks share the directory.
-        ``host_push``: see ``ZeroConfig``. ``ranks_here``: the ranks of this host, the same in every life of this one.
+        ``host_push``, ``host_voice``: see ``ZeroConfig``. ``ranks_here``: the ranks of this host, the same in every
+        life of this one.
         ``outlives_owners``: wait for the successor of an owner whose process has died (``succeed``), and take part in a
         change of the owners (``next``); else either is the end of the run.
         ``keep_pushed``: see ``ZeroConfig``. ``ownership``: who owns what by now; None: it is the run's first epoch.
@@ -142,6 +148,7 @@ class RemoteConnection:
             share_with_all=share_with_all,
             host_fetch=host_fetch,
             host_push=host_push,
+            host_voice=host_voice,
             ranks_here=ranks_here,
             outlives_owners=outlives_owners,
             keep_pushed=keep_pushed,
@@ -191,7 +198,12 @@ class RemoteConnection:
         self._senders: dict[int, GradientSender] = {wire.owner: wire for wire in self._wires}
         self._share, self._share_with_all = share, share_with_all
         self._token, self._host_push, self._ranks_here = token, host_push, tuple(ranks_here)
-        self._model, self._fetches_here = model, host_fetch != "never"
+        self._host_voice, self._model, self._epoch = host_voice, model, epoch
+        self._voice: Voice | None = (
+            None  # after attach, if this rank is the voice of its host. freed by: end(), leave()
+        )
+        self._voice_line: VoiceLine | None = None  # after attach, to the voice. freed by: end(), leave()
+        self._fetches_here = host_fetch != "never"
         self._summed: tuple[int, ...] = ()  # after attach: whose gradients come elsewhere as one sum
         self._host: HostRanks | None = None  # the same, if there are any. freed by: free()
         self._join_memory = partial(join_memory, host_fetch, key=token, model=model, who=f"rank {rank}")
@@ -237,6 +249,7 @@ class RemoteConnection:
                 self._gradients = GradientRegion(spec, gradient_memory(spec, pinned_for=page_lock))
             link = self._links[plan.shard_map.owner(0)]
             self._lead = RemoteLead(link, self._shared, self._watch, self.epochs)  # freed by: free()
+            self._open_voice(plan)
             former, self._came_back = (self._former(plan, step), step) if self.life else (NOTHING, None)
             self._repeats, self._plan = self._repeated(plan, former), plan
             if self.life:
@@ -285,6 +298,7 @@ class RemoteConnection:
             process=translate.process_to_pb(this_process()),
             lease_s=self.stall_timeout * _LEASE,
             summed=self._summed,
+            voice=self._voice_of(spec),
         )
         asked = {}
         self._attaching = request
@@ -414,6 +428,36 @@ class RemoteConnection:
             if self._senders:
                 log.info("rank %d: gradients of ranks %s leave this host as one sum", self.rank, list(self._summed))
 
+    def _voice_of(self, spec: ModelSpec) -> int | None:
+        """The rank of this host that asks the lead for all of them; None: each asks itself."""
+        many = self._host_voice == "always" or (self._host_voice == "auto" and spec.world_size > _VOICES_ABOVE)
+        return min(self._ranks_here) if many and self._share is not None and len(self._ranks_here) > 1 else None
+
+    def _open_voice(self, plan: SharedPlan) -> None:
+        """Ask the lead through the voice of this host, if the lead is elsewhere; and be it, if this rank is the one."""
+        voice, lead = self._voice_of(plan.spec), plan.shard_map.owner(0)
+        if voice is None or lead not in self._senders:
+            return
+        assert self._share is not None
+        address = voice_address(
+            self._token, plan.spec.run, plan.spec.lineage, self._model, self._epoch, host_identity(self._share), voice
+        )
+        if voice == self.rank:
+            try:
+                self._voice = Voice(address, self.rank, self._ranks_here, self._links[lead])
+            except OSError as error:
+                log.warning("rank %d cannot speak for its host, whose ranks ask themselves: %s", self.rank, error)
+        self._voice_line = VoiceLine(address, self.rank, self.life)
+        assert self._lead is not None
+        self._lead.speak_through(self._voice_line)
+
+    def _close_voice(self) -> None:
+        """Ask through nobody any more, and speak for nobody; after the links are closed. Idempotent."""
+        if self._voice_line is not None:
+            self._voice_line.close()
+        if self._voice is not None:
+            self._voice.close()
+
     def _elsewhere(self, away: Sequence[int]) -> dict[int, Arena]:
         """What this host has of the parameters of the owners ``away``, by owner."""
         return {} if self._relay is None else dict.fromkeys(away, self._relay.shards)
@@ -492,6 +536,7 @@ class RemoteConnection:
             self._host_fetches.end(over)
         for link in self._links:
             link.close()
+        self._close_voice()
         self._watch.close(over)
 
     def retire(self) -> None:
@@ -530,6 +575,7 @@ class RemoteConnection:
             self._windows.enter(plan, elsewhere)
         self._fetch_for_host(plan, away)
         self._want_sums()
+        self._open_voice(plan)
         self._repeats, self._plan = self._repeated(plan), plan
         self._keep_again()
         for owner in self._senders:
@@ -567,6 +613,8 @@ class RemoteConnection:
         request = _to_owner(self._attaching, link.owner)
         request.told.SetInParent()
         if self._lead is not None and self._lead.is_over(link):
+            if self._voice is not None:
+                self._voice.drop()
             request.told.CopyFrom(self._lead.told())
         answer = channel.answer(channel.start("Attach", request, deadline_s))
         if answer.needs_spec:
@@ -738,6 +786,7 @@ class RemoteConnection:
             self._host_fetches.end(closed_error(self.rank))
         for link in self._links:
             link.close()  # an attach in another thread fails
+        self._close_voice()
         self._watch.close()  # after the links, so that no unanswered question holds up its thread
 
     def free(self) -> None:

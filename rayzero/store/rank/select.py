@@ -65,6 +65,7 @@ def connect_store(
             share_with_all=config.transport == "shm",
             host_fetch=config.fetches_for_host(len(ranks_here)) if reason is None else "never",
             host_push=config.pushes_for_host if reason is None else "never",
+            host_voice=config.host_voice if reason is None else "never",
             ranks_here=ranks_here,
             outlives_owners=outlives_owners,
             keep_pushed=config.keep_pushed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,17 +13,27 @@ T = TypeVar("T")
 
 
 async def ended(future: Future[Any], timeout_s: float | None = None) -> bool:
-    """Wait until ``future`` is done, without holding a thread or cancelling it; False after ``timeout_s`` seconds."""
+    """Wait until ``future`` is done, without holding a thread or cancelling it; False after ``timeout_s`` seconds.
+
+    A thousand ranks wait so for one norm: asyncio's own ``wait_for`` would make a task for each, and the loop would be
+    woken once for each although it is the loop's own thread that settles them."""
     if future.done():
         return True
-    loop = asyncio.get_running_loop()
-    done = asyncio.Event()
-    future.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
+    loop, here = asyncio.get_running_loop(), threading.get_ident()
+    over = loop.create_future()
+
+    def end() -> None:
+        if not over.done():
+            over.set_result(None)
+
+    future.add_done_callback(lambda _: end() if threading.get_ident() == here else loop.call_soon_threadsafe(end))
+    timer = None if timeout_s is None else loop.call_later(timeout_s, end)
     try:
-        await asyncio.wait_for(done.wait(), timeout_s)
-    except TimeoutError:
-        return future.done()
-    return True
+        await over
+    finally:
+        if timer is not None:
+            timer.cancel()
+    return future.done()
 
 
 async def result_of(future: Future[T]) -> T:

@@ -199,7 +199,7 @@ class Process(_message.Message):
     def __init__(self, kernel: _Optional[str] = ..., pid: _Optional[int] = ..., started: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "process", "lease_s", "told", "lost_before", "spec_digest", "summed")
+    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "process", "lease_s", "told", "lost_before", "spec_digest", "summed", "voice")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +213,7 @@ class AttachRequest(_message.Message):
     LOST_BEFORE_FIELD_NUMBER: _ClassVar[int]
     SPEC_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SUMMED_FIELD_NUMBER: _ClassVar[int]
+    VOICE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     rank: int
     spec: bytes
@@ -226,7 +227,8 @@ class AttachRequest(_message.Message):
     lost_before: int
     spec_digest: str
     summed: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ..., told: _Optional[_Union[Told, _Mapping]] = ..., lost_before: _Optional[int] = ..., spec_digest: _Optional[str] = ..., summed: _Optional[_Iterable[int]] = ...) -> None: ...
+    voice: int
+    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ..., told: _Optional[_Union[Told, _Mapping]] = ..., lost_before: _Optional[int] = ..., spec_digest: _Optional[str] = ..., summed: _Optional[_Iterable[int]] = ..., voice: _Optional[int] = ...) -> None: ...
 
 class Told(_message.Message):
     __slots__ = ("steps", "means", "saved", "begun")
@@ -671,6 +673,44 @@ class MeanResponse(_message.Message):
     mean: MeanResponse.Mean
     waiting: Waiting
     def __init__(self, mean: _Optional[_Union[MeanResponse.Mean, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+
+class SpeakRequest(_message.Message):
+    __slots__ = ("rank", "method", "said")
+    class Said(_message.Message):
+        __slots__ = ("rank", "life", "request")
+        RANK_FIELD_NUMBER: _ClassVar[int]
+        LIFE_FIELD_NUMBER: _ClassVar[int]
+        REQUEST_FIELD_NUMBER: _ClassVar[int]
+        rank: int
+        life: int
+        request: bytes
+        def __init__(self, rank: _Optional[int] = ..., life: _Optional[int] = ..., request: _Optional[bytes] = ...) -> None: ...
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    SAID_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    method: str
+    said: _containers.RepeatedCompositeFieldContainer[SpeakRequest.Said]
+    def __init__(self, rank: _Optional[int] = ..., method: _Optional[str] = ..., said: _Optional[_Iterable[_Union[SpeakRequest.Said, _Mapping]]] = ...) -> None: ...
+
+class SpeakResponse(_message.Message):
+    __slots__ = ("answers", "waiting")
+    class Answer(_message.Message):
+        __slots__ = ("said", "response", "failure", "unheard")
+        SAID_FIELD_NUMBER: _ClassVar[int]
+        RESPONSE_FIELD_NUMBER: _ClassVar[int]
+        FAILURE_FIELD_NUMBER: _ClassVar[int]
+        UNHEARD_FIELD_NUMBER: _ClassVar[int]
+        said: _containers.RepeatedScalarFieldContainer[int]
+        response: bytes
+        failure: Failure
+        unheard: str
+        def __init__(self, said: _Optional[_Iterable[int]] = ..., response: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., unheard: _Optional[str] = ...) -> None: ...
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    answers: _containers.RepeatedCompositeFieldContainer[SpeakResponse.Answer]
+    waiting: Waiting
+    def __init__(self, answers: _Optional[_Iterable[_Union[SpeakResponse.Answer, _Mapping]]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("rank", "reason")

@@ -1,0 +1,1 @@
+"""What ranks of one host ask the lead in one message: one of them speaks for all."""
