@@ -158,16 +158,16 @@ def test_when_questions_leave() -> None:
         return speaking._Question(speaking._Guest(cast(Any, None), rank), 1, b"")
 
     asked, everyone = Round(), {0, 1, 2}
-    assert not asked.leaves(set(), 0.0), "there is nothing to say"
+    assert not asked.leaves(set(), 0.0, 0.5), "there is nothing to say"
     asked.add(question(0), 1.0)
     asked.add(question(2), 1.4)
-    assert not asked.leaves(everyone, 1.49)
-    assert asked.leaves(everyone, 1.5), "the first one has waited for half a second"
-    assert asked.leaves({0, 2}, 1.4), "rank 1 is not there"
+    assert not asked.leaves(everyone, 1.49, 0.5)
+    assert asked.leaves(everyone, 1.5, 0.5), "the first one has waited for half a second"
+    assert asked.leaves({0, 2}, 1.4, 0.5), "rank 1 is not there"
     asked.waiting = []
-    assert not asked.leaves(everyone, 9.0)
+    assert not asked.leaves(everyone, 9.0, 0.5)
     asked.add(question(1), 9.0)
-    assert asked.leaves(everyone, 9.0), "the others have asked before"
+    assert asked.leaves(everyone, 9.0, 0.5), "the others have asked before"
 
 
 # ---- a voice that dies, hangs, or is not there

@@ -199,9 +199,7 @@ class RemoteConnection:
         self._share, self._share_with_all = share, share_with_all
         self._token, self._host_push, self._ranks_here = token, host_push, tuple(ranks_here)
         self._host_voice, self._model, self._epoch = host_voice, model, epoch
-        self._voice: Voice | None = (
-            None  # after attach, if this rank is the voice of its host. freed by: end(), leave()
-        )
+        self._voice: Voice | None = None  # after attach, if this rank speaks for its host. freed by: end(), leave()
         self._voice_line: VoiceLine | None = None  # after attach, to the voice. freed by: end(), leave()
         self._fetches_here = host_fetch != "never"
         self._summed: tuple[int, ...] = ()  # after attach: whose gradients come elsewhere as one sum
@@ -444,7 +442,7 @@ class RemoteConnection:
         )
         if voice == self.rank:
             try:
-                self._voice = Voice(address, self.rank, self._ranks_here, self._links[lead])
+                self._voice = Voice(address, self.rank, self._ranks_here, self._links[lead], self.stall_timeout)
             except OSError as error:
                 log.warning("rank %d cannot speak for its host, whose ranks ask themselves: %s", self.rank, error)
         self._voice_line = VoiceLine(address, self.rank, self.life)
@@ -778,6 +776,8 @@ class RemoteConnection:
     def leave(self, reason: str) -> None:
         """Tell the owners and end every wait; see ``Connection.leave``."""
         self._closing.set()
+        if self._voice_line is not None:
+            self._voice_line.close()  # what the voice has not said yet, this rank says itself, before it leaves
         if self._greeted:
             say_goodbye(self._links, reason)
         self._board.fail(closed_error(self.rank))

@@ -5,7 +5,7 @@ not the question. Ranks of a host ask the same at about the same time, so one me
 
 [Note: when a voice speaks] It waits for the last rank of its host, because nobody can be answered before that one has
 asked. But the lead names whom a step waits for and finds steps that can never be decided, so what is asked leaves after
-``_PATIENCE_S`` at the latest, and what comes then in another message.
+``_PATIENCE_S`` at the latest (sooner with a stall timeout of seconds), and what comes then in another message.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from rayzero.store.rank.voice.line import (
 
 log = logging.getLogger(__name__)
 
-_PATIENCE_S = 0.5  # for the last rank of the host
+_PATIENCE_S = 0.5  # at most, for the last rank of the host
 _BACKLOG = 512  # ranks that connect at a time
 
 Same = tuple[int, int]  # method, and step or number of the mean: what is asked there is answered at once
@@ -86,9 +86,10 @@ class Round:
         self.waiting.append(question)
         self.asked.add(question.guest.rank)
 
-    def leaves(self, expected: set[int], now: float) -> bool:
-        """Whether what waits is to leave now. ``expected``: the ranks that are to ask, too."""
-        return bool(self.waiting) and (expected <= self.asked or now - self.since >= _PATIENCE_S)
+    def leaves(self, expected: set[int], now: float, patience_s: float) -> bool:
+        """Whether what waits is to leave now. ``expected``: the ranks that are to ask, too. ``patience_s``: seconds to
+        wait for them."""
+        return bool(self.waiting) and (expected <= self.asked or now - self.since >= patience_s)
 
 
 class Voice:
@@ -102,12 +103,15 @@ class Voice:
         rank: int,
         ranks: Collection[int],
         link: OwnerLink,
+        stall_timeout: float,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Listen at ``address`` (line.py). ``rank``: whose process this is. ``ranks``: of this host. ``link``: to
-        the lead. Raises OSError if somebody else listens there."""
+        the lead. ``stall_timeout``: seconds after which a rank asks whom a step waits for. Raises OSError if somebody
+        else listens there."""
         self._rank, self._link, self._clock = rank, link, clock
+        self._patience_s = min(_PATIENCE_S, stall_timeout / 8)
         self._lock = threading.Lock()
         self._guests: dict[int, _Guest] = {}  # by file
         self._expected = set(ranks)  # those of the host, but for any that have come and ended
@@ -147,7 +151,7 @@ class Voice:
 
     def _listen(self) -> None:
         """Wait for something, and take it in."""
-        for key, _ in self._ready.select(BEAT_S if self._rounds else None):
+        for key, _ in self._ready.select(min(BEAT_S, self._patience_s) if self._rounds else None):
             if key.fileobj is self._door:
                 self._meet()
             elif key.fd == self._wake:
@@ -216,7 +220,11 @@ class Voice:
     def _leaving(self) -> list[tuple[Same, list[_Question]]]:
         now = self._clock()
         with self._lock:
-            found = [(same, each) for same, each in self._rounds.items() if each.leaves(self._expected, now)]
+            found = [
+                (same, each)
+                for same, each in self._rounds.items()
+                if each.leaves(self._expected, now, self._patience_s)
+            ]
             for _, each in found:
                 each.under_way += len(each.waiting)
             leaving = [(same, each.waiting) for same, each in found]
