@@ -48,6 +48,11 @@ class OwnerPlan:
         return self.params + self.master + self.moments + self.gradients + self.staging + self.private
 
     @property
+    def steady(self) -> int:
+        """``total`` while no checkpoint is written."""
+        return self.total - self.copies
+
+    @property
     def private(self) -> int:
         """Bytes that the owner's process has alone and a checkpoint or a measurement needs for a while."""
         return self.norms + self.copies

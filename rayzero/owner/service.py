@@ -236,6 +236,11 @@ class ShardService:
         return 0 if self._parts is None else self._parts.model.plan.total - spare
 
     @property
+    def steady_bytes(self) -> int:
+        """``planned_bytes`` while no checkpoint is written."""
+        return 0 if self._parts is None else self.planned_bytes - self._parts.model.plan.copies
+
+    @property
     def is_loaded(self) -> bool:
         """Whether every shard has values; true before the first attach, when there are none."""
         shards = self._parts.model.shards if self._parts is not None else {}

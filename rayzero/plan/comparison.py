@@ -145,7 +145,7 @@ def _heap(rank: Scraped) -> float | None:
 def _of_owner(plan: RunBytes, owner: Scraped) -> Comparison:
     """How much the owner's resident memory grew (it reports that as a share of its own plan), less unused bytes."""
     index = owner.target.index or 0
-    planned = plan.owners[index].total
+    planned = plan.owners[index].steady
     error = None if owner.series is None else owner.series.get(PLAN_ERROR_RATIO, what="host")
     return Comparison(
         what=f"{owner.target.who} memory",
@@ -158,12 +158,13 @@ def _of_owner(plan: RunBytes, owner: Scraped) -> Comparison:
 
 
 def _of_host(plan: RunBytes, processes: Sequence[Scraped], everyone: Sequence[Scraped]) -> Iterator[Comparison]:
-    """Three rows: what all ranks and owners took beyond their size before the run, with shared pages counted once and
-    each rank at the peak of its steps; the same including ``everyone``'s programs; and the freed memory that malloc
-    still kept, which no plan can predict."""
+    """Three rows: what all ranks and owners took beyond their size before the run, with shared pages counted once,
+    each rank at the peak of its steps, and no checkpoint being written; the same including ``everyone``'s programs; and
+    the freed memory that malloc still kept, which no plan can predict."""
     grown = [_grown(one) for one in processes]
     known = [size for size in grown if size is not None]
     (host,) = plan.hosts
+    steady = host.total - sum(owner.copies for owner in plan.owners)
     unused = sum(max(0.0, _unused(one) - _higher(one)) for one in processes)
     used = sum(_higher(one) - _unused(one) for one in processes)
     everybody = len(known) == len(grown)
@@ -171,7 +172,7 @@ def _of_host(plan: RunBytes, processes: Sequence[Scraped], everyone: Sequence[Sc
         what="host memory beyond the programs",
         unit="bytes",
         kind="planned",
-        planned=host.total - host.programs,
+        planned=steady - host.programs,
         measured=sum(known) + used if everybody else None,
         least=_LEAST_BYTES,
     )
@@ -180,7 +181,7 @@ def _of_host(plan: RunBytes, processes: Sequence[Scraped], everyone: Sequence[Sc
         what="host memory",
         unit="bytes",
         kind="planned",
-        planned=host.total,
+        planned=steady,
         measured=None if None in whole else sum(size or 0.0 for size in whole) + used,
         least=_LEAST_BYTES,
     )

@@ -531,7 +531,7 @@ PLAN_ERROR_RATIO = _gauge(
     roles=(OPTIMIZER,),
     only="20 steps",
     help="Measured over planned bytes, less 1, after 20 steps. what: host (growth of heap and shared memory since "
-    "before the plan).",
+    "before the plan; without the copies that are there only while a checkpoint is written).",
 )
 
 # ---- reliability ------------------------------------------------------------------------------------------------

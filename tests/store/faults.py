@@ -130,6 +130,10 @@ def loop(rank: Rank, folder: Path) -> list[Any]:
             directory = folder / f"step-{step}"
             file = write_rank_state(staging_path(directory), rank.rank, {"at": step}, {})
             losses.append(rank.store.save(rank.step, directory, (file,)).result(WAIT).digest)
+            directory = folder / f"step-{step}-beside"
+            files = (write_rank_state(staging_path(directory), rank.rank, {"at": step}, {}),)
+            rank.store.begin_save(rank.step, directory, files).result(WAIT)
+            losses.append(rank.store.save(rank.step, directory, files, begun=True).result(WAIT).digest)
         if step % 2:
             losses.append(rank.ask_norm().result(WAIT).total)
             losses.append(rank.commit(0.5).result(WAIT).norm)

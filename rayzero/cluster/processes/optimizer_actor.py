@@ -176,6 +176,6 @@ def _process_readings(models: HostedModels, before: int, gauge: PressureGauge) -
     yield Reading(OPTIMIZER_CPU_SECONDS, time.process_time(), {})
     for resource, share in gauge.read().shares.items():
         yield Reading(MEMORY_PRESSURE_RATIO, share, {"resource": resource.value})
-    if models.planned_bytes and models.decided_steps >= _PLAN_STEPS:
+    if models.steady_bytes and models.decided_steps >= _PLAN_STEPS:
         grown = own_bytes() - before
-        yield Reading(PLAN_ERROR_RATIO, grown / models.planned_bytes - 1, {"what": "host"})
+        yield Reading(PLAN_ERROR_RATIO, grown / models.steady_bytes - 1, {"what": "host"})

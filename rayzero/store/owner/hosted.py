@@ -104,6 +104,11 @@ class HostedModels:
         return sum(hosted.service.planned_bytes for hosted in self._models.made)
 
     @property
+    def steady_bytes(self) -> int:
+        """``planned_bytes`` while no checkpoint is written."""
+        return sum(hosted.service.steady_bytes for hosted in self._models.made)
+
+    @property
     def decided_steps(self) -> int:
         """Decisions accepted for the newest model since its first attach: after a few, all its memory is in use."""
         made = self._models.made
