@@ -36,9 +36,9 @@ def test_two_hundred_ranks_attach_with_one_spec_and_take_two_steps(monkeypatch: 
         for step in range(2):
             await asyncio.gather(*(rank.published(step) for rank in ranks))
             await asyncio.gather(*(rank.push(step) for rank in ranks))
-            await asyncio.gather(*(rank.finish(step, 1) for rank in ranks))
-            await asyncio.gather(*(rank.commit(step) for rank in ranks))
-            await asyncio.gather(*(rank.mean(step + 1) for rank in ranks))
+            await asyncio.gather(*(rank.ask("Finish", rank.finish(step, 1)) for rank in ranks))
+            await asyncio.gather(*(rank.ask("Commit", rank.commit(step)) for rank in ranks))
+            await asyncio.gather(*(rank.ask("Mean", rank.mean(step + 1)) for rank in ranks))
         await asyncio.gather(*(rank.published(2) for rank in ranks))
         await asyncio.gather(*(rank.close() for rank in ranks))
 

@@ -60,7 +60,7 @@ def test_gpus_that_are_not_here_must_be_described() -> None:
     assert done.returncode == 2
     assert done.stderr == (
         "rayzero: --gpus is 8 but this host has no GPU to measure; give --flops, --memory, --gpu-memory as its maker "
-        "states them\n"
+        "states them (see docs/reference/errors.md#configerror)\n"
     )
 
 
@@ -78,7 +78,10 @@ def test_a_run_that_cannot_fit_is_refused_after_its_sums() -> None:
 def test_a_pattern_of_activations_that_matches_nothing_is_named_as_the_setting() -> None:
     done = rayzero('zero.offload_activations=["layers.*"]')
     assert done.returncode == 2
-    assert done.stderr == "rayzero: offload_activations: 'layers.*' matches no submodule of GPT\n"
+    assert done.stderr == (
+        "rayzero: offload_activations: 'layers.*' matches no submodule of GPT "
+        "(see docs/reference/errors.md#configerror)\n"
+    )
 
 
 GPUS = [

@@ -66,7 +66,7 @@ def test_all_ranks_on_one_host_and_all_owners_on_the_other(
 ) -> None:
     a, b = two_hosts.a, two_hosts.b
     before = a.sent_to(b), b.sent_to(a)
-    training = train(a, tmp_path, two_hosts.address, *OWNERS_ELSEWHERE, "zero.host_push=auto")
+    training = train(a, tmp_path, two_hosts.address, *OWNERS_ELSEWHERE)
     training.end()
     assert (sorted(training.members(a)), sorted(training.members(b))) == (
         ["rank 0", "rank 1"],
@@ -82,7 +82,7 @@ def test_ranks_of_a_host_that_fetch_and_push_each_for_itself(
 ) -> None:
     a, b = two_hosts.a, two_hosts.b
     before = a.sent_to(b), b.sent_to(a)
-    training = train(a, tmp_path, two_hosts.address, *OWNERS_ELSEWHERE, "zero.host_fetch=never")
+    training = train(a, tmp_path, two_hosts.address, *OWNERS_ELSEWHERE, "zero.host_fetch=never", "zero.host_push=never")
     training.end()
     assert a.sent_to(b) - before[0] > 2 * PUSHED
     assert b.sent_to(a) - before[1] > 2 * 0.9 * PUSHED

@@ -224,11 +224,15 @@ def test_no_step_beats_the_bound_of_a_plan(
         costs=replace(FREE, fetch_stream=1e12, push_stream=1e12),
     )
     update = 2 * ranks * 2 * BYTES + 2 * NUMEL * 24
-    traffic = StepTraffic(flops=int(4e12 * compute), fetch=2 * BYTES, push=2 * BYTES, update=update)
+    traffic = StepTraffic(
+        flops=int(4e12 * compute), fetch=2 * BYTES, push=2 * BYTES, published=2 * BYTES, summed=8 * NUMEL, update=update
+    )
     hosts = Hosts(count=2, gpus_each=ranks)
     hardware = replace(GPU_HOSTS, hosts=hosts, flops=1e12, link=float("inf"), network=network, memory=memory)
     scaling = ScalingConfig(num_workers=ranks, num_optimizers=1, use_gpu=True)
-    bound = bound_step(traffic, ZeroConfig(placement="packed"), scaling, hardware)
+    bound = bound_step(
+        traffic, ZeroConfig(placement="packed", host_fetch="never", host_push="never"), scaling, hardware
+    )
     assert bound.network == pytest.approx(ranks * 2 * BYTES / network)
     found = simulate(run, steps=4)
     assert found.seconds >= bound.seconds * (1 - 1e-9)

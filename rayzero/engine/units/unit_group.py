@@ -12,6 +12,7 @@ from rayzero.concurrency.cuda_device import on_device, with_index
 from rayzero.engine.private_torch import all_gather_into, gloo_group, nccl_group
 from rayzero.errors import StoreError, UnsupportedError
 from rayzero.layout.model_layout import ALIGN
+from rayzero.quantities import count
 
 
 def part_of(numel: int, place: int, size: int) -> tuple[int, int]:
@@ -51,7 +52,7 @@ class UnitGroup:
                 self.gather(torch.zeros(size * ALIGN))
         except RuntimeError as error:
             raise StoreError(
-                f"host_gather=True, but the {size} ranks of this host could not connect to each other: {error}"
+                f"host_gather=True, but the {count(size, 'rank')} of this host could not connect to each other: {error}"
             ) from error
         finally:
             if place == 0:  # all have read it once the first gather is over, or none will

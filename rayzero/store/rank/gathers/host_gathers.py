@@ -19,6 +19,7 @@ from pathlib import Path
 from rayzero.concurrency.processes import has_died, kernel_word, this_process
 from rayzero.errors import StallError, UnsupportedError
 from rayzero.protocol.gathers import Stop
+from rayzero.quantities import count
 from rayzero.slabs.directory_lock import locked
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
@@ -240,7 +241,7 @@ def join_gathers(plan: SharedPlan, host: Host, device: str) -> HostGathers | Non
     devices that cannot gather."""
     if len(host.ranks) > MOST_RANKS:
         raise UnsupportedError(
-            f"host_gather=True with {len(host.ranks)} ranks on a host: at most {MOST_RANKS} gather; use "
+            f"host_gather=True with {count(len(host.ranks), 'rank')} on a host: at most {MOST_RANKS} gather; use "
             "host_gather=False"
         )
     num_units = len(plan.spec.layout.units)
