@@ -30,6 +30,7 @@ STEPS = 4
 RANKS = OWNERS = 2
 MOMENTS = ("exp_avg", "exp_avg_sq", STEP)
 DIED = " died and is started again"
+OWNERS_ELSEWHERE = ("optimizer 0", "optimizer 1")  # than the ranks
 
 
 def train(context: RankContext, base: nn.Module, folder: Path) -> Any:

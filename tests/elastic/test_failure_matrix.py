@@ -22,14 +22,9 @@ from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import Transport, run_ranks
 from rayzero.testing.faults import Fault, FaultError, Faults
 
-from .disturbed import OWNERS, RANKS, Disturbed, another_host, differences, train, undisturbed
+from .disturbed import OWNERS, RANKS, Disturbed, another_host, differences, train
 
 pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 def killed(member: str, point: str, nth: int = 1, life: int | None = None) -> Fault:

@@ -10,18 +10,9 @@ import pytest
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing.faults import Fault
 
-from .disturbed import Disturbed, another_host, differences, undisturbed
+from .disturbed import OWNERS_ELSEWHERE, Disturbed, another_host, differences
 
 pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
-
-OWNERS_ELSEWHERE = ("optimizer 0", "optimizer 1")
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """By rank."""
-    return undisturbed(tmp_path_factory.mktemp("undisturbed"))
-
 
 DEATHS = {
     "a sender with a sum and nothing sent": (Fault("rank 0", "rank.sends-sum", nth=3),),

@@ -16,19 +16,10 @@ from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
 from rayzero.testing.faults import Fault
 
-from .disturbed import Disturbed, another_host, differences, undisturbed
+from .disturbed import OWNERS_ELSEWHERE, Disturbed, another_host, differences
 from .test_scaling_cases import UNITS, Small, Training, assert_same
 
 pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
-
-OWNERS_ELSEWHERE = ("optimizer 0", "optimizer 1")
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """By rank."""
-    return undisturbed(tmp_path_factory.mktemp("undisturbed"))
-
 
 DEATHS = {
     "with a claim and nothing asked for": (Fault("rank 0", "rank.claim", nth=2),),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,19 +151,17 @@ def test_more_ranks_than_there_can_be_are_refused() -> None:
         translate.reports_from_pb([group])
 
 
+def calls_of(lead: Any, service: Any) -> StepCalls:
+    """The calls of ranks to the owner that leads."""
+    return StepCalls(SimpleNamespace(service=service, require_lead=lambda: lead))
+
+
 def test_ranks_get_a_decision_and_owners_a_collect_that_was_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, packed = make_spec(5), []
     to_pb = translate.decision_to_pb
     monkeypatch.setattr(translate, "decision_to_pb", lambda decision: packed.append(decision) or to_pb(decision))
     with lead_of(spec) as (lead, peers):
-
-        class Here:
-            service = peers[0].service
-
-            def require_lead(self) -> Any:
-                return lead
-
-        calls, answers = StepCalls(Here()), []
+        calls, answers = calls_of(lead, peers[0].service), []
         for step in range(2):
             for rank in range(5):
                 lead.finish(report(rank, step), None)
@@ -183,14 +181,7 @@ def test_inputs_that_ranks_send_alike_are_unpacked_once(monkeypatch: pytest.Monk
     from_pb = translate.inputs_from_pb
     monkeypatch.setattr(translate, "inputs_from_pb", lambda sent: unpacked.append(sent) or from_pb(sent))
     with lead_of(spec) as (lead, peers):
-
-        class Here:
-            service = peers[0].service
-
-            def require_lead(self) -> Any:
-                return lead
-
-        calls, answers = StepCalls(Here()), []
+        calls, answers = calls_of(lead, peers[0].service), []
         for rank, norm in ((0, 1.0), (1, 1.0), (2, 2.0)):
             clipped = StepInputs(edits=(Edit(EditKind.CLIP_NORM, norm),), hyper=spec.hyper)
             sent = translate.inputs_to_pb(clipped)

@@ -119,8 +119,8 @@ def begin_checkpoint(
     until the checkpoint is complete; until then ``directory`` does not exist. Do that for the last one of a loop.
 
     One checkpoint is written at a time: the next ``begin_checkpoint`` or ``save_checkpoint`` waits for the one before,
-    and raises its error if nobody has asked for its result. Owners copy shards that are updated before they are
-    written, at most ``ZeroConfig.checkpoint_copies`` bytes each; beyond that, updates wait.
+    and raises its error if nobody has asked for its result. Before an owner updates a shard that is not
+    written yet, it copies it. Its copies take at most ``ZeroConfig.checkpoint_copies`` bytes; then updates wait.
 
     If the process of an owner dies meanwhile, the checkpoint is abandoned, unless nothing has been decided since: a
     warning names it, ``result()`` is None, and no bit of the training changes. If optimizers join or leave the run,
@@ -139,7 +139,7 @@ def begin_checkpoint(
         if error is None:
             return _after_save(context, begun, keep_last, keep_every, upload_to, saved.result())
         if isinstance(error, CheckpointAbandonedError):
-            withdraw(staging_path(begun.directory) / begun.entry.name)
+            begun.withdraw()
             if begun.engine.rank == 0:
                 log.warning("CHECKPOINT ABANDONED: %s: %s. Training goes on", begun.directory, error)
             return None
@@ -149,7 +149,7 @@ def begin_checkpoint(
     try:
         saved = begun.engine.begin_save(begun.directory, (begun.entry,))
     except BaseException:
-        withdraw(staging_path(begun.directory) / begun.entry.name)
+        begun.withdraw()
         raise
     checkpoint = OpenCheckpoint(begun.directory, saved, end)
     context.open_checkpoint(checkpoint)
@@ -163,6 +163,10 @@ class _Begun:
     engine: Engine
     directory: Path  # of the model
     entry: FileEntry
+
+    def withdraw(self) -> None:
+        """Remove the rank's file: it will be part of no checkpoint."""
+        withdraw(staging_path(self.directory) / self.entry.name)
 
 
 def _begin(optimizer: ZeroOptimizer, directory: Path, loop_state: Mapping[str, Any], *, sync: bool) -> _Begun | None:
@@ -184,7 +188,7 @@ def _begin(optimizer: ZeroOptimizer, directory: Path, loop_state: Mapping[str, A
 
 def _give_up(context: RankContext, begun: _Begun, error: BaseException) -> None:
     """A save has failed: raise its error, or warn, as the run wants it."""
-    withdraw(staging_path(begun.directory) / begun.entry.name)  # other ranks' files may be from their next try
+    begun.withdraw()  # other ranks' files may be from their next try
     if not isinstance(error, CheckpointWriteError) or context.on_checkpoint_error == "raise":
         raise error
     context.unsaved = begun.directory

@@ -143,6 +143,11 @@ def key_digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
+def key_name(key: str) -> str:
+    """The same in the facts of a slab, by which ranks find those of their own start of the run."""
+    return f"key {key_digest(key).hex()[:32]}"
+
+
 def cells_of(slab: Slab, kind: str, side: int, capacity: int) -> Cells:
     """A mailbox's cells for ``side``. They get their pages now if they have none (``plan.LATER``), from whichever of
     the two processes opens the mailbox first. Raises MemoryPlanError if there is no room."""

@@ -27,7 +27,7 @@ from rayzero.store.rank.gathers.gather_words import MOST_RANKS, UNIT_BYTES, Answ
 from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.plan import SharedPlan, of_lineage
 from rayzero.store.shm.signals import BELL_BYTES, compare_exchange_64, load_acquire_64, store_release_64
-from rayzero.store.shm.words import bell_of, region
+from rayzero.store.shm.words import bell_of, key_name, region
 
 log = logging.getLogger(__name__)
 
@@ -272,7 +272,7 @@ def join_gathers(plan: SharedPlan, host: Host, device: str) -> HostGathers | Non
 def _found(plan: SharedPlan, host: Host) -> Slab | None:
     """The slab that another rank of this start of the run has made, or an earlier life of this one."""
     for found, facts in of_lineage(plan.spec, host.directory):
-        if (facts.role, facts.index, facts.kernel) == (ROLE, host.model, _kernel(host.key)):
+        if (facts.role, facts.index, facts.kernel) == (ROLE, host.model, key_name(host.key)):
             control = plan.attach(str(found.path), f"rank {host.rank}", writable=True)
             members = control.address(region(control, "members").offset)
             if found.alive or any(_is_there(members, place) for place in range(len(host.ranks))):
@@ -283,7 +283,7 @@ def _found(plan: SharedPlan, host: Host) -> Slab | None:
 
 
 def _make(plan: SharedPlan, host: Host, num_units: int) -> Slab:
-    facts = plan.facts(ROLE, host.model, _kernel(host.key), secrets.randbits(63))
+    facts = plan.facts(ROLE, host.model, key_name(host.key), secrets.randbits(63))
     wanted = (
         ("bell", BELL_BYTES, 0),
         ("units", num_units * UNIT_BYTES, UNIT_BYTES),
@@ -292,10 +292,6 @@ def _make(plan: SharedPlan, host: Host, num_units: int) -> Slab:
         ("stop", 8, 0),
     )
     return Slab.create(lay_out_slab(facts, wanted), host.directory)
-
-
-def _kernel(key: str) -> str:
-    return f"key {hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
 
 def _pid_in(control: Slab, place: int) -> int:

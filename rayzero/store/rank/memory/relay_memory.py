@@ -9,7 +9,6 @@ their run, under a lock of the directory; whoever leaves last removes them.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
 import threading
@@ -33,7 +32,7 @@ from rayzero.slabs.slab import FoundSlab, Slab
 from rayzero.store.shm.claims import CLAIM_BYTES, MOST_CLAIMERS, Claims
 from rayzero.store.shm.plan import SharedPlan, of_lineage
 from rayzero.store.shm.signals import BELL_BYTES, load_acquire_64, store_release_64
-from rayzero.store.shm.words import bell_of, region
+from rayzero.store.shm.words import bell_of, key_name, region
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +155,7 @@ class RelayMemory:
         take to make it.
 
         Raises MemoryPlanError, with the sum, if there is no room, StallError if the directory stays locked."""
-        kernel = f"key {hashlib.sha256(key.encode()).hexdigest()[:32]}"
+        kernel = key_name(key)
         with locked(directory, patience_s):
             for control, found in _found(plan, model, kernel, directory):
                 if (memory := cls._attach(plan, control, [slab for _, slab in found], directory)) is not None:
