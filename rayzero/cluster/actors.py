@@ -28,7 +28,7 @@ from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.nodes.owner_places import OwnerPlaces, Place, hosts
 from rayzero.cluster.nodes.placement import Placement
 from rayzero.cluster.nodes.reachability import require_reached
-from rayzero.cluster.nodes.session import alive_nodes, ray_answers
+from rayzero.cluster.nodes.session import alive_nodes, answered, ray_answers
 from rayzero.cluster.processes.coordinator import Coordinator
 from rayzero.cluster.processes.optimizer_actor import OptimizerActor
 from rayzero.cluster.processes.owner_process import OwnerSettings
@@ -610,7 +610,7 @@ class RunActors:
     def ask(self, calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """The answers to calls already made, by process. Raises RunFailedError, naming the process that failed or is
         late."""
-        ready, late = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s)
+        ready, late = answered(list(calls.values()), timeout_s)
         failed = [failure for who, call in calls.items() if call in ready and (failure := self._failure(who, call))]
         if failed:
             raise run_failed(self._run, failed[0], failed[1:])
@@ -673,18 +673,18 @@ class RunActors:
         """Ask every rank to end its loop, and kill those that do not within ``STOP_S``. Returns the calls that
         ended."""
         told = [control(rank.stop).remote(reason) for rank in self.ranks.values()]
-        ready, stuck = ray.wait(list(loops), num_returns=len(loops), timeout=STOP_S)
+        ready, stuck = answered(list(loops), STOP_S)
         for loop in stuck:
             ray.kill(self.ranks[loops[loop]])
         del told
-        return list(ready)
+        return ready
 
     def stop_owners(self, timeout_s: float = ANSWER_S) -> dict[str, Measurements]:
         """Close every owner that answers within ``timeout_s``. Returns each one's measurements, except those of owners
         beside ranks."""
         calls = {who: control(owner.stop).remote() for who, owner in self.owners.items()}
         beside = [control(self.ranks[who].stop_owner).remote() for who in self._serving if who in self.ranks]
-        ready, _ = ray.wait([*calls.values(), *beside], num_returns=len(calls) + len(beside), timeout=timeout_s)
+        ready, _ = answered([*calls.values(), *beside], timeout_s)
         return {who: ray.get(call) for who, call in calls.items() if call in ready and not self._failure(who, call)}
 
     def end(self, *, politely: bool) -> None:

@@ -155,6 +155,7 @@ class CheckpointWriter:
             newer = f"optimizer {self._owner} was asked to write v{request.version} before an older version was written"
             self._held.cancel(CheckpointAbandonedError(newer))
         self._held = held
+        self._recorder.add(CHECKPOINT_STALL_SECONDS, 0.0)  # so that a file that held nothing up has a rate, of zero
         content = {name: described for _, name, _, described in entries}
         self._writer.submit(lambda: self._write(request, held, content))
 

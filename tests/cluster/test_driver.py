@@ -26,7 +26,8 @@ from rayzero.cluster.driver import _again, _follow
 from rayzero.cluster.files.run_dir import RunCheckpoints, StartPoint, read_record
 from rayzero.cluster.interrupts import interruptible, postponed
 from rayzero.cluster.journal import Journal
-from rayzero.cluster.nodes.session import ray_answers
+from rayzero.cluster.nodes import session
+from rayzero.cluster.nodes.session import answered, ray_answers
 from rayzero.cluster.processes.coordinator import News
 from rayzero.cluster.run import Member, Report, RunState
 from rayzero.cluster.supervision import Failure, Watch, death_of
@@ -253,6 +254,26 @@ def test_ray_is_gone_where_nobody_listens_any_more(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
         assert ray_answers()
     assert not ray_answers()
+
+
+@pytest.mark.parametrize(("there", "waits"), [(True, 4), (False, 1)])
+def test_nobody_waits_for_the_answer_of_a_process_of_a_ray_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, there: bool, waits: int
+) -> None:
+    """A run that is stopped asks its processes for a minute, after which Ray would end the driver with its own code."""
+    now, waited = 0.0, 0
+
+    def wait(calls: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        nonlocal now, waited
+        now, waited = now + timeout, waited + 1
+        return ["quick"], ["never"]
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(session.time, "monotonic", lambda: now)
+    monkeypatch.setattr(session, "ray_answers", lambda: there)
+    assert answered(["quick", "never"], 3.5) == (["quick"], ["never"])
+    assert waited == waits
+    assert now == (3.5 if there else 1.0)
 
 
 DEAD = death_of("rank 1", 7, "")

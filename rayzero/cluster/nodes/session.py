@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 from ray._private import utils as ray_utils
@@ -16,9 +18,10 @@ from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.run import NAMESPACE
 from rayzero.errors import RunFailedError
 
-__all__ = ["alive_nodes", "free_resources", "ray_answers", "ray_session", "started_here"]
+__all__ = ["alive_nodes", "answered", "free_resources", "ray_answers", "ray_session", "started_here"]
 
 _CONNECT_S = 5.0  # how long a running Ray may take to answer
+_LOOK_S = 1.0  # between two looks whether Ray is still there
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +92,17 @@ def ray_answers() -> bool:
     except OSError:
         return False
     return True
+
+
+def answered(calls: Sequence[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
+    """The calls that are answered within ``timeout_s``, and the others. Does not wait for a Ray that is gone: nobody
+    would tell this process that the callee is dead, and a minute later Ray would end this process, too."""
+    until = time.monotonic() + timeout_s
+    while True:
+        left = max(0.0, until - time.monotonic())
+        ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=min(_LOOK_S, left))
+        if not late or left <= _LOOK_S or not ray_answers():
+            return ready, late
 
 
 def started_here() -> bool:
