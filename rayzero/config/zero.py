@@ -190,7 +190,13 @@ class ZeroConfig(ConfigModel):
     copies mean shorter waits."""
 
     chunk_bytes: Size = MIB
-    """Bytes of payload in one gRPC message."""
+    """Bytes of a tensor that travel under one checksum; of one gRPC message, where they are in one."""
+
+    stream_bytes: Size = MIB // 4
+    """Bytes from which on a transfer between hosts has a TCP connection of its own, beside the gRPC call that asks for
+    it. These connections go to ports that the optimizers choose, and use TLS as gRPC does. A smaller transfer is in the
+    call's messages. Where a firewall lets only gRPC's port through, set it higher than any transfer ("1TiB"): pushes
+    are about half as fast then."""
 
     wire_compression: WireCompression = "none"
     """How gradients travel between hosts (gRPC). "none": unchanged, which exact results need. "bf16": fp32 in half
@@ -286,6 +292,7 @@ class ZeroConfig(ConfigModel):
             checkpoint_moments: CheckpointMoments = ...,
             checkpoint_copies: int | str = ...,
             chunk_bytes: int | str = ...,
+            stream_bytes: int | str = ...,
             wire_compression: WireCompression = ...,
             keep_pushed: bool = ...,
             broadcast: Broadcast = ...,

@@ -75,6 +75,7 @@ class ServedReach:
                 tls=self.tls,
                 stall_timeout=self.stall_timeout,
                 chunk_bytes=self.config.chunk_bytes,
+                stream_bytes=self.config.stream_bytes,
                 wire_compression=self.config.wire_compression,
                 broadcast=self.config.broadcast,
                 share=self._host_of(rank),

@@ -72,6 +72,7 @@ def over_grpc(
     owner_threads: int = 1,
     broadcast: str = "pull",
     chunk_bytes: int = 1000,
+    stream_bytes: int = 1 << 40,
     shares: Callable[[int], bool] = lambda owner: False,
     host_fetch: HostFetch = "never",
     host_push: HostPush = "never",
@@ -79,7 +80,7 @@ def over_grpc(
 ) -> Iterator[Stores]:
     """The same over gRPC on loopback: every owner has a server, every rank its own channels. ``shares(owner)``: it
     shares memory with the ranks, as owners of their host do; the others are as on other hosts. ``chunk_bytes``: of a
-    message, small enough that a shard takes several. ``host_fetch``: whether ranks fetch from the others once for their
+    message, small enough that a shard takes several. ``stream_bytes``: see ``ZeroConfig``. ``host_fetch``: whether ranks fetch from the others once for their
     host. ``host_push``: whether the others get one sum of all ranks. ``host_voice``: whether one rank asks the lead for
     all of them."""
     alone = host_fetch == host_push == host_voice == "never" and not any(shares(owner) for owner in range(num_owners))
@@ -104,6 +105,7 @@ def over_grpc(
                     token=token,
                     stall_timeout=stall_timeout,
                     chunk_bytes=chunk_bytes,
+                    stream_bytes=stream_bytes,
                     broadcast=broadcast,
                     share=somewhere,
                     host_fetch=host_fetch,
@@ -122,11 +124,14 @@ STORES: dict[str, StoreFactory] = {
     "inprocess": inprocess,
     "grpc": over_grpc,
     "grpc-push": partial(over_grpc, broadcast="push"),
+    "streams": partial(over_grpc, stream_bytes=1),
 }
 if why_no_sharing() is None:
     STORES["shm"] = partial(over_grpc, shares=lambda owner: True)
     STORES["mixed"] = partial(over_grpc, shares=lambda owner: owner % 2 == 0)
-    STORES["sums"] = partial(over_grpc, host_push="always")
+    STORES["sums"] = partial(over_grpc, host_push="always", stream_bytes=1)
     STORES["relay"] = partial(over_grpc, host_fetch="always", host_voice="always")
-    STORES["mixed-relay"] = partial(over_grpc, shares=lambda owner: owner % 2 == 0, host_fetch="always")
+    STORES["mixed-relay"] = partial(
+        over_grpc, shares=lambda owner: owner % 2 == 0, host_fetch="always", stream_bytes=1
+    )
 """name -> factory(world_size, num_owners, *, stall_timeout=..., owner_threads=...): a context with one store a rank"""

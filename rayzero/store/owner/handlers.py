@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,12 +25,14 @@ from rayzero.lead.lead import StepLead
 from rayzero.memory.malloc import give_back_freed
 from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Contribution, Published
+from rayzero.security.credentials import names_shown
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.long_polls import Repeats, ended, result_of
 from rayzero.store.owner.calls.spoken import answers_to, begin_said
 from rayzero.store.owner.known_specs import KnownSpecs
 from rayzero.store.owner.memory.shared_memory import SharedOwner
 from rayzero.store.owner.served_model import ServedModel
+from rayzero.store.owner.tensor_port import OwnerStream
 from rayzero.store.wire import translate
 from rayzero.store.wire.payload import Assembly, Bytes, byte_view, decode_header, encode_shard
 from rayzero.store.wire.rpc import (
@@ -40,6 +43,7 @@ from rayzero.store.wire.rpc import (
     caller_of,
     from_failure,
     link_of,
+    stream_of,
     to_failure,
 )
 from rayzero.store.wire.seal import unseal
@@ -54,11 +58,13 @@ class _Upload:
 
     [Note: cold code] What runs between two messages finds that their bytes have pushed it out of the processor's
     caches, and takes about three times as long as alone. So nothing stands between a shard and gRPC's messages that is
-    not needed, and no message is kept once it is copied: its memory is the next one's."""
+    not needed, and no message is kept once it is copied: its memory is the next one's.
 
-    def __init__(self, requests: Requests, message: type[Any]) -> None:
+    Of a call with a connection for tensors, messages have headers only, and the chunks come there."""
+
+    def __init__(self, requests: Requests, message: type[Any], stream: OwnerStream | None) -> None:
         """``message``: what has the headers."""
-        self._requests, self._message = requests, message
+        self._requests, self._message, self._stream = requests, message, stream
         self._opening: bytes | None = None  # the first message of a section, until its chunk is taken
 
     async def sections(self) -> AsyncIterator[Any]:
@@ -75,6 +81,9 @@ class _Upload:
 
     async def receive(self, shard: int, size_bytes: int, out: Bytes | None) -> None:
         """Read one shard into ``out``; None: drop it. Raises TransferError if other bytes come."""
+        if self._stream is not None:
+            await self._stream.receive(shard, size_bytes, out)
+            return
         assembly = Assembly(shard, size_bytes, out)
         if self._opening is not None and not assembly.complete:
             assembly.take(self._opening)
@@ -222,18 +231,46 @@ class RankCalls:
     async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
         """Stream shards at the requested version, each as soon as it is published."""
         chunk_bytes = min(request.chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)
-        for index in request.shards:
-            values = await result_of(self._model.service.read(index, request.version, request.kind))
-            for message in encode_shard(index, values, chunk_bytes):
-                await context.write(message)
+        async with self._tensors_of(context) as stream:
+            for index in request.shards:
+                values = await result_of(self._model.service.read(index, request.version, request.kind))
+                if stream is not None:
+                    await stream.send(index, byte_view(values).data, chunk_bytes)
+                    continue
+                for message in encode_shard(index, values, chunk_bytes):
+                    await context.write(message)
+
+    async def open_tensor_stream(
+        self, request: pb.OpenTensorStreamRequest, context: Context
+    ) -> pb.OpenTensorStreamResponse:
+        """Let the rank open a connection for tensors."""
+        protected = names_shown(context.auth_context()) is not None
+        expected = self._model.tensors.expect(request.rank, request.host, protected=protected)
+        answer = pb.OpenTensorStreamResponse(number=expected.number, port=expected.port, ticket=expected.ticket)
+        if expected.keys is not None:
+            answer.rank_key, answer.owner_key = expected.keys.receiving, expected.keys.sending
+        return answer
+
+    @asynccontextmanager
+    async def _tensors_of(self, context: Context) -> AsyncIterator[OwnerStream | None]:
+        """A context in which a call has its connection for tensors; None: its bytes are in its messages."""
+        metadata = context.invocation_metadata() or ()
+        caller = caller_of(metadata)
+        found = self._model.tensors.of(stream_of(metadata), None if caller is None else caller[0])
+        if found is None:
+            yield None
+            return
+        async with found.transfer() as stream:
+            yield stream
 
     async def push(self, requests: Requests, context: Context) -> pb.PushResponse:
         """Receive gradients into the pushing rank's landing; this may wait for that rank's earlier pushes."""
-        upload = _Upload(requests, pb.PushRequest)
-        async for header in upload.sections():
-            contribution = translate.contribution_from_pb(header.contribution)
-            for index in header.shards:
-                await self._land(contribution, index, header.format, upload)
+        async with self._tensors_of(context) as stream:
+            upload = _Upload(requests, pb.PushRequest, stream)
+            async for header in upload.sections():
+                contribution = translate.contribution_from_pb(header.contribution)
+                for index in header.shards:
+                    await self._land(contribution, index, header.format, upload)
         return pb.PushResponse()
 
     async def _land(self, contribution: Contribution, index: int, wire_format: int, upload: _Upload) -> None:
@@ -264,10 +301,11 @@ class RankCalls:
 
     async def load(self, requests: Requests, context: Context) -> pb.LoadResponse:
         """Receive initial weights, one shard at a time."""
-        upload = _Upload(requests, pb.LoadRequest)
-        async for header in upload.sections():
-            for index in header.shards:
-                await self._load_shard(index, header.unit, upload)
+        async with self._tensors_of(context) as stream:
+            upload = _Upload(requests, pb.LoadRequest, stream)
+            async for header in upload.sections():
+                for index in header.shards:
+                    await self._load_shard(index, header.unit, upload)
         if self._model.service.is_loaded:  # free the received copies, which are as large as the weights
             await self._model.compute(give_back_freed)
         return pb.LoadResponse()
@@ -280,13 +318,14 @@ class RankCalls:
 
     async def stage(self, requests: Requests, context: Context) -> pb.StageResponse:
         """Receive the values of a write and keep them until the write."""
-        upload = _Upload(requests, pb.StageRequest)
-        async for header in upload.sections():
-            for index in header.shards:
-                shard, unit = self._model.shard(index, header.unit)
-                values = torch.empty(shard.numel, dtype=unit.dtype if header.kind == COMPUTE else torch.float32)
-                await upload.receive(index, values.nbytes, byte_view(values))
-                self._model.service.stage(index, header.version, header.kind, values)
+        async with self._tensors_of(context) as stream:
+            upload = _Upload(requests, pb.StageRequest, stream)
+            async for header in upload.sections():
+                for index in header.shards:
+                    shard, unit = self._model.shard(index, header.unit)
+                    values = torch.empty(shard.numel, dtype=unit.dtype if header.kind == COMPUTE else torch.float32)
+                    await upload.receive(index, values.nbytes, byte_view(values))
+                    self._model.service.stage(index, header.version, header.kind, values)
         return pb.StageResponse()
 
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:

@@ -32,6 +32,7 @@ from rayzero.store.owner.peers.shared import SharedPeer
 from rayzero.store.owner.peers.wire import RemotePeer
 from rayzero.store.owner.publish_streams import PublishStreams
 from rayzero.store.owner.step_calls import StepCalls
+from rayzero.store.owner.tensor_port import TensorPort
 
 T = TypeVar("T")
 
@@ -42,6 +43,7 @@ class ServerTerms:
 
     token: str = field(repr=False)
     tls: Identity | None
+    tensors: TensorPort
     poll_s: float
     peer_timeout_s: float
     replaces_ranks: bool = False
@@ -58,6 +60,7 @@ class ServedModel:
         """Call it off the event loop."""
         self.service, self.shared = hosted  # ``shared``: None if this owner shares no memory
         self.replaces_ranks = terms.replaces_ranks  # a rank that dies is started again
+        self.tensors = terms.tensors
         self.poll_s = terms.poll_s  # how long a long poll waits before it answers "ask again"
         self._loop = shared_loop().loop
         self.published = PublishStreams(self._loop)

@@ -28,6 +28,7 @@ from rayzero.store.owner.memory.next_epoch import PreparedMemory, prepare
 from rayzero.store.owner.memory.shared_memory import SharedOwner
 from rayzero.store.owner.peers.shard_source import RemoteShards
 from rayzero.store.owner.served_model import ServedModel, ServerTerms
+from rayzero.store.owner.tensor_port import TensorPort
 from rayzero.store.shm.words import leads, let_stand
 from rayzero.store.wire.rpc import SERVER_OPTIONS, add_port
 from rayzero.store.wire.translate import spec_from_bytes, spec_to_bytes
@@ -86,9 +87,11 @@ class OwnerServer:
         self._given_up = threading.Event()  # ends what is prepared now
         self._loops: dict[int, dict[int, list[LoopState]]] = {}  # by model: by rank, what was kept in the last epoch
         self._making = ThreadPoolExecutor(1, "rayzero-owner-models")  # makes models, which opens channels
+        self._tensors = TensorPort(self._recorder)
         self._terms = ServerTerms(
             token=token,
             tls=tls,
+            tensors=self._tensors,
             poll_s=poll_s,
             peer_timeout_s=peer_timeout_s,
             replaces_ranks=replaces_ranks,
@@ -145,6 +148,10 @@ class OwnerServer:
             options=SERVER_OPTIONS,
         )
         bound = self._bind(server, _joined(host, port), self._terms.tls)
+        try:
+            self._tensors.listen(host)
+        except OSError as exc:
+            raise StoreError(f"optimizer {self._owner} cannot listen on {host} for tensors: {exc}") from exc
         await server.start()
         self._servers.append(server)
         return _joined(host, bound)
@@ -299,6 +306,7 @@ class OwnerServer:
             model.calls.end(StoreError(f"optimizer {self._owner} was stopped"))
         # without grace, callers whose calls just ended would see a reset link
         await asyncio.gather(*(server.stop(_GRACE_S) for server in self._servers))
+        await self._tensors.stop()
 
     def __enter__(self) -> OwnerServer:
         return self

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from rayzero.concurrency.processes import ProcessIdentity, SeenProcess
 from rayzero.errors import RayZeroError, StallError, StateLostError, StoreClosedError, StoreError, TransferError
 from rayzero.security.credentials import Identity, utc
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.rank.tensor_streams import Opening, OpenStream, TensorStreams
 from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import (
@@ -41,13 +43,16 @@ from rayzero.store.wire.rpc import (
     life_metadata,
     methods,
     open_channel,
+    stream_metadata,
     token_metadata,
 )
+from rayzero.store.wire.tensor_stream import StreamEndedError, StreamKeys
 from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
 QUICK_S = 30.0  # deadline of calls that neither move tensors nor wait for anyone
+_REASON_S = 5.0  # how long an owner may take to say why it has ended a connection for tensors
 _LEAVE_S = 5.0  # deadline of Leave
 _FIRST_S = 3.0  # how long an owner that has never answered may be out of reach, if it gets no successor
 
@@ -57,6 +62,10 @@ _NOBODY = ProcessIdentity("", 0, 0)  # no process has been met yet
 
 class BrokenLinkError(TransferError):
     """A call or its answer did not get through."""
+
+
+class NoStreamError(BrokenLinkError):
+    """The owner answers calls, but a connection for tensors cannot be opened."""
 
 
 class NoAnswerError(StallError):
@@ -103,27 +112,67 @@ class Channel:
     ) -> None:
         """``peer``: the owner, for messages. ``shown``: None: without TLS."""
         self.link = link
-        self._peer = f"rank {rank}, {peer}"
+        self._rank, self._peer = rank, f"rank {rank}, {peer}"
         self._metadata = (*metadata, *link.metadata)
         self._channel = open_channel(address, shown)
+        self._is_protected = shown is not None and shown.protects(address)
         self._calls = {name: method.bind(self._channel) for name, method in methods(STORE_SERVICE).items()}
         self._given_up = False
+        self._tensors = TensorStreams(address, self._expect)
         self.notices: Any = self.stream("Notices", pb.NoticesRequest(rank=rank), None)
 
-    def start(self, method: str, request: Any, timeout_s: float) -> Any:
-        """Start a call that has one answer: ``request`` is a message, or an ``Upload``. Returns grpc's future. Raises
-        BrokenLinkError if the channel is closed."""
-        return self._begin(self._calls[method].future, request, timeout_s)
+    def start(self, method: str, request: Any, timeout_s: float, beside: OpenStream | None = None) -> Any:
+        """Start a call that has one answer: ``request`` is a message, or an ``Upload``. Returns grpc's future.
+        ``beside``: has the call's bytes, and ends if the call fails. Raises BrokenLinkError if the channel is
+        closed."""
+        return self._begin(self._calls[method].future, request, timeout_s, beside)
 
-    def stream(self, method: str, request: Any, timeout_s: float | None) -> Any:
+    def stream(self, method: str, request: Any, timeout_s: float | None, beside: OpenStream | None = None) -> Any:
         """Start a call that has many answers: iterate over it. ``start`` says what else there is to say."""
-        return self._begin(self._calls[method], request, timeout_s)
+        return self._begin(self._calls[method], request, timeout_s, beside)
 
-    def _begin(self, call: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
+    def _begin(self, call: Callable[..., Any], request: Any, timeout_s: float | None, beside: OpenStream | None) -> Any:
+        numbered = () if beside is None else stream_metadata(beside.number)
         try:
-            return call(request, timeout=timeout_s, metadata=self._metadata)
+            begun = call(request, timeout=timeout_s, metadata=(*self._metadata, *numbered))
         except (grpc.RpcError, ValueError) as error:  # ValueError: the channel is closed
             raise self.error(error) from error
+        if beside is not None:
+            begun.add_done_callback(partial(_end_if_failed, beside))
+        return begun
+
+    def _expect(self, host: str) -> Opening:
+        asked = pb.OpenTensorStreamRequest(rank=self._rank, host=host)
+        answer = self.answer(self.start("OpenTensorStream", asked, QUICK_S))
+        keys = StreamKeys(sending=answer.rank_key, receiving=answer.owner_key) if self._is_protected else None
+        return Opening(number=answer.number, port=answer.port, ticket=answer.ticket, keys=keys)
+
+    @contextmanager
+    def beside(self) -> Iterator[OpenStream]:
+        """A context with a connection for the bytes of one call. Raises NoStreamError if none can be opened,
+        BrokenLinkError if the channel is closed."""
+        try:
+            taken = self._tensors.take()
+        except StreamEndedError as ended:
+            kind = BrokenLinkError if ended.__cause__ is None else NoStreamError
+            raise kind(f"{self._peer}: {ended}") from ended.__cause__
+        try:
+            yield taken
+        except BaseException:
+            self._tensors.drop(taken)
+            raise
+        self._tensors.give_back(taken)
+
+    def why_ended(self, call: Any, ended: StreamEndedError) -> RayZeroError:
+        """Why the bytes beside a call do not go on: what the owner says or, if it says nothing soon, that the
+        connection has broken."""
+        try:
+            call.result(timeout=_REASON_S)
+        except grpc.FutureTimeoutError:
+            call.cancel()
+        except (grpc.RpcError, grpc.FutureCancelledError) as error:
+            return self.error(error)
+        return BrokenLinkError(f"{self._peer}: {ended}")
 
     def answer(self, started: Any) -> Any:
         """The answer to a started call; blocks. Raises the owner's error, or BrokenLinkError."""
@@ -164,6 +213,7 @@ class Channel:
     def close(self) -> None:
         """End every call and the connection; waits until all callbacks of calls have run. Idempotent."""
         self._given_up = True
+        self._tensors.close()
         self._channel.close()
 
 
@@ -295,6 +345,8 @@ class OwnerLink:
                 self._down_since = time.monotonic()
             if isinstance(cause, grpc.RpcError):
                 self._why = break_of(cause) + ("" if was_open else self._ended_certificate())
+            elif isinstance(cause, OSError):
+                self._why = f"no connection for tensors: {cause.strerror or cause}"
         if was_open:
             log.warning("rank %d lost the link to %s: %s", self.rank, self.name, self._why)
             channel.give_up()
@@ -500,6 +552,11 @@ class _Ask:
     def _again(self, channel: Channel, broken: BrokenLinkError) -> None:
         self._link.broke(channel, broken)
         self._link.when_open(after=channel).add_done_callback(self._begin)
+
+
+def _end_if_failed(beside: OpenStream, call: Any) -> None:
+    if call.code() is not grpc.StatusCode.OK:
+        beside.stream.abort()
 
 
 def say_goodbye(links: Sequence[OwnerLink], reason: str) -> None:

@@ -59,6 +59,7 @@ def connect_store(
             life=life,
             stall_timeout=config.stall_timeout,
             chunk_bytes=config.chunk_bytes,
+            stream_bytes=config.stream_bytes,
             wire_compression=config.wire_compression,
             broadcast=config.broadcast,
             share=share if reason is None else None,

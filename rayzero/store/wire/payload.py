@@ -210,13 +210,29 @@ class Assembly:
         if chunk is None:
             what = "the stream ended" if message is None else "a message without bytes came"
             raise TransferError(f"{what} {self._where()}")
-        stop = chunk.offset + len(chunk.payload)
-        if chunk.shard != self._shard or chunk.offset != self.filled or stop > self._size:
-            raise TransferError(f"shard {chunk.shard} bytes {chunk.offset:,}..{stop:,} came {self._where()}")
+        self._require_next(chunk.shard, chunk.offset, len(chunk.payload))
         chunk.verify()
+        stop = chunk.offset + len(chunk.payload)
         if self._out is not None:
             self._out[chunk.offset : stop] = np.frombuffer(chunk.payload, dtype=np.uint8)  # releases the GIL
         self.filled = stop
+
+    def room_for(self, shard: int, offset: int, size_bytes: int) -> memoryview:
+        """The memory of a chunk whose bytes come next; ``add`` says that they are there. Raises ``TransferError`` if it
+        is not the next chunk."""
+        self._require_next(shard, offset, size_bytes)
+        if not size_bytes:
+            raise TransferError(f"a chunk without bytes came {self._where()}")
+        return memoryview(bytearray(size_bytes)) if self._out is None else self._out.data[offset : offset + size_bytes]
+
+    def add(self, size_bytes: int) -> None:
+        """What ``room_for`` gave has its bytes, and they are what was sent."""
+        self.filled += size_bytes
+
+    def _require_next(self, shard: int, offset: int, size_bytes: int) -> None:
+        stop = offset + size_bytes
+        if shard != self._shard or offset != self.filled or stop > self._size:
+            raise TransferError(f"shard {shard} bytes {offset:,}..{stop:,} came {self._where()}")
 
     def _where(self) -> str:
         return f"after {self.filled:,} of {self._size:,} bytes of shard {self._shard}"

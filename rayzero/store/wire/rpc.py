@@ -37,6 +37,7 @@ MODEL_KEY = "rayzero-model"
 EPOCH_KEY = "rayzero-epoch"
 LIFE_KEY = "rayzero-life"
 LINK_KEY = "rayzero-link"
+STREAM_KEY = "rayzero-stream"
 _ERROR_KEY = "rayzero-error"
 _MESSAGE_KEY = "rayzero-message-bin"
 _MAX_MESSAGE_CHARS = 8192  # of an error's text; metadata is no place for more
@@ -232,6 +233,17 @@ def link_of(metadata: Iterable[tuple[str, str | bytes]]) -> LinkNumber | None:
     if not number.isdecimal():
         raise StoreError(f"{LINK_KEY} of a call is {sent!r}; it must be a caller and a number")
     return LinkNumber(caller, int(number))
+
+
+def stream_metadata(number: int) -> Metadata:
+    """The metadata of a call whose bytes travel over a connection of their own."""
+    return ((STREAM_KEY, str(number)),)
+
+
+def stream_of(metadata: Iterable[tuple[str, str | bytes]]) -> int | None:
+    """The number of the connection that has a call's bytes, from 1; None: they are in its messages. Raises StoreError
+    if it is not a number."""
+    return _number_of(metadata, STREAM_KEY, "the number of a connection for tensors") or None
 
 
 def model_of(metadata: Iterable[tuple[str, str | bytes]]) -> int:

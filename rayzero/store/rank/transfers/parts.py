@@ -30,7 +30,7 @@ class Download:
     place: Callable[[Shard], Tensor]  # where a shard goes: its values, or, of records that stay encoded, its record
     kept: UnitLayout | None  # the unit, if records of it come: it is kept encoded
     decode: bool = True  # records that come
-    moved: Callable[[], None] = lambda: None  # called for every message
+    moved: Callable[[], None] = lambda: None  # called for every chunk
     filled: int = 0  # shards
     received: int = 0  # bytes
     ended: bool = False
@@ -45,23 +45,23 @@ class Download:
         """See ``Part``."""
         return self.version, self.what
 
-    def fill(self, messages: Iterator[bytes]) -> None:
-        """Copy, or decode, the next messages to where they go, from the first shard on."""
+    def fill(self, take: Callable[[Assembly], None]) -> None:
+        """Have all shards filled, or decode them, from the first one on. ``take``: adds the next bytes to a shard's."""
         self.filled = self.received = 0
         for shard in self.shards:
             memory = self.place(shard)
             if self.kept is None or not self.decode:
-                self._receive(messages, shard, memory)
+                self._receive(take, shard, memory)
             else:
                 record = torch.empty(kept_bytes(self.kept, shard), dtype=torch.uint8)
-                self._receive(messages, shard, record)
+                self._receive(take, shard, record)
                 read_record(record, self.kept, shard, memory)
             self.filled += 1
 
-    def _receive(self, messages: Iterator[bytes], shard: Shard, memory: Tensor) -> None:
+    def _receive(self, take: Callable[[Assembly], None], shard: Shard, memory: Tensor) -> None:
         assembly = Assembly(shard.index, memory.nbytes, byte_view(memory))
         while not assembly.complete:
-            assembly.take(next(messages, None))
+            take(assembly)
             self.moved()
             if self.kept is not None and assembly.filled >= LENGTH:
                 assembly.end_at(used_bytes(memory))
@@ -109,10 +109,14 @@ class Sending:
     def messages(self, chunk_bytes: int) -> Iterator[bytes]:
         """The section of a stream that it is."""
         header = self.header
-        for shard in self.shards:
-            content = self.codec.encode(self._values_of(shard))  # shares memory unless it is compressed
+        for shard, content in self.contents():
             yield from encode_shard(shard.index, content, chunk_bytes, header)
             header = b""
+
+    def contents(self) -> Iterator[tuple[Shard, Tensor]]:
+        """What travels of each shard: 1D, its own memory unless it is compressed."""
+        for shard in self.shards:
+            yield shard, self.codec.encode(self._values_of(shard))
 
     def _values_of(self, shard: Shard) -> Tensor:
         values = self.values[shard.start : shard.stop]

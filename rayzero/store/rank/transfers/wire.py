@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -31,11 +31,12 @@ from rayzero.errors import ConfigError, RayZeroError, StallError, StoreClosedErr
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import COMPUTE, STORED, Contribution
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.owner_link import QUICK_S, BrokenLinkError, Channel, LinkDownError, OwnerLink, Upload
+from rayzero.store.rank.owner_link import QUICK_S, BrokenLinkError, Channel, LinkDownError, NoStreamError, OwnerLink
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.push_order import PushOrder
 from rayzero.store.rank.stall import Describe, StallWatch
 from rayzero.store.rank.transfers.batches import Batches
+from rayzero.store.rank.transfers.calls import Move, download, upload
 from rayzero.store.rank.transfers.parts import Download, Sending, holes_of
 from rayzero.store.traffic import count_bytes
 from rayzero.store.wire import translate
@@ -56,7 +57,8 @@ _SLOWEST_BYTES_PER_S = 10e6  # a stream slower than this is given up
 class WireOptions:
     """How tensors travel; see the fields of the same names in ``ZeroConfig``."""
 
-    chunk_bytes: int = 1 << 20  # of payload in a message
+    chunk_bytes: int = 1 << 20  # of payload in a message, or under a checksum
+    stream_bytes: int = 256 << 10  # from which on a transfer's bytes have a connection of their own
     wire_compression: str = "none"  # "none" | "bf16" | "int8"
     broadcast: str = "pull"  # "pull" | "push"
 
@@ -80,16 +82,21 @@ class PushedUnit:
 
 
 class _Progress:
-    """Counts the messages of a stream as they pass. When it is repeated, only messages beyond the best try are
-    progress: a link that breaks again and again must not hide that nothing moves."""
+    """Counts the chunks of a stream as they pass. When it is repeated, only chunks beyond the best try are progress: a
+    link that breaks again and again must not hide that nothing moves."""
 
     def __init__(self) -> None:
-        self.messages = 0  # of the best try
+        self.chunks = 0  # of the best try
+        self._now = 0  # of this one
 
-    def count(self, messages: Iterator[bytes]) -> Iterator[bytes]:
-        for number, message in enumerate(messages, 1):
-            self.messages = max(self.messages, number)
-            yield message
+    def begin(self) -> None:
+        """Another try."""
+        self._now = 0
+
+    def moved(self) -> None:
+        """One chunk has passed."""
+        self._now += 1
+        self.chunks = max(self.chunks, self._now)
 
 
 class WireTransfers:
@@ -165,38 +172,54 @@ class WireTransfers:
         """Send the values of a write that is not made yet to the owner's successor; see ``push_again``."""
         part = self._staged
         if part is not None:
-            self._send_now(channel, "Stage", lambda: iter([part]), timeout_s + _bulk_deadline_s(part.size))
+            self._send_now(channel, "Stage", lambda: iter([part]), part.size, timeout_s)
 
     def _send_now(
-        self, channel: Channel, method: str, parts: Callable[[], Iterator[Sending]], deadline_s: float
+        self, channel: Channel, method: str, parts: Callable[[], Iterator[Sending]], size_bytes: int, timeout_s: float
     ) -> None:
         """Send parts in one stream over one channel, also again if their bytes are damaged. ``parts``: makes each when
-        its turn comes. Whoever has the channel sees it break."""
+        its turn comes. ``size_bytes``: of all, at most. Whoever has the channel sees it break."""
         sent: list[tuple[int, torch.dtype, Codec]] = []  # of each shard
 
-        def messages(left: Iterator[Sending]) -> Iterator[bytes]:
+        def noted(left: Iterator[Sending]) -> Iterator[Sending]:
             for part in left:
-                yield from part.messages(self._options.chunk_bytes)
+                yield part
                 sent.extend((shard.numel, part.values.dtype, part.codec) for shard in part.shards)
 
+        move = self._move(channel, size_bytes, timeout_s)
         for left in reversed(range(_ATTEMPTS)):
             sent.clear()
             going = parts()
             first = next(going, None)
             if first is None:  # by now, none needs to go; an empty stream would be refused
                 return
-            upload = Upload(messages(chain([first], going)))
             try:
-                channel.answer(channel.start(method, upload, deadline_s))
+                upload(move, method, noted(chain([first], going)))
                 break
             except TransferError as error:
                 if isinstance(error, BrokenLinkError) or not left or self._closing.wait(_RETRY_PAUSE_S):
                     raise
                 self._again(method.lower(), error)
-            finally:
-                upload.stop()
         for numel, dtype, codec in sent:
             count_bytes(self._recorder, method.lower(), "grpc", numel, dtype, codec=codec)
+
+    def _move(
+        self,
+        channel: Channel,
+        size_bytes: int,
+        timeout_s: float = 0.0,
+        moving: Future[None] | None = None,
+        moved: Callable[[], None] = lambda: None,
+    ) -> Move:
+        """How ``size_bytes`` travel. ``timeout_s``: seconds to add to those that they may take."""
+        return Move(
+            channel=channel,
+            deadline_s=timeout_s + _bulk_deadline_s(size_bytes),
+            chunk_bytes=self._options.chunk_bytes,
+            beside=size_bytes >= self._options.stream_bytes,
+            moving=Future() if moving is None else moving,
+            moved=moved,
+        )
 
     def push(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
@@ -237,7 +260,7 @@ class WireTransfers:
         size_bytes: of all of them, at most. timeout_s: seconds to add to those that the bytes may take.
 
         Raises as ``Channel.answer`` does."""
-        self._send_now(channel, "Push", lambda: map(self._again_of, pushes()), timeout_s + _bulk_deadline_s(size_bytes))
+        self._send_now(channel, "Push", lambda: map(self._again_of, pushes()), size_bytes, timeout_s)
 
     def _again_of(self, again: PushedUnit) -> Sending:
         return self._push_of(Gather(1), again.unit, again.shards, again.contribution, again.values)
@@ -385,26 +408,20 @@ class WireTransfers:
 
     def _download(self, parts: list[Download]) -> None:
         """Fetch published shards; each part ends when its bytes are there."""
-
-        def begin(channel: Channel) -> Any:
-            left = [part for part in parts if not part.ended]
-            return channel.stream("Fetch", self._request(left), _bulk_deadline_s(sum(part.size for part in left)))
-
-        self._receive(parts, begin)
+        self._receive(parts, lambda channel: None)
 
     def _receive_early(self, channel: Channel, call: Any, parts: list[Download]) -> None:
         """Receive a fetch that was sent early over ``channel``; its later shards may not be published yet."""
         calls = [call]
 
-        def begin(present: Channel) -> Any:
-            begun = calls.pop() if calls else None
-            return begun if present is channel and begun is not None else present.stream("Fetch", request, None)
+        def begun(present: Channel) -> Any:
+            call = calls.pop() if calls else None
+            return call if present is channel else None
 
-        request = self._request(parts)
-        self._receive(parts, begin)
+        self._receive(parts, begun)
 
-    def _receive(self, parts: list[Download], begin: Callable[[Channel], Any]) -> None:
-        """Read a Fetch's messages into its parts. ``begin``: starts the call."""
+    def _receive(self, parts: list[Download], begun: Callable[[Channel], Any]) -> None:
+        """Read a Fetch's bytes into its parts. ``begun``: the call, if it has begun over that channel: in messages."""
 
         def describe(timeout_s: float) -> Future[str]:
             part = next((part for part in parts if not part.ended), parts[-1])
@@ -413,17 +430,18 @@ class WireTransfers:
             return then(said, lambda text: f"{filled}/{count} shards are here, {text}")
 
         def stream(channel: Channel, moving: Future[None], progress: _Progress) -> None:
-            call = begin(channel)
-            moving.add_done_callback(lambda _: call.cancel())
-            messages = progress.count(channel.messages(call))
-            for part in [part for part in parts if not part.ended]:
-                part.fill(messages)
-                if part is parts[-1] and next(messages, None) is not None:
-                    raise TransferError(f"{self._link.name} sent more than the shards asked for")
-                numel = sum(shard.numel for shard in part.shards)
-                codec = RAW if part.kept is None else codec_of(part.kept)
-                count_bytes(self._recorder, "fetch", "grpc", numel, part.dtype, codec=codec, size=part.received)
-                part.end(None)
+            left, call = [part for part in parts if not part.ended], begun(channel)
+            move = self._move(channel, sum(part.size for part in left), 0.0, moving, progress.moved)
+            if call is not None:
+                move = replace(move, beside=False)
+            with download(move, self._request(left), call) as take:
+                for part in left:
+                    part.fill(take)
+                    numel = sum(shard.numel for shard in part.shards)
+                    codec = RAW if part.kept is None else codec_of(part.kept)
+                    size = part.received
+                    count_bytes(self._recorder, "fetch", "grpc", numel, part.dtype, codec=codec, size=size)
+                    part.end(None)
 
         self._repeat("fetch", self._name(parts[0].awaited), describe, stream)
 
@@ -432,14 +450,7 @@ class WireTransfers:
         what = f"optimizer {self._link.owner} to take the {size:,} bytes of a {method}"
 
         def stream(channel: Channel, moving: Future[None], progress: _Progress) -> None:
-            messages = (message for part in parts for message in part.messages(self._options.chunk_bytes))
-            upload = Upload(progress.count(messages))
-            call = channel.start(method, upload, _bulk_deadline_s(size))
-            moving.add_done_callback(lambda _: call.cancel())
-            try:
-                channel.answer(call)
-            finally:
-                upload.stop()
+            upload(self._move(channel, size, 0.0, moving, progress.moved), method, iter(parts))
 
         self._repeat(method.lower(), what, partial(self._describe, parts[0].shards[0]), stream)
         for part in parts:
@@ -455,17 +466,21 @@ class WireTransfers:
         stream: Callable[[Channel, Future[None], _Progress], None],
     ) -> None:
         """Run a stream, and repeat all of it after the link was down, or if bytes are damaged. Raises StallError when
-        no message passes and the owner makes no progress; other errors at once. ``stream`` ends its call when the
+        no chunk passes and the owner makes no progress; other errors at once. ``stream`` ends its call when the
         future that it is given is done."""
         progress, moving = _Progress(), Future[None]()
-        self._watch.watch(moving, what, describe, lambda: progress.messages)
-        broken, damaged = None, 0
+        self._watch.watch(moving, what, describe, lambda: progress.chunks)
+        broken, damaged, shut = None, 0, 0
         try:
             while True:
                 channel = self._link.wait_open(broken, moving)
+                progress.begin()
                 try:
                     return stream(channel, moving, progress)
                 except BrokenLinkError as error:
+                    shut += isinstance(error, NoStreamError)
+                    if shut == _ATTEMPTS:  # the network that lets calls through does not let these
+                        raise
                     broken = channel
                     self._link.broke(channel, error)
                     self._again(direction, error)

@@ -712,6 +712,28 @@ class SpeakResponse(_message.Message):
     waiting: Waiting
     def __init__(self, answers: _Optional[_Iterable[_Union[SpeakResponse.Answer, _Mapping]]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
 
+class OpenTensorStreamRequest(_message.Message):
+    __slots__ = ("rank", "host")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    host: str
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
+
+class OpenTensorStreamResponse(_message.Message):
+    __slots__ = ("number", "port", "ticket", "rank_key", "owner_key")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    RANK_KEY_FIELD_NUMBER: _ClassVar[int]
+    OWNER_KEY_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    port: int
+    ticket: bytes
+    rank_key: bytes
+    owner_key: bytes
+    def __init__(self, number: _Optional[int] = ..., port: _Optional[int] = ..., ticket: _Optional[bytes] = ..., rank_key: _Optional[bytes] = ..., owner_key: _Optional[bytes] = ...) -> None: ...
+
 class LeaveRequest(_message.Message):
     __slots__ = ("rank", "reason")
     RANK_FIELD_NUMBER: _ClassVar[int]

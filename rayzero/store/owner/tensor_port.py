@@ -1,0 +1,281 @@
+"""An owner's connections for tensors: who may open one, and the calls whose bytes are on it.
+
+A call that the door has let in (``OpenTensorStream``) gets a ticket for one connection and, over TLS, the keys of its
+bytes. A few threads move the bytes, with the interpreter free; a peer that is silent holds none
+of them: the event loop waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+
+from rayzero.errors import HandshakeError, StoreError
+from rayzero.security.refusals import Refusals
+from rayzero.store.owner.calls.allowance import BODY_S, SlowBodyError, TooManyCallsError
+from rayzero.store.wire.payload import Assembly, Bytes
+from rayzero.store.wire.tensor_stream import (
+    TICKET_BYTES,
+    WELCOME,
+    Receiving,
+    Sent,
+    StreamEndedError,
+    StreamKeys,
+    TensorStream,
+    Work,
+    new_stream_keys,
+)
+from rayzero.telemetry.recorder import Recorder
+
+CONNECTIONS = 64  # of one rank, expected and open; a rank uses about two for each of its threads
+ENTERING = 64  # clients that have not shown their ticket yet; more are cut
+TICKET_S = 10.0  # in which a client must show its ticket, and for which it is good
+_PAUSE_S = 0.1  # after a connection could not be accepted: the process may be out of files
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """A connection that a rank may open."""
+
+    number: int
+    rank: int
+    port: int
+    ticket: bytes = field(repr=False)
+    keys: StreamKeys | None = field(repr=False)  # this end's
+
+
+class OwnerStream:
+    """One connection, at the owner. Lives on the event loop; its bytes are moved in ``pool``."""
+
+    def __init__(self, stream: TensorStream, rank: int, pool: ThreadPoolExecutor, over: Callable[[], None]) -> None:
+        """``over`` is called once the connection has ended."""
+        self.rank = rank
+        self._stream, self._pool, self._over = stream, pool, over
+        self._turn = asyncio.Lock()
+        self._closed = False
+        self._watch()
+
+    @asynccontextmanager
+    async def transfer(self) -> AsyncIterator[OwnerStream]:
+        """A context for the bytes of one call. If it ends with an error, so does the connection: nobody knows how far
+        it is."""
+        async with self._turn:
+            if self._closed:
+                raise StreamEndedError("the connection for tensors of this call has ended")
+            self._unwatch()
+            try:
+                yield self
+            except BaseException:
+                self.close()
+                raise
+            self._watch()
+
+    async def receive(self, shard: int, size_bytes: int, out: Bytes | None) -> None:
+        """Read one shard into ``out``; None: drop it. Raises TransferError if other bytes come, or none."""
+        await self._move(Receiving(self._stream, Assembly(shard, size_bytes, out)), to_write=False)
+
+    async def send(self, shard: int, content: memoryview, chunk_bytes: int) -> None:
+        """Write one shard. Raises TransferError if nobody takes it."""
+        await self._move(Sent(self._stream, shard, content, chunk_bytes), to_write=True)
+
+    async def _move(self, work: Work, *, to_write: bool) -> None:
+        loop = asyncio.get_running_loop()
+        passed, until = work.chunks, loop.time() + BODY_S
+        while not await self._advance(work):
+            if work.chunks > passed:
+                passed, until = work.chunks, loop.time() + BODY_S
+            try:
+                async with asyncio.timeout_at(until):
+                    await _ready(self._stream.connection, to_write=to_write)
+            except TimeoutError:
+                verb = "taken" if to_write else "sent"
+                raise SlowBodyError(f"rank {self.rank} has {verb} no whole chunk within {BODY_S:g} s") from None
+
+    async def _advance(self, work: Work) -> bool:
+        """Move bytes in a thread. Who cancels this waits until the thread has let go of the memory."""
+        moving = asyncio.get_running_loop().run_in_executor(self._pool, work.advance)
+        try:
+            return await asyncio.shield(moving)
+        except asyncio.CancelledError:
+            self._stream.abort()
+            await asyncio.wait([moving])
+            raise
+
+    def _watch(self) -> None:
+        """Notice when the peer ends a connection that nobody uses."""
+        asyncio.get_running_loop().add_reader(self._stream.connection, self._spoken_to)
+
+    def _unwatch(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._stream.connection)
+
+    def _spoken_to(self) -> None:
+        """It has ended, or bytes are here whose call is still on its way."""
+        self._unwatch()
+        if self._stream.has_ended:
+            self.close()
+
+    def close(self) -> None:
+        """End the connection. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._unwatch()
+            self._stream.abort()
+            self._stream.close()
+            self._over()
+
+
+class TensorPort:
+    """Listens beside an owner's server. Lives on the event loop.
+
+    Knows ranks by number, and connections; not models, units or shards."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._refusals = Refusals("tensors", recorder)
+        self._listeners: dict[str, socket.socket] = {}  # by host
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._entering = 0
+        self._numbers = count(1)
+        self._expected: dict[bytes, Expected] = {}  # by ticket
+        self._streams: dict[int, OwnerStream] = {}
+        self._pool = ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 1)), "rayzero-owner-tensors")
+
+    def listen(self, host: str) -> None:
+        """Accept connections to ``host`` too, at any free port. Raises OSError if that is impossible."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family, backlog=ENTERING)
+        listener.setblocking(False)
+        self._listeners[host] = listener
+        self._start(self._accept(listener))
+
+    def expect(self, rank: int, host: str, *, protected: bool) -> Expected:
+        """Let a rank open one connection. ``host``: of this owner, as the rank has it. ``protected``: the rank asks
+        over TLS, so chunks are encrypted. Raises StoreError if the rank has too many."""
+        ranks = [*(each.rank for each in self._expected.values()), *(each.rank for each in self._streams.values())]
+        if ranks.count(rank) >= CONNECTIONS:
+            raise TooManyCallsError(f"rank {rank} has {CONNECTIONS} connections for tensors here, the most for a rank")
+        listener = self._listeners.get(host) or next(iter(self._listeners.values()), None)
+        if listener is None:
+            raise StoreError("this owner is stopping")
+        expected = Expected(
+            number=next(self._numbers),
+            rank=rank,
+            port=listener.getsockname()[1],
+            ticket=secrets.token_bytes(TICKET_BYTES),
+            keys=new_stream_keys() if protected else None,
+        )
+        self._expected[expected.ticket] = expected
+        asyncio.get_running_loop().call_later(TICKET_S, self._expected.pop, expected.ticket, None)
+        return expected
+
+    def of(self, number: int | None, rank: int | None) -> OwnerStream | None:
+        """The connection that a call names; None: it names none. Raises TransferError if it has ended, HandshakeError
+        if it is another rank's."""
+        if number is None:
+            return None
+        found = self._streams.get(number)
+        if found is None:
+            raise StreamEndedError(f"connection {number} for tensors has ended")
+        if found.rank != rank:
+            raise HandshakeError(f"connection {number} for tensors is rank {found.rank}'s, not that of rank {rank}")
+        return found
+
+    async def stop(self) -> None:
+        """Accept nobody any more, and end all connections. Idempotent."""
+        listeners, self._listeners = self._listeners, {}
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for listener in listeners.values():
+            listener.close()
+        for stream in list(self._streams.values()):
+            stream.close()
+        self._expected.clear()
+        self._pool.shutdown(wait=False)
+
+    # ---- clients
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, address = await loop.sock_accept(listener)
+            except OSError as error:
+                log.warning("a connection for tensors could not be accepted: %s", error)
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            peer = f"{address[0]}:{address[1]}"
+            if self._entering >= ENTERING:
+                connection.close()
+                self._refusals.note("limit", peer, f"{ENTERING} others have not shown a ticket yet")
+            else:
+                self._start(self._enter(connection, peer))
+
+    async def _enter(self, connection: socket.socket, peer: str) -> None:
+        """Take a client in that shows a ticket."""
+        self._entering += 1
+        try:
+            async with asyncio.timeout(TICKET_S):
+                ticket = await _read(connection, TICKET_BYTES)
+            expected = self._expected.pop(ticket, None)
+            if expected is None:
+                raise HandshakeError("its ticket is not one of this owner's")
+            connection.send(WELCOME)
+        except (OSError, HandshakeError, StreamEndedError) as error:  # OSError: also after TICKET_S
+            self._refusals.note(_reason(error), peer, str(error) or "it shows no ticket")
+            connection.close()
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            self._keep(expected, TensorStream(connection, expected.keys))
+        finally:
+            self._entering -= 1
+
+    def _keep(self, expected: Expected, stream: TensorStream) -> None:
+        def over() -> None:
+            self._streams.pop(expected.number, None)
+
+        self._streams[expected.number] = OwnerStream(stream, expected.rank, self._pool, over)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "slow"
+    return "ticket" if isinstance(error, HandshakeError) else "nonsense"
+
+
+async def _read(connection: socket.socket, size: int) -> bytes:
+    """Exactly that many bytes. Raises StreamEndedError if the client ends."""
+    found = bytearray()
+    while len(found) < size:
+        more = await asyncio.get_running_loop().sock_recv(connection, size - len(found))
+        if not more:
+            raise StreamEndedError("it has shown no ticket")
+        found += more
+    return bytes(found)
+
+
+async def _ready(connection: socket.socket, *, to_write: bool = False) -> None:
+    """Wait until the connection has bytes to read or room to write, or has ended."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    add, remove = (loop.add_writer, loop.remove_writer) if to_write else (loop.add_reader, loop.remove_reader)
+    add(connection, lambda: None if ready.done() else ready.set_result(None))
+    try:
+        await ready
+    finally:
+        remove(connection)

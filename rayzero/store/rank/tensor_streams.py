@@ -1,0 +1,115 @@
+"""A rank's connections for tensors to one owner, beside one channel to it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rayzero.store.wire.tensor_stream import WELCOME, StreamEndedError, StreamKeys, TensorStream
+
+_OPEN_S = 5.0  # in which a connection is made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What the owner answers to OpenTensorStream."""
+
+    number: int
+    port: int
+    ticket: bytes
+    keys: StreamKeys | None  # None: without TLS
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStream:
+    """A connection, and the number by which the owner knows it."""
+
+    number: int
+    stream: TensorStream
+
+
+class TensorStreams:
+    """Connections to one owner, each of which carries one transfer at a time; opened when there is none to spare.
+
+    Knows the owner's host; not what travels, or whether the owner is alive."""
+
+    def __init__(self, address: str, ask: Callable[[str], Opening]) -> None:
+        """``address``: the owner's, with a port. ``ask``: has the owner expect a connection to the host that it is
+        given."""
+        self._host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._idle: list[OpenStream] = []
+        self._taken: set[OpenStream] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """End them all: transfers fail with StreamEndedError. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            taken = list(self._taken)
+        for each in taken:
+            each.stream.abort()
+        for each in idle:
+            each.stream.close()
+
+    def take(self) -> OpenStream:
+        """One that is the caller's until it gives it back or drops it. Raises StreamEndedError if none can be
+        opened, with the OSError as its cause if that is the network's fault."""
+        while True:
+            with self._lock:
+                self._require_open()
+                if not self._idle:
+                    break
+                found = self._idle.pop()
+                if found.stream.is_quiet:
+                    self._taken.add(found)
+                    return found
+            found.stream.close()  # the owner, or something between, has ended it
+        opening = self._ask(self._host)
+        opened = OpenStream(opening.number, self._connect(opening))
+        with self._lock:
+            if not self._closed:
+                self._taken.add(opened)
+                return opened
+        opened.stream.close()
+        raise StreamEndedError("the link was closed")
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StreamEndedError("the link was closed")
+
+    def _connect(self, opening: Opening) -> TensorStream:
+        try:
+            connection = socket.create_connection((self._host, opening.port), timeout=_OPEN_S)
+            try:
+                connection.sendall(opening.ticket)
+                if connection.recv(1) != WELCOME:
+                    raise ConnectionError("the owner ended it")
+                return TensorStream(connection, opening.keys)
+            except BaseException:
+                connection.close()
+                raise
+        except OSError as error:
+            why = error.strerror or str(error)
+            where = f"{self._host}, port {opening.port}"
+            raise StreamEndedError(f"cannot open a connection for tensors to {where}: {why}") from error
+
+    def give_back(self, used: OpenStream) -> None:
+        """Another transfer may have it."""
+        with self._lock:
+            self._taken.discard(used)
+            if not self._closed:
+                self._idle.append(used)
+                return
+        used.stream.close()
+
+    def drop(self, used: OpenStream) -> None:
+        """End it: nobody knows how far it is."""
+        with self._lock:
+            self._taken.discard(used)
+        used.stream.abort()
+        used.stream.close()

@@ -1,0 +1,255 @@
+"""A TCP connection that carries the bytes of tensors beside gRPC's calls, straight from memory and into memory.
+
+[Note: beside gRPC] gRPC for Python copies a message once to send it and twice to receive it, and its event loop reads
+for all callers (benchmarks/RESULTS.md, "store"). So the call of a large transfer says what travels and how that ended,
+and the bytes travel beside it. They come in chunks: a head (shard, bytes, offset in the shard, xxh3_64) and the
+payload, which the kernel copies out of the sender's tensor and into the receiver's. Both ends know how many bytes a
+transfer has, so nothing marks its end, and one transfer follows the other on a connection. Where something is wrong,
+the connection ends, and the call says why. Where gRPC uses TLS, chunks are encrypted with keys that came over it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rayzero.errors import TransferError
+from rayzero.security.chunk_cipher import KEY_BYTES, TAG_BYTES, ChunkCipher
+from rayzero.store.wire.payload import Assembly, Chunk
+from rayzero.store.wire.seal import checksum
+
+TICKET_BYTES = 32  # what a client says first: what it got from OpenTensorStream
+WELCOME = b"\1"  # what it is answered
+SILENT_S = 0.05  # how long a thread waits for a peer that sends or takes nothing
+
+_HEAD = struct.Struct("<IIQQ")
+_DEAD_MS = 20_000  # after which bytes that nobody acknowledges, or pings that nobody answers, end a connection
+
+
+class StreamEndedError(TransferError):
+    """The connection has ended, or was ended."""
+
+
+class Work(Protocol):
+    """Bytes that are to pass."""
+
+    chunks: int  # that have passed
+
+    def advance(self) -> bool:
+        """Move bytes until all have passed (True), or until the peer is silent (False). Raises StreamEndedError, and
+        TransferError for bytes that are not what was sent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamKeys:
+    """What one end encrypts with, and what the other end does."""
+
+    sending: bytes = field(repr=False)
+    receiving: bytes = field(repr=False)
+
+
+def new_stream_keys() -> StreamKeys:
+    """The keys of another connection."""
+    return StreamKeys(sending=secrets.token_bytes(KEY_BYTES), receiving=secrets.token_bytes(KEY_BYTES))
+
+
+class TensorStream:
+    """One end of a connection. One thread at a time moves bytes; any thread may end it.
+
+    Knows bytes; not what they are, or who is at the other end."""
+
+    def __init__(self, connection: socket.socket, keys: StreamKeys | None) -> None:
+        """Take the connection over: closed by ``close``. ``keys``: None: chunks are not encrypted."""
+        self.connection = connection
+        self.sending = None if keys is None else ChunkCipher(keys.sending)
+        self.receiving = None if keys is None else ChunkCipher(keys.receiving)
+        self._scratch = bytearray()  # an encrypted chunk
+        _set_up(connection)
+
+    def read(self, out: memoryview) -> int:
+        """Read up to ``len(out)`` bytes; 0: the peer is silent. Raises StreamEndedError."""
+        try:
+            read = self.connection.recv_into(out, 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise _ended(error) from error
+        if not read:
+            raise StreamEndedError("the connection for tensors ended")
+        return read
+
+    def write(self, content: memoryview, *, more: bool = False) -> int:
+        """Write some of ``content``; 0: the peer takes nothing. ``more``: other bytes follow at once. Raises
+        StreamEndedError."""
+        try:
+            return self.connection.send(content, socket.MSG_MORE if more else 0)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise _ended(error) from error
+
+    def scratch(self, size_bytes: int) -> memoryview:
+        """Memory for one encrypted chunk, until the next one's."""
+        if len(self._scratch) < size_bytes:
+            self._scratch = bytearray(size_bytes)
+        return memoryview(self._scratch)[:size_bytes]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the peer has ended the connection, and has sent nothing that is not read."""
+        return self._peek() == b""
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the connection is open and nothing has come: another transfer may use it."""
+        return self._peek() is None
+
+    def _peek(self) -> bytes | None:
+        """The next byte; None: there is none yet."""
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def pass_all(self, work: Work) -> None:
+        """Move everything; blocks until then, or until somebody ends the connection. Raises as ``Work.advance``."""
+        while not work.advance():
+            pass
+
+    def abort(self) -> None:
+        """End the connection: whoever moves bytes gets StreamEndedError. Any thread may call it."""
+        try:
+            self.connection.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it has ended
+            return
+
+    def close(self) -> None:
+        """Free the connection, which nobody uses any more."""
+        self.connection.close()
+
+
+class Receiving:
+    """One shard's chunks on their way from a stream into memory."""
+
+    def __init__(self, stream: TensorStream, assembly: Assembly) -> None:
+        self._stream, self._assembly = stream, assembly
+        self._head = memoryview(bytearray(_HEAD.size))
+        self._payload: memoryview | None = None  # of the chunk whose head is here: its memory
+        self._coming: memoryview = self._head  # what is being read
+        self._filled = 0  # bytes of that
+        self.chunks = 0
+
+    def advance(self) -> bool:
+        """See ``Work``."""
+        while not self._assembly.complete:
+            if not self.take_chunk():
+                return False
+        return True
+
+    def take_chunk(self) -> bool:
+        """Move one chunk; False: the peer was silent before all of it was here. Raises as ``advance``."""
+        if self._payload is None:
+            if not self._fill():
+                return False
+            shard, size, offset, _ = _HEAD.unpack(self._head)
+            self._payload = self._assembly.room_for(shard, offset, size)
+            encrypted = self._stream.receiving is not None
+            self._coming = self._stream.scratch(size + TAG_BYTES) if encrypted else self._payload
+        if not self._fill():
+            return False
+        self._check(self._payload)
+        self._assembly.add(len(self._payload))
+        self._payload, self._coming = None, self._head
+        self.chunks += 1
+        return True
+
+    def _check(self, payload: memoryview) -> None:
+        """Raise TransferError if what has come is not what was sent; decrypt it."""
+        shard, size, offset, digest = _HEAD.unpack(self._head)
+        cipher = self._stream.receiving
+        if cipher is None:
+            Chunk(shard=shard, offset=offset, checksum=digest, payload=payload).verify()
+        elif not cipher.decrypt(bytes(self._head), self._coming, payload):
+            raise TransferError(
+                f"shard {shard} bytes {offset:,}..{offset + size:,} were damaged on the way, or are not the next ones"
+            )
+
+    def _fill(self) -> bool:
+        while self._filled < len(self._coming):
+            read = self._stream.read(self._coming[self._filled :])
+            if not read:
+                return False
+            self._filled += read
+        self._filled = 0
+        return True
+
+
+class Sent:
+    """One shard's chunks on their way from memory into a stream."""
+
+    def __init__(
+        self,
+        stream: TensorStream,
+        shard: int,
+        content: memoryview,
+        chunk_bytes: int,
+        moved: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``content``: bytes, which nobody changes until all have passed. ``moved``: called for every chunk."""
+        self._stream, self._shard, self._content, self._chunk_bytes = stream, shard, content, chunk_bytes
+        self._moved = moved
+        self._offset = 0  # where the next chunk begins
+        self._left: list[memoryview] = []  # of this chunk: head and payload
+        self.chunks = 0
+
+    def advance(self) -> bool:
+        """See ``Work``."""
+        while self._left or self._offset < len(self._content):
+            if not self._left:
+                self._left = self._next_chunk()
+            while self._left:
+                written = self._stream.write(self._left[0], more=len(self._left) > 1)
+                if not written:
+                    return False
+                self._left[0] = self._left[0][written:]
+                if not len(self._left[0]):
+                    self._left.pop(0)
+            self.chunks += 1
+            self._moved()
+        return True
+
+    def _next_chunk(self) -> list[memoryview]:
+        offset = self._offset
+        payload = self._content[offset : offset + self._chunk_bytes]
+        self._offset += len(payload)
+        cipher = self._stream.sending
+        if cipher is None:
+            return [memoryview(_HEAD.pack(self._shard, len(payload), offset, checksum(payload))), payload]
+        head = _HEAD.pack(self._shard, len(payload), offset, 0)  # the tag covers what a checksum does
+        sealed = self._stream.scratch(len(payload) + TAG_BYTES)
+        cipher.encrypt(head, payload, sealed)
+        return [memoryview(head), sealed]
+
+
+def _set_up(connection: socket.socket) -> None:
+    connection.settimeout(None)  # the kernel waits, and fills a whole chunk in one call
+    patience = struct.pack("ll", 0, int(SILENT_S * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a peer whose host has vanished sends nothing
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_MS)
+
+
+def _ended(error: OSError) -> StreamEndedError:
+    return StreamEndedError(f"the connection for tensors ended: {error.strerror or error}")
