@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import socket
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from rayzero.protocol.ownership import owner_map
 from rayzero.slabs.slab import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
+from rayzero.store.rank import tensor_streams
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.same_host import why_no_sharing
@@ -39,7 +42,7 @@ from store.toy import make_spec as toy_spec
 
 FAULTS = ("cut", "reset", "refuse", "black_hole")
 LINKS = ("rank-owner", "rank-lead", "lead-owner", "all")
-WAYS = ("pull", "push", "mixed") if why_no_sharing() is None else ("pull", "push")  # mixed: owner 0 shares memory
+WAYS = ("pull", "push", "streams", *(["mixed"] if why_no_sharing() is None else []))  # mixed: owner 0 shares memory
 STEPS, RANKS, OWNERS = 4, 2, 3
 
 
@@ -50,6 +53,7 @@ class Net:
     servers: list[OwnerServer]
     for_ranks: list[Proxy]
     for_lead: list[Proxy]
+    for_tensors: list[Proxy]
     lead: int
     at_owners: MemoryRecorder
     recorder: MemoryRecorder = field(default_factory=MemoryRecorder)  # of the ranks
@@ -57,11 +61,16 @@ class Net:
     def links(self, which: str) -> list[Proxy]:
         others = [owner for owner in range(OWNERS) if owner != self.lead]
         return {
-            "rank-owner": [self.for_ranks[owner] for owner in others],
-            "rank-lead": [self.for_ranks[self.lead]],
+            "rank-owner": [each[owner] for each in (self.for_ranks, self.for_tensors) for owner in others],
+            "rank-lead": [self.for_ranks[self.lead], self.for_tensors[self.lead]],
             "lead-owner": [self.for_lead[owner] for owner in others],
-            "all": [*self.for_ranks, *(self.for_lead[owner] for owner in others)],
+            "all": [*self.for_ranks, *self.for_tensors, *(self.for_lead[owner] for owner in others)],
         }[which]
+
+    def connect(self, host: str, port: int) -> socket.socket:
+        """What ranks have in place of ``tensor_streams.connect``."""
+        proxy = next(proxy for proxy in self.for_tensors if proxy.target == (host, port))
+        return socket.create_connection((host, proxy.port), timeout=5)
 
 
 @contextmanager
@@ -79,9 +88,18 @@ def net(
             servers.append(stack.enter_context(serve_models(models, token=TOKEN, **options)))
         for_ranks = [stack.enter_context(proxy(server.address)) for server in servers]
         for_lead = [stack.enter_context(proxy(server.address)) for server in servers]
+        for_tensors = [stack.enter_context(Proxy(tensor_address(server))) for server in servers]
         for server in servers:
             server.connect_peers([proxy.address for proxy in for_lead])
-        yield Net(servers, for_ranks, for_lead, owner_map(spec, OWNERS).owner(0), recorder)
+        made = Net(servers, for_ranks, for_lead, for_tensors, owner_map(spec, OWNERS).owner(0), recorder)
+        with patch.object(tensor_streams, "connect", made.connect):
+            yield made
+
+
+def tensor_address(server: OwnerServer) -> str:
+    """Where a server's ranks open their connections for tensors."""
+    host, port = server._tensors._listeners["127.0.0.1"].getsockname()
+    return f"{host}:{port}"
 
 
 @contextmanager
@@ -89,7 +107,7 @@ def ranks_of(made: Net, spec: ModelSpec, way: str = "pull", **options: Any) -> I
     """Ranks that have attached through the proxies."""
     addresses = [proxy.address for proxy in made.for_ranks]
     terms = {"token": TOKEN, "chunk_bytes": 1000, "stall_timeout": 60.0, "recorder": made.recorder}
-    terms |= {"share": SHARED_MEMORY} if way == "mixed" else {"broadcast": way}
+    terms |= {"mixed": {"share": SHARED_MEMORY}, "streams": {"stream_bytes": 1}}.get(way, {"broadcast": way})
     with ExitStack() as stack:
         stores = [RankStore(RemoteConnection(rank, addresses, **terms | options)) for rank in range(RANKS)]
         for store in stores:

@@ -21,7 +21,7 @@ class Proxy:
 
     def __init__(self, target: str) -> None:
         host, port = target.rsplit(":", 1)
-        self._target = (host, int(port))
+        self.target = (host, int(port))
         self._lock = threading.Lock()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._open = threading.Event()  # bytes may pass
@@ -58,7 +58,7 @@ class Proxy:
                 time.sleep(0.002)
                 continue
             try:
-                theirs = socket.create_connection(self._target, 5)
+                theirs = socket.create_connection(self.target, 5)
                 theirs.settimeout(None)
             except OSError:
                 ours.close()
@@ -154,7 +154,7 @@ class Proxy:
         """The machine that was frozen comes back with another process: its kernel knows none of the connections that
         were open."""
         host, port = target.rsplit(":", 1)
-        self._target = (host, int(port))
+        self.target = (host, int(port))
         self.reset()
         self._open.set()
 

@@ -80,9 +80,9 @@ def over_grpc(
 ) -> Iterator[Stores]:
     """The same over gRPC on loopback: every owner has a server, every rank its own channels. ``shares(owner)``: it
     shares memory with the ranks, as owners of their host do; the others are as on other hosts. ``chunk_bytes``: of a
-    message, small enough that a shard takes several. ``stream_bytes``: see ``ZeroConfig``. ``host_fetch``: whether ranks fetch from the others once for their
-    host. ``host_push``: whether the others get one sum of all ranks. ``host_voice``: whether one rank asks the lead for
-    all of them."""
+    message, small enough that a shard takes several. ``stream_bytes``: from which on bytes travel beside the messages.
+    ``host_fetch``: whether ranks fetch from the others once for their host. ``host_push``: whether the others get one
+    sum of all ranks. ``host_voice``: whether one rank asks the lead for all of them."""
     alone = host_fetch == host_push == host_voice == "never" and not any(shares(owner) for owner in range(num_owners))
     somewhere = None if alone else SHARED_MEMORY
     token = f"{TOKEN} {secrets.token_hex()}"  # by which ranks of a host find each other
@@ -131,7 +131,5 @@ if why_no_sharing() is None:
     STORES["mixed"] = partial(over_grpc, shares=lambda owner: owner % 2 == 0)
     STORES["sums"] = partial(over_grpc, host_push="always", stream_bytes=1)
     STORES["relay"] = partial(over_grpc, host_fetch="always", host_voice="always")
-    STORES["mixed-relay"] = partial(
-        over_grpc, shares=lambda owner: owner % 2 == 0, host_fetch="always", stream_bytes=1
-    )
+    STORES["mixed-relay"] = partial(over_grpc, shares=lambda owner: owner % 2 == 0, host_fetch="always", stream_bytes=1)
 """name -> factory(world_size, num_owners, *, stall_timeout=..., owner_threads=...): a context with one store a rank"""

@@ -39,6 +39,7 @@ from rayzero.protocol.messages import COMPUTE, MASTER, PROTOCOL_VERSION, FinishR
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.handlers import RankCalls
 from rayzero.store.owner.server import OwnerServer
+from rayzero.store.owner.tensor_port import TensorPort
 from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.owner_link import OwnerLink
 from rayzero.store.rank.owner_table import OwnerTable
@@ -61,7 +62,7 @@ from rayzero.store.wire.rpc import (
 )
 from rayzero.store.wire.seal import unseal
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES, TRANSFER_RETRIES
-from rayzero.telemetry.recorder import MemoryRecorder
+from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
 from store.stores import TOKEN
 from store.toy import HYPER, WAIT, equal, initial_values, make_spec, masters, random_grads, start, take_step
 
@@ -646,9 +647,12 @@ def test_a_load_that_brings_nothing_is_answered_where_nothing_is_wanted() -> Non
         return act()
 
     state: Any = SimpleNamespace(
-        service=SimpleNamespace(is_loaded=True, owner=0), compute=compute
-    )  # an owner without shards
-    assert asyncio.run(RankCalls(state).load(nothing(), None)) == pb.LoadResponse()
+        service=SimpleNamespace(is_loaded=True, owner=0),  # an owner without shards
+        compute=compute,
+        tensors=TensorPort(NullRecorder()),
+    )
+    call = SimpleNamespace(invocation_metadata=tuple)
+    assert asyncio.run(RankCalls(state).load(nothing(), call)) == pb.LoadResponse()
 
 
 @pytest.mark.parametrize("kind", ["FinishRequest", "FinishResponse", "CollectResponse", "ApplyRequest"])

@@ -26,6 +26,7 @@ from rayzero.store.wire.rpc import (
     to_status,
     token_matches,
 )
+from rayzero.store.wire.tensor_stream import StreamEndedError
 from rayzero.telemetry.names import GRPC_REQUEST_SECONDS, GRPC_REQUESTS
 from rayzero.telemetry.recorder import Recorder
 
@@ -82,9 +83,9 @@ class _Guarded:
         except asyncio.CancelledError:  # the caller is gone
             self._count(grpc.StatusCode.CANCELLED, began)
             raise
-        except _Damaged as damaged:  # its caller takes that for a broken link, and repeats the call
+        except (_Damaged, StreamEndedError) as broken:  # its caller takes that for a broken link, and repeats the call
             self._count(grpc.StatusCode.UNAVAILABLE, began)
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(damaged))
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(broken))
         except RayZeroError as error:
             code, details, sent = to_status(error)
             self._count(code, began)

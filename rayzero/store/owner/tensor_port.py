@@ -108,6 +108,7 @@ class OwnerStream:
         except asyncio.CancelledError:
             self._stream.abort()
             await asyncio.wait([moving])
+            moving.exception()  # that it ended is what was wanted
             raise
 
     def _watch(self) -> None:
@@ -222,11 +223,11 @@ class TensorPort:
                 connection.close()
                 self._refusals.note("limit", peer, f"{ENTERING} others have not shown a ticket yet")
             else:
+                self._entering += 1
                 self._start(self._enter(connection, peer))
 
     async def _enter(self, connection: socket.socket, peer: str) -> None:
         """Take a client in that shows a ticket."""
-        self._entering += 1
         try:
             async with asyncio.timeout(TICKET_S):
                 ticket = await _read(connection, TICKET_BYTES)

@@ -112,7 +112,7 @@ class Channel:
     ) -> None:
         """``peer``: the owner, for messages. ``shown``: None: without TLS."""
         self.link = link
-        self._rank, self._peer = rank, f"rank {rank}, {peer}"
+        self._rank, self.peer = rank, f"rank {rank}, {peer}"
         self._metadata = (*metadata, *link.metadata)
         self._channel = open_channel(address, shown)
         self._is_protected = shown is not None and shown.protects(address)
@@ -155,7 +155,7 @@ class Channel:
             taken = self._tensors.take()
         except StreamEndedError as ended:
             kind = BrokenLinkError if ended.__cause__ is None else NoStreamError
-            raise kind(f"{self._peer}: {ended}") from ended.__cause__
+            raise kind(f"{self.peer}: {ended}") from ended.__cause__
         try:
             yield taken
         except BaseException:
@@ -165,14 +165,16 @@ class Channel:
 
     def why_ended(self, call: Any, ended: StreamEndedError) -> RayZeroError:
         """Why the bytes beside a call do not go on: what the owner says or, if it says nothing soon, that the
-        connection has broken."""
+        connection has broken. Raise it from its own cause."""
         try:
             call.result(timeout=_REASON_S)
         except grpc.FutureTimeoutError:
             call.cancel()
         except (grpc.RpcError, grpc.FutureCancelledError) as error:
             return self.error(error)
-        return BrokenLinkError(f"{self._peer}: {ended}")
+        broken = BrokenLinkError(f"{self.peer}: {ended}")
+        broken.__cause__ = ended
+        return broken
 
     def answer(self, started: Any) -> Any:
         """The answer to a started call; blocks. Raises the owner's error, or BrokenLinkError."""
@@ -194,16 +196,16 @@ class Channel:
         """The RayZeroError of a failed call."""
         cancelled = not isinstance(error, grpc.RpcError) or error.code() is grpc.StatusCode.CANCELLED
         if cancelled and (self._given_up or isinstance(error, ValueError)):
-            return BrokenLinkError(f"{self._peer}: the connection was closed")
+            return BrokenLinkError(f"{self.peer}: the connection was closed")
         if not isinstance(error, grpc.RpcError):
-            return StoreClosedError(f"{self._peer}: the call was ended")
+            return StoreClosedError(f"{self.peer}: the call was ended")
         if is_broken_link(error):
-            broken = BrokenLinkError(str(from_status(error, self._peer)))
+            broken = BrokenLinkError(str(from_status(error, self.peer)))
             broken.__cause__ = error
             return broken
         if gave_no_answer(error):
-            return NoAnswerError(str(from_status(error, self._peer)))
-        return from_status(error, self._peer)
+            return NoAnswerError(str(from_status(error, self.peer)))
+        return from_status(error, self.peer)
 
     def give_up(self) -> None:
         """End the notices, so that the link's thread closes the channel; does not block."""
@@ -345,8 +347,8 @@ class OwnerLink:
                 self._down_since = time.monotonic()
             if isinstance(cause, grpc.RpcError):
                 self._why = break_of(cause) + ("" if was_open else self._ended_certificate())
-            elif isinstance(cause, OSError):
-                self._why = f"no connection for tensors: {cause.strerror or cause}"
+            elif isinstance(cause, OSError | StreamEndedError):
+                self._why = str(error).removeprefix(f"{channel.peer}: ")
         if was_open:
             log.warning("rank %d lost the link to %s: %s", self.rank, self.name, self._why)
             channel.give_up()

@@ -30,6 +30,11 @@ class OpenStream:
     stream: TensorStream
 
 
+def connect(host: str, port: int) -> socket.socket:
+    """A connection to an owner's port for tensors. Raises OSError."""
+    return socket.create_connection((host, port), timeout=_OPEN_S)
+
+
 class TensorStreams:
     """Connections to one owner, each of which carries one transfer at a time; opened when there is none to spare.
 
@@ -84,7 +89,7 @@ class TensorStreams:
 
     def _connect(self, opening: Opening) -> TensorStream:
         try:
-            connection = socket.create_connection((self._host, opening.port), timeout=_OPEN_S)
+            connection = connect(self._host, opening.port)
             try:
                 connection.sendall(opening.ticket)
                 if connection.recv(1) != WELCOME:

@@ -71,7 +71,8 @@ def _upload_beside(move: Move, method: str, parts: Iterator[Sending]) -> None:
                     beside.stream.pass_all(sent)
         except StreamEndedError as ended:
             headers.put(None)
-            raise move.channel.why_ended(call, ended) from ended
+            why = move.channel.why_ended(call, ended)
+            raise why from why.__cause__
         finally:
             headers.put(None)
         move.channel.answer(call)
@@ -121,7 +122,8 @@ def _beside(move: Move, request: pb.FetchRequest) -> Iterator[Take]:
         try:
             yield take
         except StreamEndedError as ended:
-            raise channel.why_ended(call, ended) from ended
+            why = channel.why_ended(call, ended)
+            raise why from why.__cause__
         except BaseException:
             call.cancel()
             raise

@@ -1,0 +1,572 @@
+"""Connections for tensors: bytes arrive as they were sent, or a transfer fails by name; strangers get nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayzero.errors import StallError, TransferError
+from rayzero.security.authority import Authority
+from rayzero.security.credentials import OWNER, Identity
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner import tensor_port
+from rayzero.store.owner.calls.allowance import TooManyCallsError
+from rayzero.store.owner.server import OwnerServer
+from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING, TensorPort
+from rayzero.store.rank import tensor_streams
+from rayzero.store.wire.payload import Assembly, encode_header
+from rayzero.store.wire.rpc import (
+    STORE_SERVICE,
+    life_metadata,
+    methods,
+    open_channel,
+    stream_metadata,
+    token_metadata,
+)
+from rayzero.store.wire.seal import checksum
+from rayzero.store.wire.tensor_stream import (
+    TICKET_BYTES,
+    WELCOME,
+    Receiving,
+    Sent,
+    StreamEndedError,
+    StreamKeys,
+    TensorStream,
+    new_stream_keys,
+)
+from rayzero.telemetry.names import REFUSED, TRANSFER_RETRIES
+from rayzero.telemetry.recorder import MemoryRecorder
+from store.faults import tensor_address
+from store.proxy import Proxy
+from store.stores import TOKEN
+from store.test_grpc import connected, serving
+from store.toy import WAIT, equal, initial_values, make_spec, masters, random_grads, start, take_step
+
+SHOWN = Identity(Authority("streams", on_loopback=True).issue("all", [OWNER, "rank-0.rayzero", "rank-1.rayzero"]))
+HEAD = 24  # bytes
+
+
+def mirrored(keys: StreamKeys | None) -> StreamKeys | None:
+    """What the other end has."""
+    return None if keys is None else StreamKeys(sending=keys.receiving, receiving=keys.sending)
+
+
+@contextmanager
+def wired(keys: StreamKeys | None = None) -> Iterator[tuple[TensorStream, socket.socket, TensorStream, socket.socket]]:
+    """A sender, the wire behind it, a receiver, and the wire in front of it."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def pair() -> tuple[socket.socket, socket.socket]:
+            one = stack.enter_context(socket.create_connection(listener.getsockname()))
+            other = stack.enter_context(listener.accept()[0])
+            return one, other
+
+        (sending, after), (before, receiving) = pair(), pair()
+        yield TensorStream(sending, keys), after, TensorStream(receiving, mirrored(keys)), before
+
+
+def on_the_wire(content: bytes, chunk_bytes: int, keys: StreamKeys | None, shard: int = 3) -> bytes:
+    """What is sent of a shard."""
+    with wired(keys) as (sender, after, _, _):
+        sender.pass_all(Sent(sender, shard, memoryview(content), chunk_bytes))
+        sender.close()
+        return b"".join(iter(lambda: after.recv(1 << 16), b""))
+
+
+def received(wire: bytes, size: int, keys: StreamKeys | None, shard: int = 3) -> bytes:
+    """What a receiver makes of that."""
+    out = np.zeros(size, dtype=np.uint8)
+    with wired(keys) as (_, _, receiver, before):
+        before.sendall(wire)
+        before.shutdown(socket.SHUT_WR)
+        receiver.pass_all(Receiving(receiver, Assembly(shard, size, out)))
+    return out.tobytes()
+
+
+KEYS = [None, StreamKeys(sending=bytes(range(32)), receiving=bytes(range(32, 64)))]
+
+
+@pytest.mark.parametrize("keys", KEYS, ids=["plain", "encrypted"])
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 100, 4096])
+def test_bytes_arrive_as_they_were_sent(keys: StreamKeys | None, chunk_bytes: int) -> None:
+    content = random.Random(1).randbytes(1000)
+    wire = on_the_wire(content, chunk_bytes, keys)
+    assert received(wire, len(content), keys) == content
+    chunks = -(-len(content) // chunk_bytes)
+    assert len(wire) == len(content) + chunks * (HEAD if keys is None else HEAD + 16)
+
+
+def test_a_plain_chunk_is_a_head_and_its_bytes() -> None:
+    wire = on_the_wire(b"abcde", 3, None, shard=7)
+    heads = [struct.pack("<IIQQ", 7, 3, 0, checksum(b"abc")), struct.pack("<IIQQ", 7, 2, 3, checksum(b"de"))]
+    assert wire == heads[0] + b"abc" + heads[1] + b"de"
+
+
+def test_of_an_encrypted_chunk_only_the_head_can_be_read() -> None:
+    wire = on_the_wire(b"the same again " * 20, 300, KEYS[1])
+    assert wire[:HEAD] == struct.pack("<IIQQ", 3, 300, 0, 0)
+    assert b"again" not in wire
+    again = on_the_wire(b"the same again " * 20, 300, StreamKeys(sending=bytes(32), receiving=bytes(32)))
+    assert again[:HEAD] == wire[:HEAD]
+    assert again[HEAD:] != wire[HEAD:]
+
+
+def test_every_connection_has_keys_of_its_own() -> None:
+    made = [new_stream_keys() for _ in range(4)]
+    assert len({key for keys in made for key in (keys.sending, keys.receiving)}) == 8
+    assert "sending" not in repr(made[0])
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), encrypted=st.booleans())
+def test_whatever_happens_to_the_bytes_on_the_way_is_noticed(data: st.DataObject, encrypted: bool) -> None:
+    keys = KEYS[encrypted]
+    content = bytes(range(1, 201))
+    wire = on_the_wire(content, 50, keys)
+    size = len(wire) // 4
+    chunks = [wire[at : at + size] for at in range(0, len(wire), size)]
+    at = data.draw(st.integers(0, 3))
+    what = data.draw(st.sampled_from(["flips", "truncates", "duplicates", "replays", "leaves out", "swaps"]))
+    if what == "flips":
+        bit = data.draw(st.integers(0, 8 * size - 1))
+        chunks[at] = bytes(b ^ (1 << bit % 8 if i == bit // 8 else 0) for i, b in enumerate(chunks[at]))
+    elif what == "truncates":
+        chunks[at] = chunks[at][: data.draw(st.integers(0, size - 1))]
+    elif what == "duplicates":
+        chunks.insert(at, chunks[at])
+    elif what == "replays":
+        chunks[at] = chunks[(at + 1) % 4]
+    elif what == "leaves out":
+        chunks.pop(at)
+    else:
+        chunks[at], chunks[at - 1] = chunks[at - 1], chunks[at]
+    spoilt = b"".join(chunks)
+    if what == "duplicates" and at == 3:  # it comes after the last byte: the next transfer meets it
+        assert received(spoilt, len(content), keys) == content
+        return
+    with pytest.raises(TransferError):
+        received(spoilt, len(content), keys)
+
+
+def test_chunks_of_another_connection_are_refused() -> None:
+    wire = on_the_wire(b"x" * 100, 100, new_stream_keys())
+    with pytest.raises(TransferError, match="damaged on the way, or are not the next ones"):
+        received(wire, 100, new_stream_keys())
+
+
+def test_a_silent_peer_holds_no_thread() -> None:
+    content = bytes(200)
+    wire = on_the_wire(content, 100, None)
+    out = np.ones(200, dtype=np.uint8)
+    with wired() as (_, _, receiver, before):
+        coming = Receiving(receiver, Assembly(3, 200, out))
+        for part in (wire[:10], wire[10:60], wire[60:-1]):  # within a head, within a payload
+            before.sendall(part)
+            began = time.monotonic()
+            assert not coming.advance()
+            assert time.monotonic() - began < 10
+        before.sendall(wire[-1:])
+        assert coming.advance()
+    assert out.tobytes() == content
+
+
+def test_a_peer_that_takes_nothing_holds_no_thread() -> None:
+    with wired() as (sender, after, _, _):
+        going = Sent(sender, 3, memoryview(bytes(32 << 20)), 1 << 20)
+        while going.advance():
+            pass
+        assert not going.advance()
+        reader = threading.Thread(target=lambda: [None for _ in iter(lambda: after.recv(1 << 20), b"")])
+        reader.start()
+        sender.pass_all(going)
+        sender.close()
+        reader.join(WAIT)
+
+
+def test_ending_a_connection_ends_whoever_waits_for_bytes() -> None:
+    with wired() as (_, _, receiver, _), ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(receiver.pass_all, Receiving(receiver, Assembly(3, 8, None)))
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        receiver.abort()
+        with pytest.raises(StreamEndedError):
+            waiting.result(WAIT)
+
+
+# ---- a rank and owners
+
+
+@contextmanager
+def over(made: Callable[[str], Proxy]) -> Iterator[list[Proxy]]:
+    """Ranks' connections for tensors go through proxies, one for each port."""
+    proxies: dict[int, Proxy] = {}
+    with ExitStack() as stack:
+
+        def connect(host: str, port: int) -> socket.socket:
+            if port not in proxies:
+                proxies[port] = stack.enter_context(made(f"{host}:{port}"))
+                found.append(proxies[port])
+            return socket.create_connection(("127.0.0.1", proxies[port].port), timeout=5)
+
+        found: list[Proxy] = []
+        with patch.object(tensor_streams, "connect", connect):
+            yield found
+
+
+def trained(servers: Sequence[OwnerServer], shown: Identity | None = None, **options: Any) -> dict[str, torch.Tensor]:
+    """What a rank has after three steps whose bytes travel beside gRPC."""
+    spec = make_spec(1)
+    terms = {"stream_bytes": 1, "tls": shown, "chunk_bytes": 1000} | options
+    with connected(servers, **terms) as stores:
+        ranks = start(stores, spec)
+        for step in range(3):
+            take_step(ranks, [random_grads(spec, step)], 0.5)
+            assert ranks[0].fetch()
+        return masters(ranks[0])
+
+
+def expected() -> dict[str, torch.Tensor]:
+    with serving(2) as servers:
+        return trained(servers, stream_bytes=1 << 40)
+
+
+class Spoils(Proxy):
+    """Flips a bit of one piece in ``every``, ``most`` times in all."""
+
+    def __init__(self, target: str, every: int = 10, most: int = 2) -> None:
+        self.spoilt, self._seen, self._every, self._most = 0, 0, every, most
+        super().__init__(target)
+
+    def _reader(self, source: socket.socket) -> Callable[[], bytes]:
+        read = super()._reader(source)
+
+        def spoilt() -> bytes:
+            piece = bytearray(read())
+            self._seen += 1
+            if len(piece) > TICKET_BYTES and self.spoilt < self._most and not self._seen % self._every:
+                self.spoilt += 1
+                piece[len(piece) // 2] ^= 4
+            return bytes(piece)
+
+        return spoilt
+
+
+@pytest.mark.parametrize("shown", [None, SHOWN], ids=["plain", "encrypted"])
+def test_bytes_that_are_damaged_are_sent_again(shown: Identity | None) -> None:
+    recorder = MemoryRecorder()
+    with serving(2, tls=shown) as servers, over(Spoils) as proxies:
+        found = trained(servers, shown, recorder=recorder)
+        assert sum(proxy.spoilt for proxy in proxies) == 4
+    assert recorder.total(TRANSFER_RETRIES) > 0
+    assert equal(found, expected())
+
+
+def test_a_protected_runs_values_are_not_on_the_wire() -> None:
+    spec = make_spec(1)
+    values = next(iter(initial_values(spec).values()))
+    pattern = values.flatten()[:8].numpy().tobytes()
+
+    class Records(Proxy):
+        def _reader(self, source: socket.socket) -> Callable[[], bytes]:
+            read = super()._reader(source)
+
+            def recorded() -> bytes:
+                piece = read()
+                seen.extend(piece)
+                return piece
+
+            return recorded
+
+    for shown, there in ((None, True), (SHOWN, False)):
+        seen = bytearray()
+        with serving(2, tls=shown) as servers, over(Records):
+            trained(servers, shown)
+        assert len(seen) > 10_000
+        assert (pattern in bytes(seen)) == there
+
+
+def test_connections_are_used_again() -> None:
+    with serving(2) as servers, over(Proxy) as proxies:
+        trained(servers)
+        pairs = [len(proxy._pairs) for proxy in proxies]
+    assert len(pairs) == 2
+    assert max(pairs) <= 4, "a load, a fetch and a push at a time"
+
+
+def test_a_port_that_cannot_be_reached_is_named() -> None:
+    def connect(host: str, port: int) -> socket.socket:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    with (
+        serving() as servers,
+        patch.object(tensor_streams, "connect", connect),
+        pytest.raises(TransferError, match=r"cannot open a connection for tensors to 127.0.0.1, port \d+: Connection"),
+    ):
+        trained(servers)
+
+
+def test_a_transfer_that_stands_still_stalls_by_name() -> None:
+    with serving() as servers, over(Proxy) as proxies, connected(servers, stream_bytes=1, stall_timeout=1.0) as stores:
+        ranks = start(stores, make_spec(1))
+        proxies[0].freeze()
+        with pytest.raises(StallError, match="optimizer 0"):
+            ranks[0].push(random_grads(ranks[0].spec, 1))
+
+
+def test_a_server_that_stops_leaves_no_connection_and_no_port() -> None:
+    with serving() as (server,), connected([server], stream_bytes=1) as stores:
+        ranks = start(stores, make_spec(1))
+        take_step(ranks, [random_grads(ranks[0].spec, 1)], 0.5)
+        address = tensor_address(server)
+        files = len(os.listdir("/proc/self/fd"))
+        server.stop()
+        host, _, port = address.rpartition(":")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)), timeout=WAIT)
+        deadline = time.monotonic() + WAIT
+        while len(os.listdir("/proc/self/fd")) >= files and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(os.listdir("/proc/self/fd")) < files
+
+
+# ---- strangers, and members who mean harm
+
+
+@contextmanager
+def disturbed(recorder: MemoryRecorder | None = None, shown: Identity | None = None) -> Iterator[OwnerServer]:
+    """A rank trains before the block and after it."""
+    spec = make_spec(1)
+    with serving(tls=shown) as (server,), connected([server], stream_bytes=1, tls=shown) as stores:
+        if recorder is not None:
+            server._tensors._refusals._recorder = recorder
+        ranks = start(stores, spec)
+        take_step(ranks, [random_grads(spec, 1)], 0.5)
+        yield server
+        take_step(ranks, [random_grads(spec, 2)], 0.5)
+
+
+def stranger(server: OwnerServer) -> socket.socket:
+    host, _, port = tensor_address(server).rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=WAIT)
+
+
+def ends(connection: socket.socket) -> bool:
+    """Whether the owner ends a connection, without a word."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def refused(recorder: MemoryRecorder, reason: str) -> float:
+    return recorder.total(REFUSED, door="tensors", reason=reason)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [(random.Random(1).randbytes(TICKET_BYTES), "ticket"), (b"GET / HTTP/1.1\r\n\r\n", "nonsense"), (b"", "nonsense")],
+)
+def test_who_shows_no_ticket_is_cut_and_counted(said: bytes, reason: str) -> None:
+    recorder = MemoryRecorder()
+    with disturbed(recorder) as server:
+        for _ in range(20):
+            with stranger(server) as connection:
+                connection.sendall(said)
+                connection.shutdown(socket.SHUT_WR)
+                assert ends(connection)
+    assert refused(recorder, reason) == 20
+
+
+def test_who_says_nothing_is_cut_and_so_are_those_who_wait_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = MemoryRecorder()
+    monkeypatch.setattr(tensor_port, "TICKET_S", 1.0)
+    with disturbed(recorder) as server, ExitStack() as stack:
+        silent = [stack.enter_context(stranger(server)) for _ in range(ENTERING + 10)]
+        assert all(map(ends, silent))
+        assert refused(recorder, "slow") == ENTERING
+        assert refused(recorder, "limit") == 10
+
+
+def call(server: OwnerServer, rank: int, method: str, request: Any, number: int | None = None) -> Any:
+    """A call of a rank; ``request``: a message, or those of an upload."""
+    named = () if number is None else stream_metadata(number)
+    metadata = (*token_metadata(TOKEN), *life_metadata(rank, 0), *named)
+    with open_channel(server.address, None) as channel:
+        answer = methods(STORE_SERVICE)[method].bind(channel)(request, metadata=metadata, timeout=WAIT)
+        return list(answer) if method == "Fetch" else answer
+
+
+def expect(server: OwnerServer, rank: int = 0) -> pb.OpenTensorStreamResponse:
+    found: pb.OpenTensorStreamResponse = call(
+        server, rank, "OpenTensorStream", pb.OpenTensorStreamRequest(rank=rank, host="127.0.0.1")
+    )
+    return found
+
+
+@contextmanager
+def member(server: OwnerServer, rank: int = 0) -> Iterator[tuple[int, socket.socket]]:
+    """The number of a connection that is open, and the connection."""
+    opening = expect(server, rank)
+    with closing(socket.create_connection(("127.0.0.1", opening.port), timeout=WAIT)) as connection:
+        connection.sendall(opening.ticket)
+        assert connection.recv(1) == WELCOME
+        yield opening.number, connection
+
+
+def test_a_ticket_is_good_once() -> None:
+    with disturbed() as server:
+        opening = expect(server)
+        with ExitStack() as stack:
+            first, second = (stack.enter_context(stranger(server)) for _ in range(2))
+            first.sendall(opening.ticket)
+            assert first.recv(1) == WELCOME
+            second.sendall(opening.ticket)
+            assert ends(second)
+
+
+def test_a_ticket_is_good_for_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_port, "TICKET_S", 0.1)
+    with disturbed() as server:
+        opening = expect(server)
+        time.sleep(0.5)
+        with stranger(server) as late:
+            late.sendall(opening.ticket)
+            assert ends(late)
+
+
+def test_without_tls_nobody_gets_keys_and_with_it_everybody() -> None:
+    with disturbed() as server:
+        assert not expect(server).rank_key
+    with disturbed(shown=SHOWN) as server, open_channel(server.address, SHOWN) as channel:
+        ask = methods(STORE_SERVICE)["OpenTensorStream"].bind(channel)
+        metadata = (*token_metadata(TOKEN), *life_metadata(0, 0))
+        answer = ask(pb.OpenTensorStreamRequest(rank=0, host="elsewhere"), metadata=metadata, timeout=WAIT)
+        assert len(answer.rank_key) == len(answer.owner_key) == 32
+        assert answer.rank_key != answer.owner_key
+
+
+def fetch_error(server: OwnerServer, rank: int, number: int) -> str:
+    request = pb.FetchRequest(rank=rank, shards=[0], version=0, kind="compute")
+    with pytest.raises(Exception) as error:  # noqa: PT011  # grpc's
+        call(server, rank, "Fetch", request, number)
+    return str(error.value)
+
+
+def test_another_ranks_connection_is_refused() -> None:
+    with disturbed() as server, member(server, rank=0) as (number, connection):
+        assert "rank 0's, not that of rank 1" in fetch_error(server, 1, number)
+        connection.settimeout(0.2)
+        with pytest.raises(TimeoutError):  # nothing came, and the connection is still rank 0's
+            connection.recv(1)
+
+
+def test_a_connection_that_is_not_there_is_a_broken_link() -> None:
+    with disturbed() as server:
+        assert "UNAVAILABLE" in fetch_error(server, 0, 999)
+
+
+def test_a_rank_may_have_so_many_connections() -> None:
+    async def ask() -> None:
+        port = TensorPort(MemoryRecorder())
+        port.listen("127.0.0.1")
+        for rank in (0, 1):
+            for _ in range(CONNECTIONS):
+                port.expect(rank, "127.0.0.1", protected=False)
+        with pytest.raises(TooManyCallsError, match="rank 1 has 64 connections for tensors here"):
+            port.expect(1, "127.0.0.1", protected=False)
+        await port.stop()
+        await port.stop()
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("sends", ["noise", "a chunk of 4 GiB", "a chunk of nothing", "another shard"])
+def test_what_a_member_sends_in_place_of_gradients_is_refused(sends: str) -> None:
+    heads = {
+        "noise": random.Random(3).randbytes(HEAD),
+        "a chunk of 4 GiB": struct.pack("<IIQQ", 0, (1 << 32) - 1, 0, 0),
+        "a chunk of nothing": struct.pack("<IIQQ", 0, 0, 0, 0),
+        "another shard": struct.pack("<IIQQ", 1, 8, 0, 0),
+    }
+    with disturbed() as server, member(server) as (number, connection):
+        connection.sendall(heads[sends] + bytes(1000))
+        load = pb.LoadRequest.Header(unit=0, shards=[0])
+        with pytest.raises(Exception, match="DATA_LOSS"):
+            call(server, 0, "Load", iter([encode_header(load)]), number)
+        assert ends(connection)
+
+
+def test_a_member_that_sends_too_slowly_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_port, "BODY_S", 0.5)
+    stop = threading.Event()
+
+    def trickle(connection: socket.socket) -> None:
+        with suppress(OSError):
+            while not stop.wait(0.05):
+                connection.sendall(b"\0")
+
+    with disturbed() as server, member(server) as (number, connection):
+        trickling = threading.Thread(target=trickle, args=(connection,))
+        connection.sendall(struct.pack("<IIQQ", 0, 8, 0, 0)[:4])
+        trickling.start()
+        load = encode_header(pb.LoadRequest.Header(unit=0, shards=[0]))
+        with pytest.raises(Exception, match="DATA_LOSS"):
+            call(server, 0, "Load", iter([load]), number)
+        stop.set()
+        trickling.join(WAIT)
+
+
+def test_a_call_that_is_cancelled_lets_go_of_memory_before_it_ends() -> None:
+    """Its thread writes into a landing that the repeat of the push gets next."""
+
+    async def cancel() -> None:
+        port = TensorPort(MemoryRecorder())
+        port.listen("127.0.0.1")
+        opening = port.expect(0, "127.0.0.1", protected=False)
+        with closing(socket.create_connection(("127.0.0.1", opening.port))) as connection:
+            connection.sendall(opening.ticket)
+            while port._streams.get(opening.number) is None:
+                await asyncio.sleep(0.01)
+            stream = port.of(opening.number, 0)
+            assert stream is not None
+            out, moving = np.zeros(8, dtype=np.uint8), Future[None]()
+            advance = Receiving.advance
+
+            def watched(self: Receiving) -> bool:
+                try:
+                    return advance(self)
+                finally:
+                    moving.set_result(None)
+
+            async def receive() -> None:
+                async with stream.transfer() as mine:
+                    await mine.receive(0, 8, out)
+
+            with patch.object(Receiving, "advance", watched):
+                task = asyncio.create_task(receive())
+                await asyncio.sleep(0.02)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                assert moving.done()
+            assert port._streams == {}
+        await port.stop()
+
+    asyncio.run(cancel())
