@@ -1,4 +1,5 @@
-"""A bare gRPC byte stream on loopback, to measure the store's streams against: no headers, checksums or protobuf.
+"""Bare byte streams on loopback, to measure the store's against: gRPC's without headers, checksums or protobuf, and a
+TCP socket's.
 
 Both of its processes keep the buffers of messages, as optimizer actors do: it must be as fast as gRPC can be."""
 
@@ -6,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import socket
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,6 +27,8 @@ from rayzero.security.credentials import OWNER, Identity
 from rayzero.store.wire.rpc import add_port, open_channel
 
 _UP, _UP_KEPT, _DOWN = "/raw/Up", "/raw/UpIntoTensor", "/raw/Down"
+_TO_CLIENT, _TO_SERVER = b"D", b"U"
+_PIECE = 1 << 20
 _UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
 
@@ -65,19 +70,41 @@ async def _send(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes])
         await context.write(message)
 
 
+def _serve_socket(listener: socket.socket, size_bytes: int) -> None:
+    """Move bytes out of a tensor, or into one, for one client; a byte says which, and one ends what came up."""
+    tensor = torch.zeros(size_bytes, dtype=torch.uint8).numpy().data
+    connection, _ = listener.accept()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while direction := connection.recv(1):
+        if direction == _TO_CLIENT:
+            connection.sendall(tensor)
+        else:
+            _receive(connection, tensor)
+            connection.sendall(direction)
+
+
+def _receive(connection: socket.socket, out: memoryview) -> None:
+    at = 0
+    while at < len(out):
+        at += connection.recv_into(out[at : at + _PIECE], 0, socket.MSG_WAITALL)
+
+
 def _serve(pipe: Connection, size_bytes: int, shown: Identity | None) -> None:
     keep_message_buffers()
-    asyncio.run(_serve_both(pipe, size_bytes, shown))
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=_serve_socket, args=(listener, size_bytes), daemon=True).start()
+    asyncio.run(_serve_both(pipe, size_bytes, shown, listener.getsockname()[1]))
 
 
-async def _serve_both(pipe: Connection, size_bytes: int, shown: Identity | None) -> None:
-    """Serve each direction with the faster kind of server: threads receive what comes up, an event loop sends down."""
+async def _serve_both(pipe: Connection, size_bytes: int, shown: Identity | None, port: int) -> None:
+    """Serve each direction with the faster kind of server: threads receive what comes up, an event loop sends down.
+    ``port``: of the socket that others serve."""
     up = grpc.server(ThreadPoolExecutor(1), handlers=[_Up(size_bytes)], options=_UNLIMITED)
     down = grpc.aio.server(handlers=[_Down()], options=_UNLIMITED)
     ports = add_port(up, "127.0.0.1:0", shown), add_port(down, "127.0.0.1:0", shown)
     up.start()
     await down.start()
-    pipe.send(ports)
+    pipe.send((*ports, port))
     await down.wait_for_termination()
 
 
@@ -85,10 +112,11 @@ class RawPlayer:
     """A client of bare stream servers that run in another process."""
 
     def __init__(
-        self, size_bytes: int, chunks: tuple[int, ...], pid: int, ports: tuple[int, int], shown: Identity | None
+        self, size_bytes: int, chunks: tuple[int, ...], pid: int, ports: tuple[int, int, int], shown: Identity | None
     ) -> None:
-        """``pid``: of the servers' process."""
-        up, down = (open_channel(f"127.0.0.1:{port}", shown) for port in ports)
+        """``pid``: of the servers' process. ``ports``: what takes bytes up, what sends them down, and the socket."""
+        up, down = (open_channel(f"127.0.0.1:{port}", shown) for port in ports[:2])
+        self._socket = None if shown else socket.create_connection(("127.0.0.1", ports[2]))
         self._up, self._up_kept = (up.stream_unary(path, bytes, bytes) for path in (_UP, _UP_KEPT))
         self._down = down.unary_stream(_DOWN, bytes, bytes)
         self._out = torch.zeros(size_bytes, dtype=torch.uint8)
@@ -107,7 +135,21 @@ class RawPlayer:
             ):
                 move(chunk)
                 costs[f"{name}, {mib}"] = [Cost.of(partial(move, chunk), [self._pid]) for _ in range(turn.steps)]
+        if self._socket is not None:
+            for name, direction in (("down", _TO_CLIENT), ("up", _TO_SERVER)):
+                move_all = partial(self._over_socket, self._socket, direction)
+                move_all()
+                key = f"{name} into a tensor, a socket"
+                costs[key] = [Cost.of(move_all, [self._pid]) for _ in range(turn.steps)]
         return {"costs": costs}
+
+    def _over_socket(self, connection: socket.socket, direction: bytes) -> None:
+        connection.sendall(direction)
+        if direction == _TO_CLIENT:
+            _receive(connection, self._out.numpy().data)
+        else:
+            connection.sendall(self._out.numpy().data)
+            connection.recv(1)
 
     def _stream(self, chunk: int) -> Iterable[bytes]:
         messages: Iterable[bytes] = self._down(b"%d %d" % (chunk, self._size // chunk))

@@ -5,8 +5,9 @@
 One rank has its owners in another process (with ``inproc`` in its own), one bf16 unit of ``--mib`` and two small ones.
 A step fetches every unit (after a fetch that is not timed), copies the same bytes from one tensor to another in the
 same process (``memcpy``, ``--threads`` torch threads) and pushes them; then the step is decided, which is not timed.
-``bare`` streams ready bytes over gRPC between two processes, down from a server and up from a client, and drops them or
-copies them into a tensor. All take turns. CPU s/GB are of both ends together.
+``bare`` streams ready bytes between two processes, down from a server and up from a client: over gRPC, and drops them
+or copies them into a tensor, and over a TCP socket, from a tensor into a tensor. All take turns. CPU s/GB are of both
+ends together.
 With ``--tls`` gRPC also takes part as between hosts, over mutual TLS, and so does the bare stream.
 """
 

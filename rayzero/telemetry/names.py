@@ -309,7 +309,8 @@ REFUSED = _counter(
     help="Clients that were refused or cut. door owner: calls without the run's token, with a certificate of another "
     "role, more uploads than a caller may have (limit), bodies that do not come (slow). door metrics: no TLS "
     "handshake, wrong password, a client that does not read (slow), too many clients (limit), no request (nonsense), "
-    "another host's name on loopback (host).",
+    "another host's name on loopback (host). door tensors: no ticket in time (slow), a wrong one (ticket), none "
+    "(nonsense), too many who owe one (limit).",
 )
 GRPC_REQUEST_SECONDS = _histogram(
     name="rayzero_grpc_request_seconds",

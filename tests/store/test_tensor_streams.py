@@ -497,6 +497,20 @@ def test_a_rank_may_have_so_many_connections() -> None:
     asyncio.run(ask())
 
 
+def test_a_connection_whose_call_never_comes_is_freed_when_its_rank_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_port, "_LOOK_S", 0.05)
+    with disturbed() as server:
+        before = set(server._tensors._streams)
+        with member(server) as (number, connection):
+            connection.sendall(b"bytes of a push whose call was lost")
+            time.sleep(0.2)
+            assert number in server._tensors._streams
+        deadline = time.monotonic() + WAIT
+        while number in server._tensors._streams and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert set(server._tensors._streams) == before
+
+
 @pytest.mark.parametrize("sends", ["noise", "a chunk of 4 GiB", "a chunk of nothing", "another shard"])
 def test_what_a_member_sends_in_place_of_gradients_is_refused(sends: str) -> None:
     heads = {

@@ -34,9 +34,10 @@ from rayzero.store.wire.tensor_stream import (
 )
 from rayzero.telemetry.recorder import Recorder
 
-CONNECTIONS = 64  # of one rank, expected and open; a rank uses about two for each of its threads
+CONNECTIONS = 64  # of one rank, expected and open; it uses one for each transfer under way
 ENTERING = 64  # clients that have not shown their ticket yet; more are cut
 TICKET_S = 10.0  # in which a client must show its ticket, and for which it is good
+_LOOK_S = 5.0  # between two looks whether a connection with bytes that nobody has asked for has ended
 _PAUSE_S = 0.1  # after a connection could not be accepted: the process may be out of files
 
 log = logging.getLogger(__name__)
@@ -119,10 +120,16 @@ class OwnerStream:
         asyncio.get_running_loop().remove_reader(self._stream.connection)
 
     def _spoken_to(self) -> None:
-        """It has ended, or bytes are here whose call is still on its way."""
+        """It has ended, or bytes are here whose call is still on its way: look again, in case it never comes."""
         self._unwatch()
         if self._stream.has_ended:
             self.close()
+        else:
+            asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        if not self._closed and not self._turn.locked():
+            self._watch()
 
     def close(self) -> None:
         """End the connection. Idempotent."""

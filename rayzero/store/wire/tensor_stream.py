@@ -11,6 +11,7 @@ the connection ends, and the call says why. Where gRPC uses TLS, chunks are encr
 from __future__ import annotations
 
 import secrets
+import select
 import socket
 import struct
 from collections.abc import Callable
@@ -101,22 +102,19 @@ class TensorStream:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the peer has ended the connection, and has sent nothing that is not read."""
-        return self._peek() == b""
+        """Whether the peer has ended the connection, also if bytes of its are not read yet."""
+        return self._polled(select.POLLRDHUP)
 
     @property
     def is_quiet(self) -> bool:
         """Whether the connection is open and nothing has come: another transfer may use it."""
-        return self._peek() is None
+        return not self._polled(select.POLLRDHUP | select.POLLIN)
 
-    def _peek(self) -> bytes | None:
-        """The next byte; None: there is none yet."""
-        try:
-            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return b""
+    def _polled(self, events: int) -> bool:
+        """Whether one of the events is there now, or the connection is broken."""
+        poll = select.poll()
+        poll.register(self.connection, events)
+        return bool(poll.poll(0))
 
     def pass_all(self, work: Work) -> None:
         """Move everything; blocks until then, or until somebody ends the connection. Raises as ``Work.advance``."""
