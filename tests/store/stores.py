@@ -124,7 +124,7 @@ STORES: dict[str, StoreFactory] = {
     "inprocess": inprocess,
     "grpc": over_grpc,
     "grpc-push": partial(over_grpc, broadcast="push"),
-    "streams": partial(over_grpc, stream_bytes=1),
+    "grpc-streams": partial(over_grpc, stream_bytes=1),
 }
 if why_no_sharing() is None:
     STORES["shm"] = partial(over_grpc, shares=lambda owner: True)
