@@ -28,7 +28,7 @@ from rayzero.store.wire import translate
 
 from .stores import Stores, over_grpc
 from .test_voice import host, one_step, voice_of
-from .toy import equal, make_spec, masters, start, until
+from .toy import WAIT, equal, make_spec, masters, start, until
 
 on_a_host = pytest.mark.skipif(available() is not None, reason="no memory that ranks share here")
 
@@ -40,6 +40,9 @@ def connection(stores: Stores, rank: int) -> Any:
 def muted(stores: Stores, rank: int) -> set[int]:
     """The owners whose streams a rank has asked to be silent."""
     return set(connection(stores, rank)._host_notices._muted)
+
+
+STREAMS: dict[tuple[int, int], PublishStream] = {}  # by owner (its ``PublishStreams``) and rank
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +59,6 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     STREAMS.clear()
 
 
-STREAMS: dict[tuple[int, int], PublishStream] = {}
-
-
 def all_muted(stores: Stores, owners: set[int]) -> None:
     """Wait until every rank but the voice hears of ``owners`` from the voice, and of no other owner."""
 
@@ -71,7 +71,8 @@ def all_muted(stores: Stores, owners: set[int]) -> None:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
-    """How often each rank was told of a version of some shard by its owner itself."""
+    """How often each rank was told of a version of some shard by its owner itself. Nobody takes the voice for silent on
+    a slow machine."""
     heard, hear = Counter[tuple[int, int]](), RemoteConnection._hear
 
     def counted(self: RemoteConnection, link: OwnerLink, notice: pb.NoticesResponse) -> None:
@@ -79,6 +80,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
         hear(self, link, notice)
 
     monkeypatch.setattr(RemoteConnection, "_hear", counted)
+    monkeypatch.setattr(voice_line, "_SILENT_S", WAIT)
     return heard
 
 
