@@ -7,7 +7,8 @@ Three processes: owner 0, which leads, as it runs in an optimizer actor (``Owner
 server of its own; and the ranks.
 A rank here is a coroutine with a channel of its own that sends what a rank's store
 sends: it attaches, follows notices, fetches every unit, pushes a gradient for each, finishes and commits, and gives to
-a mean. With ``--voices-of 8``, the first of 8 ranks sends what all of them ask of the lead. With several owners, the
+a mean. With ``--voices-of 8``, the first of 8 ranks sends what all of them ask of the lead, and hears for them what is
+published: the others have their streams of notices muted. With several owners, the
 ranks talk to the lead alone and push nothing (their finish counts no push), so that the row shows what the lead does:
 it collects from every owner and sends each the decision.
 
@@ -80,7 +81,7 @@ class Case:
     owners: int
     units: int
     steps: int
-    voices_of: int = 1  # ranks whose finishes, commits and means come in one message
+    voices_of: int = 1  # ranks whose finishes, commits and means come in one message, and notices go to one of them
 
     @property
     def spec(self) -> ModelSpec:
@@ -222,6 +223,10 @@ class FakeRank:
                 self.received += notice.ByteSize()
                 self._version.update((each.shard, each.version) for each in notice.published)
                 self._news.set()
+
+    async def mute(self) -> None:
+        """Hear of publications from the voice of the host, not from the owner."""
+        await self.ask("Mute", pb.MuteRequest(rank=self.rank, number=1, muted=True))
 
     async def load(self) -> None:
         """Send the initial values of the owner's shards, as rank 0 does."""
@@ -370,6 +375,8 @@ async def play(case: Case, address: str, lead: Connection, profile: bool) -> dic
     await ranks[0].load()
     if pushes:
         await phases.run("first notices", [rank.published(0) for rank in ranks])
+    if case.voices_of > 1:
+        await phases.run("mute", [rank.mute() for host in hosts for rank in host[1:]])
     joined = phases.load()
     for step in range(case.steps):
         if pushes:
@@ -390,7 +397,7 @@ async def play(case: Case, address: str, lead: Connection, profile: bool) -> dic
         await phases.run("last finish to last answer", [*early, ask_together(hosts[-1], "Finish", finish)])
         await phases.run("commit to last decision", [ask_together(host, "Commit", commit) for host in hosts])
         if pushes:
-            await phases.run("notices", [rank.published(step + 1) for rank in ranks])
+            await phases.run("notices", [host[0].published(step + 1) for host in hosts])
         await phases.run("mean", [ask_together(host, "Mean", mean) for host in hosts])
     if profile:
         _order(lead, "disable")

@@ -243,9 +243,9 @@ class ZeroConfig(ConfigModel):
 
     host_voice: HostVoice = "auto"
     """Whether one rank of a host sends the finishes, commits and means of all of its ranks to a lead on another host,
-    in one message: with a thousand ranks, the lead is busy with messages. A rank sends its own where that one does not
-    answer within a second. "auto": in runs of more than 64 ranks. "always": also in smaller ones. "never": each sends
-    its own."""
+    in one message, and tells them what owners on other hosts publish: with a thousand ranks, the lead is busy with
+    messages. Where that rank says nothing for a second, each sends its own and hears from the owners. "auto": in runs
+    of more than 64 ranks. "always": also in smaller ones. "never": each sends and hears its own."""
 
     if TYPE_CHECKING:
 

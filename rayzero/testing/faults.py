@@ -184,6 +184,7 @@ POINTS = {
     "rank.voice-takes": Point("rayzero.store.rank.voice.speaker:Voice._take", _BEFORE),
     "rank.voice-asks": Point("rayzero.store.rank.voice.speaker:Voice._ask", _BEFORE),
     "rank.voice-answers": Point("rayzero.store.rank.voice.speaker:Voice._answered", _BEFORE),
+    "rank.voice-passes-on": Point("rayzero.store.rank.voice.speaker:Voice.pass_on", _BEFORE),
     "rank.pushed": Point(f"{_STEP}.push", _AFTER),
     "rank.pushed-last": Point(f"{_STEP}.landed", _AFTER),
     "rank.clip": Point(f"{_STEP}.clip_norm", _BEFORE),

@@ -1,5 +1,5 @@
-"""One rank asks the lead for all of its host; it dies, hangs and comes back, so do the lead and the others, owners come
-and go, and no bit changes."""
+"""One rank asks the lead, and hears owners, for all of its host; it dies, hangs and comes back, so do the lead and the
+others, owners come and go, and no bit changes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ DEATHS = {
     "the voice with a question of another rank": (Fault("rank 0", "rank.voice-takes", nth=4),),
     "the voice with answers that it has not passed on": (Fault("rank 0", "rank.voice-answers", nth=3),),
     "the voice stopped before it asks": (Fault("rank 0", "rank.voice-asks", "stop", nth=3),),
+    "the voice with publications that it has not passed on": (Fault("rank 0", "rank.voice-passes-on", nth=9),),
     "the lead with an answer, and a rank": (
         Fault("optimizer 0", "lead.norm", nth=2),
         Fault("rank 1", "rank.finished", nth=3),

@@ -205,7 +205,7 @@ def test_answers_that_a_voice_does_not_pass_on_come_another_way(monkeypatch: pyt
     with host() as (ranks, _):
         one_step(ranks, 0)
         monkeypatch.setattr(Voice, "_reply", lambda *_: None)
-        monkeypatch.setattr(voice_line, "_LONGEST_S", 0.5)  # the voice says that it is there
+        monkeypatch.setattr(voice_line, "LONGEST_S", 0.5)  # the voice says that it is there
         norms = [rank.ask_norm() for rank in ranks]
         assert len({norm.result(WAIT) for norm in norms}) == 1
 
@@ -265,6 +265,7 @@ def line_to(name: bytes) -> Iterator[tuple[VoiceLine, socket.socket]]:
         yield line, door
     finally:
         line.close()
+        line.join()
         door.close()
 
 

@@ -208,7 +208,7 @@ class RankCalls:
     async def notices(self, request: pb.NoticesRequest, context: Context) -> None:
         """Tell the rank what is published until it leaves. The first notice comes at once."""
         model = self._model
-        stream, opened = model.published.open(), model.ranks.opened(request.rank)
+        stream, opened = model.published.open(request.rank), model.ranks.opened(request.rank)
         try:
             first = _notice(*await stream.next())
             first.process.CopyFrom(translate.process_to_pb(this_process()))
@@ -220,6 +220,11 @@ class RankCalls:
         finally:
             model.published.close(stream)
             model.ranks.ended(request.rank, opened)
+
+    async def mute(self, request: pb.MuteRequest, context: Context) -> pb.MuteResponse:
+        """The rank hears from another one of its host what is published, or does so no more."""
+        self._model.published.mute(request.rank, request.number, muted=request.muted)
+        return pb.MuteResponse()
 
     async def leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         """The rank leaves on purpose, or somebody who knows says that it is gone."""

@@ -12,16 +12,32 @@ from rayzero.protocol.messages import Published
 class PublishStream:
     """What one listener has yet to hear: only the newest version per shard, so a slow reader costs no memory."""
 
-    def __init__(self, known: dict[int, Published], error: RayZeroError | None) -> None:
+    def __init__(self, rank: int, known: dict[int, Published], error: RayZeroError | None) -> None:
+        self.rank = rank
         self._pending = dict(known)
         self._error = error
+        self._muted, self._number = False, 0
         self._news = asyncio.Event()
         self._news.set()  # the first message says what is published, even if that is nothing
 
-    def add(self, published: Sequence[Published], error: RayZeroError | None) -> None:
-        """Add to what the listener has yet to hear."""
-        self._pending.update((each.shard, each) for each in published)
+    def add(self, published: Sequence[Published]) -> None:
+        """Add to what the listener has yet to hear, unless another rank of its host tells it."""
+        if not self._muted:
+            self._pending.update((each.shard, each) for each in published)
+            self._news.set()
+
+    def mute(self, number: int, known: dict[int, Published], *, muted: bool) -> None:
+        """Say no more what is published, or say it again; either way all of it once more, so that nothing is lost
+        between two who tell. ``number``: of the listener's request; older ones than the last have no effect."""
+        if number > self._number:
+            self._number, self._muted = number, muted
+            self._pending.update(known)
+            self._news.set()
+
+    def fail(self, error: RayZeroError, known: dict[int, Published]) -> None:
+        """The run is over: this comes with the last news, also to those who hear of publications elsewhere."""
         self._error = self._error or error
+        self._pending.update(known)
         self._news.set()
 
     async def next(self) -> tuple[Sequence[Published], RayZeroError | None]:
@@ -42,6 +58,7 @@ class PublishStreams:
         self._known: dict[int, Published] = {}  # by shard
         self._error: RayZeroError | None = None
         self._streams: set[PublishStream] = set()
+        self._newest: dict[int, PublishStream] = {}  # by rank, while it is open
 
     @property
     def aborted(self) -> bool:
@@ -50,24 +67,36 @@ class PublishStreams:
 
     def publish(self, published: Sequence[Published]) -> None:
         """Pass new versions on to every listener."""
-        self._loop.call_soon_threadsafe(self._tell, published, None)
+        self._loop.call_soon_threadsafe(self._tell, published)
 
     def abort(self, error: RayZeroError) -> None:
         """Tell every listener that the run has failed; the first error wins."""
-        self._loop.call_soon_threadsafe(self._tell, (), error)
+        self._loop.call_soon_threadsafe(self._fail, error)
 
-    def open(self) -> PublishStream:
+    def open(self, rank: int) -> PublishStream:
         """Add a listener, which first hears of everything published so far."""
-        stream = PublishStream(self._known, self._error)
+        stream = self._newest[rank] = PublishStream(rank, self._known, self._error)
         self._streams.add(stream)
         return stream
+
+    def mute(self, rank: int, number: int, *, muted: bool) -> None:
+        """See ``PublishStream.mute``. No effect on a rank whose link has broken: its next stream is not muted."""
+        stream = self._newest.get(rank)
+        if stream is not None:
+            stream.mute(number, self._known, muted=muted)
 
     def close(self, stream: PublishStream) -> None:
         """Remove a listener."""
         self._streams.discard(stream)
+        if self._newest.get(stream.rank) is stream:
+            del self._newest[stream.rank]
 
-    def _tell(self, published: Sequence[Published], error: RayZeroError | None) -> None:
+    def _tell(self, published: Sequence[Published]) -> None:
         self._known.update((each.shard, each) for each in published)
+        for stream in self._streams:
+            stream.add(published)
+
+    def _fail(self, error: RayZeroError) -> None:
         self._error = self._error or error
         for stream in self._streams:
-            stream.add(published, error)
+            stream.fail(self._error, self._known)

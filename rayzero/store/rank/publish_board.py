@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ class _Wait:
     missing: set[int]
     version: int
     published: Future[None]
+    since: float
 
 
 class PublishBoard:
@@ -37,7 +39,7 @@ class PublishBoard:
 
     def when(self, owner: int, shards: Sequence[int], version: int) -> Future[None]:
         """Done once all ``shards`` have ``version`` or a later one, or ``owner`` is released; fails after ``fail``."""
-        wait = _Wait(owner, set(shards), version, Future())
+        wait = _Wait(owner, set(shards), version, Future(), time.monotonic())
         with self._lock:
             ready = self._arrived(wait) or owner in self._released
             error = None if ready else self._error
@@ -63,9 +65,9 @@ class PublishBoard:
     def publish(self, owner: int, published: Iterable[Published]) -> None:
         """Note what ``owner`` has published, and end the waits for it."""
         with self._lock:
-            for each in published:  # after a break the owner says again what was published, and more came meanwhile
+            for each in published:  # what comes over a new link, or from another rank, may be older than what is known
                 known = self._known.get(each.shard)
-                if known is None or known.version <= each.version:
+                if known is None or (known.version, known.content) <= (each.version, each.content):
                     self._known[each.shard] = each
             ready = self._take(lambda wait: wait.owner == owner and self._arrived(wait))
         for wait in ready:
@@ -82,6 +84,12 @@ class PublishBoard:
         taken = [wait for wait in self._waits if wanted(wait)]
         self._waits.difference_update(taken)
         return taken
+
+    def waited_for(self, at_least_s: float) -> set[int]:
+        """The owners that somebody has waited for that long."""
+        now = time.monotonic()
+        with self._lock:
+            return {wait.owner for wait in self._waits if now - wait.since > at_least_s}
 
     def release(self, owner: int, reason: RayZeroError) -> None:
         """``owner`` is ending the run: it still publishes what is decided, and nothing else. Every wait for it, now and

@@ -29,7 +29,7 @@ from rayzero.kernels.rank_sum import summed_with
 from rayzero.memory.malloc import keep_some_buffers
 from rayzero.protocol.gathers import UnitGathers
 from rayzero.protocol.gradient_sum import FormerRank
-from rayzero.protocol.messages import LOOP_STEPS, PROTOCOL_VERSION, Attached, LoopState, ModelSpec, Published, Pushed
+from rayzero.protocol.messages import LOOP_STEPS, PROTOCOL_VERSION, Attached, LoopState, ModelSpec, Pushed
 from rayzero.protocol.ownership import Ownership
 from rayzero.quantities import format_bytes
 from rayzero.security.credentials import Identity
@@ -55,6 +55,7 @@ from rayzero.store.rank.transfers.repeated_pushes import NOTHING, RepeatedPushes
 from rayzero.store.rank.transfers.shared import SharedTransfers
 from rayzero.store.rank.transfers.wire import WireOptions, WireTransfers, transfer_threads
 from rayzero.store.rank.voice.line import VoiceLine, voice_address
+from rayzero.store.rank.voice.notices import HostNotices
 from rayzero.store.rank.voice.speaker import Voice
 from rayzero.store.shm.former_ranks import former_ranks
 from rayzero.store.shm.host_sums import sums_gain
@@ -205,6 +206,7 @@ class RemoteConnection:
         self._host_voice, self._model, self._epoch = host_voice, model, epoch
         self._voice: Voice | None = None  # after attach, if this rank speaks for its host. freed by: end(), leave()
         self._voice_line: VoiceLine | None = None  # after attach, to the voice. freed by: end(), leave()
+        self._host_notices: HostNotices | None = None  # after attach, what this rank hears from the voice
         self._fetches_here = host_fetch != "never"
         self._summed: tuple[int, ...] = ()  # after attach: whose gradients come elsewhere as one sum
         self._host: HostRanks | None = None  # the same, if there are any. freed by: free()
@@ -436,22 +438,27 @@ class RemoteConnection:
         return min(self._ranks_here) if many and self._share is not None and len(self._ranks_here) > 1 else None
 
     def _open_voice(self, plan: SharedPlan) -> None:
-        """Ask the lead through the voice of this host, if the lead is elsewhere; and be it, if this rank is the one."""
+        """Ask the lead through the voice of this host, if the lead is elsewhere, and hear through it of other owners
+        that are; and be it, if this rank is the one."""
         voice, lead = self._voice_of(plan.spec), plan.shard_map.owner(0)
-        if voice is None or lead not in self._senders:
+        if voice is None or not self._senders:
             return
         assert self._share is not None
         address = voice_address(
             self._token, plan.spec.run, plan.spec.lineage, self._model, self._epoch, host_identity(self._share), voice
         )
+        away = {owner: self._links[owner] for owner in self._senders}
         if voice == self.rank:
             try:
-                self._voice = Voice(address, self.rank, self._ranks_here, self._links[lead], self.stall_timeout)
+                self._voice = Voice(address, self.rank, self._ranks_here, self._links[lead], self.stall_timeout, away)
             except OSError as error:
                 log.warning("rank %d cannot speak for its host, whose ranks ask themselves: %s", self.rank, error)
-        self._voice_line = VoiceLine(address, self.rank, self.life)
-        assert self._lead is not None
-        self._lead.speak_through(self._voice_line)
+        else:
+            self._host_notices = HostNotices(away, self._board)
+        self._voice_line = VoiceLine(address, self.rank, self.life, self._host_notices)
+        if lead in away:
+            assert self._lead is not None
+            self._lead.speak_through(self._voice_line)
 
     def _close_voice(self) -> None:
         """Ask through nobody any more, and speak for nobody; after the links are closed. Idempotent."""
@@ -459,6 +466,13 @@ class RemoteConnection:
             self._voice_line.close()
         if self._voice is not None:
             self._voice.close()
+
+    def _join(self) -> None:
+        """Wait for the threads of links and of the line to the voice, once these are closed."""
+        for link in self._links:
+            link.join()
+        if self._voice_line is not None:
+            self._voice_line.join()
 
     def _elsewhere(self, away: Sequence[int]) -> dict[int, Arena]:
         """What this host has of the parameters of the owners ``away``, by owner."""
@@ -545,8 +559,7 @@ class RemoteConnection:
         """End every transfer and thread, after ``end``. What this rank has itself stays, for the next connection."""
         for pool in (self._fetches, self._pushes):
             pool.shutdown(wait=True)
-        for link in self._links:
-            link.join()
+        self._join()
         if self._host_fetches is not None:
             self._host_fetches.close()
 
@@ -758,7 +771,11 @@ class RemoteConnection:
     # ---- notices
 
     def _hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
-        self._board.publish(link.owner, [Published(p.shard, p.version, p.content) for p in notice.published])
+        if self._voice is not None and link.owner in self._senders:
+            self._voice.pass_on(link.owner, notice.published)  # first: what follows here may take a while
+        self._board.publish(link.owner, translate.published_from_pb(notice))
+        if self._host_notices is not None and notice.HasField("process"):
+            self._host_notices.reopened(link.owner)
         if notice.HasField("abort"):
             log.debug("rank %d: %s ends the run: %s", self.rank, link.name, notice.abort.message)
             self._board.release(link.owner, from_failure(notice.abort))
@@ -803,8 +820,7 @@ class RemoteConnection:
             self._lead.close()
         for pool in (self._fetches, self._pushes):
             pool.shutdown(wait=True)
-        for link in self._links:
-            link.join()
+        self._join()
         if self._host_fetches is not None:
             self._host_fetches.close()
         if self._relay is not None:

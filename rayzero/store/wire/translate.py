@@ -28,6 +28,7 @@ from rayzero.protocol.messages import (
     ModelSpec,
     Norm,
     NormParts,
+    Published,
     Record,
     Saved,
     SharedPaths,
@@ -392,6 +393,11 @@ def loop_state_from_pb(state: pb.LoopState) -> LoopState:
 def process_to_pb(process: ProcessIdentity) -> pb.Process:
     """Which process it is."""
     return pb.Process(kernel=process.kernel, pid=process.pid, started=process.started)
+
+
+def published_from_pb(notice: pb.NoticesResponse) -> list[Published]:
+    """What an owner has published."""
+    return [Published(each.shard, each.version, each.content) for each in notice.published]
 
 
 def process_from_pb(process: pb.Process) -> ProcessIdentity:

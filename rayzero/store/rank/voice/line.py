@@ -1,14 +1,16 @@
-"""A rank's line to the lead through its host's voice: one rank that asks in the name of all of them (speaker.py).
+"""A rank's line to its host's voice: one rank that asks the lead in the name of all of them, and tells them what owners
+on other hosts publish (speaker.py).
 
 [Note: a voice only carries] Through the voice goes what the rank would send itself, byte for byte, and the lead answers
 a repeat as it answers the first. So a rank asks itself, over its own link, whenever the voice is not there, has ended,
 says nothing for a second, or must not speak for this rank. A voice that dies or hangs makes an answer late; it loses
-none, and the lead knows a second later which ranks have asked.
+none, and the lead knows a second later which ranks have asked. So it is with publications: see notices.py.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import select
 import socket
@@ -19,6 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
+from typing import Protocol
 
 from rayzero.concurrency.futures import fail, settle
 from rayzero.errors import StoreError
@@ -26,15 +29,19 @@ from rayzero.protocol.messages import canonical_json
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire.rpc import from_failure
 
+log = logging.getLogger(__name__)
+
 CARRIED = ("Finish", "Commit", "Mean")  # what a voice asks: each is answered once all ranks have asked
 HELLO = struct.Struct("<II")  # rank, life: the first message to a voice
 QUESTION = struct.Struct("<QQB")  # number, step or number of the mean, place in CARRIED; the request follows
 ANSWER = struct.Struct("<QB")  # number of the question, what it is; the response or the failure follows
-RESPONSE, FAILURE, UNHEARD = range(3)
+RESPONSE, FAILURE, UNHEARD, NOTICE = range(4)  # NOTICE: an owner in place of the number, and its NoticesResponse
 BEAT = 0  # in place of a question's number: the voice is there, and its link to the lead is open
-BEAT_S = 0.25  # between two of them, while anybody waits for an answer
+OWNER = struct.Struct("<I")  # after a beat's ANSWER: each owner whose notices the voice passes on now
+BEAT_S = 0.25  # between two of them, while anybody is connected
 _SILENT_S = 1.0  # without a word of the voice, after which a rank asks itself
-_LONGEST_S = 30.0  # a rank asks again itself, also if the voice says that it is there
+LONGEST_S = 30.0  # a rank asks again itself, also if the voice says that it is there
+_AGAIN_S = 1.0  # until a rank looks again for a voice where there was none
 _SEND_BUFFER = 128 << 10  # the kernel doubles it, and takes messages that are a little shorter than that
 MESSAGE_BYTES = 2 * _SEND_BUFFER  # no message is longer
 _UCRED = struct.Struct("3i")  # pid, uid, gid
@@ -65,20 +72,43 @@ def is_of_this_user(peer: socket.socket) -> bool:
     return bool(uid == os.geteuid())
 
 
+class Ear(Protocol):
+    """Takes what the voice says unasked. Called in the line's thread."""
+
+    def notice(self, owner: int, message: bytes) -> None:
+        """The voice has heard this of an owner: a NoticesResponse."""
+
+    def follow(self, owners: frozenset[int]) -> None:
+        """The voice passes on what these owners publish from now on; said four times a second. Empty: there is none, or
+        it is silent."""
+
+
 class VoiceLine:
-    """One rank's end: asks the voice, and gives up on it. See [Note: a voice only carries].
+    """One rank's end: asks the voice, hears it, and gives up on it. See [Note: a voice only carries].
 
-    Knows open questions; not what they mean, or how the rank asks itself. A thread listens while there is a voice."""
+    Knows open questions; not what they mean, or how the rank asks itself. A thread listens while there is a voice, and
+    else looks for one."""
 
-    def __init__(self, address: bytes, rank: int, life: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """``address``: see ``voice_address``; a voice may come there later, and another one after it."""
-        self._address, self._rank, self._life, self._clock = address, rank, life, clock
+    def __init__(
+        self,
+        address: bytes,
+        rank: int,
+        life: int,
+        ear: Ear | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``address``: see ``voice_address``; a voice may come there later, and another one after it. ``ear``: None:
+        only answers are heard."""
+        self._address, self._rank, self._life, self._ear, self._clock = address, rank, life, ear, clock
         self._lock = threading.RLock()
         self._numbers = count(1)
         self._open: dict[int, tuple[Future[bytes], float]] = {}  # by number: the answer, when it was asked
         self._line: socket.socket | None = None  # freed by: its thread
-        self._thread: threading.Thread | None = None
         self._closed = False
+        self._stirred = threading.Event()  # there is a line, or there will be none
+        self._thread = threading.Thread(target=self._work, name=f"rayzero-rank{rank}-voice-line", daemon=True)
+        self._thread.start()
 
     def ask(self, method: str, of: int, request: bytes) -> Future[bytes]:
         """Ask through the voice. The future has the response, fails with the lead's error, or with UnheardError.
@@ -112,13 +142,34 @@ class VoiceLine:
                 line.close()
                 raise
             self._line = line
-            name = f"rayzero-rank{self._rank}-voice-line"
-            self._thread = threading.Thread(target=self._listen, args=(line,), name=name, daemon=True)
-            self._thread.start()
+            self._stirred.set()
         return self._line
 
+    def _work(self) -> None:
+        while not self._closed:
+            line = None
+            with suppress(OSError), self._lock:  # nobody is there yet
+                line = self._connected()
+            if line is not None:
+                self._listen(line)
+            self._stirred.clear()
+            if not self._closed and self._line is None:
+                self._stirred.wait(_AGAIN_S)
+
     def _listen(self, line: socket.socket) -> None:
-        """Take in what the voice says until it ends, or is silent for too long."""
+        """Take in what the voice says until it ends, or says what nobody understands."""
+        try:
+            self._hear(line)
+        except Exception:  # whatever it is, this rank asks and hears by itself, until there is another line
+            log.exception("rank %d could not take what its host's voice says", self._rank)
+        with self._lock:
+            if self._line is line:
+                self._line = None
+            line.close()
+        self.drop()
+        self._follow(b"")
+
+    def _hear(self, line: socket.socket) -> None:
         waiting, heard, room = select.poll(), self._clock(), bytearray(MESSAGE_BYTES)
         waiting.register(line, select.POLLIN)
         while True:
@@ -126,25 +177,29 @@ class VoiceLine:
                 try:
                     size = line.recv_into(room)
                 except OSError:
-                    break
+                    return
                 if not size:
-                    break
-                heard = self._clock()
+                    return
                 self._take(bytes(memoryview(room)[:size]))
+                heard = self._clock()
             self._look(heard)
-        with self._lock:
-            if self._line is line:
-                self._line = None
-            line.close()
-        self.drop()
 
     def _take(self, message: bytes) -> None:
-        """Whoever waits hears an answer under the lock: after ``drop``, none comes that was on its way."""
         number, kind = ANSWER.unpack_from(message)
         body = message[ANSWER.size :]
+        if kind == NOTICE:
+            if self._ear is not None:
+                self._ear.notice(number, body)
+        elif number == BEAT:
+            self._follow(body)
+        else:
+            self._answer(number, kind, body)
+
+    def _answer(self, number: int, kind: int, body: bytes) -> None:
+        """Whoever waits hears an answer under the lock: after ``drop``, none comes that was on its way."""
         with self._lock:
             found = self._open.pop(number, None)
-            if found is None:  # a beat, or this rank has asked itself since
+            if found is None:  # this rank has asked itself since
                 return
             if kind == RESPONSE:
                 settle(found[0], body)
@@ -154,16 +209,23 @@ class VoiceLine:
                 return
         fail(found[0], UnheardError(f"rank {self._rank}: its host's voice says: {body.decode(errors='replace')}"))
 
+    def _follow(self, owners: bytes) -> None:
+        """``owners``: see ``OWNER``."""
+        if self._ear is not None and not self._closed:
+            self._ear.follow(frozenset(owner for (owner,) in OWNER.iter_unpack(owners)))
+
     def _look(self, heard: float) -> None:
         """Give up what has waited for too long. ``heard``: when the voice last said anything."""
         now = self._clock()
         with self._lock:
             silent = now - heard > _SILENT_S
-            late = [number for number, (_, asked) in self._open.items() if now - asked > _LONGEST_S]
+            late = [number for number, (_, asked) in self._open.items() if now - asked > LONGEST_S]
             if silent:
                 late += [number for number, (_, asked) in self._open.items() if now - asked > _SILENT_S]
             given_up = [self._open.pop(number)[0] for number in dict.fromkeys(late)]
         self._fail(given_up)
+        if silent:
+            self._follow(b"")
 
     def drop(self) -> None:
         """Give up on all open questions: no answer to them is heard any more."""
@@ -176,12 +238,15 @@ class VoiceLine:
             fail(answer, UnheardError(f"rank {self._rank}: its host's voice does not answer"))
 
     def close(self) -> None:
-        """Give up on all questions, now and later, and end the thread. Idempotent."""
+        """Give up on all questions, now and later, and hear nothing more. Idempotent."""
         with self._lock:
-            self._closed, line, thread = True, self._line, self._thread
+            self._closed, line = True, self._line
             if line is not None:
                 with suppress(OSError):  # the voice has ended
                     line.shutdown(socket.SHUT_RDWR)
+        self._stirred.set()
         self.drop()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+
+    def join(self) -> None:
+        """Wait for the thread, after ``close`` and once every wait for a publication has ended."""
+        self._thread.join()

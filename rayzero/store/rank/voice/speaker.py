@@ -1,4 +1,5 @@
-"""The voice of a host: one of its ranks, which asks the lead in the name of all of them.
+"""The voice of a host: one of its ranks, which asks the lead in the name of all of them, and tells them what owners on
+other hosts publish.
 
 With a thousand ranks, what each asks of the lead in a step costs it seconds of one core, and most of that is the call,
 not the question. Ranks of a host ask the same at about the same time, so one message for all of them saves the calls.
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,6 +39,8 @@ from rayzero.store.rank.voice.line import (
     FAILURE,
     HELLO,
     MESSAGE_BYTES,
+    NOTICE,
+    OWNER,
     QUESTION,
     RESPONSE,
     UNHEARD,
@@ -48,6 +52,7 @@ log = logging.getLogger(__name__)
 
 _PATIENCE_S = 0.5  # at most, for the last rank of the host
 _BACKLOG = 512  # ranks that connect at a time
+_NOTICES = 4096  # publications in a message, so that it fits into a socket's buffer
 
 Same = tuple[int, int]  # method, and step or number of the mean: what is asked there is answered at once
 
@@ -93,9 +98,10 @@ class Round:
 
 
 class Voice:
-    """Collects the questions of a host's ranks, asks the lead, and gives each its answer.
+    """Collects the questions of a host's ranks, asks the lead, and gives each its answer; passes on what owners tell.
 
-    Knows ranks, numbers and bytes; not what is asked. One thread listens, another one passes answers on."""
+    Knows ranks, numbers and bytes; not what is asked. One thread listens, another one passes answers on, and that of
+    each link what its owner publishes."""
 
     def __init__(
         self,
@@ -104,19 +110,21 @@ class Voice:
         ranks: Collection[int],
         link: OwnerLink,
         stall_timeout: float,
+        away: Mapping[int, OwnerLink],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Listen at ``address`` (line.py). ``rank``: whose process this is. ``ranks``: of this host. ``link``: to
-        the lead. ``stall_timeout``: seconds after which a rank asks whom a step waits for. Raises OSError if somebody
-        else listens there."""
-        self._rank, self._link, self._clock = rank, link, clock
+        the lead. ``stall_timeout``: seconds after which a rank asks whom a step waits for. ``away``: by owner, the
+        links over which this rank hears what is published. Raises OSError if somebody else listens there."""
+        self._rank, self._link, self._away, self._clock = rank, link, away, clock
         self._patience_s = min(_PATIENCE_S, stall_timeout / 8)
         self._lock = threading.Lock()
         self._guests: dict[int, _Guest] = {}  # by file
         self._expected = set(ranks)  # those of the host, but for any that have come and ended
         self._rounds: dict[Same, Round] = {}  # freed by: the last answer
         self._under_way: set[Future[Any]] = set()  # what the lead is asked now
+        self._beaten = -math.inf  # when the last beat was
         self._closing = False
         self._door = open_socket()
         try:
@@ -151,7 +159,7 @@ class Voice:
 
     def _listen(self) -> None:
         """Wait for something, and take it in."""
-        for key, _ in self._ready.select(min(BEAT_S, self._patience_s) if self._rounds else None):
+        for key, _ in self._ready.select(min(BEAT_S, self._patience_s) if self._guests else None):
             if key.fileobj is self._door:
                 self._meet()
             elif key.fd == self._wake:
@@ -245,13 +253,25 @@ class Voice:
         asked.add_done_callback(partial(self._answered, same, questions))
 
     def _beat(self) -> None:
-        """Tell ranks that wait that somebody is here who can reach the lead."""
-        if self._link.channel() is None:
+        """Tell ranks that somebody is here who can reach the lead, and whose publications it passes on."""
+        if self._clock() - self._beaten < BEAT_S or self._link.channel() is None:
             return
+        self._beaten = self._clock()
+        away = b"".join(OWNER.pack(owner) for owner, link in self._away.items() if link.channel() is not None)
+        self._tell(ANSWER.pack(BEAT, RESPONSE) + away)
+
+    def pass_on(self, owner: int, published: Sequence[pb.NoticesResponse.Published]) -> None:
+        """Tell the ranks of this host what an owner has published. May be called from any thread."""
+        for at in range(0, len(published), _NOTICES):
+            notice = pb.NoticesResponse(published=published[at : at + _NOTICES])
+            self._tell(ANSWER.pack(owner, NOTICE) + notice.SerializeToString(), but=self._rank)
+
+    def _tell(self, message: bytes, but: int | None = None) -> None:
+        """Send something to all ranks of this host. ``but``: not to this one."""
         with self._lock:
-            waiting = [guest for guest in self._guests.values() if guest.waits]
-        for guest in waiting:
-            self._send(guest, ANSWER.pack(BEAT, RESPONSE))
+            guests = [guest for guest in self._guests.values() if guest.rank not in (-1, but)]
+        for guest in guests:
+            self._send(guest, message)
 
     # ---- answers
 

@@ -369,6 +369,20 @@ class NoticesResponse(_message.Message):
     process: Process
     def __init__(self, published: _Optional[_Iterable[_Union[NoticesResponse.Published, _Mapping]]] = ..., abort: _Optional[_Union[Failure, _Mapping]] = ..., process: _Optional[_Union[Process, _Mapping]] = ...) -> None: ...
 
+class MuteRequest(_message.Message):
+    __slots__ = ("rank", "number", "muted")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MUTED_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    number: int
+    muted: bool
+    def __init__(self, rank: _Optional[int] = ..., number: _Optional[int] = ..., muted: bool = ...) -> None: ...
+
+class MuteResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class LoadRequest(_message.Message):
     __slots__ = ("chunk", "header")
     class Header(_message.Message):
