@@ -8,7 +8,7 @@ which late ones are skipped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,8 +20,9 @@ from rayzero.memory.pool import buffer_bytes
 from rayzero.plan.hardware import Hardware
 from rayzero.plan.tiers import FP32, hosts_of_owners, hosts_of_ranks, summed_groups
 from rayzero.plan.work import Work
+from rayzero.store.shm.host_sums import GradientBytes
 
-__all__ = ["StepBound", "StepTraffic", "bound_step", "step_traffic", "sums_gain_in"]
+__all__ = ["StepBound", "StepTraffic", "bound_step", "step_traffic"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +31,14 @@ class StepTraffic:
 
     flops: int  # of one rank
     fetch: int  # of one rank: parameters that must be fetched again
-    push: int  # of one rank: gradients
+    gradients: GradientBytes
     published: int  # parameters that change, once
-    summed: int  # ranks' gradients that leave their host as one sum
     update: int  # of all owners: what the norm and the update read and write
+
+    @property
+    def push(self) -> int:
+        """Gradients of one rank."""
+        return self.gradients.pushed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +95,8 @@ def step_traffic(
     return StepTraffic(
         flops=(work.forward_flops + work.backward_flops) * backwards,
         fetch=gradients + (2 * backwards - 1) * beyond,
-        push=gradients * (backwards if zero.offload_grads else 1),
+        gradients=GradientBytes.of(layout.units, backwards if zero.offload_grads else 1),
         published=gradients,
-        summed=FP32 * elements,
         update=2 * scaling.num_workers * gradients + states + published,
     )
 
@@ -113,21 +117,16 @@ def bound_step(traffic: StepTraffic, zero: ZeroConfig, scaling: ScalingConfig, h
     )
 
 
-def sums_gain_in(traffic: StepTraffic) -> Callable[[int], bool]:
-    """Whether the sum of so many ranks takes fewer bytes than their pushes."""
-    return lambda ranks: ranks * traffic.push > traffic.summed
-
-
 def _between_hosts(traffic: StepTraffic, ranks: Sequence[int], owners: Counter[int], zero: ZeroConfig) -> float:
     """The most bytes that one host receives or sends in one direction. ``ranks``: their hosts. ``owners``: how many
     each host has."""
-    here, groups = Counter(ranks), summed_groups(ranks, zero, sums_gain_in(traffic))
+    here, groups = Counter(ranks), summed_groups(ranks, zero, traffic.gradients)
     fetched = {
         host: count * traffic.fetch if zero.fetches_for_host(count) == "never" else traffic.published
         for host, count in here.items()
     }
     pushed = {
-        host: (count - sum(map(len, groups[host]))) * traffic.push + len(groups[host]) * traffic.summed
+        host: (count - sum(map(len, groups[host]))) * traffic.push + len(groups[host]) * traffic.gradients.summed
         for host, count in here.items()
     }
 

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from rayzero.plan.work import Work
 from rayzero.protocol.gradient_sum import gradient_dtype
 from rayzero.protocol.ownership import device_owners
 from rayzero.quantities import count, format_bytes
-from rayzero.store.shm.host_sums import sums_gain
+from rayzero.store.shm.host_sums import GradientBytes
 
 __all__ = ["DeviceBytes", "HostBytes", "RunBytes", "check_budgets", "check_fits", "plan_bytes"]
 
@@ -173,7 +173,7 @@ def plan_bytes(
     )
     accumulation = zero.gradient_accumulation_steps if zero.offload_grads else 1
     with_ranks = set(ranks)
-    summed = summed_groups(ranks, zero, lambda count: sums_gain(layout.units, accumulation, count))
+    summed = summed_groups(ranks, zero, GradientBytes.of(layout.units, accumulation))
     plans = tuple(
         plan_owner(
             layout,
@@ -249,16 +249,15 @@ def _kept(
 
 
 def summed_groups(
-    hosts_of: Sequence[int], zero: ZeroConfig, gains: Callable[[int], bool]
+    hosts_of: Sequence[int], zero: ZeroConfig, gradients: GradientBytes
 ) -> defaultdict[int, set[tuple[int, ...]]]:
-    """By host, the groups of ranks whose gradients leave it as one sum. ``hosts_of``: of the ranks. ``gains``: whether
-    the sum of so many ranks takes fewer bytes than their pushes."""
+    """By host, the groups of ranks whose gradients leave it as one sum. ``hosts_of``: of the ranks."""
     here, found = defaultdict[int, set[int]](set), defaultdict[int, set[tuple[int, ...]]](set)
     for rank, host in enumerate(hosts_of):
         here[host].add(rank)
     for rank, host in enumerate(hosts_of if zero.pushes_for_host != "never" else ()):
         ranks = summed_with(rank, here[host])
-        if ranks and (zero.host_push == "always" or gains(len(ranks))):
+        if ranks and (zero.host_push == "always" or gradients.sums_gain(len(ranks))):
             found[host].add(ranks)
     return found
 

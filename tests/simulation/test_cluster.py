@@ -18,6 +18,7 @@ from rayzero.simulation.cluster import Run, simulate
 from rayzero.simulation.lead import Tree
 from rayzero.simulation.machines import Options, costs_from, machine_from
 from rayzero.simulation.ranks import Compute
+from rayzero.store.shm.host_sums import GradientBytes
 from tests.plan.machines import GPU_HOSTS
 
 from .runs import BYTE, FREE, GRPC, HOST, NUMEL, SHM, layout_of, run_of
@@ -225,7 +226,11 @@ def test_no_step_beats_the_bound_of_a_plan(
     )
     update = 2 * ranks * 2 * BYTES + 2 * NUMEL * 24
     traffic = StepTraffic(
-        flops=int(4e12 * compute), fetch=2 * BYTES, push=2 * BYTES, published=2 * BYTES, summed=8 * NUMEL, update=update
+        flops=int(4e12 * compute),
+        fetch=2 * BYTES,
+        gradients=GradientBytes(2 * BYTES, 8 * NUMEL),
+        published=2 * BYTES,
+        update=update,
     )
     hosts = Hosts(count=2, gpus_each=ranks)
     hardware = replace(GPU_HOSTS, hosts=hosts, flops=1e12, link=float("inf"), network=network, memory=memory)

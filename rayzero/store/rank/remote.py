@@ -57,7 +57,7 @@ from rayzero.store.rank.transfers.wire import WireOptions, WireTransfers, transf
 from rayzero.store.rank.voice.line import VoiceLine, voice_address
 from rayzero.store.rank.voice.speaker import Voice
 from rayzero.store.shm.former_ranks import former_ranks
-from rayzero.store.shm.host_sums import sums_gain
+from rayzero.store.shm.host_sums import GradientBytes
 from rayzero.store.shm.loop_slab import loop_slabs
 from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.same_host import host_identity
@@ -376,7 +376,7 @@ class RemoteConnection:
         if self._host_push == "never" or self._share is None:
             return ()
         ranks = summed_with(self.rank, self._ranks_here)
-        gain = sums_gain(spec.layout.units, spec.accumulation_steps, len(ranks))
+        gain = GradientBytes.of(spec.layout.units, spec.accumulation_steps).sums_gain(len(ranks))
         if not ranks or (self._host_push == "auto" and not gain):
             return ()
         needed = len(self._ranks_here) * sum(SharedPlan.of(spec, len(self._links), self._ownership).gradients().slabs)
