@@ -153,9 +153,10 @@ def format_plan(planned: RecipePlan) -> str:
     if hosts.on_gpu and gpus > ranks:
         lines.append(f"{gpus - ranks:,} of {count(gpus, 'GPU')} idle: scaling.num_workers is {ranks}, one rank a GPU")
     traffic = planned.traffic
+    copied = f" (copies {format_bytes(traffic.copied)} of it itself)" if traffic.copied < traffic.fetch else ""
     lines += [
         "",
-        f"a step of one rank: {traffic.flops / 1e12:.4g} TFLOP, fetches {format_bytes(traffic.fetch)}, pushes "
+        f"a step of one rank: {traffic.flops / 1e12:.4g} TFLOP, fetches {format_bytes(traffic.fetch)}{copied}, pushes "
         f"{format_bytes(traffic.push)}; all owners together read and write {format_bytes(traffic.update)}",
         "seconds at least: " + ", ".join(f"{name} {value:.4g}" for name, value in bound.stages.items()),
         f"a step takes at least {bound.seconds:.4g} s (bound by {bound.binds}): at most "
@@ -170,5 +171,5 @@ def _describe(simulated: Simulated) -> str:
     waits = ", ".join(f"{cause} {seconds:.4g}" for cause, seconds in simulated.waits.items())
     return (
         f"simulated: a step takes {simulated.seconds:.4g} s, of which the slowest rank waits for {waits} s; "
-        f"the lead is busy for {simulated.lead:.1%} of it"
+        f"the lead takes and sends {count(simulated.lead_messages, 'message')}, busy for {simulated.lead:.1%} of it"
     )

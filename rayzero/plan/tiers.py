@@ -29,9 +29,10 @@ from rayzero.plan.work import Work
 from rayzero.protocol.gradient_sum import gradient_dtype
 from rayzero.protocol.ownership import device_owners
 from rayzero.quantities import count, format_bytes
+from rayzero.store.rank.gathers.gather_words import check_gathering
 from rayzero.store.shm.host_sums import GradientBytes
 
-__all__ = ["DeviceBytes", "HostBytes", "RunBytes", "check_budgets", "check_fits", "plan_bytes"]
+__all__ = ["DeviceBytes", "HostBytes", "RunBytes", "check_budgets", "check_fits", "plan_bytes", "ranks_together"]
 
 FP32 = 4  # bytes
 
@@ -42,7 +43,7 @@ class DeviceBytes:
 
     parameters: int  # the most that is gathered at any time
     buffers: int
-    leaving: int  # on a GPU: gradients gathered for their copies to host memory
+    leaving: int  # on a GPU, or with host_gather: gradients gathered for their copies to host memory
     sums: int  # offload_grads=False: gradients summed in fp32
     states: int  # offload_fraction < 1: its part of masters and optimizer states
     forward: int  # more than those, at the forward's peak
@@ -189,8 +190,9 @@ def plan_bytes(
         )
         for owner in range(len(owners))
     )
-    device = _device_bytes(layout, work, zero, hosts, max(plan.on_device for plan in plans))
     ranks_of, plans_of = Counter(ranks), defaultdict[int, list[OwnerPlan]](list)
+    gathers = any(zero.gathers_on_host(number) for number in ranks_of.values())
+    device = _device_bytes(layout, work, zero, hosts, max(plan.on_device for plan in plans), gathers)
     for plan, host in zip(plans, owners, strict=True):
         plans_of[host].append(plan)
     each = tuple(
@@ -267,6 +269,16 @@ def shares_memory(zero: ZeroConfig) -> bool:
     return zero.transport in ("auto", "shm")
 
 
+def ranks_together(zero: ZeroConfig, scaling: ScalingConfig, hosts: Hosts) -> int:
+    """How many ranks of a host bring units up together (host_gather), where they are fewest; 1: each copies whole
+    units. Raises UnsupportedError for a host with more ranks than can."""
+    here = Counter(hosts_of_ranks(scaling, hosts)).values()
+    if not all(zero.gathers_on_host(number) for number in here):
+        return 1
+    check_gathering(max(here))
+    return min(here)
+
+
 def hosts_of_ranks(scaling: ScalingConfig, hosts: Hosts) -> list[int]:
     """Rank -> its host. Ranks fill one host's GPUs after another's; on CPUs they are placed round robin."""
     if not hosts.on_gpu:
@@ -283,13 +295,15 @@ def hosts_of_owners(zero: ZeroConfig, scaling: ScalingConfig, hosts: Hosts) -> l
     return [hosts.count - 1 - owner % spread for owner in range(scaling.num_optimizers)]
 
 
-def _device_bytes(layout: ModelLayout, work: Work, zero: ZeroConfig, hosts: Hosts, states: int) -> DeviceBytes:
+def _device_bytes(
+    layout: ModelLayout, work: Work, zero: ZeroConfig, hosts: Hosts, states: int, gathers: bool
+) -> DeviceBytes:
     sizes = [buffer_bytes(unit.size_bytes) for unit in layout.units]
     trained = sum(unit.numel for unit in layout.units if unit.trainable)
     return DeviceBytes(
         parameters=_gathered(sizes, zero.gpu_param_memory_budget),
         buffers=work.buffer_bytes,
-        leaving=_leaving(layout) if hosts.on_gpu else 0,
+        leaving=_leaving(layout) if hosts.on_gpu or gathers else 0,
         sums=0 if zero.offload_grads else trained * FP32,
         states=states,
         forward=work.forward_peak_bytes,
@@ -344,16 +358,18 @@ def _host_bytes(
     shared = shares_memory(zero) and bool(own)
     apart = not shares_memory(zero) or len(own) < len(owners)  # some bytes come through this process
     decoded = sum(buffer_bytes(unit.size_bytes) for unit in layout.units if unit.is_coded)  # into memory of the rank
+    gathers = zero.gathers_on_host(num_ranks)  # into buffers of its own, as to a device
     copies = apart and not relayed  # of all that a rank on a CPU computes with
-    parameters = 0 if hosts.on_gpu else device.parameters if copies else min(device.parameters, decoded)
+    parameters = 0 if hosts.on_gpu else device.parameters if copies or gathers else min(device.parameters, decoded)
     compute = 0 if hosts.on_gpu else parameters + device.peak - device.parameters
+    arriving = device.parameters if hosts.on_gpu or (gathers and copies) else 0
     return HostBytes(
         host=host,
         ranks=num_ranks,
         owners=actors,
         shared=(sum(plan.total - plan.staging - plan.private for plan in own) if shared else 0) + relayed,
         owner_bytes=sum(plan.total for plan in own),
-        staging=num_ranks * _staging(layout, device, hosts) if apart else 0,
+        staging=num_ranks * (_leaving(layout) + arriving) if apart else 0,  # pushes in flight, fetches for a device
         activations=num_ranks * work.offloaded_host_bytes,
         compute=num_ranks * compute,
         beside=len(own) - actors,
@@ -363,11 +379,6 @@ def _host_bytes(
         programs=programs.of_host(num_ranks, actors, coordinators=host == 0),
         coordinator=host == 0,
     )
-
-
-def _staging(layout: ModelLayout, device: DeviceBytes, hosts: Hosts) -> int:
-    """Staging of one rank: pushes in flight, and on a GPU the fetches that arrive for it."""
-    return _leaving(layout) + (device.parameters if hosts.on_gpu else 0)
 
 
 def _most_elements(layout: ModelLayout) -> int:

@@ -157,7 +157,7 @@ class Owners:
         if not each.remote:
             sent()
             return
-        load = self._resources.messages(self.group.host, each.remote, self.group.each)
+        load = self._resources.notices(self.group, each.remote)
         self._notices.add(load.seconds, load.demands, sent)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from rayzero.concurrency.futures import DONE, chain, fail, settled, then
 from rayzero.concurrency.processes import this_process
-from rayzero.config.zero import HostFetch, HostPush, HostVoice
+from rayzero.config.zero import HostFetch, HostPush, HostVoice, speaks_for_host
 from rayzero.errors import (
     ConfigError,
     EpochOverError,
@@ -72,8 +72,6 @@ _LEASE = 0.5
 So the others, who wait for that rank, hear the reason before their own wait counts as stalled, and by default (300 s)
 it is far longer than the 20 s after which either end notices a link that swallows everything."""
 
-
-_VOICES_ABOVE = 64  # ranks of a run; with fewer, asking oneself is as cheap for the lead, and a little sooner
 
 _MAKING_S = 120.0
 """How long another rank of the host may take to make memory for what comes from elsewhere: tens of seconds for a large
@@ -428,8 +426,8 @@ class RemoteConnection:
 
     def _voice_of(self, spec: ModelSpec) -> int | None:
         """The rank of this host that asks the lead for all of them; None: each asks itself."""
-        many = self._host_voice == "always" or (self._host_voice == "auto" and spec.world_size > _VOICES_ABOVE)
-        return min(self._ranks_here) if many and self._share is not None and len(self._ranks_here) > 1 else None
+        speaks = speaks_for_host(self._host_voice, len(self._ranks_here), spec.world_size)
+        return min(self._ranks_here) if speaks and self._share is not None else None
 
     def _open_voice(self, plan: SharedPlan) -> None:
         """Ask the lead through the voice of this host, if the lead is elsewhere; and be it, if this rank is the one."""
