@@ -15,6 +15,7 @@ import argparse
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -153,12 +154,12 @@ def point(run: Run, plan: UnitPlan, model: str, way: str, tokens: int) -> Point:
     """Simulate one run."""
     chosen = (WAYS | MESSAGES)[way]
     run = replace(run, options=chosen.options, zero=run.zero.replace(host_voice=chosen.voice))
-    ranks, owners, once = len(run.rank_hosts), len(run.owner_hosts), run.options.push_once_per_host
-    senders = len(set(run.rank_hosts)) if once else ranks
+    ranks, owners = len(run.rank_hosts), len(run.owner_hosts)
+    sums = list(Counter(run.rank_hosts).values()) if run.options.push_once_per_host else []
     shards = shard_map_for(plan.layout, owners, run.zero.shard_map)
     largest = max(range(owners), key=shards.bytes_of)
     began = time.perf_counter()
-    owner = plan_owner(plan.layout, shards, largest, senders, 1)
+    owner = plan_owner(plan.layout, shards, largest, ranks, 1, sums=sums)
     found = simulate(run, steps=3, resolution=RESOLUTION * sum(run.compute.forward))
     return Point(
         model=model,
@@ -168,7 +169,7 @@ def point(run: Run, plan: UnitPlan, model: str, way: str, tokens: int) -> Point:
         way=way,
         tokens=tokens,
         found=found,
-        owner_bytes=owner.total + once * owner.gradients,  # sums are in fp32, and the plan is of bf16
+        owner_bytes=owner.total,
         took=time.perf_counter() - began,
     )
 

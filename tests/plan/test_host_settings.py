@@ -100,6 +100,24 @@ def test_a_rank_copies_what_the_plan_says_and_has_the_rest_from_the_others(
     ), "otherwise it reads the owners' memory, and gathers gradients there"
 
 
+def test_ranks_on_cpus_gather_into_buffers_of_their_own_as_to_a_device() -> None:
+    """Gradients of two units are gathered before they are copied, too. Parameters that come to each rank by itself wait
+    in staging, unless the host has them once."""
+    two = ScalingConfig(num_workers=2, num_optimizers=2)
+    zero = ZeroConfig(precision="bf16", host_gather=True)
+
+    def planned(scaling: ScalingConfig, hosts: Hosts, zero: ZeroConfig) -> RunBytes:
+        return plan_bytes(four_layers(), WORK, zero, scaling, hosts, state_bytes=8, programs=NOTHING)
+
+    here = planned(two, CPU_HOST.hosts, zero).hosts[0]
+    assert (here.compute, here.staging) == (2 * (4 * UNIT + 7100 + 2 * UNIT), 0)
+    four, packed = two.replace(num_workers=4), zero.replace(placement="packed")
+    each = planned(four, Hosts(count=2), packed.replace(host_fetch="never")).hosts[0]
+    once = planned(four, Hosts(count=2), packed).hosts[0]
+    assert (each.staging, once.staging) == (2 * (2 * UNIT + 4 * UNIT), 2 * 2 * UNIT)
+    assert each.compute == once.compute == here.compute
+
+
 def test_gpus_of_a_host_share_the_link() -> None:
     """Four layers of 4,096 elements on two hosts of two GPUs each: half of every unit over the own link."""
     four = ScalingConfig(num_workers=4, num_optimizers=4, use_gpu=True)
