@@ -32,7 +32,16 @@ from rayzero.quantities import count, format_bytes
 from rayzero.store.rank.gathers.gather_words import check_gathering
 from rayzero.store.shm.host_sums import GradientBytes
 
-__all__ = ["DeviceBytes", "HostBytes", "RunBytes", "check_budgets", "check_fits", "plan_bytes", "ranks_together"]
+__all__ = [
+    "DeviceBytes",
+    "HostBytes",
+    "RunBytes",
+    "check_budgets",
+    "check_fits",
+    "check_gathers",
+    "plan_bytes",
+    "ranks_together",
+]
 
 FP32 = 4  # bytes
 
@@ -271,12 +280,9 @@ def shares_memory(zero: ZeroConfig) -> bool:
 
 def ranks_together(zero: ZeroConfig, scaling: ScalingConfig, hosts: Hosts) -> int:
     """How many ranks of a host bring units up together (host_gather), where they are fewest; 1: each copies whole
-    units. Raises UnsupportedError for a host with more ranks than can."""
-    here = Counter(hosts_of_ranks(scaling, hosts)).values()
-    if not all(zero.gathers_on_host(number) for number in here):
-        return 1
-    check_gathering(max(here))
-    return min(here)
+    units."""
+    fewest = min(Counter(hosts_of_ranks(scaling, hosts)).values())
+    return fewest if zero.gathers_on_host(fewest) else 1
 
 
 def hosts_of_ranks(scaling: ScalingConfig, hosts: Hosts) -> list[int]:
@@ -396,6 +402,13 @@ def check_budgets(run: RunBytes, zero: ZeroConfig) -> None:
     if (budget := zero.cpu_memory_budget) is not None:
         for owner in run.owners:
             check_budget(owner, budget)
+
+
+def check_gathers(run: RunBytes, zero: ZeroConfig) -> None:
+    """Raise UnsupportedError if a host has more ranks than can bring units up together, where they are to."""
+    for host in run.hosts:
+        if zero.gathers_on_host(host.ranks):
+            check_gathering(host.ranks)
 
 
 def check_fits(run: RunBytes, hardware: Hardware) -> None:

@@ -25,7 +25,7 @@ from rayzero.layout.model_layout import ModelLayout
 from rayzero.plan.bound import StepTraffic, bound_step, step_traffic
 from rayzero.plan.hardware import Hosts
 from rayzero.plan.simulated import simulate_step
-from rayzero.plan.tiers import RunBytes, plan_bytes, ranks_together
+from rayzero.plan.tiers import RunBytes, check_gathers, plan_bytes, ranks_together
 from rayzero.slabs.slab import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.shm.same_host import why_no_sharing
@@ -138,10 +138,17 @@ def test_ranks_gather_where_every_host_has_several_and_at_most_16() -> None:
         scaling = ScalingConfig(num_workers=ranks, num_optimizers=1, use_gpu=True)
         return ranks_together(zero, scaling, Hosts(count=2, gpus_each=gpus))
 
+    def check(zero: ZeroConfig, ranks: int) -> None:
+        scaling = ScalingConfig(num_workers=ranks, num_optimizers=1)
+        run = plan_bytes(four_layers(), WORK, zero, scaling, CPU_HOST.hosts, state_bytes=8, programs=NOTHING)
+        check_gathers(run, zero)
+
     assert (together(8, 4), together(6, 4), together(5, 4)) == (4, 2, 1), "the fewest; one rank copies whole units"
     assert together(8, 4, ZeroConfig()) == 1
+    assert check(zero, 16) is None
+    assert check(ZeroConfig(), 17) is None
     with pytest.raises(UnsupportedError, match="host_gather=True with 17 ranks on a host: at most 16 gather"):
-        together(34, 17)
+        check(zero, 17)
 
 
 # ---- what the lead is asked -------------------------------------------------------------------------------------
