@@ -68,6 +68,19 @@ def test_norms_of_large_parts_are_summed_while_backward_goes_on() -> None:
     assert found.seconds == pytest.approx(6 + moved + moved + updated)
 
 
+def test_all_threads_sum_what_is_waited_for() -> None:
+    """The second unit to be pushed waits for the norm of the first, for which one thread takes twice as long as a push.
+    When its turn comes, the lead has asked."""
+    machine = replace(HOST, owner_threads=4, norm_core=0.5e9)
+    found = simulate(run_of(layout=layout_of([EARLY, EARLY], shard=EARLY), machine=machine), steps=4)
+    moved, updated = 4 * EARLY / 1e9, 28 * EARLY / 1e9
+    assert found.seconds == pytest.approx(3 * moved + 2 * moved / 4 + 2 * updated / 4)
+    four = simulate(
+        run_of(layout=layout_of([EARLY], shard=EARLY // 4), machine=replace(machine, norm_core=1e9)), steps=4
+    )
+    assert four.seconds == pytest.approx(moved + moved / 4 + 3 / 4 * moved / 4 + updated / 4), "one shard alone"
+
+
 def test_owners_in_this_process_copy_nothing_and_overlap_nothing() -> None:
     compute = Compute(forward=(1.0, 1.0), backward=(2.0, 2.0))
     found = simulate(run_of(2, compute=compute, options=Options(transport="inproc")), steps=4)
