@@ -61,6 +61,7 @@ MESSAGES = {
     f"{LOOPS}, notices once a host": Way(options=replace(MANY, notice_per_host=True)),
     f"{LOOPS}, notices once a host, a tree of 16": Way(options=replace(MANY, notice_per_host=True, fan_out=16)),
 }
+SHARDS = {f"{way}, shards of 2 MiB": WAYS[way] for way in (BOTH, LOOPS)}
 HERE = Path(__file__).with_suffix(".json")  # as measured for docs/scale_simulation.md
 _KIND = re.compile(r" of (host kind|owner group|rank group) \d+")
 RESOLUTION = 1e-4  # of a forward: works that end closer than this end together
@@ -100,10 +101,16 @@ HEAD = (
 )
 
 
-def layout_of(model: str) -> tuple[UnitPlan, ZeroConfig]:
+def layout_of(model: str, shard_bytes: str = "8MiB") -> tuple[UnitPlan, ZeroConfig]:
     """The real unit plan of a GPT of that size, in bf16."""
     width, blocks = MODELS[model]
-    zero = ZeroConfig(precision="bf16", prefetch_buffer_size=1, gpu_param_memory_budget="60GiB", max_grad_norm=1.0)
+    zero = ZeroConfig(
+        precision="bf16",
+        prefetch_buffer_size=1,
+        gpu_param_memory_budget="60GiB",
+        max_grad_norm=1.0,
+        shard_bytes=shard_bytes,
+    )
     return plan_units(Work(dim=width, layers=blocks, vocab=65536, precision="bf16").model("meta"), zero), zero
 
 
@@ -152,7 +159,7 @@ def run_of(plan: UnitPlan, zero: ZeroConfig, here: Measured, args: argparse.Name
 
 def point(run: Run, plan: UnitPlan, model: str, way: str, tokens: int) -> Point:
     """Simulate one run."""
-    chosen = (WAYS | MESSAGES)[way]
+    chosen = (WAYS | MESSAGES | SHARDS)[way]
     run = replace(run, options=chosen.options, zero=run.zero.replace(host_voice=chosen.voice))
     ranks, owners = len(run.rank_hosts), len(run.owner_hosts)
     sums = list(Counter(run.rank_hosts).values()) if run.options.push_once_per_host else []
@@ -188,6 +195,9 @@ def points(here: Measured, args: argparse.Namespace) -> Iterator[Point]:
     for owners in OWNERS[:-1]:
         yield point(run_of(plan, zero, here, args, 1000, owners), plan, "7B", LOOPS, args.tokens)
     for way in MESSAGES:
+        yield point(run_of(plan, zero, here, args, 1000, 256), plan, "7B", way, args.tokens)
+    plan, zero = layout_of("7B", "2MiB")
+    for way in SHARDS:
         yield point(run_of(plan, zero, here, args, 1000, 256), plan, "7B", way, args.tokens)
     plan, zero = layout_of("1T")
     run = run_of(plan, zero, here, args, 1000, 256)

@@ -37,6 +37,7 @@ class Resources:
     def __init__(self, groups: Groups, machine: Machine, costs: Costs, options: Options, zero: ZeroConfig) -> None:
         self.groups, self.machine, self.costs, self.options = groups, machine, costs, options
         self._zero = zero
+        self._flows: dict[tuple[int, int, str], tuple[float, tuple[Demand, ...]]] = {}  # of each pair, each way
         self.names = [f"{what} of host kind {kind}" for kind in range(len(groups.hosts)) for what in _OF_HOST]
         capacities = [machine.cores, machine.memory, machine.network, machine.network] * len(groups.hosts)
         streams = [f"{way} streams of rank group {i}" for i in range(len(groups.ranks)) for way in ("fetch", "push")]
@@ -193,20 +194,26 @@ class Resources:
     def stream(self, which: int, owners: OwnerGroup, size: int, way: str) -> Load:
         """Between a rank of group ``which`` and each owner of a group on another host, ``size`` bytes, one stream for
         each."""
+        speed, demands = self._flow(which, owners, way)
+        return Load(size / speed, demands)
+
+    def _flow(self, which: int, owners: OwnerGroup, way: str) -> tuple[float, tuple[Demand, ...]]:
+        """Bytes per second of such a stream alone, and what it takes meanwhile."""
+        known = self._flows.get((which, id(owners), way))
+        if known is not None:
+            return known
         ranks = self.groups.ranks[which]
         others, callers = self.groups.remote(ranks, owners)
         share, outward, speed = self.share(ranks, way), way == "push", min(self._stream(way), self.machine.network)
         at_rank = share * ranks.each * others * speed
         at_owner = share * owners.each * callers * speed
         rank_s, owner_s, _ = self._byte_s(way)
-        return Load(
-            size / speed,
-            (
-                *self._end(ranks.host, at_rank, rank_s, "network out" if outward else "network in"),
-                *self._end(owners.host, at_owner, owner_s, "network in" if outward else "network out"),
-                *self._turns(which, owners, share * callers * speed, share * others, way),
-            ),
+        demands = (
+            *self._end(ranks.host, at_rank, rank_s, "network out" if outward else "network in"),
+            *self._end(owners.host, at_owner, owner_s, "network in" if outward else "network out"),
+            *self._turns(which, owners, share * callers * speed, share * others, way),
         )
+        return self._flows.setdefault((which, id(owners), way), (speed, demands))
 
     def loopback(self, which: int, owners: OwnerGroup, size: int, way: str) -> Load:
         """The same to each owner of the rank's own host, over gRPC."""
