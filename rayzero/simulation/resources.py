@@ -90,13 +90,17 @@ class Resources:
         return self.options.push_once_per_host and ranks.each > 1
 
     def has_voice(self, ranks: RankGroup) -> bool:
-        """Whether one rank of a host asks the lead for all of them."""
-        shares, elsewhere = self.options.transport == "shm", ranks.host != self.groups.lead
-        return shares and elsewhere and speaks_for_host(self._zero.host_voice, ranks.each, self.groups.world_size)
+        """Whether a host has a voice; see ``ZeroConfig.host_voice``."""
+        shares = self.options.transport == "shm"
+        return shares and speaks_for_host(self._zero.host_voice, ranks.each, self.groups.world_size)
+
+    def asks_once(self, ranks: RankGroup) -> bool:
+        """Whether the voice of a host asks the lead for its ranks."""
+        return ranks.host != self.groups.lead and self.has_voice(ranks)
 
     def does_once(self) -> bool:
         """Whether anything is done once for the ranks of a host."""
-        options, voices = self.options, any(self.has_voice(each) for each in self.groups.ranks)
+        options, voices = self.options, any(self.asks_once(each) for each in self.groups.ranks)
         return options.fetch_once_per_host or options.push_once_per_host or options.notice_per_host or voices
 
     def add_up(self, ranks: RankGroup, elements: int, itemsize: int) -> Load:
@@ -174,7 +178,7 @@ class Resources:
     def questions(self, ranks: RankGroup) -> tuple[int, int]:
         """What a group asks the lead in one round, or is answered: (messages, ranks of which voices speak in them)."""
         number = len(ranks.ranks)
-        return (number // ranks.each, number) if self.has_voice(ranks) else (number, 0)
+        return (number // ranks.each, number) if self.asks_once(ranks) else (number, 0)
 
     def messages(self, number: float, said: int = 0) -> Load:
         """The lead takes or sends so many messages. ``said``: ranks of which voices speak in them."""
