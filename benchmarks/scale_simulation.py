@@ -56,10 +56,8 @@ WAYS = {
     LOOPS: Way(options=MANY),
 }
 MESSAGES = {
-    f"{LOOPS}, each rank asks": Way(options=MANY, voice="never"),
+    f"{LOOPS}, each rank asks and hears": Way(options=MANY, voice="never"),
     f"{LOOPS}, a tree of 16": Way(options=replace(MANY, fan_out=16)),
-    f"{LOOPS}, notices once a host": Way(options=replace(MANY, notice_per_host=True)),
-    f"{LOOPS}, notices once a host, a tree of 16": Way(options=replace(MANY, notice_per_host=True, fan_out=16)),
 }
 SHARDS = {f"{way}, shards of 2 MiB": WAYS[way] for way in (BOTH, LOOPS)}
 HERE = Path(__file__).with_suffix(".json")  # as measured for docs/scale_simulation.md

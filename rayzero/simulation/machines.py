@@ -58,7 +58,7 @@ class Costs:
     spoken_s: float | None = (
         None  # the lead, for each rank in a message of a host's voice; None: as for its own message
     )
-    notice_s: float | None = None  # an owner, for each notice to a remote rank; None: as for another message
+    notice_s: float | None = None  # an owner, for each notice to a remote rank or a voice; None: as for another message
 
     @property
     def said_s(self) -> float:
@@ -67,7 +67,7 @@ class Costs:
 
     @property
     def told_s(self) -> float:
-        """Seconds of an owner for each notice to a remote rank."""
+        """Seconds of an owner for each notice to a remote rank or a voice."""
         return self.message_s if self.notice_s is None else self.notice_s
 
 
@@ -78,7 +78,6 @@ class Options:
     transport: Transport
     fetch_once_per_host: bool = False  # whoever needs a part first fetches it for all ranks of the host
     push_once_per_host: bool = False  # ranks of a host add up their gradients, in fp32, before they send them
-    notice_per_host: bool = False  # an owner tells all ranks of a host in one message; today it tells each
     fan_out: int = 0  # of a tree of owners through which the lead asks them; 0: it asks each of them itself
     owners_together: bool = False  # those of a host are in one process, and share its event loop
     loops: int = 1  # event loops of an owner's process, each with a thread; today's have one

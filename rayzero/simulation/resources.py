@@ -100,8 +100,8 @@ class Resources:
 
     def does_once(self) -> bool:
         """Whether anything is done once for the ranks of a host."""
-        options, voices = self.options, any(self.asks_once(each) for each in self.groups.ranks)
-        return options.fetch_once_per_host or options.push_once_per_host or options.notice_per_host or voices
+        options, voices = self.options, any(self.has_voice(each) for each in self.groups.ranks)
+        return options.fetch_once_per_host or options.push_once_per_host or voices
 
     def add_up(self, ranks: RankGroup, elements: int, itemsize: int) -> Load:
         """One thread for each sum of a host adds up its ranks' gradients and writes an fp32 one."""
@@ -186,8 +186,8 @@ class Resources:
         return Load(seconds, ((self.of_host("cores", self.groups.lead), 1.0),))
 
     def listeners(self, ranks: RankGroup, number: int) -> int:
-        """Notices with which an owner tells ``number`` of these ranks."""
-        return number // ranks.each if self.options.notice_per_host else number
+        """Notices with which an owner tells ``number`` of these ranks, which are on other hosts: one to each voice."""
+        return number // ranks.each if self.has_voice(ranks) else number
 
     def notices(self, owners: OwnerGroup, number: int) -> Load:
         """Each owner of a group sends so many notices."""

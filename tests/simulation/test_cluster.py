@@ -148,10 +148,10 @@ def test_the_lead_works_for_each_rank_of_which_a_voice_speaks() -> None:
     assert unmeasured.lead * unmeasured.seconds == pytest.approx((2 * 2 + 4) * 0.125 + 2 * 4 * 0.125)
 
 
-def test_an_owner_tells_each_rank_of_another_host_or_all_of_a_host_at_once() -> None:
+def test_an_owner_tells_each_rank_of_another_host_or_its_voice() -> None:
     """4 ranks on other hosts, 2 on the owner's; what comes after the first notice waits for it."""
     run = on_three_hosts(owner_hosts=(0,), costs=replace(FREE, notice_s=0.125))
-    each, once = (seconds_of(replace(run, options=replace(SHM, notice_per_host=host))) for host in (False, True))
+    each, once = (seconds_of(replace(run, zero=zero)) for zero in (ZeroConfig(), SPEAKING))
     assert each - seconds_of(replace(run, costs=FREE)) == pytest.approx(4 * 0.125)
     assert each - once == pytest.approx(2 * 0.125)
 
