@@ -177,7 +177,9 @@ class FakeRank:
 
     def __init__(self, rank: int, address: str, spec: ModelSpec, num_owners: int, owner: int = 0) -> None:
         self.rank, self._spec, self._num_owners, self._owner = rank, spec, num_owners, owner
+        self._shards = owner_map(spec, num_owners).shards_of(owner)
         self.sent = self.received = 0  # bytes of messages
+        self.notices = 0  # messages of the owner's own
         self._channel = open_channel(address, None, grpc.aio)
         link = LinkNumber(f"rank {rank}", 0).next()
         self._metadata = (*token_metadata(TOKEN), *life_metadata(rank, 0), *link.metadata)
@@ -221,6 +223,7 @@ class FakeRank:
         with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
             async for notice in notices:
                 self.received += notice.ByteSize()
+                self.notices += 1
                 self._version.update((each.shard, each.version) for each in notice.published)
                 self._news.set()
 
@@ -232,7 +235,7 @@ class FakeRank:
         """Send the initial values of the owner's shards, as rank 0 does."""
 
         def messages() -> Iterator[bytes]:
-            for index in owner_map(self._spec, self._num_owners, None).shards_of(self._owner):
+            for index in self._shards:
                 unit = self._spec.layout.units[index]  # a shard is a whole unit here
                 header = encode_header(pb.LoadRequest.Header(unit=index, shards=[index]))
                 yield from encode_shard(index, torch.ones(unit.numel), 1 << 20, header)
@@ -240,8 +243,8 @@ class FakeRank:
         await self._calls["Load"](_counted(self, messages()), timeout=60.0, metadata=self._metadata)
 
     async def published(self, version: int) -> None:
-        """Wait until every shard has a version."""
-        while len(self._version) < len(self._spec.layout.shards) or min(self._version.values()) < version:
+        """Wait until every shard of the owner has a version."""
+        while len(self._version) < len(self._shards) or min(self._version.values()) < version:
             self._news.clear()
             await self._news.wait()
 
@@ -373,11 +376,10 @@ async def play(case: Case, address: str, lead: Connection, profile: bool) -> dic
         "attach", [_few_at_once([rank.attach(described, digest, host[0].rank) for host in hosts for rank in host])]
     )
     await ranks[0].load()
-    if pushes:
-        await phases.run("first notices", [rank.published(0) for rank in ranks])
+    await phases.run("first notices", [rank.published(0) for rank in ranks])
     if case.voices_of > 1:
         await phases.run("mute", [rank.mute() for host in hosts for rank in host[1:]])
-    joined = phases.load()
+    joined, told = phases.load(), sum(rank.notices for rank in ranks)
     for step in range(case.steps):
         if pushes:
             await phases.run("fetch", [rank.fetch(step) for rank in ranks])
@@ -396,8 +398,7 @@ async def play(case: Case, address: str, lead: Connection, profile: bool) -> dic
         await phases.run("finish of all but one", [_passed(early)])
         await phases.run("last finish to last answer", [*early, ask_together(hosts[-1], "Finish", finish)])
         await phases.run("commit to last decision", [ask_together(host, "Commit", commit) for host in hosts])
-        if pushes:
-            await phases.run("notices", [host[0].published(step + 1) for host in hosts])
+        await phases.run("notices", [host[0].published(step + 1) for host in hosts])
         await phases.run("mean", [ask_together(host, "Mean", mean) for host in hosts])
     if profile:
         _order(lead, "disable")
@@ -409,6 +410,7 @@ async def play(case: Case, address: str, lead: Connection, profile: bool) -> dic
         "phases": {name: _middle(costs) for name, costs in phases.costs.items()},
         "threads": end.threads,
         "files": end.files - empty.files,
+        "notices": (sum(rank.notices for rank in ranks) - told) / case.ranks / case.steps,
         "rss_per_rank": (joined.rss - empty.rss) // case.ranks,
         "rss": end.rss,
     }

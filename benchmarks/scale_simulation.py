@@ -1,11 +1,12 @@
 """Simulates steps from 8 to 1,000 ranks and from 8 to 256 owners on described hosts: how long they take and what binds.
 
-    python benchmarks/scale_simulation.py --here here.json [--picture docs/scale_simulation.png] [--json] [--quick]
+    python benchmarks/scale_simulation.py [--here here.json] [--picture FILE.png] [--json FILE] [--quick]
 
-``here.json`` is from ``rayzero bench simulation --save``: what RayZero's code costs for each unit, shard, message and
-byte, and the speeds of its kernels, on one core of the machine that measured them. Hosts are described by options;
-their defaults are what makers state for 8 H100 with one 400 Gb/s card, and for two-socket CPU hosts with the same card,
-one for each owner. ``--efficiency`` is the share of a GPU's peak that a model reaches; it was not measured here.
+``here.json`` is from ``rayzero bench simulation --lead ... --save``: what RayZero's code costs for each unit, shard,
+message and byte, and the speeds of its kernels, on one core of the machine that measured them. Hosts are described by
+options; their defaults are what makers state for 8 H100 with one 400 Gb/s card, and for two-socket CPU hosts with the
+same card, one for each owner. ``--efficiency`` is the share of a GPU's peak that a model reaches; it was not measured
+here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,31 +23,43 @@ from typing import Any
 
 from rayzero.bench.work import Work
 from rayzero.config import ZeroConfig
+from rayzero.config.zero import HostVoice
 from rayzero.engine.prepare import plan_units
 from rayzero.engine.units.partition import UnitPlan
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner
 from rayzero.simulation.cluster import Run, Simulated, simulate
-from rayzero.simulation.machines import Costs, Measured, Options
+from rayzero.simulation.machines import Measured, Options
 from rayzero.simulation.ranks import Compute
 
 MODELS = {"7B": (4096, 32), "66B": (8192, 80), "1T": (25600, 128)}  # width, blocks
 RANKS = {8: 8, 32: 8, 128: 32, 512: 128, 1000: 256}  # ranks -> owners
 OWNERS = (8, 32, 64, 128, 256)
-PLAIN, RELAY, BOTH = "each rank by itself", "fetched once a host", "fetched and pushed once a host"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How bytes and messages travel."""
+
+    options: Options
+    voice: HostVoice = "auto"  # zero.host_voice
+
+
+PLAIN, RELAY, BOTH = "each rank by itself", "fetched once a host", "as by default"
 LOOPS = f"{BOTH}, 16 loops an owner"
 ONCE = Options(transport="shm", fetch_once_per_host=True, push_once_per_host=True)
+MANY = replace(ONCE, loops=16)
 WAYS = {
-    PLAIN: Options(transport="shm"),
-    RELAY: Options(transport="shm", fetch_once_per_host=True),
-    BOTH: ONCE,
-    LOOPS: replace(ONCE, loops=16),
+    PLAIN: Way(options=Options(transport="shm"), voice="never"),
+    RELAY: Way(options=Options(transport="shm", fetch_once_per_host=True), voice="never"),
+    BOTH: Way(options=ONCE),
+    LOOPS: Way(options=MANY),
 }
-VOICES = {
-    f"{LOOPS}, one voice a host": replace(ONCE, loops=16, voice_per_host=True),
-    f"{LOOPS}, a tree of 16": replace(ONCE, loops=16, fan_out=16),
-    f"{LOOPS}, one voice a host, a tree of 16": replace(ONCE, loops=16, voice_per_host=True, fan_out=16),
+MESSAGES = {
+    f"{LOOPS}, each rank asks and hears": Way(options=MANY, voice="never"),
+    f"{LOOPS}, a tree of 16": Way(options=replace(MANY, fan_out=16)),
 }
+SHARDS = {f"{way}, shards of 2 MiB": WAYS[way] for way in (BOTH, LOOPS)}
 HERE = Path(__file__).with_suffix(".json")  # as measured for docs/scale_simulation.md
 _KIND = re.compile(r" of (host kind|owner group|rank group) \d+")
 RESOLUTION = 1e-4  # of a forward: works that end closer than this end together
@@ -85,10 +99,16 @@ HEAD = (
 )
 
 
-def layout_of(model: str) -> tuple[UnitPlan, ZeroConfig]:
+def layout_of(model: str, shard_bytes: str = "8MiB") -> tuple[UnitPlan, ZeroConfig]:
     """The real unit plan of a GPT of that size, in bf16."""
     width, blocks = MODELS[model]
-    zero = ZeroConfig(precision="bf16", prefetch_buffer_size=1, gpu_param_memory_budget="60GiB", max_grad_norm=1.0)
+    zero = ZeroConfig(
+        precision="bf16",
+        prefetch_buffer_size=1,
+        gpu_param_memory_budget="60GiB",
+        max_grad_norm=1.0,
+        shard_bytes=shard_bytes,
+    )
     return plan_units(Work(dim=width, layers=blocks, vocab=65536, precision="bf16").model("meta"), zero), zero
 
 
@@ -129,26 +149,22 @@ def run_of(plan: UnitPlan, zero: ZeroConfig, here: Measured, args: argparse.Name
         rank_hosts=tuple(rank // 8 for rank in range(ranks)),
         owner_hosts=tuple(hosts + owner for owner in range(owners)),
         machine=machine,
-        costs=_costs(here, args.message_ms),
-        options=WAYS[PLAIN],
+        costs=here.costs["grpc"],
+        options=WAYS[PLAIN].options,
         part_s=here.part_s,
     )
 
 
-def _costs(here: Measured, message_ms: float | None) -> Costs:
-    costs = here.costs["grpc"]
-    return costs if message_ms is None else replace(costs, message_s=message_ms / 1e3)
-
-
 def point(run: Run, plan: UnitPlan, model: str, way: str, tokens: int) -> Point:
     """Simulate one run."""
-    run = replace(run, options=(WAYS | VOICES)[way])
-    ranks, owners, once = len(run.rank_hosts), len(run.owner_hosts), run.options.push_once_per_host
-    senders = len(set(run.rank_hosts)) if once else ranks
+    chosen = (WAYS | MESSAGES | SHARDS)[way]
+    run = replace(run, options=chosen.options, zero=run.zero.replace(host_voice=chosen.voice))
+    ranks, owners = len(run.rank_hosts), len(run.owner_hosts)
+    sums = list(Counter(run.rank_hosts).values()) if run.options.push_once_per_host else []
     shards = shard_map_for(plan.layout, owners, run.zero.shard_map)
     largest = max(range(owners), key=shards.bytes_of)
     began = time.perf_counter()
-    owner = plan_owner(plan.layout, shards, largest, senders, 1)
+    owner = plan_owner(plan.layout, shards, largest, ranks, 1, sums=sums)
     found = simulate(run, steps=3, resolution=RESOLUTION * sum(run.compute.forward))
     return Point(
         model=model,
@@ -158,7 +174,7 @@ def point(run: Run, plan: UnitPlan, model: str, way: str, tokens: int) -> Point:
         way=way,
         tokens=tokens,
         found=found,
-        owner_bytes=owner.total + once * owner.gradients,  # sums are in fp32, and the plan is of bf16
+        owner_bytes=owner.total,
         took=time.perf_counter() - began,
     )
 
@@ -176,7 +192,10 @@ def points(here: Measured, args: argparse.Namespace) -> Iterator[Point]:
     plan, zero = layout_of("7B")
     for owners in OWNERS[:-1]:
         yield point(run_of(plan, zero, here, args, 1000, owners), plan, "7B", LOOPS, args.tokens)
-    for way in VOICES:
+    for way in MESSAGES:
+        yield point(run_of(plan, zero, here, args, 1000, 256), plan, "7B", way, args.tokens)
+    plan, zero = layout_of("7B", "2MiB")
+    for way in SHARDS:
         yield point(run_of(plan, zero, here, args, 1000, 256), plan, "7B", way, args.tokens)
     plan, zero = layout_of("1T")
     run = run_of(plan, zero, here, args, 1000, 256)
@@ -242,7 +261,6 @@ def parser() -> argparse.ArgumentParser:
         ("cores", 96.0, "of one host"),
     ):
         found.add_argument(f"--{name}", type=float, default=default, help=f"{text} ({default:g})")
-    found.add_argument("--message-ms", type=float, help="of the lead and of owners' notices; default: as measured")
     found.add_argument("--owner-threads", type=int, default=64, help="(64)")
     found.add_argument("--tokens", type=int, default=16384, help="of one rank's step (16384)")
     found.add_argument("--seq", type=int, default=4096, help="tokens of one sequence (4096)")

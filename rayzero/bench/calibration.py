@@ -31,20 +31,28 @@ from rayzero.config import ZeroConfig
 from rayzero.engine.context import get_context
 from rayzero.engine.prepare import plan_units, prepare
 from rayzero.errors import RunFailedError, UnsupportedError
-from rayzero.kernels import Segment
+from rayzero.kernels import Segment, choose_group_sum
 from rayzero.kernels.bandwidth import measure_bandwidth
 from rayzero.kernels.native import NativeKernel, NativeSquareSum
-from rayzero.kernels.rank_sum import GROUP, RankSum
+from rayzero.kernels.rank_sum import GROUP
 from rayzero.lead.decide import total_norm
 from rayzero.protocol.messages import NormParts
 from rayzero.simulation.cluster import Run, simulate
 from rayzero.simulation.machines import Costs, Machine, Options, Transport
 from rayzero.simulation.ranks import Compute
 
-__all__ = ["Profile", "measure_costs", "measure_machine", "measure_parts", "profile_entry", "profile_of", "run_of"]
+__all__ = [
+    "MESSAGES",
+    "Profile",
+    "measure_costs",
+    "measure_machine",
+    "measure_parts",
+    "profile_entry",
+    "profile_of",
+    "run_of",
+]
 
 _LARGE = 16 << 20  # elements: more than caches hold
-_TILE = 1 << 15  # elements that are added up at once
 _SEVERAL = 4  # ranks whose gradients are added up
 _ROUNDS = 5
 _STREAM = 64 << 20  # bytes
@@ -52,6 +60,7 @@ _PARTS = 20_000
 _TINY = Work(dim=32, layers=4, vocab=64, seq=8, batch=1)
 _DEEPER = 24  # layers
 _TINY_STEPS = 60
+MESSAGES = 2 + 4  # that a lead takes and sends in a step with one rank and one owner
 _UNITS: dict[str, Any] = {"min_unit_bytes": 1024}
 """Settings with which each block of a tiny model is a unit."""
 
@@ -78,7 +87,7 @@ def measure_machine(cores: int, owner_threads: int) -> Machine:
         several = [gradient, *(gradient.clone() for _ in range(_SEVERAL - 1))]
         of_all = [replace(segments[0], ranks=tuple(range(_SEVERAL)))]
         summing = _best(lambda: kernel.update(state, several, of_all, 1.0, quiet))
-        summing_here = _best(partial(_add_up, [gradient, *(gradient.clone() for _ in range(GROUP - 1))]))
+        summing_here = _best(partial(_add_up, [gradient, *(gradient.clone() for _ in range(GROUP - 1))], state.master))
         norm = _best(lambda: squares.parts([gradient], [0], [(0, _LARGE)]))
         copy = _best(lambda: out.copy_(gradient))
     finally:
@@ -97,11 +106,9 @@ def measure_machine(cores: int, owner_threads: int) -> Machine:
     )
 
 
-def _add_up(gradients: Sequence[Tensor]) -> None:
-    """As a rank does it for its host, a tile of the sum after another."""
-    ranks, total = range(len(gradients)), RankSum(_TILE)
-    for start in range(0, _LARGE, _TILE):
-        total.sum(gradients, ranks, start, min(start + _TILE, _LARGE))
+def _add_up(gradients: Sequence[Tensor], out: Tensor) -> None:
+    """As a rank does it for its host. ``out``: 1D, fp32, as long as each."""
+    choose_group_sum().sum_group(out, gradients)
 
 
 def measure_parts() -> float:
@@ -301,7 +308,6 @@ def measure_costs(transport: Transport, machine: Machine) -> Costs:
     unit_s = max(0.0, (deep.thread - shallow.thread) / apart)
     beside = max(0.0, (deep.aside - shallow.aside) / apart)
     shard_s = beside if alone else max(0.0, (deep.owners - shallow.owners) / apart)
-    messages = 2 + 4  # of a step with one rank and one owner
     rest = 0.0 if alone else max(0.0, shallow.owners - shallow.units * shard_s)
     costs = replace(
         _FREE,
@@ -309,7 +315,7 @@ def measure_costs(transport: Transport, machine: Machine) -> Costs:
         aside_s=0.0 if alone else beside,
         step_s=max(0.0, shallow.thread - shallow.units * unit_s),
         shard_s=shard_s,
-        message_s=rest / messages,
+        message_s=rest / MESSAGES,
         **(_streams() if transport == "grpc" else {}),
     )
     at_least = simulate(replace(shallow.run, costs=costs)).seconds

@@ -2,6 +2,10 @@
 
     rayzero bench simulation --save here.json                          # measure this machine, about two minutes
     rayzero bench simulation --load here.json --compare [--cases 4]    # real steps against simulated ones
+    rayzero bench simulation --load here.json --lead lead.json --save here.json    # what hundreds of ranks cost a lead
+
+What a message costs the lead is measured with one rank. Among hundreds it is several times less, and less still in the
+message of a host's voice: ``lead.json`` has the lines of ``benchmarks/many_ranks.py --voices-of 1 8 --json``.
 
 Each case is a model, a transport and numbers of ranks and owners, of one thread each, that share ``--cores`` cores.
 What the model computes is measured with plain PyTorch in the same rounds, by as many processes as there are ranks;
@@ -25,6 +29,7 @@ from rayzero.bench.calibration import Profile, measure_costs, measure_machine, m
 from rayzero.bench.calibration import run_of as run_of_work
 from rayzero.bench.contestants import OursOptions, Overlap, ours
 from rayzero.bench.figures import Busy, Spread, about, at_least_one, plain
+from rayzero.bench.lead_costs import LeadCosts, read_runs
 from rayzero.bench.step import MOST_DISTURBED, confined_to
 from rayzero.bench.turns import Turn, contest
 from rayzero.bench.work import Work
@@ -103,6 +108,15 @@ def measure_here(cores: int) -> Measured:
     )
 
 
+def with_lead(here: Measured, lead: Path) -> Measured:
+    """The same with what a lead of many ranks takes, in the costs of gRPC. Raises ConfigError if these were not
+    measured, or the file has something else."""
+    if "grpc" not in here.costs:
+        raise ConfigError("--lead adds to the costs of grpc, which were not measured; leave out --load, or --lead")
+    found = LeadCosts.fit(read_runs(lead))
+    return replace(here, costs={**here.costs, "grpc": found.put_into(here.costs["grpc"])})
+
+
 def compare(case: Case, here: Measured, cores: int, rounds: int, steps: int, patience: float) -> Compared:
     """Let plain PyTorch compute and RayZero train, in turn, and simulate the same. Raises RunFailedError if one of them
     cannot."""
@@ -171,6 +185,7 @@ def parser() -> argparse.ArgumentParser:
         prog="rayzero bench simulation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("--load", type=Path, help="a file of --save, instead of measuring")
+    found.add_argument("--lead", type=Path, help="lines of benchmarks/many_ranks.py --json, with and without voices")
     found.add_argument("--save", type=Path, help="write what was measured")
     found.add_argument("--compare", action="store_true", help="compare with real steps")
     found.add_argument("--cases", type=int, nargs="+", help="numbers of cases, from 0 on; default: all")
@@ -190,6 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if wrong := [number for number in chosen if number not in range(len(every))]:
         raise ConfigError(f"--cases has {wrong}, but there are only 0 to {len(every) - 1}")
     here = Measured.read(args.load) if args.load else measure_here(args.cores)
+    here = here if args.lead is None else with_lead(here, args.lead)
     if args.save:
         args.save.write_text(json.dumps(here.to_json(), indent=1) + "\n")
     if not args.json:

@@ -45,7 +45,7 @@ def plan(
     """Show a run's bytes by tier and phase, and the least time of a step, on the machines that the options describe.
 
     Options that are left out are measured on this host. The exit code is 2 if the run cannot fit."""
-    from rayzero.plan.tiers import check_budgets, check_fits
+    from rayzero.plan.tiers import check_budgets, check_fits, check_gathers
     from rayzero.recipes.planning import plan_recipe
 
     speeds = {"flops": flops, "link": link, "memory": memory, "network": network}
@@ -58,6 +58,7 @@ def plan(
     hardware = _hardware(work, hosts, gpus, speeds, large)
     planned = plan_recipe(work, hardware, figures)
     typer.echo(json.dumps(planned.to_json()) if as_json else format_plan(planned))
+    check_gathers(planned.bytes, work.recipe.zero)
     check_budgets(planned.bytes, work.recipe.zero)
     check_fits(planned.bytes, hardware)
 
@@ -153,9 +154,10 @@ def format_plan(planned: RecipePlan) -> str:
     if hosts.on_gpu and gpus > ranks:
         lines.append(f"{gpus - ranks:,} of {count(gpus, 'GPU')} idle: scaling.num_workers is {ranks}, one rank a GPU")
     traffic = planned.traffic
+    copied = f" (copies {format_bytes(traffic.copied)} of it itself)" if traffic.copied < traffic.fetch else ""
     lines += [
         "",
-        f"a step of one rank: {traffic.flops / 1e12:.4g} TFLOP, fetches {format_bytes(traffic.fetch)}, pushes "
+        f"a step of one rank: {traffic.flops / 1e12:.4g} TFLOP, fetches {format_bytes(traffic.fetch)}{copied}, pushes "
         f"{format_bytes(traffic.push)}; all owners together read and write {format_bytes(traffic.update)}",
         "seconds at least: " + ", ".join(f"{name} {value:.4g}" for name, value in bound.stages.items()),
         f"a step takes at least {bound.seconds:.4g} s (bound by {bound.binds}): at most "
@@ -170,5 +172,5 @@ def _describe(simulated: Simulated) -> str:
     waits = ", ".join(f"{cause} {seconds:.4g}" for cause, seconds in simulated.waits.items())
     return (
         f"simulated: a step takes {simulated.seconds:.4g} s, of which the slowest rank waits for {waits} s; "
-        f"the lead is busy for {simulated.lead:.1%} of it"
+        f"the lead takes and sends {count(simulated.lead_messages, 'message')}, busy for {simulated.lead:.1%} of it"
     )

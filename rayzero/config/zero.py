@@ -30,6 +30,14 @@ HostFetch = Literal["auto", "always", "never"]
 HostPush = Literal["auto", "always", "never"]
 HostVoice = Literal["auto", "always", "never"]
 
+_VOICES_ABOVE = 64  # ranks of a run; with fewer, asking oneself is as cheap for the lead, and a little sooner
+
+
+def speaks_for_host(setting: HostVoice, ranks: int, world_size: int) -> bool:
+    """Whether a host with so many of the run's ranks has a voice for a lead on another host, if its ranks share memory.
+    ``setting``: ``ZeroConfig.host_voice``."""
+    return ranks > 1 and (setting == "always" or (setting == "auto" and world_size > _VOICES_ABOVE))
+
 
 class ZeroConfig(ConfigModel):
     """Says how a model's states are split, moved and updated."""
@@ -394,6 +402,10 @@ class ZeroConfig(ConfigModel):
         if self.host_fetch == "auto" and (ranks < 2 or self.broadcast == "push" or self.shared_directory is None):
             return "never"
         return self.host_fetch
+
+    def gathers_on_host(self, ranks: int) -> bool:
+        """Whether ``host_gather`` applies to a host with that many ranks: not to a rank that is alone there."""
+        return self.host_gather and ranks > 1
 
     @property
     def host_fraction(self) -> float:

@@ -8,20 +8,22 @@ which late ones are skipped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from rayzero.config import ScalingConfig, ZeroConfig
+from rayzero.engine.units.unit_group import own_elements
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.pool import buffer_bytes
 from rayzero.plan.hardware import Hardware
 from rayzero.plan.tiers import FP32, hosts_of_owners, hosts_of_ranks, summed_groups
 from rayzero.plan.work import Work
+from rayzero.store.shm.host_sums import GradientBytes
 
-__all__ = ["StepBound", "StepTraffic", "bound_step", "step_traffic", "sums_gain_in"]
+__all__ = ["StepBound", "StepTraffic", "bound_step", "step_traffic"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +32,15 @@ class StepTraffic:
 
     flops: int  # of one rank
     fetch: int  # of one rank: parameters that must be fetched again
-    push: int  # of one rank: gradients
+    copied: int  # of these, over its own link; the rest comes from the other ranks of its host (host_gather)
+    gradients: GradientBytes
     published: int  # parameters that change, once
-    summed: int  # ranks' gradients that leave their host as one sum
     update: int  # of all owners: what the norm and the update read and write
+
+    @property
+    def push(self) -> int:
+        """Gradients of one rank."""
+        return self.gradients.pushed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,23 +83,32 @@ class StepBound:
 
 
 def step_traffic(
-    layout: ModelLayout, work: Work, zero: ZeroConfig, scaling: ScalingConfig, *, state_bytes: float
+    layout: ModelLayout,
+    work: Work,
+    zero: ZeroConfig,
+    scaling: ScalingConfig,
+    *,
+    state_bytes: float,
+    together: int = 1,
 ) -> StepTraffic:
     """Count one step's bytes and operations. Parameters beyond the budget are fetched in each forward and each
-    backward; what fits stays. state_bytes: of the optimizer's states, per element."""
+    backward; what fits stays. state_bytes: of the optimizer's states, per element. together: ranks of a host that bring
+    each unit up together; see ``ranks_together``."""
     backwards = zero.gradient_accumulation_steps
     sizes = [buffer_bytes(unit.size_bytes) for unit in layout.units]
     trained = [unit for unit in layout.units if unit.trainable]
     beyond = max(0, sum(sizes) - zero.gpu_param_memory_budget)
     elements, gradients = sum(unit.numel for unit in trained), sum(unit.size_bytes for unit in trained)
     published = sum(unit.size_bytes for unit in trained if unit.dtype is not torch.float32)
+    again = (2 * backwards - 1) * beyond
+    own = own_share(layout, together)
     states = int(elements * 2 * (FP32 + state_bytes))  # with the master, read and written
     return StepTraffic(
         flops=(work.forward_flops + work.backward_flops) * backwards,
-        fetch=gradients + (2 * backwards - 1) * beyond,
-        push=gradients * (backwards if zero.offload_grads else 1),
+        fetch=gradients + again,
+        copied=sum(own_elements(unit.numel, together) * unit.dtype.itemsize for unit in trained) + int(again * own),
+        gradients=GradientBytes.of(layout.units, backwards if zero.offload_grads else 1),
         published=gradients,
-        summed=FP32 * elements,
         update=2 * scaling.num_workers * gradients + states + published,
     )
 
@@ -105,7 +121,7 @@ def bound_step(traffic: StepTraffic, zero: ZeroConfig, scaling: ScalingConfig, h
     update = traffic.update * max(owners.values()) / scaling.num_optimizers / hardware.memory
     return StepBound(
         compute=traffic.flops / hardware.flops * (1 if hosts.on_gpu else crowded),
-        fetch=traffic.fetch / hardware.link,
+        fetch=traffic.copied / hardware.link,
         push=traffic.push / hardware.link,
         network=_between_hosts(traffic, ranks, owners, zero) / hardware.network,
         update=update,
@@ -113,21 +129,23 @@ def bound_step(traffic: StepTraffic, zero: ZeroConfig, scaling: ScalingConfig, h
     )
 
 
-def sums_gain_in(traffic: StepTraffic) -> Callable[[int], bool]:
-    """Whether the sum of so many ranks takes fewer bytes than their pushes."""
-    return lambda ranks: ranks * traffic.push > traffic.summed
+def own_share(layout: ModelLayout, together: int) -> float:
+    """The part of a unit's bytes that each of so many ranks copies itself, on average over all units."""
+    whole = sum(unit.size_bytes for unit in layout.units)
+    own = sum(own_elements(unit.numel, together) * unit.dtype.itemsize for unit in layout.units)
+    return own / whole if whole else 1.0
 
 
 def _between_hosts(traffic: StepTraffic, ranks: Sequence[int], owners: Counter[int], zero: ZeroConfig) -> float:
     """The most bytes that one host receives or sends in one direction. ``ranks``: their hosts. ``owners``: how many
     each host has."""
-    here, groups = Counter(ranks), summed_groups(ranks, zero, sums_gain_in(traffic))
+    here, groups = Counter(ranks), summed_groups(ranks, zero, traffic.gradients)
     fetched = {
         host: count * traffic.fetch if zero.fetches_for_host(count) == "never" else traffic.published
         for host, count in here.items()
     }
     pushed = {
-        host: (count - sum(map(len, groups[host]))) * traffic.push + len(groups[host]) * traffic.summed
+        host: (count - sum(map(len, groups[host]))) * traffic.push + len(groups[host]) * traffic.gradients.summed
         for host, count in here.items()
     }
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.errors import ConfigError
 from rayzero.layout.model_layout import ModelLayout
-from rayzero.plan.bound import StepTraffic, step_traffic, sums_gain_in
+from rayzero.plan.bound import StepTraffic, step_traffic
 from rayzero.plan.hardware import Hardware
 from rayzero.plan.tiers import hosts_of_owners, hosts_of_ranks, shares_memory, summed_groups
 from rayzero.plan.work import Work
@@ -71,7 +71,7 @@ def simulate_step(
 def _all_add_up(ranks: Sequence[int], zero: ZeroConfig, traffic: StepTraffic) -> bool:
     """Whether all ranks of hosts that have several add up their gradients before these travel. ``ranks``:
     their hosts."""
-    groups, here = summed_groups(ranks, zero, sums_gain_in(traffic)), Counter(ranks)
+    groups, here = summed_groups(ranks, zero, traffic.gradients), Counter(ranks)
     return all(sum(map(len, groups[host])) == count for host, count in here.items() if count > 1)
 
 

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,9 +29,19 @@ from rayzero.plan.work import Work
 from rayzero.protocol.gradient_sum import gradient_dtype
 from rayzero.protocol.ownership import device_owners
 from rayzero.quantities import count, format_bytes
-from rayzero.store.shm.host_sums import sums_gain
+from rayzero.store.rank.gathers.gather_words import check_gathering
+from rayzero.store.shm.host_sums import GradientBytes
 
-__all__ = ["DeviceBytes", "HostBytes", "RunBytes", "check_budgets", "check_fits", "plan_bytes"]
+__all__ = [
+    "DeviceBytes",
+    "HostBytes",
+    "RunBytes",
+    "check_budgets",
+    "check_fits",
+    "check_gathers",
+    "plan_bytes",
+    "ranks_together",
+]
 
 FP32 = 4  # bytes
 
@@ -42,7 +52,7 @@ class DeviceBytes:
 
     parameters: int  # the most that is gathered at any time
     buffers: int
-    leaving: int  # on a GPU: gradients gathered for their copies to host memory
+    leaving: int  # on a GPU, or with host_gather: gradients gathered for their copies to host memory
     sums: int  # offload_grads=False: gradients summed in fp32
     states: int  # offload_fraction < 1: its part of masters and optimizer states
     forward: int  # more than those, at the forward's peak
@@ -173,7 +183,7 @@ def plan_bytes(
     )
     accumulation = zero.gradient_accumulation_steps if zero.offload_grads else 1
     with_ranks = set(ranks)
-    summed = summed_groups(ranks, zero, lambda count: sums_gain(layout.units, accumulation, count))
+    summed = summed_groups(ranks, zero, GradientBytes.of(layout.units, accumulation))
     plans = tuple(
         plan_owner(
             layout,
@@ -189,8 +199,9 @@ def plan_bytes(
         )
         for owner in range(len(owners))
     )
-    device = _device_bytes(layout, work, zero, hosts, max(plan.on_device for plan in plans))
     ranks_of, plans_of = Counter(ranks), defaultdict[int, list[OwnerPlan]](list)
+    gathers = any(zero.gathers_on_host(number) for number in ranks_of.values())
+    device = _device_bytes(layout, work, zero, hosts, max(plan.on_device for plan in plans), gathers)
     for plan, host in zip(plans, owners, strict=True):
         plans_of[host].append(plan)
     each = tuple(
@@ -249,16 +260,15 @@ def _kept(
 
 
 def summed_groups(
-    hosts_of: Sequence[int], zero: ZeroConfig, gains: Callable[[int], bool]
+    hosts_of: Sequence[int], zero: ZeroConfig, gradients: GradientBytes
 ) -> defaultdict[int, set[tuple[int, ...]]]:
-    """By host, the groups of ranks whose gradients leave it as one sum. ``hosts_of``: of the ranks. ``gains``: whether
-    the sum of so many ranks takes fewer bytes than their pushes."""
+    """By host, the groups of ranks whose gradients leave it as one sum. ``hosts_of``: of the ranks."""
     here, found = defaultdict[int, set[int]](set), defaultdict[int, set[tuple[int, ...]]](set)
     for rank, host in enumerate(hosts_of):
         here[host].add(rank)
     for rank, host in enumerate(hosts_of if zero.pushes_for_host != "never" else ()):
         ranks = summed_with(rank, here[host])
-        if ranks and (zero.host_push == "always" or gains(len(ranks))):
+        if ranks and (zero.host_push == "always" or gradients.sums_gain(len(ranks))):
             found[host].add(ranks)
     return found
 
@@ -266,6 +276,13 @@ def summed_groups(
 def shares_memory(zero: ZeroConfig) -> bool:
     """Whether processes of one host share memory."""
     return zero.transport in ("auto", "shm")
+
+
+def ranks_together(zero: ZeroConfig, scaling: ScalingConfig, hosts: Hosts) -> int:
+    """How many ranks of a host bring units up together (host_gather), where they are fewest; 1: each copies whole
+    units."""
+    fewest = min(Counter(hosts_of_ranks(scaling, hosts)).values())
+    return fewest if zero.gathers_on_host(fewest) else 1
 
 
 def hosts_of_ranks(scaling: ScalingConfig, hosts: Hosts) -> list[int]:
@@ -284,13 +301,15 @@ def hosts_of_owners(zero: ZeroConfig, scaling: ScalingConfig, hosts: Hosts) -> l
     return [hosts.count - 1 - owner % spread for owner in range(scaling.num_optimizers)]
 
 
-def _device_bytes(layout: ModelLayout, work: Work, zero: ZeroConfig, hosts: Hosts, states: int) -> DeviceBytes:
+def _device_bytes(
+    layout: ModelLayout, work: Work, zero: ZeroConfig, hosts: Hosts, states: int, gathers: bool
+) -> DeviceBytes:
     sizes = [buffer_bytes(unit.size_bytes) for unit in layout.units]
     trained = sum(unit.numel for unit in layout.units if unit.trainable)
     return DeviceBytes(
         parameters=_gathered(sizes, zero.gpu_param_memory_budget),
         buffers=work.buffer_bytes,
-        leaving=_leaving(layout) if hosts.on_gpu else 0,
+        leaving=_leaving(layout) if hosts.on_gpu or gathers else 0,
         sums=0 if zero.offload_grads else trained * FP32,
         states=states,
         forward=work.forward_peak_bytes,
@@ -345,16 +364,18 @@ def _host_bytes(
     shared = shares_memory(zero) and bool(own)
     apart = not shares_memory(zero) or len(own) < len(owners)  # some bytes come through this process
     decoded = sum(buffer_bytes(unit.size_bytes) for unit in layout.units if unit.is_coded)  # into memory of the rank
+    gathers = zero.gathers_on_host(num_ranks)  # into buffers of its own, as to a device
     copies = apart and not relayed  # of all that a rank on a CPU computes with
-    parameters = 0 if hosts.on_gpu else device.parameters if copies else min(device.parameters, decoded)
+    parameters = 0 if hosts.on_gpu else device.parameters if copies or gathers else min(device.parameters, decoded)
     compute = 0 if hosts.on_gpu else parameters + device.peak - device.parameters
+    arriving = device.parameters if hosts.on_gpu or (gathers and copies) else 0
     return HostBytes(
         host=host,
         ranks=num_ranks,
         owners=actors,
         shared=(sum(plan.total - plan.staging - plan.private for plan in own) if shared else 0) + relayed,
         owner_bytes=sum(plan.total for plan in own),
-        staging=num_ranks * _staging(layout, device, hosts) if apart else 0,
+        staging=num_ranks * (_leaving(layout) + arriving) if apart else 0,  # pushes in flight, fetches for a device
         activations=num_ranks * work.offloaded_host_bytes,
         compute=num_ranks * compute,
         beside=len(own) - actors,
@@ -364,11 +385,6 @@ def _host_bytes(
         programs=programs.of_host(num_ranks, actors, coordinators=host == 0),
         coordinator=host == 0,
     )
-
-
-def _staging(layout: ModelLayout, device: DeviceBytes, hosts: Hosts) -> int:
-    """Staging of one rank: pushes in flight, and on a GPU the fetches that arrive for it."""
-    return _leaving(layout) + (device.parameters if hosts.on_gpu else 0)
 
 
 def _most_elements(layout: ModelLayout) -> int:
@@ -386,6 +402,13 @@ def check_budgets(run: RunBytes, zero: ZeroConfig) -> None:
     if (budget := zero.cpu_memory_budget) is not None:
         for owner in run.owners:
             check_budget(owner, budget)
+
+
+def check_gathers(run: RunBytes, zero: ZeroConfig) -> None:
+    """Raise UnsupportedError if a host has more ranks than can bring units up together, where they are to."""
+    for host in run.hosts:
+        if zero.gathers_on_host(host.ranks):
+            check_gathering(host.ranks)
 
 
 def check_fits(run: RunBytes, hardware: Hardware) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from rayzero.config import ZeroConfig
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.layout.model_layout import ModelLayout
-from rayzero.layout.shard_map import shard_map_for
+from rayzero.layout.shard_map import ShardMap, shard_map_for
 from rayzero.protocol.messages import ModelSpec
 from rayzero.quantities import count
 from rayzero.simulation.fluid import Fluid
@@ -78,13 +78,10 @@ def simulate(run: Run, *, steps: int = 3, full: bool = False, resolution: float 
     full: every rank, owner and host by itself, instead of one of each kind. resolution: see ``Fluid``. Raises
     ConfigError or UnsupportedError, with the setting, for what cannot be simulated."""
     _check(run, steps)
-    once = run.options.fetch_once_per_host or run.options.push_once_per_host or run.options.voice_per_host
-    if full and once:
-        raise UnsupportedError("what a host does once is simulated with one rank of each kind alone; leave full out")
     program = record_steps(run.layout, run.root, run.zero, unread=run.unread)
     shards = shard_map_for(run.layout, len(run.owner_hosts), run.zero.shard_map)
-    groups = group(parts_of(run.layout, shards), run.rank_hosts, run.owner_hosts, full=full)
-    resources = Resources(groups, run.machine, run.costs, run.options)
+    resources = _resources(run, shards, full=full)
+    groups = resources.groups
     fluid = Fluid(resources.capacities, resolution=resolution)
     pushes = run.zero.gradient_accumulation_steps if run.zero.offload_grads else 1
     owners = _owners(run, fluid, resources, pushes)
@@ -138,6 +135,10 @@ def _check(run: Run, steps: int) -> None:
             f"zero.offload_fraction is {run.zero.host_fraction:g}, but only 1 can be simulated: owners beside ranks "
             "use the ranks' devices"
         )
+    if run.zero.host_gather and not run.machine.gpus:
+        raise UnsupportedError(
+            "zero.host_gather is True, which can only be simulated where ranks compute on GPUs; use host_gather=False"
+        )
     if run.options.transport == "inproc" and len({*run.rank_hosts, *run.owner_hosts}) > 1:
         raise ConfigError('transport is "inproc", so ranks and owners must be on one host; use "shm" or "grpc"')
     if run.zero.wire_compression != "none" or run.zero.cpu_compression.value != "none":
@@ -147,6 +148,17 @@ def _check(run: Run, steps: int) -> None:
         raise ConfigError(
             f"compute has seconds for {sorted(lengths)} of the layout's units, but must have as many as the layout"
         )
+
+
+def _resources(run: Run, shards: ShardMap, *, full: bool) -> Resources:
+    def of(full: bool) -> Resources:
+        groups = group(parts_of(run.layout, shards), run.rank_hosts, run.owner_hosts, full=full)
+        return Resources(groups, run.machine, run.costs, run.options, run.zero)
+
+    alike = of(False)
+    if full and alike.does_once():
+        raise UnsupportedError("what a host does once is simulated with one rank of each kind alone; leave full out")
+    return of(True) if full else alike
 
 
 def _overlaps(run: Run) -> bool:

@@ -20,6 +20,7 @@ __all__ = ["Demand", "Fluid", "Line"]
 
 Act = Callable[[], object]
 Demand = tuple[int, float]  # (resource, how much of it per second at full speed)
+Begin = Callable[[], tuple[float, Sequence[Demand]]]  # what a work takes: seconds alone, and of resources
 
 _WIDEST = 8  # demands of one work; a row of the table
 _ROWS = 64  # at first
@@ -174,19 +175,24 @@ class Line:
 
     def __init__(self, fluid: Fluid) -> None:
         self._fluid = fluid
-        self._waiting: deque[tuple[float, Sequence[Demand], Act]] = deque()
+        self._waiting: deque[tuple[Begin, Act]] = deque()
         self._busy = False
         self.seconds = 0.0  # in which something ran, so far
         self._began = 0.0
 
     def add(self, seconds: float, demands: Sequence[Demand], act: Act) -> None:
         """Do this work behind those that were added before; call ``act`` at its end."""
-        self._waiting.append((seconds, demands, act))
+        self.add_later(lambda: (seconds, demands), act)
+
+    def add_later(self, begin: Begin, act: Act) -> None:
+        """The same for work of which it is said when it begins what it takes."""
+        self._waiting.append((begin, act))
         if not self._busy:
             self._begin()
 
     def _begin(self) -> None:
-        seconds, demands, act = self._waiting.popleft()
+        begin, act = self._waiting.popleft()
+        seconds, demands = begin()
         self._busy, self._began = True, self._fluid.now
 
         def over() -> None:

@@ -57,6 +57,16 @@ class Groups:
     ranks: tuple[RankGroup, ...]
     owners: tuple[OwnerGroup, ...]
 
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return sum(len(each.ranks) for each in self.ranks)
+
+    @property
+    def lead(self) -> int:
+        """The kind of the lead's host, of which there is one."""
+        return next(each.host for each in self.owners if 0 in each.owners)
+
     def remote(self, ranks: RankGroup, owners: OwnerGroup) -> tuple[int, int]:
         """(owners of the group on other hosts than one of the ranks, ranks on other hosts than one of the owners)."""
         together = ranks.host == owners.host

@@ -12,7 +12,7 @@ from rayzero.layout.shard_map import ShardMap
 from rayzero.lead.lead import StepLead
 from rayzero.protocol.messages import Edit, EditKind, FinishReport, ModelSpec, NormParts, StepInputs
 from rayzero.simulation.fluid import Fluid, Line
-from rayzero.simulation.groups import Groups
+from rayzero.simulation.groups import Groups, RankGroup
 from rayzero.simulation.owners import Owners, Peer, answer_all
 from rayzero.simulation.resources import Resources
 
@@ -63,7 +63,6 @@ class Lead:
         self._fluid, self._resources, self._spec, self._owners = fluid, resources, spec, owners
         self._pushes, self._part_s = pushes, part_s
         self._groups: Groups = resources.groups
-        self._kind = next(each.group.host for each in owners if 0 in each.group.owners)
         self.line = Line(fluid)
         self._asked: dict[tuple[int, str], list[tuple[Peer, Future[Any]]]] = {}
         peers: dict[int, Peer] = {}
@@ -80,29 +79,29 @@ class Lead:
         self._away_s = costs.latency_s + self._tree.between * (self._tree.fan_out * costs.message_s + costs.latency_s)
 
     def finish(self, which: int) -> None:
-        """The finishes of a group of ranks have come, one message each, or one a host."""
+        """The finishes of a group of ranks have come, one message each, or one of each host's voice."""
         group, step = self._groups.ranks[which], self._step[which]
         self._step[which] += 1
-        voices = self._resources.voices(group, len(group.ranks))
-        self._handle(voices, 0.0, lambda: self._take(group.ranks, voices, step))
+        self._handle(*self._resources.questions(group), lambda: self._take(group, step))
 
-    def _take(self, ranks: Sequence[int], voices: int, step: int) -> None:
+    def _take(self, group: RankGroup, step: int) -> None:
         counts = tuple(self._pushes if unit.trainable else 0 for unit in self._spec.layout.units)
         inputs = StepInputs(edits=(_CLIP,), hyper=self._spec.hyper)
-        for rank in ranks:
+        for rank in group.ranks:
             report = FinishReport(step=step, attempt=0, rank=rank, counts=counts)
             norm = self._lead.finish(report, inputs)
-            if rank == ranks[-1]:
-                norm.add_done_callback(lambda done: self._answer(voices, done))
+            if rank == group.ranks[-1]:
+                norm.add_done_callback(lambda done: self._answer(group, done))
 
-    def _answer(self, voices: int, norm: Future[Any]) -> None:
+    def _answer(self, group: RankGroup, norm: Future[Any]) -> None:
         norm.result()  # raises what the real lead found wrong
-        self._handle(voices, 0.0, lambda: None)
+        self._handle(*self._resources.questions(group), lambda: None)
 
-    def _handle(self, messages: float, more: float, then: Callable[[], object]) -> None:
-        """Take or send so many messages, and compute ``more`` seconds, behind what the lead does already."""
+    def _handle(self, messages: float, said: int, then: Callable[[], object], *, more: float = 0.0) -> None:
+        """Take or send so many messages, in which voices speak of ``said`` ranks, and compute ``more`` seconds, behind
+        what the lead does already."""
         self.messages += messages
-        load = self._resources.messages(self._kind, messages)
+        load = self._resources.messages(messages, said)
         self.line.add(load.seconds + more, load.demands, then)
 
     # ---- what the real lead asks
@@ -115,10 +114,12 @@ class Lead:
         if len(asked) < len(owners.group.owners):
             return
         del self._asked[which, what]
+        more = 0.0
         if what == "apply" and which == 0:
             self.decided += 1
+            more = self._resources.costs.round_s
         then = self._begin(owners, what, asked)
-        self._handle(len(asked) * self._tree.share, 0.0, lambda: self._fluid.after(self._away_s, then))
+        self._handle(len(asked) * self._tree.share, 0, lambda: self._fluid.after(self._away_s, then), more=more)
 
     def _begin(self, owners: Owners, what: str, asked: list[tuple[Peer, Future[Any]]]) -> Callable[[], object]:
         """What a group does with a question, up to its answer at the lead."""
@@ -126,7 +127,8 @@ class Lead:
         parts = sum(len(peer.parts.parts) for peer, _ in asked) if what == "collect" else 0
 
         def answered() -> None:
-            self._handle(len(asked) * self._tree.share, parts * self._part_s, lambda: answer_all(asked, step, what))
+            more = parts * self._part_s
+            self._handle(len(asked) * self._tree.share, 0, lambda: answer_all(asked, step, what), more=more)
 
         def answer() -> None:
             self._fluid.after(self._away_s, answered)

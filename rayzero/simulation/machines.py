@@ -43,7 +43,7 @@ class Costs:
     aside_s: float  # its other threads, for the same: requests, notices, answers
     step_s: float  # a rank, for each step
     shard_s: float  # an owner, for each shard of a step
-    message_s: float  # the lead, for each message that it takes or sends; an owner, for each notice to a remote rank
+    message_s: float  # the lead, for each message that it takes or sends
     latency_s: float  # of a message; nobody computes
     fetch_stream: float  # bytes per second of one stream, alone
     push_stream: float
@@ -54,6 +54,21 @@ class Costs:
     loop_fetch_byte_s: float  # of these, in the one thread of its event loop
     loop_push_byte_s: float
     touches: float = 3.0  # bytes of host memory for each byte sent or received: a copy in the kernel, and the card's
+    round_s: float = 0.0  # the lead, for each step beside its messages
+    spoken_s: float | None = (
+        None  # the lead, for each rank in a message of a host's voice; None: as for its own message
+    )
+    notice_s: float | None = None  # an owner, for each notice to a remote rank or a voice; None: as for another message
+
+    @property
+    def said_s(self) -> float:
+        """Seconds of the lead for each rank in a message of a host's voice."""
+        return self.message_s if self.spoken_s is None else self.spoken_s
+
+    @property
+    def told_s(self) -> float:
+        """Seconds of an owner for each notice to a remote rank or a voice."""
+        return self.message_s if self.notice_s is None else self.notice_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +78,6 @@ class Options:
     transport: Transport
     fetch_once_per_host: bool = False  # whoever needs a part first fetches it for all ranks of the host
     push_once_per_host: bool = False  # ranks of a host add up their gradients, in fp32, before they send them
-    voice_per_host: bool = False  # of finishes, answers and notices: one message for all ranks of a host
     fan_out: int = 0  # of a tree of owners through which the lead asks them; 0: it asks each of them itself
     owners_together: bool = False  # those of a host are in one process, and share its event loop
     loops: int = 1  # event loops of an owner's process, each with a thread; today's have one

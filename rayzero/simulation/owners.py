@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,7 @@ from rayzero.errors import StoreError, UnsupportedError
 from rayzero.layout.model_layout import ModelLayout, UnitLayout
 from rayzero.owner.gradients.contributions import EARLY
 from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Record, Write
-from rayzero.simulation.fluid import Fluid, Line
+from rayzero.simulation.fluid import Demand, Fluid, Line
 from rayzero.simulation.groups import OwnerGroup, Part
 from rayzero.simulation.resources import Resources
 
@@ -81,6 +81,7 @@ class Owners:
         self._came: Counter[int] = Counter()
         self._ripe: list[int] = []
         self._summed: set[int] = set()
+        self._collecting = False
         self._version = 0
 
     def listen(self, told: Told, remote: int) -> None:
@@ -95,16 +96,22 @@ class Owners:
         if self._came[unit] == self._expected and self._early:
             self._ripe.append(unit)
             if sum(self.parts[each].elements for each in self._ripe) >= EARLY:
-                self._sum(self._ripe, threads=1)  # nobody waits for it
+                self._sum(self._ripe)
                 self._ripe = []
 
-    def _sum(self, units: list[int], threads: int | None = None) -> None:
+    def _sum(self, units: list[int]) -> None:
         for unit in units:
             self._summed.add(unit)
-            part = self.parts[unit]
-            size = self._update.gradients(self._layout.units[unit], part)
-            load = self._resources.passes(self.group, [(size, self._reads(self._machine.norm_core))], 0, threads)
-            self.updater.add(load.seconds, load.demands, lambda: None)
+            for _ in range(self.parts[unit].shards):
+                self.updater.add_later(partial(self._begin_sum, unit), lambda: None)
+
+    def _begin_sum(self, unit: int) -> tuple[float, Sequence[Demand]]:
+        """Sum a shard of a unit: by one thread while nobody waits for it."""
+        part = self.parts[unit]
+        size = self._update.gradients(self._layout.units[unit], part) / part.shards
+        threads = None if self._collecting else 1
+        load = self._resources.passes(self.group, [(size, self._reads(self._machine.norm_core))], 0, threads)
+        return load.seconds, load.demands
 
     def _reads(self, alone: float) -> float:
         """Bytes of gradients that a thread reads per second; ``alone``: if there is nothing to add up."""
@@ -117,13 +124,14 @@ class Owners:
         trained = [unit for unit in self.parts if self._layout.units[unit].trainable]
         if missing := [unit for unit in trained if self._came[unit] != self._expected]:
             raise StoreError(f"units {missing} were collected before all their pushes had landed")
-        self._ripe = []
+        self._ripe, self._collecting = [], True
         self._sum([unit for unit in trained if unit not in self._summed])
         self.updater.add(0.0, (), then)
 
     def apply(self) -> None:
         """Update and publish every part, in forward order."""
         self._version += 1
+        self._collecting = False
         self._came.clear()
         self._summed.clear()
         for unit, part in self.parts.items():
@@ -157,7 +165,7 @@ class Owners:
         if not each.remote:
             sent()
             return
-        load = self._resources.messages(self.group.host, each.remote, self.group.each)
+        load = self._resources.notices(self.group, each.remote)
         self._notices.add(load.seconds, load.demands, sent)
 
 

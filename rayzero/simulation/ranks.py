@@ -132,7 +132,7 @@ class Ranks:
         self._version = 0
         for each in owners:
             remote = len(self.group.ranks) if self._is_wire else resources.groups.remote(self.group, each.group)[1]
-            each.listen(partial(self._told, each), resources.voices(self.group, remote))
+            each.listen(partial(self._told, each), resources.listeners(self.group, remote))
 
     @property
     def _is_wire(self) -> bool:
@@ -237,7 +237,7 @@ class Ranks:
         if not self._resources.machine.gpus:
             self._arrived(arrival)
             return
-        load = self._resources.to_device(self.group, self._layout.units[unit].size_bytes)
+        load = self._resources.to_device(self.group, self._layout.units[unit])
         self._into.add(load.seconds, load.demands, lambda: self._arrived(arrival))
 
     def _arrived(self, arrival: _Arrival) -> None:

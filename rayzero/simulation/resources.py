@@ -6,7 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rayzero.config import ZeroConfig
+from rayzero.config.zero import speaks_for_host
+from rayzero.engine.units.unit_group import own_elements
 from rayzero.kernels.rank_sum import GROUP
+from rayzero.layout.model_layout import UnitLayout
 from rayzero.simulation.fluid import Demand
 from rayzero.simulation.groups import Groups, OwnerGroup, RankGroup
 from rayzero.simulation.machines import Costs, Machine, Options
@@ -30,8 +34,10 @@ class Resources:
 
     Knows who shares what; not when."""
 
-    def __init__(self, groups: Groups, machine: Machine, costs: Costs, options: Options) -> None:
+    def __init__(self, groups: Groups, machine: Machine, costs: Costs, options: Options, zero: ZeroConfig) -> None:
         self.groups, self.machine, self.costs, self.options = groups, machine, costs, options
+        self._zero = zero
+        self._flows: dict[tuple[int, int, str], tuple[float, tuple[Demand, ...]]] = {}  # of each pair, each way
         self.names = [f"{what} of host kind {kind}" for kind in range(len(groups.hosts)) for what in _OF_HOST]
         capacities = [machine.cores, machine.memory, machine.network, machine.network] * len(groups.hosts)
         streams = [f"{way} streams of rank group {i}" for i in range(len(groups.ranks)) for way in ("fetch", "push")]
@@ -83,6 +89,20 @@ class Resources:
         """Whether ranks of a host push a sum."""
         return self.options.push_once_per_host and ranks.each > 1
 
+    def has_voice(self, ranks: RankGroup) -> bool:
+        """Whether a host has a voice; see ``ZeroConfig.host_voice``."""
+        shares = self.options.transport == "shm"
+        return shares and speaks_for_host(self._zero.host_voice, ranks.each, self.groups.world_size)
+
+    def asks_once(self, ranks: RankGroup) -> bool:
+        """Whether the voice of a host asks the lead for its ranks."""
+        return ranks.host != self.groups.lead and self.has_voice(ranks)
+
+    def does_once(self) -> bool:
+        """Whether anything is done once for the ranks of a host."""
+        options, voices = self.options, any(self.has_voice(each) for each in self.groups.ranks)
+        return options.fetch_once_per_host or options.push_once_per_host or voices
+
     def add_up(self, ranks: RankGroup, elements: int, itemsize: int) -> Load:
         """One thread for each sum of a host adds up its ranks' gradients and writes an fp32 one."""
         read, written = ranks.each * elements * itemsize, self.sums(ranks) * elements * _FP32
@@ -128,9 +148,11 @@ class Resources:
             size / speed, ((self.of_host("cores", ranks.host), float(ranks.each)), (memory, 2 * ranks.each * speed))
         )
 
-    def to_device(self, ranks: RankGroup, size: int) -> Load:
-        """A unit goes from host memory to a GPU."""
-        speed = self.machine.link
+    def to_device(self, ranks: RankGroup, unit: UnitLayout) -> Load:
+        """A unit goes from host memory to a GPU: all of it, or the part that this rank gives to the others of its host,
+        whose exchange takes no time."""
+        together = ranks.each if self._zero.gathers_on_host(ranks.each) else 1
+        size, speed = own_elements(unit.numel, together) * unit.dtype.itemsize, self.machine.link
         return Load(size / speed, ((self.of_host("memory", ranks.host), ranks.each * speed),))
 
     def passes(
@@ -153,33 +175,49 @@ class Resources:
             ),
         )
 
-    def voices(self, ranks: RankGroup, number: int) -> int:
-        """Messages between an owner and ``number`` of these ranks."""
-        return number // ranks.each if self.options.voice_per_host else number
+    def questions(self, ranks: RankGroup) -> tuple[int, int]:
+        """What a group asks the lead in one round, or is answered: (messages, ranks of which voices speak in them)."""
+        number = len(ranks.ranks)
+        return (number // ranks.each, number) if self.asks_once(ranks) else (number, 0)
 
-    def messages(self, kind: int, number: float, processes: int = 1) -> Load:
-        """So many messages are taken or sent by each of ``processes`` of a host."""
-        return Load(number * self.costs.message_s, ((self.of_host("cores", kind), float(processes)),))
+    def messages(self, number: float, said: int = 0) -> Load:
+        """The lead takes or sends so many messages. ``said``: ranks of which voices speak in them."""
+        seconds = number * self.costs.message_s + said * self.costs.said_s
+        return Load(seconds, ((self.of_host("cores", self.groups.lead), 1.0),))
+
+    def listeners(self, ranks: RankGroup, number: int) -> int:
+        """Notices with which an owner tells ``number`` of these ranks, which are on other hosts: one to each voice."""
+        return number // ranks.each if self.has_voice(ranks) else number
+
+    def notices(self, owners: OwnerGroup, number: int) -> Load:
+        """Each owner of a group sends so many notices."""
+        return Load(number * self.costs.told_s, ((self.of_host("cores", owners.host), float(owners.each)),))
 
     # ---- between two processes
 
     def stream(self, which: int, owners: OwnerGroup, size: int, way: str) -> Load:
         """Between a rank of group ``which`` and each owner of a group on another host, ``size`` bytes, one stream for
         each."""
+        speed, demands = self._flow(which, owners, way)
+        return Load(size / speed, demands)
+
+    def _flow(self, which: int, owners: OwnerGroup, way: str) -> tuple[float, tuple[Demand, ...]]:
+        """Bytes per second of such a stream alone, and what it takes meanwhile."""
+        known = self._flows.get((which, id(owners), way))
+        if known is not None:
+            return known
         ranks = self.groups.ranks[which]
         others, callers = self.groups.remote(ranks, owners)
         share, outward, speed = self.share(ranks, way), way == "push", min(self._stream(way), self.machine.network)
         at_rank = share * ranks.each * others * speed
         at_owner = share * owners.each * callers * speed
         rank_s, owner_s, _ = self._byte_s(way)
-        return Load(
-            size / speed,
-            (
-                *self._end(ranks.host, at_rank, rank_s, "network out" if outward else "network in"),
-                *self._end(owners.host, at_owner, owner_s, "network in" if outward else "network out"),
-                *self._turns(which, owners, share * callers * speed, share * others, way),
-            ),
+        demands = (
+            *self._end(ranks.host, at_rank, rank_s, "network out" if outward else "network in"),
+            *self._end(owners.host, at_owner, owner_s, "network in" if outward else "network out"),
+            *self._turns(which, owners, share * callers * speed, share * others, way),
         )
+        return self._flows.setdefault((which, id(owners), way), (speed, demands))
 
     def loopback(self, which: int, owners: OwnerGroup, size: int, way: str) -> Load:
         """The same to each owner of the rank's own host, over gRPC."""

@@ -18,6 +18,7 @@ from rayzero.simulation.cluster import Run, simulate
 from rayzero.simulation.lead import Tree
 from rayzero.simulation.machines import Options, costs_from, machine_from
 from rayzero.simulation.ranks import Compute
+from rayzero.store.shm.host_sums import GradientBytes
 from tests.plan.machines import GPU_HOSTS
 
 from .runs import BYTE, FREE, GRPC, HOST, NUMEL, SHM, layout_of, run_of
@@ -67,6 +68,19 @@ def test_norms_of_large_parts_are_summed_while_backward_goes_on() -> None:
     assert found.seconds == pytest.approx(6 + moved + moved + updated)
 
 
+def test_all_threads_sum_what_is_waited_for() -> None:
+    """The second unit to be pushed waits for the norm of the first, for which one thread takes twice as long as a push.
+    When its turn comes, the lead has asked."""
+    machine = replace(HOST, owner_threads=4, norm_core=0.5e9)
+    found = simulate(run_of(layout=layout_of([EARLY, EARLY], shard=EARLY), machine=machine), steps=4)
+    moved, updated = 4 * EARLY / 1e9, 28 * EARLY / 1e9
+    assert found.seconds == pytest.approx(3 * moved + 2 * moved / 4 + 2 * updated / 4)
+    four = simulate(
+        run_of(layout=layout_of([EARLY], shard=EARLY // 4), machine=replace(machine, norm_core=1e9)), steps=4
+    )
+    assert four.seconds == pytest.approx(moved + moved / 4 + 3 / 4 * moved / 4 + updated / 4), "one shard alone"
+
+
 def test_owners_in_this_process_copy_nothing_and_overlap_nothing() -> None:
     compute = Compute(forward=(1.0, 1.0), backward=(2.0, 2.0))
     found = simulate(run_of(2, compute=compute, options=Options(transport="inproc")), steps=4)
@@ -96,14 +110,63 @@ def test_the_lead_handles_its_messages_one_after_another() -> None:
     assert found.lead == pytest.approx(14 * 0.125 / found.seconds)
 
 
-def test_one_voice_a_host_and_a_tree_take_messages_off_the_lead() -> None:
-    """Of 4 ranks on 2 hosts 2 finish and are answered; of 4 owners the lead asks 2, twice, and 2 answer. The farthest
-    one is behind one more, which sends 2 messages, and hears from it by 2."""
+SPEAKING = ZeroConfig(prefetch_buffer_size=1, host_voice="always")
+
+
+def on_three_hosts(**changes) -> Run:
+    """4 owners beside 2 ranks on the lead's host, and 2 ranks on each of two others. Norms take no time: else they hide
+    behind the messages to other owners."""
     compute, machine = Compute(forward=(1.0,), backward=(0.0,)), replace(HOST, norm_core=1e18, sum_core=1e18)
-    run = run_of(1, rank_hosts=(0, 0, 1, 1), owner_hosts=(0,) * 4, compute=compute, machine=machine)
-    plain = simulate(run, steps=4)
-    few = simulate(replace(run, options=replace(SHM, voice_per_host=True, fan_out=2)), steps=4)
-    assert (plain.lead_messages, few.lead_messages) == (2 * 4 + 4 * 4, 2 * 2 + 4 * 2)
+    places = {"rank_hosts": (0, 0, 1, 1, 2, 2), "owner_hosts": (0,) * 4}
+    return run_of(1, compute=compute, machine=machine, **{**places, **changes})
+
+
+def test_a_voice_asks_for_the_ranks_of_a_host_that_is_not_the_leads() -> None:
+    """2 finishes of ranks beside the lead and 2 of voices, and as many answers; 4 messages to and from each owner."""
+    plain, spoken = (simulate(on_three_hosts(zero=zero), steps=4) for zero in (ZeroConfig(), SPEAKING))
+    assert (plain.lead_messages, spoken.lead_messages) == (2 * 6 + 4 * 4, 2 * (2 + 2) + 4 * 4)
+    grpc = simulate(on_three_hosts(zero=SPEAKING, options=GRPC), steps=4)
+    assert grpc.lead_messages == plain.lead_messages, "ranks that share no memory have no voice"
+
+
+@pytest.mark.parametrize(("ranks", "voices"), [(64, False), (66, True)])
+def test_hosts_have_voices_in_runs_of_more_than_64_ranks(ranks: int, voices: bool) -> None:
+    """By the rule of the store (``speaks_for_host``). The owner is alone on its host."""
+    run = run_of(1, rank_hosts=tuple(rank // 2 for rank in range(ranks)), owner_hosts=(99,))
+    assert simulate(run).lead_messages == 2 * (ranks // 2 if voices else ranks) + 4
+
+
+def test_the_lead_works_for_each_rank_of_which_a_voice_speaks() -> None:
+    """Two finishes of voices, each of two ranks, while the lead is waited for; and as many answers."""
+    costs = replace(FREE, message_s=0.125, spoken_s=0.03125)
+    run = on_three_hosts(rank_hosts=(1, 1, 2, 2), owner_hosts=(0,), zero=SPEAKING, costs=costs)
+    free = replace(run, costs=replace(costs, spoken_s=0.0))
+    found = simulate(run, steps=4)
+    assert found.seconds - seconds_of(free) == pytest.approx(2 * 4 * 0.03125)
+    assert found.lead * found.seconds == pytest.approx((2 * 2 + 4) * 0.125 + 2 * 4 * 0.03125)
+    unmeasured = simulate(replace(run, costs=replace(costs, spoken_s=None)), steps=4)
+    assert unmeasured.lead * unmeasured.seconds == pytest.approx((2 * 2 + 4) * 0.125 + 2 * 4 * 0.125)
+
+
+def test_an_owner_tells_each_rank_of_another_host_or_its_voice() -> None:
+    """4 ranks on other hosts, 2 on the owner's; what comes after the first notice waits for it."""
+    run = on_three_hosts(owner_hosts=(0,), costs=replace(FREE, notice_s=0.125))
+    each, once = (seconds_of(replace(run, zero=zero)) for zero in (ZeroConfig(), SPEAKING))
+    assert each - seconds_of(replace(run, costs=FREE)) == pytest.approx(4 * 0.125)
+    assert each - once == pytest.approx(2 * 0.125)
+
+
+def test_what_the_lead_does_beside_messages_counts_once_a_step() -> None:
+    run = on_three_hosts()
+    assert seconds_of(replace(run, costs=replace(FREE, round_s=0.25))) - seconds_of(run) == pytest.approx(0.25)
+
+
+def test_a_tree_of_owners_takes_messages_off_the_lead() -> None:
+    """Of 4 owners the lead asks 2, twice, and 2 answer. The farthest one is behind one more, which sends 2 messages,
+    and hears from it by 2."""
+    run = on_three_hosts(rank_hosts=(0, 0, 1, 1))
+    few = simulate(replace(run, options=replace(SHM, fan_out=2)), steps=4)
+    assert few.lead_messages == 2 * 4 + 4 * 2
     slow = replace(FREE, message_s=0.125)
     tree = replace(run, costs=slow, options=replace(SHM, fan_out=2))
     assert seconds_of(tree) < seconds_of(replace(run, costs=slow))
@@ -136,6 +199,15 @@ def test_ranks_and_owners_compete_for_cores() -> None:
     one = replace(HOST, cores=1.0, copy_core=1e15, norm_core=1e15, adam_core=1e15)
     assert seconds_of(run_of(1, compute=compute, machine=one)) == pytest.approx(3.0, rel=1e-3)
     assert seconds_of(run_of(1, compute=compute, machine=one, rank_hosts=(0, 0))) == pytest.approx(6.0, rel=1e-3)
+
+
+def test_gpus_of_a_host_copy_a_part_of_each_unit() -> None:
+    gpus, alone = replace(HOST, gpus=True, link=1e8), ZeroConfig(prefetch_buffer_size=1, host_gather=True)
+    run = run_of(1, rank_hosts=(0,) * 4, machine=gpus)
+    whole, parts = seconds_of(run), seconds_of(replace(run, zero=alone))
+    assert whole - parts == pytest.approx(10 * MOVED * 3 / 4)
+    with pytest.raises(UnsupportedError, match=r"zero\.host_gather is True"):
+        simulate(replace(run, zero=alone, machine=HOST))
 
 
 def test_a_gpu_gets_its_units_over_the_link() -> None:
@@ -225,7 +297,12 @@ def test_no_step_beats_the_bound_of_a_plan(
     )
     update = 2 * ranks * 2 * BYTES + 2 * NUMEL * 24
     traffic = StepTraffic(
-        flops=int(4e12 * compute), fetch=2 * BYTES, push=2 * BYTES, published=2 * BYTES, summed=8 * NUMEL, update=update
+        flops=int(4e12 * compute),
+        fetch=2 * BYTES,
+        copied=2 * BYTES,
+        gradients=GradientBytes(2 * BYTES, 8 * NUMEL),
+        published=2 * BYTES,
+        update=update,
     )
     hosts = Hosts(count=2, gpus_each=ranks)
     hardware = replace(GPU_HOSTS, hosts=hosts, flops=1e12, link=float("inf"), network=network, memory=memory)
@@ -314,9 +391,10 @@ def test_what_cannot_be_simulated_is_refused(run: Run, error: type[Exception], s
         simulate(run)
 
 
-def test_what_a_host_does_once_needs_its_ranks_together() -> None:
+@pytest.mark.parametrize("run", [run_of(options=replace(SHM, fetch_once_per_host=True)), on_three_hosts(zero=SPEAKING)])
+def test_what_a_host_does_once_needs_its_ranks_together(run: Run) -> None:
     with pytest.raises(UnsupportedError, match="leave full out"):
-        simulate(run_of(options=replace(SHM, fetch_once_per_host=True)), full=True)
+        simulate(run, full=True)
 
 
 def test_one_step_alone_is_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rayzero.protocol.messages import FinishReport, ModelSpec, Pushed, Summand
-from rayzero.store.shm.host_sums import Part, acting_sender, senders, settled, sums_gain
+from rayzero.store.shm.host_sums import GradientBytes, Part, acting_sender, senders, settled
 
 from .toy import make_spec
 
@@ -257,4 +257,4 @@ BF16 = (torch.bfloat16,) * 3
     ids=["alone", "fp32", "bf16", "bf16-3", "accumulation"],
 )
 def test_a_sum_gains_where_it_takes_fewer_bytes_than_the_pushes(spec: ModelSpec, ranks: int, gains: bool) -> None:
-    assert sums_gain(spec.layout.units, spec.accumulation_steps, ranks) == gains
+    assert GradientBytes.of(spec.layout.units, spec.accumulation_steps).sums_gain(ranks) == gains

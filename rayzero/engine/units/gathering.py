@@ -35,7 +35,7 @@ from rayzero.config import ZeroConfig
 from rayzero.engine.units.fetch import DeviceCopy, Fetching, Renewal
 from rayzero.engine.units.residency import UnitBuffer, mapped_units
 from rayzero.engine.units.transfers import DeviceTransfers, staging_for
-from rayzero.engine.units.unit_group import UnitGroup, device_name, part_of
+from rayzero.engine.units.unit_group import UnitGroup, device_name, own_elements, part_of
 from rayzero.errors import StallError, UnsupportedError
 from rayzero.lanes import CudaLane, Event, Lane, StreamUses, ThreadLane
 from rayzero.layout.model_layout import UnitLayout
@@ -294,7 +294,7 @@ class GatheringTransfers(DeviceTransfers):
             event = self.lane.issue("in", copy, after=gather.free, label=gather.unit.name)
         except Exception as exc:  # a stream's lane raises it at once
             error = exc
-        own = (stop - start + gather.unit.numel - shared) * gather.unit.dtype.itemsize
+        own = own_elements(gather.unit.numel, self._group.size) * gather.unit.dtype.itemsize
         self._joins.submit(self._join, gather, event, ended, error, own)
 
     def _join(

@@ -25,6 +25,13 @@ def part_of(numel: int, place: int, size: int) -> tuple[int, int]:
     return place * part, (place + 1) * part
 
 
+def own_elements(numel: int, size: int) -> int:
+    """How many elements of a unit each of ``size`` ranks copies itself: its part, and what is left of the unit behind
+    the last one; all of it if the unit is too small to share."""
+    _, part = part_of(numel, 0, size)
+    return part + numel - size * part
+
+
 class UnitGroup:
     """The process group of a host's ranks, which torch.distributed's own groups know nothing of.
 

@@ -16,7 +16,7 @@ import torch
 
 from rayzero.concurrency.futures import DONE, chain, fail, settled, then
 from rayzero.concurrency.processes import this_process
-from rayzero.config.zero import HostFetch, HostPush, HostVoice
+from rayzero.config.zero import HostFetch, HostPush, HostVoice, speaks_for_host
 from rayzero.errors import (
     ConfigError,
     EpochOverError,
@@ -58,7 +58,7 @@ from rayzero.store.rank.voice.line import VoiceLine, voice_address
 from rayzero.store.rank.voice.notices import HostNotices
 from rayzero.store.rank.voice.speaker import Voice
 from rayzero.store.shm.former_ranks import former_ranks
-from rayzero.store.shm.host_sums import sums_gain
+from rayzero.store.shm.host_sums import GradientBytes
 from rayzero.store.shm.loop_slab import loop_slabs
 from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.same_host import host_identity
@@ -73,8 +73,6 @@ _LEASE = 0.5
 So the others, who wait for that rank, hear the reason before their own wait counts as stalled, and by default (300 s)
 it is far longer than the 20 s after which either end notices a link that swallows everything."""
 
-
-_VOICES_ABOVE = 64  # ranks of a run; with fewer, asking oneself is as cheap for the lead, and a little sooner
 
 _MAKING_S = 120.0
 """How long another rank of the host may take to make memory for what comes from elsewhere: tens of seconds for a large
@@ -382,7 +380,7 @@ class RemoteConnection:
         if self._host_push == "never" or self._share is None:
             return ()
         ranks = summed_with(self.rank, self._ranks_here)
-        gain = sums_gain(spec.layout.units, spec.accumulation_steps, len(ranks))
+        gain = GradientBytes.of(spec.layout.units, spec.accumulation_steps).sums_gain(len(ranks))
         if not ranks or (self._host_push == "auto" and not gain):
             return ()
         needed = len(self._ranks_here) * sum(SharedPlan.of(spec, len(self._links), self._ownership).gradients().slabs)
@@ -434,8 +432,8 @@ class RemoteConnection:
 
     def _voice_of(self, spec: ModelSpec) -> int | None:
         """The rank of this host that asks the lead for all of them; None: each asks itself."""
-        many = self._host_voice == "always" or (self._host_voice == "auto" and spec.world_size > _VOICES_ABOVE)
-        return min(self._ranks_here) if many and self._share is not None and len(self._ranks_here) > 1 else None
+        speaks = speaks_for_host(self._host_voice, len(self._ranks_here), spec.world_size)
+        return min(self._ranks_here) if speaks and self._share is not None else None
 
     def _open_voice(self, plan: SharedPlan) -> None:
         """Ask the lead through the voice of this host, if the lead is elsewhere, and hear through it of other owners

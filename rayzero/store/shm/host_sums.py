@@ -57,11 +57,21 @@ def settled(
     return Part(Summand(rank, here.attempt, here.count), here.presence)
 
 
-def sums_gain(units: Sequence[UnitLayout], accumulation_steps: int, ranks: int) -> bool:
-    """Whether one fp32 sum of that many ranks takes fewer bytes than all their pushes of a step."""
-    trained = [unit for unit in units if unit.trainable]
-    pushed = ranks * accumulation_steps * sum(unit.numel * unit.dtype.itemsize for unit in trained)
-    return pushed > FP32 * sum(unit.numel for unit in trained)
+class GradientBytes(NamedTuple):
+    """What the gradients of a step take on their way to other hosts."""
+
+    pushed: int  # all pushes of one rank
+    summed: int  # the fp32 sum of any number of ranks
+
+    @classmethod
+    def of(cls, units: Sequence[UnitLayout], pushes: int) -> GradientBytes:
+        """``pushes``: of each trained unit by each rank, a step."""
+        trained = [unit for unit in units if unit.trainable]
+        return cls(pushes * sum(unit.size_bytes for unit in trained), FP32 * sum(unit.numel for unit in trained))
+
+    def sums_gain(self, ranks: int) -> bool:
+        """Whether one sum of that many ranks takes fewer bytes than their pushes."""
+        return ranks * self.pushed > self.summed
 
 
 def acting_sender(sender: int, ranks: Sequence[int], left: Collection[int]) -> int | None:

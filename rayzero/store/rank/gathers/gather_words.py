@@ -22,6 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from rayzero.errors import UnsupportedError
+from rayzero.quantities import count
 from rayzero.store.shm.signals import compare_exchange_64, load_acquire_64, store_release_64
 
 UNIT_BYTES = 64  # one cache line
@@ -29,6 +31,15 @@ MOST_RANKS = 16  # bits for announcements
 _ROUND_BITS = 16
 _UNIT_BITS = 24
 MOST_UNITS = 1 << _UNIT_BITS
+
+
+def check_gathering(ranks: int) -> None:
+    """Raise UnsupportedError for more ranks of a host than can gather."""
+    if ranks > MOST_RANKS:
+        raise UnsupportedError(
+            f"host_gather=True with {count(ranks, 'rank')} on a host: at most {MOST_RANKS} gather; use "
+            "host_gather=False"
+        )
 
 
 @dataclass(frozen=True, slots=True)

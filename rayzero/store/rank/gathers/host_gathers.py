@@ -19,11 +19,10 @@ from pathlib import Path
 from rayzero.concurrency.processes import has_died, kernel_word, this_process
 from rayzero.errors import StallError, UnsupportedError
 from rayzero.protocol.gathers import Stop
-from rayzero.quantities import count
 from rayzero.slabs.directory_lock import locked
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
-from rayzero.store.rank.gathers.gather_words import MOST_RANKS, UNIT_BYTES, Answer, GatherWords
+from rayzero.store.rank.gathers.gather_words import UNIT_BYTES, Answer, GatherWords, check_gathering
 from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.plan import SharedPlan, of_lineage
 from rayzero.store.shm.signals import BELL_BYTES, compare_exchange_64, load_acquire_64, store_release_64
@@ -239,11 +238,7 @@ def join_gathers(plan: SharedPlan, host: Host, device: str) -> HostGathers | Non
     device: what no two ranks may share, or "cpu". None: a rank has come back after its death, and nobody gathers any
     more. Raises StallError, naming the ranks that have not come, and UnsupportedError for more ranks than fit, and for
     devices that cannot gather."""
-    if len(host.ranks) > MOST_RANKS:
-        raise UnsupportedError(
-            f"host_gather=True with {count(len(host.ranks), 'rank')} on a host: at most {MOST_RANKS} gather; use "
-            "host_gather=False"
-        )
+    check_gathering(len(host.ranks))
     num_units = len(plan.spec.layout.units)
     with locked(host.directory, host.stall_s):
         control = _found(plan, host) or _make(plan, host, num_units)
