@@ -41,7 +41,7 @@ from rayzero.store.owner.handlers import RankCalls
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.owner.tensor_port import TensorPort
 from rayzero.store.rank.lead_line import RemoteLead
-from rayzero.store.rank.owner_link import OwnerLink
+from rayzero.store.rank.links.owner_link import OwnerLink
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.select import connect_store

@@ -9,7 +9,8 @@ import pytest
 from rayzero.concurrency.processes import ProcessIdentity
 from rayzero.errors import HandshakeError, StateLostError
 from rayzero.store.owner import handlers
-from rayzero.store.rank import owner_link, remote
+from rayzero.store.rank import remote
+from rayzero.store.rank.links import owner_link
 from store.proxy import Proxy
 from store.test_grpc import connected, serving
 from store.toy import make_spec, masters, random_grads, start, take_step

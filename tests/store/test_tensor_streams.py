@@ -29,7 +29,7 @@ from rayzero.store.owner import tensor_port
 from rayzero.store.owner.calls.allowance import TooManyCallsError
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING, TensorPort
-from rayzero.store.rank import tensor_streams
+from rayzero.store.rank.links import tensor_streams
 from rayzero.store.wire.payload import Assembly, encode_header
 from rayzero.store.wire.rpc import (
     STORE_SERVICE,

@@ -16,7 +16,7 @@ from rayzero.errors import RayZeroError, StoreError
 from rayzero.protocol.messages import Published
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.publish_streams import PublishStream, PublishStreams
-from rayzero.store.rank.owner_link import OwnerLink
+from rayzero.store.rank.links.owner_link import OwnerLink
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.voice import line as voice_line

@@ -39,12 +39,13 @@ from rayzero.store.rank.connection import GradientSender, Joined, Transfers
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.gathers.host_gathers import Host, join_gathers
 from rayzero.store.rank.lead_line import RemoteLead
+from rayzero.store.rank.links.channel import QUICK_S, BrokenLinkError, Channel
+from rayzero.store.rank.links.owner_link import OwnerLink, say_goodbye
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
 from rayzero.store.rank.memory.host_ranks import HostRanks
 from rayzero.store.rank.memory.relay_memory import RelayMemory, join_memory
 from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
-from rayzero.store.rank.owner_link import QUICK_S, BrokenLinkError, Channel, OwnerLink, say_goodbye
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.push_order import PushOrder
 from rayzero.store.rank.stall import StallWatch

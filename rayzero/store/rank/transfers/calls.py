@@ -13,7 +13,7 @@ from typing import Any
 
 from rayzero.errors import TransferError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.owner_link import Channel, Upload
+from rayzero.store.rank.links.channel import Channel, Upload
 from rayzero.store.rank.transfers.parts import Sending
 from rayzero.store.wire.payload import Assembly, byte_view
 from rayzero.store.wire.tensor_stream import Receiving, Sent, StreamEndedError

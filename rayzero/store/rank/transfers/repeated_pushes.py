@@ -10,9 +10,9 @@ from torch import Tensor
 from rayzero.layout.model_layout import Shard
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import Contribution, Pushed
+from rayzero.store.rank.links.channel import Channel
 from rayzero.store.rank.memory.gradient_region import GradientRegion
 from rayzero.store.rank.memory.host_ranks import HostRanks
-from rayzero.store.rank.owner_link import Channel
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.push_order import PushOrder
 from rayzero.store.rank.transfers.wire import PushedUnit, WireTransfers

@@ -31,7 +31,8 @@ from rayzero.errors import ConfigError, RayZeroError, StallError, StoreClosedErr
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import COMPUTE, STORED, Contribution
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.owner_link import QUICK_S, BrokenLinkError, Channel, LinkDownError, NoStreamError, OwnerLink
+from rayzero.store.rank.links.channel import QUICK_S, BrokenLinkError, Channel, NoStreamError
+from rayzero.store.rank.links.owner_link import LinkDownError, OwnerLink
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.push_order import PushOrder
 from rayzero.store.rank.stall import Describe, StallWatch

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping
 
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.owner_link import OwnerLink
+from rayzero.store.rank.links.owner_link import OwnerLink
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.voice.line import LONGEST_S
 from rayzero.store.wire import translate

@@ -1,0 +1,191 @@
+"""One channel of a link to an owner: calls, the stream of the owner's notices, and the connections beside it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import grpc
+
+from rayzero.errors import RayZeroError, StallError, StoreClosedError, TransferError
+from rayzero.security.credentials import Identity
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.rank.links.tensor_streams import Opening, OpenStream, TensorStreams
+from rayzero.store.wire.rpc import (
+    STORE_SERVICE,
+    LinkNumber,
+    Metadata,
+    from_status,
+    gave_no_answer,
+    is_broken_link,
+    methods,
+    open_channel,
+    stream_metadata,
+)
+from rayzero.store.wire.tensor_stream import StreamEndedError, StreamKeys
+
+QUICK_S = 30.0  # deadline of calls that neither move tensors nor wait for anyone
+_REASON_S = 5.0  # how long an owner may take to say why it has ended a connection for tensors
+
+
+class BrokenLinkError(TransferError):
+    """A call or its answer did not get through."""
+
+
+class NoStreamError(BrokenLinkError):
+    """The owner answers calls, but a connection for tensors cannot be opened."""
+
+
+class NoAnswerError(StallError):
+    """A call's deadline passed without an answer."""
+
+
+class Upload(Iterator[bytes]):
+    """The messages of one client stream. After ``stop()`` nothing reads the tensors behind them.
+
+    grpc draws messages in its own thread, which may still be running after the call has failed."""
+
+    def __init__(self, messages: Iterator[bytes]) -> None:
+        self._messages = messages
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def __next__(self) -> bytes:
+        with self._lock:
+            if self._stopped:
+                raise StopIteration
+            return next(self._messages)
+
+    def stop(self) -> None:
+        """Wait until the current message is drawn, then end the stream."""
+        with self._lock:
+            self._stopped = True
+
+
+class Channel:
+    """One channel of a link, with the stream of the owner's notices. All its calls end when it is closed."""
+
+    def __init__(
+        self,
+        rank: int,
+        peer: str,
+        address: str,
+        link: LinkNumber,
+        metadata: Metadata,
+        shown: Identity | None,
+    ) -> None:
+        """``peer``: the owner, for messages. ``shown``: None: without TLS."""
+        self.link = link
+        self._rank, self.peer = rank, f"rank {rank}, {peer}"
+        self._metadata = (*metadata, *link.metadata)
+        self._channel = open_channel(address, shown)
+        self._is_protected = shown is not None and shown.protects(address)
+        self._calls = {name: method.bind(self._channel) for name, method in methods(STORE_SERVICE).items()}
+        self._given_up = False
+        self._tensors = TensorStreams(address, self._expect)
+        self.notices: Any = self.stream("Notices", pb.NoticesRequest(rank=rank), None)
+
+    def start(self, method: str, request: Any, timeout_s: float, beside: OpenStream | None = None) -> Any:
+        """Start a call that has one answer: ``request`` is a message, or an ``Upload``. Returns grpc's future.
+        ``beside``: has the call's bytes, and ends if the call fails. Raises BrokenLinkError if the channel is
+        closed."""
+        return self._begin(self._calls[method].future, request, timeout_s, beside)
+
+    def stream(self, method: str, request: Any, timeout_s: float | None, beside: OpenStream | None = None) -> Any:
+        """Start a call that has many answers: iterate over it. ``start`` says what else there is to say."""
+        return self._begin(self._calls[method], request, timeout_s, beside)
+
+    def _begin(self, call: Callable[..., Any], request: Any, timeout_s: float | None, beside: OpenStream | None) -> Any:
+        numbered = () if beside is None else stream_metadata(beside.number)
+        try:
+            begun = call(request, timeout=timeout_s, metadata=(*self._metadata, *numbered))
+        except (grpc.RpcError, ValueError) as error:  # ValueError: the channel is closed
+            raise self.error(error) from error
+        if beside is not None:
+            begun.add_done_callback(partial(_end_if_failed, beside))
+        return begun
+
+    def _expect(self, host: str) -> Opening:
+        asked = pb.OpenTensorStreamRequest(rank=self._rank, host=host)
+        answer = self.answer(self.start("OpenTensorStream", asked, QUICK_S))
+        keys = StreamKeys(sending=answer.rank_key, receiving=answer.owner_key) if self._is_protected else None
+        return Opening(number=answer.number, port=answer.port, ticket=answer.ticket, keys=keys)
+
+    @contextmanager
+    def beside(self) -> Iterator[OpenStream]:
+        """A context with a connection for the bytes of one call. Raises NoStreamError if none can be opened,
+        BrokenLinkError if the channel is closed."""
+        try:
+            taken = self._tensors.take()
+        except StreamEndedError as ended:
+            kind = BrokenLinkError if ended.__cause__ is None else NoStreamError
+            raise kind(f"{self.peer}: {ended}") from ended.__cause__
+        try:
+            yield taken
+        except BaseException:
+            self._tensors.drop(taken)
+            raise
+        self._tensors.give_back(taken)
+
+    def why_ended(self, call: Any, ended: StreamEndedError) -> RayZeroError:
+        """Why the bytes beside a call do not go on: what the owner says or, if it says nothing soon, that the
+        connection has broken. Raise it from its own cause."""
+        try:
+            call.result(timeout=_REASON_S)
+        except grpc.FutureTimeoutError:
+            call.cancel()
+        except (grpc.RpcError, grpc.FutureCancelledError) as error:
+            return self.error(error)
+        broken = BrokenLinkError(f"{self.peer}: {ended}")
+        broken.__cause__ = ended
+        return broken
+
+    def answer(self, started: Any) -> Any:
+        """The answer to a started call; blocks. Raises the owner's error, or BrokenLinkError."""
+        try:
+            return started.result()
+        except (grpc.RpcError, grpc.FutureCancelledError) as error:
+            raise self.error(error) from error
+
+    def messages(self, stream: Any) -> Iterator[Any]:
+        """The answers to a stream. A reader that stops early cancels it. Raises as ``answer`` does."""
+        try:
+            yield from stream
+        except grpc.RpcError as error:
+            raise self.error(error) from error
+        finally:
+            stream.cancel()  # no effect on a stream that has ended
+
+    def error(self, error: Exception) -> RayZeroError:
+        """The RayZeroError of a failed call."""
+        cancelled = not isinstance(error, grpc.RpcError) or error.code() is grpc.StatusCode.CANCELLED
+        if cancelled and (self._given_up or isinstance(error, ValueError)):
+            return BrokenLinkError(f"{self.peer}: the connection was closed")
+        if not isinstance(error, grpc.RpcError):
+            return StoreClosedError(f"{self.peer}: the call was ended")
+        if is_broken_link(error):
+            broken = BrokenLinkError(str(from_status(error, self.peer)))
+            broken.__cause__ = error
+            return broken
+        if gave_no_answer(error):
+            return NoAnswerError(str(from_status(error, self.peer)))
+        return from_status(error, self.peer)
+
+    def give_up(self) -> None:
+        """End the notices, so that the link's thread closes the channel; does not block."""
+        self._given_up = True
+        self.notices.cancel()
+
+    def close(self) -> None:
+        """End every call and the connection; waits until all callbacks of calls have run. Idempotent."""
+        self._given_up = True
+        self._tensors.close()
+        self._channel.close()
+
+
+def _end_if_failed(beside: OpenStream, call: Any) -> None:
+    if call.code() is not grpc.StatusCode.OK:
+        beside.stream.abort()
