@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
+from collections.abc import Iterator
+from multiprocessing import forkserver
 
+import pytest
 from hypothesis import settings
 
 os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 - Ray ends processes where others fill the machine
@@ -15,7 +19,49 @@ settings.load_profile("rayzero")
 
 
 def pytest_collection_finish() -> None:
-    """Let no garbage collection look through the thousands of collected tests and the libraries again: code under test
-    asks for collections, and each took 0.2-1 s."""
+    """See ``_keep``: the thousands of collected tests, and what collecting them has imported."""
+    _keep()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """The same after each file: its tests may have imported a library, or a compiler."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        _keep()
+
+
+def _keep() -> None:
+    """Let no garbage collection look through what is there now again: code under test asks for collections, and each
+    took 0.2-1 s."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def forked_with_pytest() -> None:
+    """Processes of ranks begin with what test files import."""
+    _fork_with("pytest")
+
+
+@pytest.fixture(scope="session")
+def forked_with_trainers() -> None:
+    """Processes of ranks begin with what the integrations import."""
+    _fork_with(
+        "pytest",
+        "lightning",
+        "rayzero.integrations.transformers",
+        "rayzero.integrations.lightning",
+        "transformers.models.gpt2.modeling_gpt2",
+    )
+
+
+def _fork_with(*modules: str) -> None:
+    """Start the server anew that forks the processes of ``run_ranks``, with what their loops need: each process would
+    import it again, which takes 0.2 s for pytest and 4 s for transformers."""
+    from rayzero.testing.processes import PRELOADED  # not above: it imports torch, which many tests do without
+
+    forkserver._forkserver._stop()  # the one that runs has imported something else
+    *ours, last = PRELOADED
+    multiprocessing.set_forkserver_preload([*ours, *modules, last])
+    forkserver.ensure_running()

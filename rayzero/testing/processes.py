@@ -41,7 +41,8 @@ _LEAVE_S = 30.0  # seconds that a process has to end after its loop has ended, o
 _END_S = 3.0  # seconds that processes have to end after they were told to in the middle of a run
 _LOOK_S = 0.5  # between two looks for stopped processes
 _SETTLE_S = 3.0  # how long an error that another one has caused waits for that one
-_PRELOADED = ["rayzero.testing", "rayzero.engine.prepare", "rayzero.store.rank.remote"]  # none starts a thread
+PRELOADED = ["rayzero.testing", "rayzero.engine.prepare", "rayzero.store.rank.remote", "rayzero.testing.permanent"]
+"""What the server that forks processes imports, in this order. None of it starts a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class _Run:
         self._fn, self._places, self._owners, self._faults = fn, places, owners, faults
         self._sleepers = Sleepers[BaseProcess](patience_s if max_failures else math.inf)  # inf: nobody replaces them
         self._server, usual = multiprocessing.get_context("forkserver"), multiprocessing.get_start_method(True)
-        self._server.set_forkserver_preload(_PRELOADED)  # takes effect when the first process starts the server
+        self._server.set_forkserver_preload(PRELOADED)  # takes effect when the first process starts the server
         self._start_state = _Start(usual, dict(os.environ))
         self._led_to: dict[Connection, Process] = {}  # by pipe
         self._pipes: dict[Process, Connection] = {}

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from rayzero.bench.step import PLAIN
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -32,6 +34,18 @@ def test_the_simulated_campaign_ends_well_in_every_part(tmp_path: Path) -> None:
     assert len(ended) == 7
     assert found["gpu-hybrid"]["figures"]["equal_bits"]
     assert found["gpu-overlap"]["figures"]["late"] + found["gpu-overlap"]["figures"]["in_time"] > 0
+    _check_step(found["gpu-step-tiny-128"]["figures"])
+
+
+def _check_step(figures: Any) -> None:
+    """What benchmarks/gpu_step.py finds on a CPU, by the path that it takes on a GPU."""
+    assert figures["loss_apart"].keys() == {PLAIN, "rayzero-none", "rayzero-forward"}
+    ceiling, *ours = figures["rows"]
+    assert (ceiling["name"], ceiling["exposed_s"]) == (PLAIN, 0.0)
+    assert [row["name"] for row in ours] == ["rayzero-none", "rayzero-forward"]
+    for row in ours:
+        assert row["of_ceiling"] == pytest.approx(ceiling["step_s"]["median"] / row["step_s"]["median"])
+        assert row["host_bytes"] > 0
 
 
 def python(campaign: Any, name: str, code: str, limit_s: float = 60.0, tool: str | None = None) -> Any:

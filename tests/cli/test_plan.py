@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 from typer.testing import CliRunner
@@ -15,13 +16,29 @@ from rayzero.cli import app, main
 SMALL = ["num_layers=2", "dim=64", "seq_len=32", "batch_size=2"]
 
 
-def rayzero(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rayzero", "plan", *SMALL, *arguments], capture_output=True, text=True, timeout=100
-    )
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
-def test_a_plan_for_this_host_as_json() -> None:
+@pytest.fixture
+def rayzero(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]:
+    """``rayzero plan`` in this process."""
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["rayzero", "plan", *SMALL, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Ended(int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+def test_a_plan_for_this_host_as_json(rayzero: Callable[..., Ended]) -> None:
     done = rayzero("--json")
     assert done.returncode == 0, done.stderr
     planned = json.loads(done.stdout)
@@ -55,7 +72,7 @@ def test_gpus_that_no_rank_uses_are_idle() -> None:
     assert "idle" not in said
 
 
-def test_gpus_that_are_not_here_must_be_described() -> None:
+def test_gpus_that_are_not_here_must_be_described(rayzero: Callable[..., Ended]) -> None:
     done = rayzero("--gpus", "8", "--link", "50")
     assert done.returncode == 2
     assert done.stderr == (
@@ -64,7 +81,7 @@ def test_gpus_that_are_not_here_must_be_described() -> None:
     )
 
 
-def test_a_run_that_cannot_fit_is_refused_after_its_sums() -> None:
+def test_a_run_that_cannot_fit_is_refused_after_its_sums(rayzero: Callable[..., Ended]) -> None:
     done = rayzero(
         "--hosts", "2", "--network", "1", "--gpus", "1", "--gpu-memory", "1MiB", "--flops", "1", "--link", "1",
         "--memory", "1", "scaling.use_gpu=true",
@@ -75,7 +92,7 @@ def test_a_run_that_cannot_fit_is_refused_after_its_sums() -> None:
     assert "on its GPU, which has 1 MiB" in done.stderr
 
 
-def test_a_pattern_of_activations_that_matches_nothing_is_named_as_the_setting() -> None:
+def test_a_pattern_of_activations_that_matches_nothing_is_named_as_the_setting(rayzero: Callable[..., Ended]) -> None:
     done = rayzero('zero.offload_activations=["layers.*"]')
     assert done.returncode == 2
     assert done.stderr == (

@@ -56,6 +56,10 @@ with announced(targets, "demo", b"[]"):
         os.close(janitor._process.stdin.fileno())
         print("ended", flush=True)
         signal.pause()
+    if asked == "half a line":
+        os.write(janitor._process.stdin.fileno(), b'[[1, 2')
+        print("written", flush=True)
+        signal.pause()
     if asked == "fork":
         child = os.fork()
         if not child:
@@ -158,29 +162,21 @@ def test_a_child_that_a_killed_driver_forked_keeps_nothing_alive(owner, tmp_path
 
 
 def test_a_line_that_a_killed_driver_did_not_finish_leaves_the_last_whole_one(owner, tmp_path):
-    (tmp_path / "targets").mkdir()
-    janitor = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "rayzero.cluster.janitor",
-            str(os.getpid()),
-            tmp_path / "slabs",
-            tmp_path / "targets",
-            "null",
-        ],
-        stdin=subprocess.PIPE,
-    )
-    whole = json.dumps([[owner.pid, psutil.Process(owner.pid).create_time()]]).encode()
-    assert janitor.stdin is not None
-    janitor.stdin.write(whole + b"\n" + whole[:-3])
-    janitor.stdin.close()
-    with pytest.raises(subprocess.TimeoutExpired):
-        janitor.wait(1)  # its owner lives
+    slabs, targets = tmp_path / "slabs", tmp_path / "targets"
+    driver = start(DRIVER, slabs, targets, owner.pid)
+    assert driver.stdin is not None
+    assert driver.stdout is not None
+    janitor = psutil.Process(json.loads(driver.stdout.readline()))
+    driver.stdin.write("half a line\n")
+    driver.stdin.flush()
+    assert driver.stdout.readline() == "written\n"
+    os.kill(driver.pid, signal.SIGKILL)
+    assert still_there([janitor], timeout_s=1.0) != [], "its owner lives"
     owner.kill()
     owner.wait()
-    assert janitor.wait(60) == 0
-    assert left(tmp_path / "slabs") == []
+    assert until_empty(slabs, targets) == []
+    assert still_there([janitor], timeout_s=30) == []
+    driver.communicate()
 
 
 def test_processes_that_stay_are_killed(owner, tmp_path):

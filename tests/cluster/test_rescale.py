@@ -54,10 +54,10 @@ def scaled(config: dict[int, int]) -> None:
     train(None, before)
 
 
-@pytest.mark.parametrize("on_host", [1.0, 0.5], ids=["on the host", "half on devices"])
-def test_optimizers_come_and_go_while_it_trains(trainer, nothing_left, tmp_path, undisturbed, on_host):
+def test_optimizers_come_and_go_while_it_trains(trainer, nothing_left, tmp_path, undisturbed):
+    """While half of the states stay on the ranks' devices. Those below have all of them on the host."""
     said: list[str] = []
-    config = ZeroConfig(stall_timeout=60.0, shard_bytes="1KiB", offload_fraction=on_host)
+    config = ZeroConfig(stall_timeout=60.0, shard_bytes="1KiB", offload_fraction=0.5)
     result = trainer(scaled, {2: 5, 12: 1, 24: 3}, on_phase=said.append, zero_config=config).fit()
     assert same(result.path, undisturbed)
     assert losses(result.path) == losses(undisturbed)
@@ -84,7 +84,7 @@ class KillsInChange:
             os.kill(next(member["pid"] for member in members if member["who"] == self._who), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("who", ["optimizer 0", "optimizer 1", "rank 1"])
+@pytest.mark.parametrize("who", ["optimizer 0", "rank 1"])
 def test_a_death_while_they_change_costs_nothing(trainer, nothing_left, tmp_path, undisturbed, who):
     kills = KillsInChange(tmp_path / "demo", who, "changing from")
     result = trainer(scaled, {2: 3, 20: 1}, on_phase=kills).fit()

@@ -24,7 +24,10 @@ from rayzero.testing.faults import Fault, FaultError, Faults
 
 from .disturbed import OWNERS, RANKS, Disturbed, another_host, differences, train
 
-pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+pytestmark = [
+    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+    pytest.mark.usefixtures("forked_with_pytest"),
+]
 
 
 def killed(member: str, point: str, nth: int = 1, life: int | None = None) -> Fault:

@@ -26,7 +26,10 @@ from rayzero.testing.faults import Fault, Faults
 
 from .disturbed import another_host
 
-pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+pytestmark = [
+    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+    pytest.mark.usefixtures("forked_with_pytest"),
+]
 
 STEPS, SAVES = 6, (2, 5)
 

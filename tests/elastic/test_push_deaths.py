@@ -12,7 +12,10 @@ from rayzero.testing.faults import Fault
 
 from .disturbed import OWNERS_ELSEWHERE, Disturbed, another_host, differences
 
-pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+pytestmark = [
+    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+    pytest.mark.usefixtures("forked_with_pytest"),
+]
 
 DEATHS = {
     "a sender with a sum and nothing sent": (Fault("rank 0", "rank.sends-sum", nth=3),),

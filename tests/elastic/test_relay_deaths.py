@@ -19,7 +19,10 @@ from rayzero.testing.faults import Fault
 from .disturbed import OWNERS_ELSEWHERE, Disturbed, another_host, differences
 from .test_scaling_cases import UNITS, Small, Training, assert_same
 
-pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+pytestmark = [
+    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+    pytest.mark.usefixtures("forked_with_pytest"),
+]
 
 DEATHS = {
     "with a claim and nothing asked for": (Fault("rank 0", "rank.claim", nth=2),),

@@ -32,7 +32,10 @@ from rayzero.testing.owners import ServedReach, Service
 from rayzero.testing.place import Place
 from rayzero.testing.processes import OwnerProcesses, run_processes
 
-pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+pytestmark = [
+    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+    pytest.mark.usefixtures("forked_with_pytest"),
+]
 
 STEPS = 12
 UNITS = ("Block", "Embedding")

@@ -21,7 +21,10 @@ from rayzero.testing import run_ranks
 
 from .test_comeback import AT, base, loop, run, same
 
-pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+pytestmark = [
+    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+    pytest.mark.usefixtures("forked_with_pytest"),
+]
 
 Death = tuple[str, int, str]  # at a point of rank 1's loop, in a step: who dies ("rank 1", "optimizer 0")
 

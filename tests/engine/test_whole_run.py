@@ -23,7 +23,10 @@ from rayzero.store.shm.same_host import why_no_sharing
 from .test_comeback import Point, base, loop, run, same
 from .whole_run import LINEAGE, RUN, WholeRun
 
-pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+pytestmark = [
+    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+    pytest.mark.usefixtures("forked_with_pytest"),
+]
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
+from rayzero.testing.processes import PRELOADED
 
 TOKEN = "the token of this test run"
 RUN = "whole"
@@ -104,7 +105,7 @@ class WholeRun:
         lineage: str = LINEAGE,
     ) -> None:
         server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["tests.engine.whole_run", "tests.engine.test_comeback", "rayzero.testing"])
+        server.set_forkserver_preload(["tests.engine.whole_run", "tests.engine.test_comeback", *PRELOADED])
         self._processes: list[Any] = []
 
         def begin(work: Callable[..., None], *args: Any) -> Connection:

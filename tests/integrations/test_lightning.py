@@ -269,6 +269,7 @@ def fit_a_rank(context: RankContext) -> tuple[dict[str, Tensor], float, list[Ten
     return state_of(module), loss, trained.predict(module, loader()), seen.tokens, seen.validations
 
 
+@pytest.mark.usefixtures("forked_with_trainers")
 def test_two_ranks_learn_what_one_learns_from_batches_of_twice_the_size(tmp_path: Path) -> None:
     """Lightning shuffles what it splits: so does the one, by the same sampler."""
     plain, trained, whole = fitted(tmp_path / "plain", 4)

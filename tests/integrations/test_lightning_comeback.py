@@ -16,7 +16,10 @@ from rayzero.engine.context import RankContext
 from rayzero.errors import StateLostError
 from rayzero.testing import run_ranks
 
-from .test_lightning import Learner, loader, pytestmark, state_of, trainer, zero  # noqa: F401  (filters warnings)
+from .test_lightning import Learner, loader, state_of, trainer, zero
+from .test_lightning import pytestmark as filters
+
+pytestmark = [*filters, pytest.mark.usefixtures("forked_with_trainers")]
 
 
 class Mortal(Learner):

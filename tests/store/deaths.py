@@ -48,7 +48,7 @@ class Owners:
         self.directory, self.num = directory, num_owners
         self.stores: list[RankStore] = []
         self._server = multiprocessing.get_context("forkserver")
-        self._server.set_forkserver_preload(["rayzero.testing", "tests.store.deaths"])
+        self._server.set_forkserver_preload(["rayzero.testing", "tests.store.deaths", "rayzero.testing.permanent"])
         self._made = [self._start(owner, succeeds=False) for owner in range(num_owners)]
         self.addresses = [pipe.recv() for _, pipe in self._made]
         for _, pipe in self._made:

@@ -21,7 +21,7 @@ from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.names import TRANSFER_BYTES, TRANSFER_RAW_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import run_ranks
-from rayzero.testing.processes import _PRELOADED
+from rayzero.testing.processes import PRELOADED
 
 _STALL_S = 60.0
 _AT_ONCE_S = 20.0  # far from the stall timeout, on a crowded machine
@@ -111,7 +111,7 @@ def test_a_rank_process_has_the_environment_of_the_call(monkeypatch: pytest.Monk
 def test_what_ranks_are_forked_with_has_started_no_thread_of_torchs() -> None:
     """A fork has none of its parent's threads, and libgomp waits for those it had."""
     code = "import os, torch; before = len(os.listdir('/proc/self/task'))\n"
-    code += "".join(f"import {name}\n" for name in _PRELOADED)
+    code += "".join(f"import {name}\n" for name in PRELOADED)
     code += "print(len(os.listdir('/proc/self/task')) - before)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "0"

@@ -111,7 +111,7 @@ def train(directory: Path, spec: ModelSpec, num_owners: int, told: Connection) -
 def killed(directory: Path, spec: ModelSpec, num_owners: int, after: int, seed: int) -> int:
     """Train in a process and kill it after some steps and a random while; the last step that it had told of."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["rayzero.testing", "tests.store.test_succession"])
+    server.set_forkserver_preload(["rayzero.testing", "tests.store.test_succession", "rayzero.testing.permanent"])
     ours, theirs = server.Pipe(duplex=False)
     process = server.Process(target=train, args=(directory, spec, num_owners, theirs))
     process.start()
