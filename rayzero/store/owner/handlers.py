@@ -32,7 +32,7 @@ from rayzero.store.owner.calls.spoken import answers_to, begin_said
 from rayzero.store.owner.known_specs import KnownSpecs
 from rayzero.store.owner.memory.shared_memory import SharedOwner
 from rayzero.store.owner.served_model import ServedModel
-from rayzero.store.owner.tensor_port import OwnerStream
+from rayzero.store.owner.tensor_port import Landing, OwnerStream
 from rayzero.store.wire import translate
 from rayzero.store.wire.payload import Assembly, Bytes, byte_view, decode_header, encode_shard
 from rayzero.store.wire.rpc import (
@@ -51,6 +51,9 @@ from rayzero.store.wire.seal import unseal
 T = TypeVar("T")
 Context = Any  # grpc.aio.ServicerContext of this call
 Requests = AsyncIterator[bytes]
+
+
+_TOGETHER_BYTES = 32 << 20  # of shards that are sent in one visit to a thread: some are copies, of states
 
 
 class _Upload:
@@ -82,7 +85,7 @@ class _Upload:
     async def receive(self, shard: int, size_bytes: int, out: Bytes | None) -> None:
         """Read one shard into ``out``; None: drop it. Raises TransferError if other bytes come."""
         if self._stream is not None:
-            await self._stream.receive(shard, size_bytes, out)
+            await self._stream.receive([Landing(shard=shard, size_bytes=size_bytes, out=out)])
             return
         assembly = Assembly(shard, size_bytes, out)
         if self._opening is not None and not assembly.complete:
@@ -237,13 +240,24 @@ class RankCalls:
         """Stream shards at the requested version, each as soon as it is published."""
         chunk_bytes = min(request.chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)
         async with self._tensors_of(context) as stream:
+            if stream is not None:
+                await self._send_beside(request, chunk_bytes, stream)
+                return
             for index in request.shards:
                 values = await result_of(self._model.service.read(index, request.version, request.kind))
-                if stream is not None:
-                    await stream.send(index, byte_view(values).data, chunk_bytes)
-                    continue
                 for message in encode_shard(index, values, chunk_bytes):
                     await context.write(message)
+
+    async def _send_beside(self, request: pb.FetchRequest, chunk_bytes: int, stream: OwnerStream) -> None:
+        """Send for a thread once for several shards that are published."""
+        ready: list[tuple[int, memoryview]] = []
+        for index in request.shards:
+            read = self._model.service.read(index, request.version, request.kind)
+            if ready and (not read.done() or sum(len(content) for _, content in ready) >= _TOGETHER_BYTES):
+                await stream.send(ready, chunk_bytes)
+                ready = []
+            ready.append((index, byte_view(await result_of(read)).data))
+        await stream.send(ready, chunk_bytes)
 
     async def open_tensor_stream(
         self, request: pb.OpenTensorStreamRequest, context: Context
@@ -274,9 +288,31 @@ class RankCalls:
             upload = _Upload(requests, pb.PushRequest, stream)
             async for header in upload.sections():
                 contribution = translate.contribution_from_pb(header.contribution)
+                if stream is not None and header.format == pb.WIRE_FORMAT_UNSPECIFIED:
+                    await self._land_beside(contribution, header.shards, stream)
+                    continue
                 for index in header.shards:
                     await self._land(contribution, index, header.format, upload)
         return pb.PushResponse()
+
+    async def _land_beside(self, contribution: Contribution, shards: Sequence[int], stream: OwnerStream) -> None:
+        """Send for a thread once for all shards that have memory: the way there takes as long as a tenth of a shard."""
+        service = self._model.service
+        landings: list[Landing] = []
+        for index in shards:
+            shard, unit = self._model.shard(index, contribution.unit)
+            size = shard.numel * self._model.push_dtype(contribution, unit).itemsize
+            reserved = service.reserve_when_free(contribution, index)
+            if landings and not reserved.done():  # it may wait for memory that those before it have
+                await stream.receive(landings)
+                landings = []
+            memory = await result_of(reserved)
+            if memory is None:  # a repeat
+                landings.append(Landing(shard=index, size_bytes=size, out=None))
+            else:
+                landed = partial(service.landed, contribution, index)
+                landings.append(Landing(shard=index, size_bytes=size, out=byte_view(memory), landed=landed))
+        await stream.receive(landings)
 
     async def _land(self, contribution: Contribution, index: int, wire_format: int, upload: _Upload) -> None:
         service = self._model.service

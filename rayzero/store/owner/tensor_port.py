@@ -11,12 +11,13 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
+from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import HandshakeError, StoreError
 from rayzero.security.refusals import Refusals
 from rayzero.store.owner.calls.allowance import BODY_S, SlowBodyError, TooManyCallsError
@@ -24,6 +25,7 @@ from rayzero.store.wire.payload import Assembly, Bytes
 from rayzero.store.wire.tensor_stream import (
     TICKET_BYTES,
     WELCOME,
+    InTurn,
     Receiving,
     Sent,
     StreamEndedError,
@@ -54,6 +56,20 @@ class Expected:
     keys: StreamKeys | None = field(repr=False)  # this end's
 
 
+def _nothing() -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landing:
+    """Where a shard's bytes go."""
+
+    shard: int
+    size_bytes: int
+    out: Bytes | None  # None: nowhere
+    landed: Callable[[], object] = _nothing  # what to do then, in the same thread, which may compute
+
+
 class OwnerStream:
     """One connection, at the owner. Lives on the event loop; its bytes are moved in ``pool``."""
 
@@ -80,13 +96,17 @@ class OwnerStream:
                 raise
             self._watch()
 
-    async def receive(self, shard: int, size_bytes: int, out: Bytes | None) -> None:
-        """Read one shard into ``out``; None: drop it. Raises TransferError if other bytes come, or none."""
-        await self._move(Receiving(self._stream, Assembly(shard, size_bytes, out)), to_write=False)
+    async def receive(self, landings: Iterable[Landing]) -> None:
+        """Read shards, in this order. Raises TransferError if other bytes come, or none."""
+        works = [
+            (Receiving(self._stream, Assembly(each.shard, each.size_bytes, each.out)), each.landed) for each in landings
+        ]
+        await self._move(InTurn(works), to_write=False)
 
-    async def send(self, shard: int, content: memoryview, chunk_bytes: int) -> None:
-        """Write one shard. Raises TransferError if nobody takes it."""
-        await self._move(Sent(self._stream, shard, content, chunk_bytes), to_write=True)
+    async def send(self, shards: Iterable[tuple[int, memoryview]], chunk_bytes: int) -> None:
+        """Write shards' bytes, in this order. Raises TransferError if nobody takes them."""
+        works = [(Sent(self._stream, shard, content, chunk_bytes), _nothing) for shard, content in shards]
+        await self._move(InTurn(works), to_write=True)
 
     async def _move(self, work: Work, *, to_write: bool) -> None:
         loop = asyncio.get_running_loop()
@@ -154,7 +174,12 @@ class TensorPort:
         self._numbers = count(1)
         self._expected: dict[bytes, Expected] = {}  # by ticket
         self._streams: dict[int, OwnerStream] = {}
-        self._pool = ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 1)), "rayzero-owner-tensors")
+        self._pool = ThreadPoolExecutor(
+            max(2, min(8, os.cpu_count() or 1)),
+            "rayzero-owner-tensors",
+            initializer=use_torch_threads,
+            initargs=(1,),
+        )
 
     def listen(self, host: str) -> None:
         """Accept connections to ``host`` too, at any free port. Raises OSError if that is impossible."""
