@@ -30,6 +30,7 @@ from rayzero.store.owner.calls.allowance import TooManyCallsError
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING, TensorPort
 from rayzero.store.rank.links import tensor_streams
+from rayzero.store.rank.transfers import wire as wire_transfers
 from rayzero.store.wire.payload import Assembly, encode_header
 from rayzero.store.wire.rpc import (
     STORE_SERVICE,
@@ -187,6 +188,27 @@ def test_a_silent_peer_holds_no_thread() -> None:
     assert out.tobytes() == content
 
 
+def test_a_peer_that_sends_a_little_now_and_then_holds_no_thread() -> None:
+    wire = on_the_wire(bytes(1 << 16), 1 << 16, None)
+    with wired() as (_, _, receiver, before):
+        coming = Receiving(receiver, Assembly(3, 1 << 16, None))
+        sending = threading.Event()
+
+        def trickle() -> None:
+            for byte in wire[:400]:
+                before.sendall(bytes([byte]))
+                if sending.wait(0.01):
+                    return
+
+        trickling = threading.Thread(target=trickle)
+        trickling.start()
+        began = time.monotonic()
+        assert not coming.advance()
+        assert time.monotonic() - began < 2, "4 s of bytes were on their way"
+        sending.set()
+        trickling.join(WAIT)
+
+
 def test_a_peer_that_takes_nothing_holds_no_thread() -> None:
     with wired() as (sender, after, _, _):
         going = Sent(sender, 3, memoryview(bytes(32 << 20)), 1 << 20)
@@ -310,7 +332,9 @@ def test_connections_are_used_again() -> None:
     assert max(pairs) <= 4, "a load, a fetch and a push at a time"
 
 
-def test_a_port_that_cannot_be_reached_is_named() -> None:
+def test_a_port_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_transfers, "_SHUT_S", 0.3)
+
     def connect(host: str, port: int) -> socket.socket:
         raise ConnectionRefusedError(111, "Connection refused")
 
@@ -322,12 +346,29 @@ def test_a_port_that_cannot_be_reached_is_named() -> None:
         trained(servers)
 
 
-def test_a_transfer_that_stands_still_stalls_by_name() -> None:
+def test_a_port_that_opens_again_is_waited_for() -> None:
+    tries = iter([ConnectionRefusedError(111, "Connection refused"), TimeoutError("timed out")] * 2)
+
+    def hesitant(host: str, port: int) -> socket.socket:
+        error = next(tries, None)
+        if error is not None:
+            raise error
+        return socket.create_connection((host, port), timeout=5)
+
+    with serving(2) as servers, patch.object(tensor_streams, "connect", hesitant):
+        assert equal(trained(servers), expected())
+
+
+@pytest.mark.parametrize("verb", ["push", "fetch"])
+def test_a_transfer_that_stands_still_stalls_by_name(verb: str) -> None:
+    """A fetch's call ends once its bytes have left the owner, so only the rank can notice that they do not come."""
     with serving() as servers, over(Proxy) as proxies, connected(servers, stream_bytes=1, stall_timeout=1.0) as stores:
         ranks = start(stores, make_spec(1))
+        assert ranks[0].fetch()
         proxies[0].freeze()
         with pytest.raises(StallError, match="optimizer 0"):
-            ranks[0].push(random_grads(ranks[0].spec, 1))
+            ranks[0].push(random_grads(ranks[0].spec, 1)) if verb == "push" else ranks[0].fetch()
+        proxies[0]._open.set()
 
 
 def test_a_server_that_stops_leaves_no_connection_and_no_port() -> None:
@@ -394,14 +435,27 @@ def test_who_shows_no_ticket_is_cut_and_counted(said: bytes, reason: str) -> Non
     assert refused(recorder, reason) == 20
 
 
-def test_who_says_nothing_is_cut_and_so_are_those_who_wait_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_nothing_is_cut_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = MemoryRecorder()
-    monkeypatch.setattr(tensor_port, "TICKET_S", 1.0)
+    monkeypatch.setattr(tensor_port, "TICKET_S", 3.0)
     with disturbed(recorder) as server, ExitStack() as stack:
         silent = [stack.enter_context(stranger(server)) for _ in range(ENTERING + 10)]
-        assert all(map(ends, silent))
-        assert refused(recorder, "slow") == ENTERING
+        assert all(map(ends, silent[:10]))
         assert refused(recorder, "limit") == 10
+        with member(server):
+            pass
+        assert refused(recorder, "limit") == 11, "a member comes in while the others say nothing"
+        assert all(map(ends, silent))
+        assert refused(recorder, "slow") == ENTERING - 1
+
+
+def test_many_members_come_in_at_once() -> None:
+    with disturbed() as server, ExitStack() as stack:
+        openings = [expect(server, rank) for rank in (0, 1) for _ in range(60)]
+        connections = [stack.enter_context(stranger(server)) for _ in openings]
+        for opening, connection in zip(openings, connections, strict=True):
+            connection.sendall(opening.ticket)
+        assert all(connection.recv(1) == WELCOME for connection in connections)
 
 
 def call(server: OwnerServer, rank: int, method: str, request: Any, number: int | None = None) -> Any:
@@ -511,11 +565,14 @@ def test_a_connection_whose_call_never_comes_is_freed_when_its_rank_ends_it(monk
         assert set(server._tensors._streams) == before
 
 
-@pytest.mark.parametrize("sends", ["noise", "a chunk of 4 GiB", "a chunk of nothing", "another shard"])
+@pytest.mark.parametrize(
+    "sends", ["noise", "a chunk of 4 GiB", "a chunk of 5 MiB", "a chunk of nothing", "another shard"]
+)
 def test_what_a_member_sends_in_place_of_gradients_is_refused(sends: str) -> None:
     heads = {
         "noise": random.Random(3).randbytes(HEAD),
         "a chunk of 4 GiB": struct.pack("<IIQQ", 0, (1 << 32) - 1, 0, 0),
+        "a chunk of 5 MiB": struct.pack("<IIQQ", 0, 5 << 20, 0, 0),
         "a chunk of nothing": struct.pack("<IIQQ", 0, 0, 0, 0),
         "another shard": struct.pack("<IIQQ", 1, 8, 0, 0),
     }
@@ -533,7 +590,7 @@ def test_a_member_that_sends_too_slowly_is_cut(monkeypatch: pytest.MonkeyPatch) 
 
     def trickle(connection: socket.socket) -> None:
         with suppress(OSError):
-            while not stop.wait(0.05):
+            while not stop.wait(0.005):  # never silent
                 connection.sendall(b"\0")
 
     with disturbed() as server, member(server) as (number, connection):
@@ -576,7 +633,9 @@ def test_a_call_that_is_cancelled_lets_go_of_memory_before_it_ends() -> None:
             with patch.object(Receiving, "advance", watched):
                 task = asyncio.create_task(receive())
                 await asyncio.sleep(0.02)
-                task.cancel()
+                for _ in range(3):  # a newer link, the end of this one, the end of the server
+                    task.cancel()
+                    await asyncio.sleep(0)
                 with pytest.raises(asyncio.CancelledError):
                     await task
                 assert moving.done()

@@ -11,14 +11,16 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import HandshakeError, StoreError
+from rayzero.security.credentials import is_loopback
 from rayzero.security.refusals import Refusals
 from rayzero.store.owner.calls.allowance import BODY_S, SlowBodyError, TooManyCallsError
 from rayzero.store.wire.payload import Assembly, Bytes
@@ -37,7 +39,8 @@ from rayzero.store.wire.tensor_stream import (
 from rayzero.telemetry.recorder import Recorder
 
 CONNECTIONS = 64  # of one rank, expected and open; it uses one for each transfer under way
-ENTERING = 64  # clients that have not shown their ticket yet; more are cut
+ENTERING = 256  # clients that have not shown their ticket yet; then the oldest one is cut
+_BACKLOG = 1024  # clients that are not accepted yet
 TICKET_S = 10.0  # in which a client must show its ticket, and for which it is good
 _LOOK_S = 5.0  # between two looks whether a connection with bytes that nobody has asked for has ended
 _PAUSE_S = 0.1  # after a connection could not be accepted: the process may be out of files
@@ -92,8 +95,9 @@ class OwnerStream:
             try:
                 yield self
             except BaseException:
-                self.close()
+                self._end()
                 raise
+            self._stream.forget_scratch()
             self._watch()
 
     async def receive(self, landings: Iterable[Landing]) -> None:
@@ -114,12 +118,15 @@ class OwnerStream:
         while not await self._advance(work):
             if work.chunks > passed:
                 passed, until = work.chunks, loop.time() + BODY_S
+            verb = "taken" if to_write else "sent"
+            slow = SlowBodyError(f"rank {self.rank} has {verb} no whole chunk within {BODY_S:g} s")
+            if loop.time() >= until:
+                raise slow
             try:
                 async with asyncio.timeout_at(until):
                     await _ready(self._stream.connection, to_write=to_write)
             except TimeoutError:
-                verb = "taken" if to_write else "sent"
-                raise SlowBodyError(f"rank {self.rank} has {verb} no whole chunk within {BODY_S:g} s") from None
+                raise slow from None
 
     async def _advance(self, work: Work) -> bool:
         """Move bytes in a thread. Who cancels this waits until the thread has let go of the memory."""
@@ -128,7 +135,9 @@ class OwnerStream:
             return await asyncio.shield(moving)
         except asyncio.CancelledError:
             self._stream.abort()
-            await asyncio.wait([moving])
+            while not moving.done():
+                with suppress(asyncio.CancelledError):  # once more: a newer link, and then the end of this one
+                    await asyncio.wait([moving])
             moving.exception()  # that it ended is what was wanted
             raise
 
@@ -143,7 +152,7 @@ class OwnerStream:
         """It has ended, or bytes are here whose call is still on its way: look again, in case it never comes."""
         self._unwatch()
         if self._stream.has_ended:
-            self.close()
+            self._end()
         else:
             asyncio.get_running_loop().call_later(_LOOK_S, self._look)
 
@@ -152,7 +161,13 @@ class OwnerStream:
             self._watch()
 
     def close(self) -> None:
-        """End the connection. Idempotent."""
+        """End the connection; a call that uses it ends by that. Idempotent."""
+        if self._turn.locked():
+            self._stream.abort()
+        else:
+            self._end()
+
+    def _end(self) -> None:
         if not self._closed:
             self._closed = True
             self._unwatch()
@@ -169,11 +184,12 @@ class TensorPort:
     def __init__(self, recorder: Recorder) -> None:
         self._refusals = Refusals("tensors", recorder)
         self._listeners: dict[str, socket.socket] = {}  # by host
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._entering = 0
+        self._accepting: list[asyncio.Task[None]] = []
+        self._entering: dict[asyncio.Task[None], str] = {}  # clients' addresses, the oldest first
         self._numbers = count(1)
         self._expected: dict[bytes, Expected] = {}  # by ticket
         self._streams: dict[int, OwnerStream] = {}
+        self._of_rank = Counter[int]()  # expected and open
         self._pool = ThreadPoolExecutor(
             max(2, min(8, os.cpu_count() or 1)),
             "rayzero-owner-tensors",
@@ -183,19 +199,21 @@ class TensorPort:
 
     def listen(self, host: str) -> None:
         """Accept connections to ``host`` too, at any free port. Raises OSError if that is impossible."""
+        if host in self._listeners:
+            return
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=ENTERING)
+        listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         listener.setblocking(False)
         self._listeners[host] = listener
-        self._start(self._accept(listener))
+        self._accepting.append(asyncio.get_running_loop().create_task(self._accept(listener)))
 
     def expect(self, rank: int, host: str, *, protected: bool) -> Expected:
         """Let a rank open one connection. ``host``: of this owner, as the rank has it. ``protected``: the rank asks
         over TLS, so chunks are encrypted. Raises StoreError if the rank has too many."""
-        ranks = [*(each.rank for each in self._expected.values()), *(each.rank for each in self._streams.values())]
-        if ranks.count(rank) >= CONNECTIONS:
+        if self._of_rank[rank] >= CONNECTIONS:
             raise TooManyCallsError(f"rank {rank} has {CONNECTIONS} connections for tensors here, the most for a rank")
-        listener = self._listeners.get(host) or next(iter(self._listeners.values()), None)
+        others = sorted(self._listeners, key=is_loopback)  # a name of this host, perhaps: what others reach, first
+        listener = self._listeners.get(host) or next((self._listeners[other] for other in others), None)
         if listener is None:
             raise StoreError("this owner is stopping")
         expected = Expected(
@@ -206,8 +224,20 @@ class TensorPort:
             keys=new_stream_keys() if protected else None,
         )
         self._expected[expected.ticket] = expected
-        asyncio.get_running_loop().call_later(TICKET_S, self._expected.pop, expected.ticket, None)
+        self._of_rank[rank] += 1
+        asyncio.get_running_loop().call_later(TICKET_S, self._forget, expected.ticket)
         return expected
+
+    def _forget(self, ticket: bytes) -> None:
+        """A ticket is not good any more, if nobody has shown it."""
+        expected = self._expected.pop(ticket, None)
+        if expected is not None:
+            self._free(expected.rank)
+
+    def _free(self, rank: int) -> None:
+        self._of_rank[rank] -= 1
+        if not self._of_rank[rank]:
+            del self._of_rank[rank]
 
     def of(self, number: int | None, rank: int | None) -> OwnerStream | None:
         """The connection that a call names; None: it names none. Raises TransferError if it has ended, HandshakeError
@@ -224,9 +254,10 @@ class TensorPort:
     async def stop(self) -> None:
         """Accept nobody any more, and end all connections. Idempotent."""
         listeners, self._listeners = self._listeners, {}
-        for task in list(self._tasks):
+        tasks = [*self._accepting, *self._entering]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for listener in listeners.values():
             listener.close()
         for stream in list(self._streams.values()):
@@ -235,11 +266,6 @@ class TensorPort:
         self._pool.shutdown(wait=False)
 
     # ---- clients
-
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -250,23 +276,31 @@ class TensorPort:
                 log.warning("a connection for tensors could not be accepted: %s", error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
+            while len(self._entering) >= ENTERING:
+                self._cut_oldest()
             peer = f"{address[0]}:{address[1]}"
-            if self._entering >= ENTERING:
-                connection.close()
-                self._refusals.note("limit", peer, f"{ENTERING} others have not shown a ticket yet")
-            else:
-                self._entering += 1
-                self._start(self._enter(connection, peer))
+            task = loop.create_task(self._enter(connection, peer))
+            self._entering[task] = peer
+            task.add_done_callback(lambda done: self._entering.pop(done, None))
+            await asyncio.sleep(0)  # a client that is there already is accepted without a turn of the loop
+
+    def _cut_oldest(self) -> None:
+        """Who has not shown a ticket for longest is least likely to have one."""
+        task, peer = next(iter(self._entering.items()))
+        self._refusals.note("limit", peer, f"{ENTERING} others have not shown a ticket yet")
+        del self._entering[task]
+        task.cancel()
 
     async def _enter(self, connection: socket.socket, peer: str) -> None:
         """Take a client in that shows a ticket."""
         try:
             async with asyncio.timeout(TICKET_S):
                 ticket = await _read(connection, TICKET_BYTES)
-            expected = self._expected.pop(ticket, None)
+            expected = self._expected.get(ticket)
             if expected is None:
                 raise HandshakeError("its ticket is not one of this owner's")
             connection.send(WELCOME)
+            del self._expected[ticket]
         except (OSError, HandshakeError, StreamEndedError) as error:  # OSError: also after TICKET_S
             self._refusals.note(_reason(error), peer, str(error) or "it shows no ticket")
             connection.close()
@@ -275,12 +309,11 @@ class TensorPort:
             raise
         else:
             self._keep(expected, TensorStream(connection, expected.keys))
-        finally:
-            self._entering -= 1
 
     def _keep(self, expected: Expected, stream: TensorStream) -> None:
         def over() -> None:
-            self._streams.pop(expected.number, None)
+            if self._streams.pop(expected.number, None) is not None:
+                self._free(expected.rank)
 
         self._streams[expected.number] = OwnerStream(stream, expected.rank, self._pool, over)
 

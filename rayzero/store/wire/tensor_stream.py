@@ -14,8 +14,11 @@ import secrets
 import select
 import socket
 import struct
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,8 +31,10 @@ TICKET_BYTES = 32  # what a client says first: what it got from OpenTensorStream
 WELCOME = b"\1"  # what it is answered
 SILENT_S = 0.05  # how long a thread waits for a peer that sends or takes nothing
 
+MOST_CHUNK_BYTES = 4 << 20  # an end may hold an encrypted chunk of each connection
+_TURN_S = 0.1  # after which a thread that moves bytes serves another connection, if that waits for it
+
 _HEAD = struct.Struct("<IIQQ")
-_DEAD_MS = 20_000  # after which bytes that nobody acknowledges, or pings that nobody answers, end a connection
 
 
 class StreamEndedError(TransferError):
@@ -45,8 +50,8 @@ class Work(Protocol):
         ...
 
     def advance(self) -> bool:
-        """Move bytes until all have passed (True), or until the peer is silent (False). Raises StreamEndedError, and
-        TransferError for bytes that are not what was sent."""
+        """Move bytes until all have passed (True), or until the peer is slow, or others have waited for long (False).
+        Raises StreamEndedError, and TransferError for bytes that are not what was sent."""
         ...
 
 
@@ -74,10 +79,11 @@ class TensorStream:
         self.sending = None if keys is None else ChunkCipher(keys.sending)
         self.receiving = None if keys is None else ChunkCipher(keys.receiving)
         self._scratch = bytearray()  # an encrypted chunk
+        self._ending = threading.Lock()  # a connection that is closed may be another one's number
         _set_up(connection)
 
     def read(self, out: memoryview) -> int:
-        """Read up to ``len(out)`` bytes; 0: the peer is silent. Raises StreamEndedError."""
+        """Read up to ``len(out)`` bytes; fewer: no more came for a while. Raises StreamEndedError."""
         try:
             read = self.connection.recv_into(out, 0, socket.MSG_WAITALL)
         except BlockingIOError:
@@ -89,8 +95,8 @@ class TensorStream:
         return read
 
     def write(self, content: memoryview, *, more: bool = False) -> int:
-        """Write some of ``content``; 0: the peer takes nothing. ``more``: other bytes follow at once. Raises
-        StreamEndedError."""
+        """Write up to all of ``content``; fewer: the peer took no more for a while. ``more``: other bytes follow at
+        once. Raises StreamEndedError."""
         try:
             return self.connection.send(content, socket.MSG_MORE if more else 0)
         except BlockingIOError:
@@ -103,6 +109,10 @@ class TensorStream:
         if len(self._scratch) < size_bytes:
             self._scratch = bytearray(size_bytes)
         return memoryview(self._scratch)[:size_bytes]
+
+    def forget_scratch(self) -> None:
+        """Free that memory: the transfer is over."""
+        self._scratch = bytearray()
 
     @property
     def has_ended(self) -> bool:
@@ -127,14 +137,13 @@ class TensorStream:
 
     def abort(self) -> None:
         """End the connection: whoever moves bytes gets StreamEndedError. Any thread may call it."""
-        try:
+        with self._ending, suppress(OSError):  # it has ended
             self.connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it has ended
-            return
 
     def close(self) -> None:
         """Free the connection, which nobody uses any more."""
-        self.connection.close()
+        with self._ending:
+            self.connection.close()
 
 
 class Receiving:
@@ -150,17 +159,20 @@ class Receiving:
 
     def advance(self) -> bool:
         """See ``Work``."""
+        until = time.monotonic() + _TURN_S
         while not self._assembly.complete:
-            if not self.take_chunk():
-                return False
+            if not self.take_chunk() or time.monotonic() > until:
+                return self._assembly.complete
         return True
 
     def take_chunk(self) -> bool:
-        """Move one chunk; False: the peer was silent before all of it was here. Raises as ``advance``."""
+        """Move one chunk; False: the peer was slow, and not all of it is here yet. Raises as ``advance``."""
         if self._payload is None:
             if not self._fill():
                 return False
             shard, size, offset, _ = _HEAD.unpack(self._head)
+            if size > MOST_CHUNK_BYTES:
+                raise TransferError(f"a chunk of {size:,} bytes came; the most are {MOST_CHUNK_BYTES:,}")
             self._payload = self._assembly.room_for(shard, offset, size)
             encrypted = self._stream.receiving is not None
             self._coming = self._stream.scratch(size + TAG_BYTES) if encrypted else self._payload
@@ -184,11 +196,10 @@ class Receiving:
             )
 
     def _fill(self) -> bool:
-        while self._filled < len(self._coming):
-            read = self._stream.read(self._coming[self._filled :])
-            if not read:
-                return False
-            self._filled += read
+        """Read what is left of what is coming; False: it is not all here yet."""
+        self._filled += self._stream.read(self._coming[self._filled :])
+        if self._filled < len(self._coming):
+            return False
         self._filled = 0
         return True
 
@@ -205,7 +216,8 @@ class Sent:
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         """``content``: bytes, which nobody changes until all have passed. ``moved``: called for every chunk."""
-        self._stream, self._shard, self._content, self._chunk_bytes = stream, shard, content, chunk_bytes
+        self._stream, self._shard, self._content = stream, shard, content
+        self._chunk_bytes = min(chunk_bytes, MOST_CHUNK_BYTES)
         self._moved = moved
         self._offset = 0  # where the next chunk begins
         self._left: list[memoryview] = []  # of this chunk: head and payload
@@ -213,18 +225,30 @@ class Sent:
 
     def advance(self) -> bool:
         """See ``Work``."""
-        while self._left or self._offset < len(self._content):
+        until = time.monotonic() + _TURN_S
+        while not self._is_through:
             if not self._left:
                 self._left = self._next_chunk()
-            while self._left:
-                written = self._stream.write(self._left[0], more=len(self._left) > 1)
-                if not written:
-                    return False
-                self._left[0] = self._left[0][written:]
-                if not len(self._left[0]):
-                    self._left.pop(0)
+            if not self._write_chunk():
+                return False
             self.chunks += 1
             self._moved()
+            if time.monotonic() > until:
+                return self._is_through
+        return True
+
+    @property
+    def _is_through(self) -> bool:
+        return not self._left and self._offset == len(self._content)
+
+    def _write_chunk(self) -> bool:
+        """Write what is left of the chunk; False: the peer was slow, and something still is."""
+        while self._left:
+            written = self._stream.write(self._left[0], more=len(self._left) > 1)
+            if written < len(self._left[0]):
+                self._left[0] = self._left[0][written:]
+                return False
+            self._left.pop(0)
         return True
 
     def _next_chunk(self) -> list[memoryview]:
@@ -255,6 +279,7 @@ class InTurn:
 
     def advance(self) -> bool:
         """See ``Work``."""
+        until = time.monotonic() + _TURN_S
         while self._left:
             work, then = self._left[0]
             if not work.advance():
@@ -262,6 +287,8 @@ class InTurn:
             self._passed += work.chunks
             self._left.popleft()
             then()
+            if time.monotonic() > until:
+                return not self._left
         return True
 
 
@@ -275,7 +302,6 @@ def _set_up(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_MS)
 
 
 def _ended(error: OSError) -> StreamEndedError:

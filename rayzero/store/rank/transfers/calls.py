@@ -67,8 +67,8 @@ def _upload_beside(move: Move, method: str, parts: Iterator[Sending]) -> None:
             for part in parts:
                 headers.put(part.header)
                 for shard, content in part.contents():
-                    sent = Sent(beside.stream, shard.index, byte_view(content).data, move.chunk_bytes, move.moved)
-                    beside.stream.pass_all(sent)
+                    memory = byte_view(content).data
+                    beside.stream.pass_all(Sent(beside.stream, shard.index, memory, move.chunk_bytes, move.moved))
         except StreamEndedError as ended:
             headers.put(None)
             why = move.channel.why_ended(call, ended)
@@ -116,7 +116,8 @@ def _beside(move: Move, request: pb.FetchRequest) -> Iterator[Take]:
         def take(assembly: Assembly) -> None:
             receiving = Receiving(beside.stream, assembly)
             while not receiving.take_chunk():
-                pass
+                if move.moving.done():  # the call may have ended long ago, with all bytes on their way
+                    raise StreamEndedError("nothing comes any more")
             move.moved()
 
         try:

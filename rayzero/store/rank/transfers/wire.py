@@ -11,7 +11,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from rayzero.codecs import RAW, Codec, codec_for
 from rayzero.codecs.record import codec_of
+from rayzero.concurrency.backoff import backoff
 from rayzero.concurrency.futures import fail, settle, then, when_all
 from rayzero.concurrency.gather import Gather
 from rayzero.concurrency.threads import use_torch_threads
@@ -51,6 +54,7 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 3  # at a stream whose bytes are damaged
 _RETRY_PAUSE_S = 0.1
 _FORMATS = {"none": pb.WIRE_FORMAT_UNSPECIFIED, "bf16": pb.WIRE_FORMAT_BF16, "int8": pb.WIRE_FORMAT_INT8}  # by codec
+_SHUT_S = 30.0  # how long an owner that answers calls may let no connection for tensors in
 _SLOWEST_BYTES_PER_S = 10e6  # a stream slower than this is given up
 
 
@@ -432,6 +436,8 @@ class WireTransfers:
 
         def stream(channel: Channel, moving: Future[None], progress: _Progress) -> None:
             left, call = [part for part in parts if not part.ended], begun(channel)
+            if not left:  # all bytes were here when the link broke
+                return
             move = self._move(channel, sum(part.size for part in left), 0.0, moving, progress.moved)
             if call is not None:
                 move = replace(move, beside=False)
@@ -471,18 +477,23 @@ class WireTransfers:
         future that it is given is done."""
         progress, moving = _Progress(), Future[None]()
         self._watch.watch(moving, what, describe, lambda: progress.chunks)
-        broken, damaged, shut = None, 0, 0
+        broken, damaged = None, 0
+        shut_at, pauses = math.inf, backoff()  # since when no connection for tensors can be opened
         try:
             while True:
                 channel = self._link.wait_open(broken, moving)
                 progress.begin()
                 try:
                     return stream(channel, moving, progress)
-                except BrokenLinkError as error:
-                    shut += isinstance(error, NoStreamError)
-                    if shut == _ATTEMPTS:  # the network that lets calls through does not let these
+                except NoStreamError as error:  # the owner has no room now, or a network lets calls through alone
+                    shut_at = min(shut_at, time.monotonic())
+                    if time.monotonic() - shut_at > _SHUT_S or moving.done() or self._closing.wait(next(pauses)):
                         raise
-                    broken = channel
+                    self._again(direction, error)
+                except BrokenLinkError as error:
+                    if moving.done():
+                        raise
+                    broken, shut_at = channel, math.inf
                     self._link.broke(channel, error)
                     self._again(direction, error)
                 except TransferError as error:
