@@ -24,6 +24,8 @@ pytestmark = [
     pytest.mark.usefixtures("forked_with_pytest"),
 ]
 
+_ATTEMPTS = 4  # until the rank that is to die has been the first to need a part
+
 DEATHS = {
     "with a claim and nothing asked for": (Fault("rank 0", "rank.claim", nth=2),),
     "the maker with its first claim": (Fault("rank 0", "rank.claim"), Fault("rank 1", "rank.claim")),
@@ -46,8 +48,14 @@ def test_a_death_among_ranks_that_fetch_for_each_other_changes_no_bit(
     faults: tuple[Fault, ...], expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with another_host(*OWNERS_ELSEWHERE) as hosts:
-        disturbed = Disturbed(tmp_path, *faults, hosts=hosts, stall_timeout=20.0)
-        assert differences(disturbed.results(), expected) == []
+        for attempt in range(_ATTEMPTS):
+            caplog.clear()
+            folder = tmp_path / str(attempt)
+            folder.mkdir()
+            disturbed = Disturbed(folder, *faults, hosts=hosts, stall_timeout=20.0)
+            assert differences(disturbed.results(), expected) == []
+            if disturbed.all_struck:
+                break
         disturbed.check(caplog.messages)
 
 
