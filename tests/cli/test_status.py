@@ -325,5 +325,6 @@ def test_loggers_have_lines(run: Path) -> None:
 def test_a_run_that_goes_on_says_where_its_live_page_is(run: Path) -> None:
     here = {"pid": os.getpid(), "host": socket.gethostname()}
     telemetry = RECORD["telemetry"] | {"page": "http://127.0.0.1:1/"}
-    (run / "run.json").write_text(json.dumps(RECORD | {"state": "running", "driver": here, "telemetry": telemetry}))
+    goes_on = {"state": "running", "started_at": time.time(), "driver": here, "telemetry": telemetry}
+    (run / "run.json").write_text(json.dumps(RECORD | goes_on))
     assert "live page   http://127.0.0.1:1/" in lines_of(run)
