@@ -60,7 +60,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def all_muted(stores: Stores, owners: set[int]) -> None:
-    """Wait until every rank but the voice hears of ``owners`` from the voice, and of no other owner."""
+    """Wait until the voice tells every other rank what ``owners`` publish, and nothing of any other owner."""
 
     def are_silent() -> bool:
         silent = Counter(rank for (_, rank), stream in list(STREAMS.items()) if stream._muted)

@@ -1,8 +1,8 @@
-"""What a rank hears of publications from its host's voice, in place of the owners' own streams.
+"""A rank hears from its host's voice what owners on other hosts publish, instead of from the owners' own streams.
 
 An owner on another host tells the voice what it publishes, and the voice tells the other ranks of its host: one message
-crosses the network for all of them. Each rank keeps its own stream of notices, which shows a break at once and brings
-the run's end, and has it muted while it hears of the owner from the voice.
+crosses the network for all of them. Each rank keeps its own stream of notices, because the stream shows a break at once
+and says when the run ends. While the voice tells the rank what an owner publishes, the owner mutes that stream.
 
 [Note: between two who tell] A rank that asks an owner to mute its stream, or to go on, is told everything that is
 published once more. What is published after that comes from the voice, which has said before that its link to the owner
