@@ -3,8 +3,8 @@
     rayzero bench store [--mib 256] [--rounds 5] [--steps 3] [--transports inproc grpc] [--owners 1] [--tls] [--json]
 
 One rank has its owners in another process (with ``inproc`` in its own), one bf16 unit of ``--mib`` and two small ones.
-A step fetches every unit (after a fetch that is not timed), copies the same bytes from one tensor to another in the
-same process (``memcpy``, ``--threads`` torch threads) and pushes them; then the step is decided, which is not timed.
+A step fetches every unit (after a fetch that is not timed), pushes it, and copies the same bytes from one tensor to
+another in the same process (``memcpy``, ``--threads`` torch threads); then the step is decided, which is not timed.
 ``bare`` streams ready bytes between two processes, down from a server and up from a client: over gRPC, and drops them
 or copies them into a tensor, and over a TCP socket, from a tensor into a tensor. All take turns. CPU s/GB are of both
 ends together.
@@ -80,10 +80,10 @@ class StorePlayer:
 
     def _move(self, unit: UnitLayout, out: Tensor, grads: Tensor, owners: Sequence[int]) -> dict[str, Cost]:
         self._fetch(unit, out)  # waits until the last step's update is published
-        return {
+        return {  # memcpy last: after it, torch's threads spin for milliseconds on cores that a push needs
             "fetch": Cost.of(partial(self._fetch, unit, out), owners),
-            "memcpy": Cost.of(partial(out.copy_, grads), ()),
             "push": Cost.of(partial(self._push, unit, grads), owners),
+            "memcpy": Cost.of(partial(out.copy_, grads), ()),
         }
 
     def _fetch(self, unit: UnitLayout, out: Tensor) -> None:
