@@ -43,23 +43,24 @@ class Way:
 
     options: Options
     voice: HostVoice = "auto"  # zero.host_voice
+    stream_bytes: int = ZeroConfig().stream_bytes
 
 
 PLAIN, RELAY, BOTH = "each rank by itself", "fetched once a host", "as by default"
-LOOPS = f"{BOTH}, 16 loops an owner"
-ONCE = Options(transport="shm", fetch_once_per_host=True, push_once_per_host=True)
-MANY = replace(ONCE, loops=16)
+IN_MESSAGES = f"{BOTH}, all bytes in messages"
+APART = Options(transport="shm", encrypted=True)
+ONCE = replace(APART, fetch_once_per_host=True, push_once_per_host=True)
 WAYS = {
-    PLAIN: Way(options=Options(transport="shm"), voice="never"),
-    RELAY: Way(options=Options(transport="shm", fetch_once_per_host=True), voice="never"),
+    PLAIN: Way(options=APART, voice="never"),
+    RELAY: Way(options=replace(APART, fetch_once_per_host=True), voice="never"),
+    IN_MESSAGES: Way(options=ONCE, stream_bytes=1 << 40),
     BOTH: Way(options=ONCE),
-    LOOPS: Way(options=MANY),
 }
 MESSAGES = {
-    f"{LOOPS}, each rank asks and hears": Way(options=MANY, voice="never"),
-    f"{LOOPS}, a tree of 16": Way(options=replace(MANY, fan_out=16)),
+    f"{BOTH}, each rank asks and hears": Way(options=ONCE, voice="never"),
+    f"{BOTH}, a tree of 16": Way(options=replace(ONCE, fan_out=16)),
 }
-SHARDS = {f"{way}, shards of 2 MiB": WAYS[way] for way in (BOTH, LOOPS)}
+SHARDS = {f"{BOTH}, shards of 2 MiB": WAYS[BOTH]}
 HERE = Path(__file__).with_suffix(".json")  # as measured for docs/scale_simulation.md
 _KIND = re.compile(r" of (host kind|owner group|rank group) \d+")
 RESOLUTION = 1e-4  # of a forward: works that end closer than this end together
@@ -158,7 +159,9 @@ def run_of(plan: UnitPlan, zero: ZeroConfig, here: Measured, args: argparse.Name
 def point(run: Run, plan: UnitPlan, model: str, way: str, tokens: int) -> Point:
     """Simulate one run."""
     chosen = (WAYS | MESSAGES | SHARDS)[way]
-    run = replace(run, options=chosen.options, zero=run.zero.replace(host_voice=chosen.voice))
+    run = replace(
+        run, options=chosen.options, zero=run.zero.replace(host_voice=chosen.voice, stream_bytes=chosen.stream_bytes)
+    )
     ranks, owners = len(run.rank_hosts), len(run.owner_hosts)
     sums = list(Counter(run.rank_hosts).values()) if run.options.push_once_per_host else []
     shards = shard_map_for(plan.layout, owners, run.zero.shard_map)
@@ -191,7 +194,7 @@ def points(here: Measured, args: argparse.Namespace) -> Iterator[Point]:
         return
     plan, zero = layout_of("7B")
     for owners in OWNERS[:-1]:
-        yield point(run_of(plan, zero, here, args, 1000, owners), plan, "7B", LOOPS, args.tokens)
+        yield point(run_of(plan, zero, here, args, 1000, owners), plan, "7B", BOTH, args.tokens)
     for way in MESSAGES:
         yield point(run_of(plan, zero, here, args, 1000, 256), plan, "7B", way, args.tokens)
     plan, zero = layout_of("7B", "2MiB")
@@ -199,7 +202,7 @@ def points(here: Measured, args: argparse.Namespace) -> Iterator[Point]:
         yield point(run_of(plan, zero, here, args, 1000, 256), plan, "7B", way, args.tokens)
     plan, zero = layout_of("1T")
     run = run_of(plan, zero, here, args, 1000, 256)
-    for way in (BOTH, LOOPS):
+    for way in (IN_MESSAGES, BOTH):
         yield point(run, plan, "1T", way, args.tokens)
 
 
@@ -213,14 +216,14 @@ def draw(found: Sequence[Point], path: Path) -> None:
 
     figure, ((step, share), (owners, load)) = plt.subplots(2, 2, figsize=(11, 8))
     for model in ("7B", "66B"):
-        for way, style in ((PLAIN, "-"), (RELAY, "--"), (BOTH, ":"), (LOOPS, "-.")):
+        for way, style in ((PLAIN, "-"), (RELAY, "--"), (IN_MESSAGES, ":"), (BOTH, "-.")):
             line = [p for p in found if (p.model, p.way) == (model, way) and RANKS.get(p.ranks) == p.owners]
             line = list({p.ranks: p for p in line}.values())
             step.plot(
                 [p.ranks for p in line], [p.found.seconds for p in line], style, marker="o", label=f"{model}, {way}"
             )
             share.plot([p.ranks for p in line], [p.found.of_bound for p in line], style, marker="o")
-    many = list({p.owners: p for p in found if (p.model, p.way, p.ranks) == ("7B", LOOPS, 1000)}.values())
+    many = list({p.owners: p for p in found if (p.model, p.way, p.ranks) == ("7B", BOTH, 1000)}.values())
     many.sort(key=lambda p: p.owners)
     owners.plot([p.owners for p in many], [p.found.seconds for p in many], marker="o", label="step")
     owners.plot([p.owners for p in many], [p.found.bound for p in many], "--", marker=".", label="its bandwidth bound")
@@ -232,7 +235,7 @@ def draw(found: Sequence[Point], path: Path) -> None:
     for axes, title, x, y in (
         (step, "A step", "ranks (owners: a fourth, at least 8)", "seconds"),
         (share, "over its bandwidth bound", "ranks", "step / bound"),
-        (owners, "7B, 1,000 ranks, 16 loops an owner", "owners", "seconds"),
+        (owners, "7B, 1,000 ranks", "owners", "seconds"),
         (load, "Host memory of the largest owner", "ranks", "GiB"),
     ):
         axes.set(title=title, xlabel=x, ylabel=y, xscale="log")

@@ -38,7 +38,7 @@ from rayzero.kernels.rank_sum import GROUP
 from rayzero.lead.decide import total_norm
 from rayzero.protocol.messages import NormParts
 from rayzero.simulation.cluster import Run, simulate
-from rayzero.simulation.machines import Costs, Machine, Options, Transport
+from rayzero.simulation.machines import Costs, Machine, Moving, MovingCosts, Options, Stream, Transport
 from rayzero.simulation.ranks import Compute
 
 __all__ = [
@@ -316,7 +316,7 @@ def measure_costs(transport: Transport, machine: Machine) -> Costs:
         step_s=max(0.0, shallow.thread - shallow.units * unit_s),
         shard_s=shard_s,
         message_s=rest / MESSAGES,
-        **(_streams() if transport == "grpc" else {}),
+        moving=_measure_moving(machine) if transport == "grpc" else {},
     )
     at_least = simulate(replace(shallow.run, costs=costs)).seconds
     hops = 0 if alone else 5  # from a finish to a publication
@@ -352,9 +352,7 @@ def _tiny(work: Work, transport: Transport, machine: Machine) -> _Tiny:
 
 
 _FREE = Costs(
-    unit_s=0.0, aside_s=0.0, step_s=0.0, shard_s=0.0, message_s=0.0, latency_s=0.0, fetch_stream=1e12,
-    push_stream=1e12, rank_fetch_byte_s=0.0, rank_push_byte_s=0.0, owner_fetch_byte_s=0.0, owner_push_byte_s=0.0,
-    loop_fetch_byte_s=0.0, loop_push_byte_s=0.0,
+    unit_s=0.0, aside_s=0.0, step_s=0.0, shard_s=0.0, message_s=0.0, latency_s=0.0, moving={}
 )  # fmt: skip
 
 
@@ -364,34 +362,51 @@ def _owners_cpu(contestant: Contestant) -> float:
     return sum(each.user + each.system for each in times)
 
 
-def _streams() -> dict[str, float]:
-    """Bytes per second of a stream each way, and CPU seconds for each byte at both ends, over gRPC on loopback."""
-    options = OursOptions(transport="grpc", owners=1)
+_MOVING: dict[Moving, OursOptions] = {
+    "messages": OursOptions(transport="grpc", stream_bytes=1 << 40),
+    "beside": OursOptions(transport="grpc"),
+    "encrypted": OursOptions(transport="grpc", tls=True),
+}
+
+
+def _measure_moving(machine: Machine) -> dict[Moving, MovingCosts]:
+    """What bytes take that travel over loopback in each of the ways there are."""
+    return {moving: _streams(options, machine, in_loop=moving == "messages") for moving, options in _MOVING.items()}
+
+
+def _streams(options: OursOptions, machine: Machine, *, in_loop: bool) -> MovingCosts:
     entry = Entry(name="streams", programs=partial(_programs, partial(build_fetching, _STREAM), options))
     with tempfile.TemporaryDirectory() as folder, contest([entry], 1, 1, folder=folder) as (there, absent):
         _require(absent)
-        found = {way: there[0].play(Turn(steps=4 * _ROUNDS, what=way))[0]["moved"] for way in ("fetch", "push")}
-    return costs_of_streams(found["fetch"], found["push"], _STREAM)
+        fetches, pushes = (there[0].play(Turn(steps=4 * _ROUNDS, what=way))[0]["moved"] for way in ("fetch", "push"))
+    loop = busiest_thread(fetches) if in_loop else None
+    return MovingCosts(
+        fetch=costs_of_stream(fetches, _STREAM, loop),
+        push=costs_of_stream(pushes, _STREAM, loop, beside_s=1 / machine.norm_core),
+    )
 
 
-def costs_of_streams(
-    fetches: Sequence[dict[str, Any]], pushes: Sequence[dict[str, Any]], size: int
-) -> dict[str, float]:
-    """What moving ``size`` bytes takes, for each byte. An owner's event loop is the thread that fetches keep busiest.
-
-    ``fetches``, ``pushes``: what each of them took; see ``_moved``."""
+def busiest_thread(moves: Sequence[dict[str, Any]]) -> int:
+    """The owners' thread that has worked most: of fetches in messages, the event loop."""
     busy: Counter[int] = Counter()
-    for each in fetches:
+    for each in moves:
         busy.update(each["threads"])
-    loop = max(busy, key=lambda thread: busy[thread])
-    found = {}
-    for way, moves in (("fetch", fetches), ("push", pushes)):
-        moved = size * len(moves)
-        found[f"{way}_stream"] = size / median(each["seconds"] for each in moves)
-        found[f"rank_{way}_byte_s"] = sum(each["cpu"] for each in moves) / moved
-        found[f"owner_{way}_byte_s"] = sum(sum(each["threads"].values()) for each in moves) / moved
-        found[f"loop_{way}_byte_s"] = sum(each["threads"].get(loop, 0.0) for each in moves) / moved
-    return found
+    return max(busy, key=lambda thread: busy[thread])
+
+
+def costs_of_stream(moves: Sequence[dict[str, Any]], size: int, loop: int | None, *, beside_s: float = 0.0) -> Stream:
+    """What moving ``size`` bytes takes, for each byte.
+
+    moves: what each of them took; see ``_moved``. loop: the owner's thread that is its event loop; None: no bytes pass
+    through it. beside_s: what the owner did beside moving, for each byte: the norm of what was pushed."""
+    moved = size * len(moves)
+    of_owner = sum(sum(each["threads"].values()) for each in moves) / moved
+    return Stream(
+        speed=size / median(each["seconds"] for each in moves),
+        rank_byte_s=sum(each["cpu"] for each in moves) / moved,
+        owner_byte_s=max(0.0, of_owner - beside_s),
+        loop_byte_s=0.0 if loop is None else sum(each["threads"].get(loop, 0.0) for each in moves) / moved,
+    )
 
 
 def _require(absent: dict[str, str]) -> None:

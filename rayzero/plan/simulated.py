@@ -32,7 +32,8 @@ def simulate_step(
     state_bytes: float,
 ) -> Simulated:
     """Simulate a step on these hosts. measured: kernels and RayZero's own code; speeds of the hosts are the plan's. A
-    unit computes by its share of the elements, at the hosts' peak. state_bytes: of the optimizer's states, per element.
+    unit computes by its share of the elements, at the hosts' peak. Between hosts bytes are encrypted, as by default.
+    state_bytes: of the optimizer's states, per element.
     Raises ConfigError if costs of the transport were not measured, UnsupportedError for what cannot be simulated."""
     hosts = hardware.hosts
     ranks, owners = tuple(hosts_of_ranks(scaling, hosts)), tuple(hosts_of_owners(zero, scaling, hosts))
@@ -58,6 +59,7 @@ def simulate_step(
         costs=_costs(measured, transport if alone else "grpc"),
         options=Options(
             transport=transport,
+            encrypted=not alone,
             compute_threads=machine.cores,
             fetch_once_per_host=all(zero.fetches_for_host(each) != "never" for each in here.values() if each > 1),
             push_once_per_host=_all_add_up(ranks, zero, traffic),

@@ -9,13 +9,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rayzero.errors import ConfigError
 
-__all__ = ["Costs", "Machine", "Measured", "Options", "Transport"]
+__all__ = ["Costs", "Machine", "Measured", "Moving", "MovingCosts", "Options", "Stream", "Transport"]
 
 Transport = Literal["inproc", "shm", "grpc"]
+Moving = Literal["messages", "beside", "encrypted"]
+"""How bytes travel between processes: in gRPC's messages, or on connections beside its calls, as they are or encrypted;
+see [Note: beside gRPC] in store/wire/tensor_stream.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,24 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """Bytes that travel one way between a rank and an owner; seconds are of one core, for each byte."""
+
+    speed: float  # bytes per second of one stream, alone
+    rank_byte_s: float
+    owner_byte_s: float
+    loop_byte_s: float = 0.0  # of the owner's, in the one thread of its event loop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovingCosts:
+    """Both directions."""
+
+    fetch: Stream
+    push: Stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """What RayZero's own code takes over one transport; seconds of one core unless said otherwise."""
 
@@ -45,14 +66,7 @@ class Costs:
     shard_s: float  # an owner, for each shard of a step
     message_s: float  # the lead, for each message that it takes or sends
     latency_s: float  # of a message; nobody computes
-    fetch_stream: float  # bytes per second of one stream, alone
-    push_stream: float
-    rank_fetch_byte_s: float  # for each byte that it receives
-    rank_push_byte_s: float  # for each byte that it sends
-    owner_fetch_byte_s: float  # for each byte that it sends
-    owner_push_byte_s: float  # for each byte that it receives
-    loop_fetch_byte_s: float  # of these, in the one thread of its event loop
-    loop_push_byte_s: float
+    moving: Mapping[Moving, MovingCosts]  # empty where nothing travels between processes
     touches: float = 3.0  # bytes of host memory for each byte sent or received: a copy in the kernel, and the card's
     round_s: float = 0.0  # the lead, for each step beside its messages
     spoken_s: float | None = (
@@ -80,7 +94,7 @@ class Options:
     push_once_per_host: bool = False  # ranks of a host add up their gradients, in fp32, before they send them
     fan_out: int = 0  # of a tree of owners through which the lead asks them; 0: it asks each of them itself
     owners_together: bool = False  # those of a host are in one process, and share its event loop
-    loops: int = 1  # event loops of an owner's process, each with a thread; today's have one
+    encrypted: bool = False  # what travels beside gRPC's calls, as between hosts by default
     most_streams: int = 8  # of one rank in each direction; see transfer_threads (store/rank/transfers/wire.py)
     compute_threads: float = 1.0  # of a rank on CPUs
     compute_memory: float = 0.0  # bytes of host memory per second that a rank's computing takes
@@ -126,10 +140,19 @@ def machine_from(described: Mapping[str, Any]) -> Machine:
 
 def costs_from(described: Mapping[str, Any]) -> Costs:
     """The inverse of ``asdict``. Raises ConfigError for a missing or an unknown field."""
-    return Costs(**_checked(Costs, described))
+    checked = _checked(Costs, described)
+    moving = {kind: _moving_from(kind, costs) for kind, costs in checked["moving"].items()}
+    return Costs(**{**checked, "moving": moving})
 
 
-def _checked(kind: type[Machine] | type[Costs], described: Mapping[str, Any]) -> dict[str, Any]:
+def _moving_from(kind: str, described: Mapping[str, Any]) -> MovingCosts:
+    if kind not in get_args(Moving):
+        raise ConfigError(f"Costs.moving has {kind!r}, but must have some of {', '.join(get_args(Moving))}")
+    checked = _checked(MovingCosts, described)
+    return MovingCosts(**{way: Stream(**_checked(Stream, stream)) for way, stream in checked.items()})
+
+
+def _checked(kind: type[Machine | Costs | MovingCosts | Stream], described: Mapping[str, Any]) -> dict[str, Any]:
     known = {field.name for field in fields(kind)}
     if unknown := sorted(described.keys() - known):
         raise ConfigError(f"{kind.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")

@@ -9,16 +9,23 @@ from dataclasses import dataclass
 from rayzero.config import ZeroConfig
 from rayzero.config.zero import speaks_for_host
 from rayzero.engine.units.unit_group import own_elements
+from rayzero.errors import ConfigError
 from rayzero.kernels.rank_sum import GROUP
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.simulation.fluid import Demand
 from rayzero.simulation.groups import Groups, OwnerGroup, RankGroup
-from rayzero.simulation.machines import Costs, Machine, Options
+from rayzero.simulation.machines import Costs, Machine, Moving, Options, Stream
+from rayzero.store.owner.tensor_port import moving_threads
 
 __all__ = ["Load", "Resources"]
 
 _OF_HOST = ("cores", "memory", "network out", "network in")
 _FP32 = 4  # bytes
+_TRAVEL: dict[Moving, str] = {
+    "messages": "in gRPC's messages",
+    "beside": "beside gRPC's calls",
+    "encrypted": "beside gRPC's calls, encrypted",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +44,21 @@ class Resources:
     def __init__(self, groups: Groups, machine: Machine, costs: Costs, options: Options, zero: ZeroConfig) -> None:
         self.groups, self.machine, self.costs, self.options = groups, machine, costs, options
         self._zero = zero
-        self._flows: dict[tuple[int, int, str], tuple[float, tuple[Demand, ...]]] = {}  # of each pair, each way
+        self._flows: dict[tuple[int, int, str, Moving], tuple[float, tuple[Demand, ...]]] = {}  # of each pair
         self.names = [f"{what} of host kind {kind}" for kind in range(len(groups.hosts)) for what in _OF_HOST]
         capacities = [machine.cores, machine.memory, machine.network, machine.network] * len(groups.hosts)
         streams = [f"{way} streams of rank group {i}" for i in range(len(groups.ranks)) for way in ("fetch", "push")]
         loops = [f"event loop of owner group {i}" for i in range(len(groups.owners))]
         self.names += streams + loops
-        number = float(self.streams_of_rank)
-        self.capacities: list[float] = [*capacities, *[number] * len(streams), *[float(options.loops)] * len(loops)]
+        movers = [f"tensor threads of owner group {i}" for i in range(len(groups.owners))]
+        self.names += movers
+        number, threads = float(self.streams_of_rank), float(moving_threads(int(machine.cores)))
+        self.capacities: list[float] = [
+            *capacities,
+            *[number] * len(streams),
+            *[1.0] * len(loops),
+            *[threads] * len(movers),
+        ]
 
     def of_host(self, what: str, kind: int) -> int:
         """The number of a host's resource."""
@@ -61,6 +75,11 @@ class Resources:
             owners = next(each for each in self.groups.owners if each.host == owners.host)
         streams = 2 * len(self.groups.ranks)
         return len(_OF_HOST) * len(self.groups.hosts) + streams + self.groups.owners.index(owners)
+
+    def movers(self, owners: OwnerGroup) -> int:
+        """The number of the threads of an owner of a group that move bytes beside gRPC's calls, one connection each."""
+        before = len(_OF_HOST) * len(self.groups.hosts) + 2 * len(self.groups.ranks) + len(self.groups.owners)
+        return before + self.groups.owners.index(owners)
 
     @property
     def streams_of_rank(self) -> int:
@@ -198,56 +217,66 @@ class Resources:
     def stream(self, which: int, owners: OwnerGroup, size: int, way: str) -> Load:
         """Between a rank of group ``which`` and each owner of a group on another host, ``size`` bytes, one stream for
         each."""
-        speed, demands = self._flow(which, owners, way)
+        speed, demands = self._flow(which, owners, way, self._moving(size))
         return Load(size / speed, demands)
 
-    def _flow(self, which: int, owners: OwnerGroup, way: str) -> tuple[float, tuple[Demand, ...]]:
+    def _moving(self, size: int) -> Moving:
+        """How so many bytes travel; see ``ZeroConfig.stream_bytes``."""
+        if size < self._zero.stream_bytes:
+            return "messages"
+        return "encrypted" if self.options.encrypted else "beside"
+
+    def _flow(self, which: int, owners: OwnerGroup, way: str, moving: Moving) -> tuple[float, tuple[Demand, ...]]:
         """Bytes per second of such a stream alone, and what it takes meanwhile."""
-        known = self._flows.get((which, id(owners), way))
+        known = self._flows.get((which, id(owners), way, moving))
         if known is not None:
             return known
-        ranks = self.groups.ranks[which]
+        ranks, costs = self.groups.ranks[which], self._stream(way, moving)
         others, callers = self.groups.remote(ranks, owners)
-        share, outward, speed = self.share(ranks, way), way == "push", min(self._stream(way), self.machine.network)
+        share, outward, speed = self.share(ranks, way), way == "push", min(costs.speed, self.machine.network)
         at_rank = share * ranks.each * others * speed
         at_owner = share * owners.each * callers * speed
-        rank_s, owner_s, _ = self._byte_s(way)
         demands = (
-            *self._end(ranks.host, at_rank, rank_s, "network out" if outward else "network in"),
-            *self._end(owners.host, at_owner, owner_s, "network in" if outward else "network out"),
-            *self._turns(which, owners, share * callers * speed, share * others, way),
+            *self._end(ranks.host, at_rank, costs.rank_byte_s, "network out" if outward else "network in"),
+            *self._end(owners.host, at_owner, costs.owner_byte_s, "network in" if outward else "network out"),
+            (self.streams(which, way), share * others),
+            *self._threads(owners, share * callers, speed, costs, moving),
         )
-        return self._flows.setdefault((which, id(owners), way), (speed, demands))
+        return self._flows.setdefault((which, id(owners), way, moving), (speed, demands))
 
     def loopback(self, which: int, owners: OwnerGroup, size: int, way: str) -> Load:
         """The same to each owner of the rank's own host, over gRPC."""
-        ranks = self.groups.ranks[which]
-        speed = self._stream(way)
-        moved = ranks.each * owners.each * speed
-        rank_s, owner_s, _ = self._byte_s(way)
+        ranks, moving = self.groups.ranks[which], self._moving(size)
+        costs = self._stream(way, moving)
+        moved = ranks.each * owners.each * costs.speed
         return Load(
-            size / speed,
+            size / costs.speed,
             (
-                (self.of_host("cores", ranks.host), moved * (rank_s + owner_s)),
+                (self.of_host("cores", ranks.host), moved * (costs.rank_byte_s + costs.owner_byte_s)),
                 (self.of_host("memory", ranks.host), moved * 2 * self.costs.touches),
-                *self._turns(which, owners, ranks.each * speed, float(owners.each), way),
+                (self.streams(which, way), float(owners.each)),
+                *self._threads(owners, float(ranks.each), costs.speed, costs, moving),
             ),
         )
 
-    def _turns(self, which: int, owners: OwnerGroup, speed: float, streams: float, way: str) -> Sequence[Demand]:
-        """What is taken of a rank's streams, and of an owner's event loop. ``speed``: of all that an owner moves."""
+    def _threads(
+        self, owners: OwnerGroup, streams: float, speed: float, costs: Stream, moving: Moving
+    ) -> Sequence[Demand]:
+        """What so many streams take of an owner's threads: of its event loop, or of those beside it, of which each
+        stream holds one."""
+        if moving != "messages":
+            return ((self.movers(owners), streams),)
         in_loop = owners.each if self.options.owners_together else 1
-        return (self.streams(which, way), streams), (self.loop(owners), in_loop * speed * self._byte_s(way)[2])
+        return ((self.loop(owners), in_loop * streams * speed * costs.loop_byte_s),)
 
-    def _byte_s(self, way: str) -> tuple[float, float, float]:
-        """Seconds for each byte: of the rank, of the owner, and of these of the owner's event loop."""
-        costs = self.costs
-        if way == "push":
-            return costs.rank_push_byte_s, costs.owner_push_byte_s, costs.loop_push_byte_s
-        return costs.rank_fetch_byte_s, costs.owner_fetch_byte_s, costs.loop_fetch_byte_s
-
-    def _stream(self, way: str) -> float:
-        return self.costs.push_stream if way == "push" else self.costs.fetch_stream
+    def _stream(self, way: str, moving: Moving) -> Stream:
+        of_both = self.costs.moving.get(moving)
+        if of_both is None:
+            raise ConfigError(
+                f"costs have nothing of bytes that travel {_TRAVEL[moving]}; "
+                "measure it: rayzero bench simulation --save FILE"
+            )
+        return of_both.push if way == "push" else of_both.fetch
 
     def _end(self, kind: int, speed: float, byte_s: float, card: str) -> Sequence[Demand]:
         wire = [] if math.isinf(self.machine.network) else [(self.of_host(card, kind), speed)]

@@ -14,14 +14,13 @@ from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.plan.bound import bound_step, step_traffic
 from rayzero.plan.simulated import simulate_step
 from rayzero.simulation.machines import Costs, Machine, Measured
+from tests.simulation.runs import moving
 
 from .machines import CPU_HOST, GPU_HOSTS
 from .test_tiers import BF16, WORK, four_layers
 
 FREE = Costs(
-    unit_s=0.0, aside_s=0.0, step_s=0.0, shard_s=0.0, message_s=0.0, latency_s=0.0, fetch_stream=1e13,
-    push_stream=1e13, rank_fetch_byte_s=0.0, rank_push_byte_s=0.0, owner_fetch_byte_s=0.0, owner_push_byte_s=0.0,
-    loop_fetch_byte_s=0.0, loop_push_byte_s=0.0,
+    unit_s=0.0, aside_s=0.0, step_s=0.0, shard_s=0.0, message_s=0.0, latency_s=0.0, moving=moving(1e13)
 )  # fmt: skip
 MEASURED = Measured(
     machine=Machine(

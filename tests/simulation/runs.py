@@ -10,8 +10,20 @@ import torch
 from rayzero.config import ZeroConfig
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.simulation.cluster import Run
-from rayzero.simulation.machines import Costs, Machine, Options
+from rayzero.simulation.machines import Costs, Machine, Moving, MovingCosts, Options, Stream
 from rayzero.simulation.ranks import Compute
+
+
+def moving(speed: float = 1e9, byte_s: float = 0.0, **messages: float) -> dict[Moving, MovingCosts]:
+    """Streams that are all alike. ``messages``: what is different of those in gRPC's messages."""
+    plain = Stream(speed=speed, rank_byte_s=byte_s, owner_byte_s=byte_s)
+    slow = replace(plain, **messages)
+    return {
+        "messages": MovingCosts(fetch=slow, push=slow),
+        "beside": MovingCosts(fetch=plain, push=plain),
+        "encrypted": MovingCosts(fetch=plain, push=plain),
+    }
+
 
 FREE = Costs(
     unit_s=0.0,
@@ -20,14 +32,7 @@ FREE = Costs(
     shard_s=0.0,
     message_s=0.0,
     latency_s=0.0,
-    fetch_stream=1e9,
-    push_stream=1e9,
-    rank_fetch_byte_s=0.0,
-    rank_push_byte_s=0.0,
-    owner_fetch_byte_s=0.0,
-    owner_push_byte_s=0.0,
-    loop_fetch_byte_s=0.0,
-    loop_push_byte_s=0.0,
+    moving=moving(),
 )
 HOST = Machine(
     cores=100.0,
@@ -40,7 +45,6 @@ HOST = Machine(
     copy_core=1e9,
     owner_threads=1,
 )
-BYTE = dict.fromkeys((f"{who}_{way}_byte_s" for who in ("rank", "owner") for way in ("fetch", "push")), 2e-10)
 SHM, GRPC = Options(transport="shm"), Options(transport="grpc")
 NUMEL = 1 << 16  # elements of a unit; norms of fewer than 2^20 are summed at the collect
 

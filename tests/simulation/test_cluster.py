@@ -21,7 +21,7 @@ from rayzero.simulation.ranks import Compute
 from rayzero.store.shm.host_sums import GradientBytes
 from tests.plan.machines import GPU_HOSTS
 
-from .runs import BYTE, FREE, GRPC, HOST, NUMEL, SHM, layout_of, run_of
+from .runs import FREE, GRPC, HOST, NUMEL, SHM, layout_of, moving, run_of
 
 BYTES = 4 * NUMEL  # of a unit
 MOVED = BYTES / 1e9  # seconds: gathered, summed for the norm, or over a stream
@@ -185,12 +185,31 @@ def test_gradients_of_several_ranks_are_added_up_by_the_norm_and_by_the_update()
 
 @pytest.mark.parametrize("together", [False, True])
 def test_an_event_loop_moves_one_message_after_another(together: bool) -> None:
-    """Two owners with half of the unit each, whose loops take 8 times as long for a byte as a stream. In one process
-    they have one loop."""
-    costs = replace(FREE, loop_push_byte_s=8e-9)
+    """Two owners with half of the unit each, fetched and pushed, whose loops take 8 times as long for a byte as a
+    stream. In one process they have one loop."""
+    costs = replace(FREE, moving=moving(loop_byte_s=8e-9))
     run = run_of(1, owner_hosts=(0, 0), costs=costs, options=replace(GRPC, owners_together=together))
     gained = seconds_of(run) - seconds_of(replace(run, costs=FREE))
-    assert gained == pytest.approx((8 if together else 4) * MOVED - MOVED / 2)
+    assert gained == pytest.approx(2 * ((8 if together else 4) * MOVED - MOVED / 2))
+    beside = run.zero.replace(stream_bytes=BYTES // 2)
+    assert seconds_of(replace(run, zero=beside)) == pytest.approx(seconds_of(replace(run, costs=FREE)))
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 2), (2, 2), (4, 4), (100, 8)])
+def test_an_owner_has_a_thread_for_each_of_a_few_streams(cores: int, threads: int) -> None:
+    """Sixteen ranks, each on a host of its own, fetch a unit from one owner."""
+    machine = replace(HOST, network=1e15, cores=float(cores), copy_core=1e15, norm_core=1e15, sum_core=1e15)
+    found = simulate(elsewhere(16, 16, 1, machine=replace(machine, adam_core=1e15)), steps=4)
+    assert found.waits["fetch"] == pytest.approx(2 * MOVED * 16 / threads, rel=1e-3), "two units of each rank"
+
+
+def test_between_hosts_bytes_are_encrypted_if_a_run_says_so() -> None:
+    slow = moving() | {"encrypted": moving(0.5e9)["encrypted"]}
+    run = elsewhere(1, 1, 1, costs=replace(FREE, moving=slow), machine=replace(HOST, network=1e12))
+    plain, encrypted = seconds_of(run), seconds_of(replace(run, options=replace(SHM, encrypted=True)))
+    assert encrypted - plain == pytest.approx(2 * MOVED), "both units at once, twice as long each way"
+    with pytest.raises(ConfigError, match="nothing of bytes that travel beside gRPC's calls, encrypted; measure it"):
+        simulate(replace(run, costs=replace(FREE, moving={}), options=replace(SHM, encrypted=True)))
 
 
 def test_ranks_and_owners_compete_for_cores() -> None:
@@ -293,7 +312,7 @@ def test_no_step_beats_the_bound_of_a_plan(
         1,
         machine=replace(HOST, network=network, memory=memory, adam_core=adam),
         compute=Compute(forward=(compute,) * 2, backward=(compute,) * 2),
-        costs=replace(FREE, fetch_stream=1e12, push_stream=1e12),
+        costs=replace(FREE, moving=moving(1e12)),
     )
     update = 2 * ranks * 2 * BYTES + 2 * NUMEL * 24
     traffic = StepTraffic(
@@ -320,7 +339,7 @@ def test_no_step_beats_the_bound_of_a_plan(
 @given(st.sampled_from(["network", "memory", "adam_core", "norm_core", "copy_core", "cores"]), st.floats(1.1, 10))
 def test_nothing_gets_slower_with_more_of_something(what: str, factor: float) -> None:
     slow = replace(HOST, cores=2.0, memory=4e9, network=5e8)
-    costs = replace(FREE, **BYTE, unit_s=1e-5, latency_s=1e-5)
+    costs = replace(FREE, moving=moving(byte_s=2e-10), unit_s=1e-5, latency_s=1e-5)
     run = elsewhere(3, 2, 2, machine=slow, costs=costs, compute=Compute(forward=(1e-4,) * 2, backward=(2e-4,) * 2))
     more = replace(run, machine=replace(slow, **{what: getattr(slow, what) * factor}))
     assert seconds_of(more) <= seconds_of(run) * 1.02
@@ -341,7 +360,7 @@ def placed(places: tuple[int, int, int, int], options: Options, gpus: bool, dtyp
         owner_hosts=owner_hosts,
         options=options,
         machine=replace(HOST, cores=3.0, memory=6e9, gpus=gpus, link=2e9),
-        costs=replace(FREE, **BYTE, loop_push_byte_s=1e-10, unit_s=1e-5, step_s=1e-4, latency_s=1e-5),
+        costs=replace(FREE, moving=moving(byte_s=2e-10, loop_byte_s=1e-10), unit_s=1e-5, step_s=1e-4, latency_s=1e-5),
         compute=Compute(forward=(1e-4,) * 3, backward=(2e-4,) * 3),
     )
 
@@ -407,5 +426,10 @@ def test_descriptions_are_checked_field_by_field() -> None:
         machine_from({"ram": 1})
     with pytest.raises(ConfigError, match=r"Costs lacks aside_s, step_s, shard_s, message_s, .*measure it"):
         costs_from({"unit_s": 1.0})
+    with pytest.raises(ConfigError, match="moving has 'carrier', but must have some of messages, beside, encrypted"):
+        costs_from(asdict(FREE) | {"moving": {"carrier": {}}})
+    with pytest.raises(ConfigError, match="Stream lacks speed, rank_byte_s, owner_byte_s"):
+        costs_from(asdict(FREE) | {"moving": {"beside": {"fetch": {}, "push": {}}}})
+    assert costs_from(asdict(FREE)) == FREE
     with pytest.raises(ConfigError, match=r"Machine\.cores is -1 but must be a number from 0 on"):
         machine_from(asdict(HOST) | {"cores": -1})

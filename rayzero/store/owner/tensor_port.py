@@ -59,6 +59,11 @@ class Expected:
     keys: StreamKeys | None = field(repr=False)  # this end's
 
 
+def moving_threads(cores: int) -> int:
+    """How many connections an owner's threads serve at a time, on a host with so many cores."""
+    return max(2, min(8, cores))
+
+
 def _nothing() -> None:
     return
 
@@ -191,7 +196,7 @@ class TensorPort:
         self._streams: dict[int, OwnerStream] = {}
         self._of_rank = Counter[int]()  # expected and open
         self._pool = ThreadPoolExecutor(
-            max(2, min(8, os.cpu_count() or 1)),
+            moving_threads(os.cpu_count() or 1),
             "rayzero-owner-tensors",
             initializer=use_torch_threads,
             initargs=(1,),
