@@ -16,6 +16,7 @@ from rayzero.simulation.fluid import Demand
 from rayzero.simulation.groups import Groups, OwnerGroup, RankGroup
 from rayzero.simulation.machines import Costs, Machine, Moving, Options, Stream
 from rayzero.store.owner.tensor_port import moving_threads
+from rayzero.store.shm.host_sums import adding_threads
 
 __all__ = ["Load", "Resources"]
 
@@ -123,13 +124,14 @@ class Resources:
         return options.fetch_once_per_host or options.push_once_per_host or voices
 
     def add_up(self, ranks: RankGroup, elements: int, itemsize: int) -> Load:
-        """One thread for each sum of a host adds up its ranks' gradients and writes an fp32 one."""
+        """For each sum of a host, one of its ranks adds up gradients and writes an fp32 one."""
         read, written = ranks.each * elements * itemsize, self.sums(ranks) * elements * _FP32
-        seconds = read / self.sums(ranks) / self.machine.host_sum_core
+        threads = self.sums(ranks) * adding_threads(int(self.machine.cores), ranks.each, on_gpu=self.machine.gpus)
+        seconds = read / threads / self.machine.host_sum_core
         return Load(
             seconds,
             (
-                (self.of_host("cores", ranks.host), float(self.sums(ranks))),
+                (self.of_host("cores", ranks.host), float(threads)),
                 (self.of_host("memory", ranks.host), (read + written) / seconds),
             ),
         )

@@ -288,6 +288,11 @@ def test_a_host_pushes_one_sum_of_each_eight_ranks_in_fp32() -> None:
     assert found.busy[card] == pytest.approx(2 * 4 * NUMEL / 1e12), "two sums of nine ranks"
     summed = 9 * 2 * NUMEL / 2 / 1e9  # each of two threads reads half
     assert found.waits["push"] == pytest.approx(plain.waits["push"] + summed + 4 * NUMEL / 1e9 - 2 * NUMEL / 1e9)
+    gpus = replace(once, machine=replace(once.machine, cores=72.0, gpus=True, link=1e12))
+    many = replace(gpus, machine=replace(gpus.machine, cores=16.0))  # one thread for a sum, and above four
+    assert simulate(many, steps=4).waits["push"] - simulate(gpus, steps=4).waits["push"] == pytest.approx(
+        summed * 3 / 4, rel=1e-3
+    )
 
 
 def test_what_does_not_fit_is_fetched_again() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rayzero.protocol.messages import FinishReport, ModelSpec, Pushed, Summand
-from rayzero.store.shm.host_sums import GradientBytes, Part, acting_sender, senders, settled
+from rayzero.store.shm.host_sums import GradientBytes, Part, acting_sender, adding_threads, senders, settled
 
 from .toy import make_spec
 
@@ -258,3 +258,11 @@ BF16 = (torch.bfloat16,) * 3
 )
 def test_a_sum_gains_where_it_takes_fewer_bytes_than_the_pushes(spec: ModelSpec, ranks: int, gains: bool) -> None:
     assert GradientBytes.of(spec.layout.units, spec.accumulation_steps).sums_gain(ranks) == gains
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "on_gpu", "threads"),
+    [(96, 8, False, 1), (96, 8, True, 4), (48, 8, True, 3), (16, 8, True, 1), (4, 8, True, 1), (2, 1, True, 1)],
+)
+def test_a_rank_adds_with_cores_that_nobody_computes_with(cores: int, ranks: int, on_gpu: bool, threads: int) -> None:
+    assert adding_threads(cores, ranks, on_gpu=on_gpu) == threads

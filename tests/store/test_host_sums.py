@@ -21,6 +21,7 @@ from rayzero.protocol.messages import ModelSpec
 from rayzero.slabs.slab import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
+from rayzero.store.rank import remote
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.rank.transfers.parts import Sending
@@ -136,8 +137,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_bits_are_those_of_ranks_that_push_alone(stack: ExitStack, case: str) -> None:
+@pytest.mark.parametrize(("case", "threads"), [*((case, 1) for case in CASES), ("bf16", 3), ("mixed", 3)])
+def test_the_bits_are_those_of_ranks_that_push_alone(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, case: str, threads: int
+) -> None:
+    monkeypatch.setattr(remote, "adding_threads", lambda cores, ranks, *, on_gpu: threads)
     spec = make_spec(**CASES[case])
     clip = (0.01,) if case in ("bf16", "accumulation") else ()
     found = []

@@ -59,7 +59,7 @@ from rayzero.store.rank.voice.line import VoiceLine, voice_address
 from rayzero.store.rank.voice.notices import HostNotices
 from rayzero.store.rank.voice.speaker import Voice
 from rayzero.store.shm.former_ranks import former_ranks
-from rayzero.store.shm.host_sums import GradientBytes
+from rayzero.store.shm.host_sums import GradientBytes, adding_threads
 from rayzero.store.shm.loop_slab import loop_slabs
 from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.same_host import host_identity
@@ -419,7 +419,9 @@ class RemoteConnection:
         if offers or elsewhere:
             self._windows = shared.windows(elsewhere)  # freed by: free()
         if self._summed:
-            self._host = HostRanks(shared, plan, self._summed, self._token)  # freed by: free()
+            cores = len(os.sched_getaffinity(0))
+            threads = adding_threads(cores, len(self._ranks_here), on_gpu=page_lock is not None)
+            self._host = HostRanks(shared, plan, self._summed, self._token, threads)  # freed by: free()
             self._want_sums()
         self._gradients = GradientRegion(plan.spec, shared.gradients())
         shared.listen(self._board)

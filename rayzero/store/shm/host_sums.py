@@ -29,6 +29,7 @@ from rayzero.layout.model_layout import UnitLayout
 from rayzero.protocol.messages import FinishReport, Pushed, Summand
 
 FP32 = 4  # bytes of an element
+_MOST_THREADS = 4  # of one rank; each reads about 10 GB/s, so 8 ranks' take half of a host's memory bandwidth
 
 
 class Part(NamedTuple):
@@ -72,6 +73,12 @@ class GradientBytes(NamedTuple):
     def sums_gain(self, ranks: int) -> bool:
         """Whether one sum of that many ranks takes fewer bytes than their pushes."""
         return ranks * self.pushed > self.summed
+
+
+def adding_threads(cores: int, ranks: int, *, on_gpu: bool) -> int:
+    """Threads with which each of ``ranks`` on a host adds up a unit. Ranks on CPUs compute with their cores meanwhile;
+    those on GPUs leave half of the host's to loaders and to all else."""
+    return max(1, min(_MOST_THREADS, cores // (2 * ranks))) if on_gpu else 1
 
 
 def acting_sender(sender: int, ranks: Sequence[int], left: Collection[int]) -> int | None:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 
 import torch
 from torch import Tensor
 
+from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import HandshakeError, StoreError
 from rayzero.kernels import choose_group_sum
 from rayzero.layout.model_layout import Shard, UnitLayout
@@ -83,9 +85,9 @@ class HostRanks:
 
     Knows their memory and what they have announced; not owners, or how bytes travel. Thread-safe."""
 
-    def __init__(self, shared: SharedRank, plan: SharedPlan, ranks: Sequence[int], key: str) -> None:
+    def __init__(self, shared: SharedRank, plan: SharedPlan, ranks: Sequence[int], key: str, threads: int) -> None:
         """``ranks``: of the host, ascending, the caller's included. ``key``: a secret that all ranks of one start of a
-        run have, and no others."""
+        run have, and no others. ``threads``: that add."""
         self.rank, self.ranks, self._plan, self._shared = shared.rank, tuple(ranks), plan, shared
         self._senders = senders(plan.spec.layout.units, self.ranks)
         self._key = key_digest(key)
@@ -93,6 +95,9 @@ class HostRanks:
         self._lives: dict[int, list[_Life]] = {rank: [] for rank in ranks}  # the newest first. freed by: close()
         self._others: set[str] = set()  # files that are none of theirs
         self._arrived = -1
+        self._adders = ThreadPoolExecutor(
+            threads, f"rayzero-rank{self.rank}-adds", initializer=use_torch_threads, initargs=(1,)
+        )  # freed by: close()
         self._gone: set[int] = set()  # ranks that had left when ``news`` looked
         self._wanted = False
 
@@ -258,7 +263,8 @@ class HostRanks:
             summands=summands,
         )
         values = torch.empty(layout.numel, dtype=torch.float32) if memory is None else memory[: layout.numel]
-        _add(values, layout, shards, [gradients for _, gradients in there], present)
+        add_up = partial(_add, values, layout, gradients=[gradients for _, gradients in there], present=present)
+        list(self._adders.map(add_up, shards))
         return HostSum(contribution=contribution, values=values)
 
     def newest_step(self, unit: int) -> int | None:
@@ -299,6 +305,7 @@ class HostRanks:
         """Leave the others' memory. Idempotent."""
         with self._lock:
             lives, self._lives = self._lives, {rank: [] for rank in self.ranks}
+        self._adders.shutdown()
         for life in [life for each in lives.values() for life in each]:
             life.close()
 
@@ -311,19 +318,16 @@ def _belongs(facts: SlabFacts, control: SlabFacts) -> bool:
 # ---- adding
 
 
-def _add(
-    out: Tensor, unit: UnitLayout, shards: Sequence[Shard], gradients: Sequence[Tensor], present: Sequence[int]
-) -> None:
-    """Add gradients of ranks of one group, in their order, over the ranges of ``shards``. ``gradients``: the unit's, of
-    each rank, flat. ``present``: bits of the parameters that it has. Those that no rank has, and padding, are zero."""
+def _add(out: Tensor, unit: UnitLayout, shard: Shard, *, gradients: Sequence[Tensor], present: Sequence[int]) -> None:
+    """Add gradients of ranks of one group, in their order, over one shard's range. ``gradients``: the unit's, of each
+    rank, flat. ``present``: bits of the parameters that it has. Those that no rank has, and padding, are zero."""
     total, whole = choose_group_sum(), (1 << len(unit.slots)) - 1
-    for shard in shards:
-        if all(bits & whole == whole for bits in present):
-            total.sum_group(out[shard.start : shard.stop], [each[shard.start : shard.stop] for each in gradients])
-            continue
-        out[shard.start : shard.stop].zero_()
-        for start, stop, members in _ranges(unit, shard, present):
-            total.sum_group(out[start:stop], [gradients[each][start:stop] for each in members])
+    if all(bits & whole == whole for bits in present):
+        total.sum_group(out[shard.start : shard.stop], [each[shard.start : shard.stop] for each in gradients])
+        return
+    out[shard.start : shard.stop].zero_()
+    for start, stop, members in _ranges(unit, shard, present):
+        total.sum_group(out[start:stop], [gradients[each][start:stop] for each in members])
 
 
 def _ranges(unit: UnitLayout, shard: Shard, bits: Sequence[int]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
