@@ -226,7 +226,7 @@ def draw(found: Sequence[Point], path: Path) -> None:
     many = list({p.owners: p for p in found if (p.model, p.way, p.ranks) == ("7B", BOTH, 1000)}.values())
     many.sort(key=lambda p: p.owners)
     owners.plot([p.owners for p in many], [p.found.seconds for p in many], marker="o", label="step")
-    owners.plot([p.owners for p in many], [p.found.bound for p in many], "--", marker=".", label="its bandwidth bound")
+    owners.plot([p.owners for p in many], [p.found.bound for p in many], "--", marker=".", label="its bound")
     for way, style in ((PLAIN, "-"), (BOTH, ":")):
         line = list({p.ranks: p for p in found if (p.model, p.way) == ("66B", way)}.values())
         load.plot(
@@ -234,7 +234,7 @@ def draw(found: Sequence[Point], path: Path) -> None:
         )
     for axes, title, x, y in (
         (step, "A step", "ranks (owners: a fourth, at least 8)", "seconds"),
-        (share, "over its bandwidth bound", "ranks", "step / bound"),
+        (share, "over its bound", "ranks", "step / bound"),
         (owners, "7B, 1,000 ranks", "owners", "seconds"),
         (load, "Host memory of the largest owner", "ranks", "GiB"),
     ):

@@ -26,9 +26,9 @@ T = TypeVar("T")
 class HostSums:
     """Adds up and sends each unit as soon as its last rank has pushed it, one after the other.
 
-    Knows which sums it has sent; not how ranks are seen, or how bytes travel. One thread adds; at most two sums are in
-    memory, so that a network that is slower than backward fills none. Pushes do not wait for it, and a step's norm
-    does: owners give theirs once they have the sums."""
+    Knows which sums it has sent; not how ranks are seen, or how bytes travel. One unit is added at a time; at most two
+    sums are in memory, so that a network that is slower than backward fills none. Pushes do not wait for it, and a
+    step's norm does: owners give theirs once they have the sums."""
 
     def __init__(
         self,
