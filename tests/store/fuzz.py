@@ -1,5 +1,6 @@
 """A training beside callers that may ask for nothing: strangers, other ranks, another run, damaged messages. They
-replay what a rank has really sent, bend it, and send messages filled at random. Alone, it tries as many as one wants:
+replay what a rank has really sent, bend it, send messages filled at random, name connections that are not theirs, and
+send noise to the port for tensors. Alone, it tries as many as one wants:
 
 PYTHONPATH=.:tests .venv/bin/python -m store.fuzz --messages 100000
 """
@@ -8,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import random
+import socket
 import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,15 +35,20 @@ from rayzero.store.wire.rpc import (
     life_metadata,
     methods,
     open_channel,
+    stream_metadata,
     token_metadata,
 )
 from rayzero.store.wire.seal import seal
+from rayzero.store.wire.tensor_stream import TICKET_BYTES
+from store.faults import tensor_address
 from store.stores import TOKEN
 from store.test_grpc import connected, serving
 from store.toy import WAIT, make_spec, masters, random_grads, start, take_step
 
 RUN, OTHER = Authority("this run", on_loopback=True), Authority("another run", on_loopback=True)
 AT_ONCE = 64  # calls under way
+AT_THE_PORT = "a stranger at the port for tensors"
+STREAM_BYTES = 10_000  # from which on transfers of the training are on connections: the largest unit's
 MOST_GROWTH = 128 << 20  # bytes of this process, which is the owner, the rank and the attackers
 
 
@@ -203,21 +210,45 @@ def _streams(path: str) -> bool:
     return methods(service)[name].client_streaming
 
 
-def attack(address: str, recorded: list[Call], found: Fuzzed, seed: int) -> None:
-    """Send all messages, ``AT_ONCE`` at a time."""
+def attack(address: str, port: str, recorded: list[Call], found: Fuzzed, seed: int) -> None:
+    """Send all messages, ``AT_ONCE`` at a time. ``address``: of the owner's calls; ``port``: of its tensors."""
     draws, everyone, under_way = random.Random(seed), attackers(), deque[tuple[str, str, Any]]()
     with ExitStack() as stack:
         channels = {who: stack.enter_context(open_channel(address, one.shown)) for who, one in everyone.items()}
         for _ in range(found.messages):
-            who = draws.choice(list(everyone))
+            who = draws.choice([*everyone, AT_THE_PORT])
+            if who == AT_THE_PORT:
+                intrude(port, noise(draws), found)
+                continue
             path, messages = drawn(everyone[who], recorded, draws)
             call = channels[who].stream_unary(path)
-            sent = call.future(iter(messages), metadata=everyone[who].metadata, timeout=WAIT)
+            named = stream_metadata(draws.randrange(5)) if draws.random() < 0.3 else ()
+            sent = call.future(iter(messages), metadata=(*everyone[who].metadata, *named), timeout=WAIT)
             under_way.append((who, path, sent))
             if len(under_way) >= AT_ONCE:
                 _see(*under_way.popleft(), found)
         while under_way:
             _see(*under_way.popleft(), found)
+
+
+def noise(draws: random.Random) -> bytes:
+    """Too little for a ticket, as much, or more."""
+    return draws.randbytes(draws.choice([0, 1, TICKET_BYTES - 1, TICKET_BYTES, TICKET_BYTES + 1, 4096]))
+
+
+def intrude(port: str, shown: bytes, found: Fuzzed) -> None:
+    """Show something to the port for tensors, and look whether the owner says more than that it hangs up."""
+    host, _, number = port.rpartition(":")
+    with socket.create_connection((host, int(number)), timeout=WAIT) as connection:
+        answer = b""
+        with suppress(ConnectionError):  # it hangs up
+            connection.sendall(shown)
+            with suppress(OSError):  # "not connected": it hangs up
+                connection.shutdown(socket.SHUT_WR)
+            answer = connection.recv(1)
+    found.codes[AT_THE_PORT, "SERVED" if answer else "ENDED"] += 1
+    if answer:
+        found.served.append(AT_THE_PORT)
 
 
 def _see(who: str, path: str, sent: Any, found: Fuzzed) -> None:
@@ -229,21 +260,21 @@ def _see(who: str, path: str, sent: Any, found: Fuzzed) -> None:
 
 
 def train(goes_on: Callable[[int], bool], recording: Recording | None = None) -> Iterator[Any]:
-    """Yields the owner's address once it has made two steps and what a rank sends is recorded; then trains while
-    ``goes_on``, and yields the steps and the weights."""
+    """Yields the owner's addresses, of its calls and its tensors, once it has made two steps and what a rank sends is
+    recorded; then trains while ``goes_on``, and yields the steps and the weights."""
     spec, step = make_spec(1), 0
     interceptors = [] if recording is None else [recording]
     shown = Identity(RUN.issue("rank 0", [name_of_rank(0)]))
     with (
         serving(tls=Identity(RUN.issue("optimizer", [OWNER])), interceptors=interceptors) as (server,),
-        connected([server], tls=shown) as stores,
+        connected([server], tls=shown, stream_bytes=STREAM_BYTES) as stores,
     ):
         ranks = start(stores, spec)
         while step < 2 or goes_on(step):
             take_step(ranks, [random_grads(spec, step)], 0.5)
             step += 1
             if step == 2:
-                yield server.address
+                yield server.address, tensor_address(server)
         yield step, masters(ranks[0])
 
 
@@ -252,14 +283,14 @@ def fuzz(messages: int, seed: int) -> Fuzzed:
     recording, found, began = Recording(), Fuzzed(messages, 0.0), time.monotonic()
     ended = threading.Event()
     training = train(lambda step: not ended.is_set(), recording)
-    address = next(training)
+    address, port = next(training)
     recording.on = False
     recorded = [call for call in recording.calls if call.messages]
     before = psutil.Process().memory_info().rss
 
     def run() -> None:
         try:
-            attack(address, recorded, found, seed)
+            attack(address, port, recorded, found, seed)
         finally:
             ended.set()
 
@@ -287,7 +318,8 @@ def main() -> None:
     found = fuzz(options.messages, options.seed)
     for (who, code), number in sorted(found.codes.items()):
         print(f"{who:32} {code:20} {number:7,}")
-    right = not found.served and not found.differs and found.grown < MOST_GROWTH
+    tried = sum(found.codes.values()) == options.messages
+    right = tried and not found.served and not found.differs and found.grown < MOST_GROWTH
     print(
         f"{sum(found.codes.values()):,} messages in {found.seconds:.0f} s: served {len(found.served)}, memory grew by "
         f"{found.grown / (1 << 20):.0f} MiB, weights after {found.steps:,} steps "
