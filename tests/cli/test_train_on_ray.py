@@ -10,7 +10,6 @@ import ssl
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +25,7 @@ from rayzero.recipes.model import build_model
 from rayzero.recipes.plan_check import read_plan
 from rayzero.recipes.recipe import RecipeConfig, load_recipe
 from rayzero.recipes.run_log import read_rows
+from tests.moved import bytes_moved
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -116,17 +116,6 @@ def test_the_bytes_that_moved_are_those_of_the_arithmetic(whole):
         ("shm", "push"): 2 * STEPS * model_bytes,
         ("grpc", "load"): model_bytes,
     }
-
-
-def bytes_moved(run: Path) -> dict[tuple[str, str], float]:
-    """What the ranks of a finished run counted, by transport and direction."""
-    moved: Counter[tuple[str, str]] = Counter()
-    for who, measured in json.loads((run / "run.json").read_text())["measured"].items():
-        for series, value in measured.items():
-            if who.startswith("rank") and series.startswith("rayzero_transfer_bytes_total"):
-                labels = dict(re.findall(r'(\w+)="(\w+)"', series))
-                moved[labels["transport"], labels["direction"]] += value
-    return dict(moved)
 
 
 def layout_bytes(recipe: RecipeConfig) -> int:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.moved import bytes_moved
+
 from .hosts import why_no_hosts
 from .trainings import MODEL_BYTES, OWNERS_ELSEWHERE, PYTHON, STEPS, TwoHosts, train
 
@@ -18,6 +20,7 @@ pytestmark = [
 ]
 
 PUSHED = STEPS * MODEL_BYTES  # by a rank
+FETCHED = (STEPS + 1) * MODEL_BYTES  # the initial weights, and each step's
 
 
 def test_a_rank_and_an_owner_on_each_host(two_hosts: TwoHosts, undisturbed: str, tmp_path: Path) -> None:
@@ -28,6 +31,12 @@ def test_a_rank_and_an_owner_on_each_host(two_hosts: TwoHosts, undisturbed: str,
     assert [sorted(who[:-2] for who in training.members(host)) for host in (a, b)] == [["optimizer", "rank"]] * 2
     for sent, earlier in zip((a.sent_to(b), b.sent_to(a)), before, strict=True):
         assert sent - earlier > 0.9 * PUSHED, "half a rank's gradients one way, and half of the weights for the other's"
+    assert bytes_moved(training.folder) == {
+        ("shm", "push"): PUSHED,  # half of each rank's gradients, to the owner of its host
+        ("grpc", "push"): PUSHED,
+        ("grpc", "fetch"): FETCHED,
+        ("grpc", "load"): MODEL_BYTES,
+    }
     assert training.digest() == undisturbed
 
 
@@ -74,6 +83,10 @@ def test_all_ranks_on_one_host_and_all_owners_on_the_other(
     )
     assert 0.9 * PUSHED < a.sent_to(b) - before[0] < 1.5 * PUSHED, "gradients leave as one sum of both ranks"
     assert 0.9 * PUSHED < b.sent_to(a) - before[1] < 1.5 * PUSHED, "weights come once for both ranks"
+    moved = bytes_moved(training.folder)
+    again = moved.pop(("grpc", "push")) - PUSHED
+    assert 0 <= again <= MODEL_BYTES, "a rank that has left may have its last sums sent by the other one, too"
+    assert moved == {("host", "push"): 2 * PUSHED, ("grpc", "fetch"): FETCHED, ("grpc", "load"): MODEL_BYTES}
     assert training.digest() == undisturbed
 
 
@@ -84,6 +97,11 @@ def test_ranks_of_a_host_that_fetch_and_push_each_for_itself(
     before = a.sent_to(b), b.sent_to(a)
     training = train(a, tmp_path, two_hosts.address, *OWNERS_ELSEWHERE, "zero.host_fetch=never", "zero.host_push=never")
     training.end()
+    assert bytes_moved(training.folder) == {
+        ("grpc", "push"): 2 * PUSHED,
+        ("grpc", "fetch"): 2 * FETCHED,
+        ("grpc", "load"): MODEL_BYTES,
+    }
     assert a.sent_to(b) - before[0] > 2 * PUSHED
     assert b.sent_to(a) - before[1] > 2 * 0.9 * PUSHED
     assert training.digest() == undisturbed
