@@ -30,6 +30,7 @@ from rayzero.store.owner.calls.allowance import TooManyCallsError
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING, TensorPort
 from rayzero.store.rank.links import tensor_streams
+from rayzero.store.rank.links.tensor_streams import Opening, TensorStreams
 from rayzero.store.rank.transfers import wire as wire_transfers
 from rayzero.store.wire.payload import Assembly, encode_header
 from rayzero.store.wire.rpc import (
@@ -356,6 +357,70 @@ def test_a_port_that_opens_again_is_waited_for() -> None:
         return socket.create_connection((host, port), timeout=5)
 
     with serving(2) as servers, patch.object(tensor_streams, "connect", hesitant):
+        assert equal(trained(servers), expected())
+
+
+@contextmanager
+def silent(where: str) -> Iterator[int]:
+    """A port whose owner does not get to a client: the host does not even accept it, or it shows its ticket in vain."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        if where == "connecting":
+            stack.enter_context(socket.create_connection(listener.getsockname()))  # who comes now is not answered
+        yield listener.getsockname()[1]
+
+
+def begun(streams: TensorStreams) -> None:
+    """Wait until a connection is on its way."""
+    deadline = time.monotonic() + WAIT
+    while not streams._opening:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("where", ["connecting", "showing its ticket"])
+def test_closing_ends_a_connection_that_is_not_open_yet(where: str) -> None:
+    with silent(where) as port, ThreadPoolExecutor(1) as pool:
+        opening = Opening(number=1, port=port, ticket=bytes(TICKET_BYTES), keys=None)
+        streams = TensorStreams(f"127.0.0.1:{port}", lambda host: opening)
+        taken = pool.submit(streams.take)
+        begun(streams)
+        time.sleep(0.1)  # it waits: for the connection, or for the answer
+        assert not taken.done()
+        began = time.monotonic()
+        streams.close()
+        error = taken.exception(timeout=WAIT)
+        assert time.monotonic() - began < 1.0
+        assert isinstance(error, StreamEndedError)
+        assert str(error) == "the link was closed"
+        assert error.__cause__ is None, "that would be the network's fault"
+        assert not streams._opening
+
+
+def test_a_connection_that_is_begun_while_the_link_closes_ends_too() -> None:
+    with silent("connecting") as port:
+        streams = TensorStreams(f"127.0.0.1:{port}", lambda host: opening)
+        opening = Opening(number=1, port=port, ticket=bytes(TICKET_BYTES), keys=None)
+        connect = tensor_streams.connect
+
+        def late(address: str, port: int) -> socket.socket:
+            streams.close()
+            return connect(address, port)
+
+        began = time.monotonic()
+        with patch.object(tensor_streams, "connect", late), pytest.raises(StreamEndedError, match="link was closed"):
+            streams.take()
+        assert time.monotonic() - began < 1.0
+
+
+def test_a_host_is_reached_at_the_address_that_answers() -> None:
+    """An owner that was given a name listens on one of the name's addresses."""
+
+    def resolve(*_: object, **__: object) -> list[tuple[Any, ...]]:
+        addresses = ["::1", "127.0.0.2", "127.0.0.1"]
+        return [(socket.AF_UNSPEC, socket.SOCK_STREAM, 0, "", (address, 0)) for address in addresses]
+
+    with serving() as servers, patch.object(socket, "getaddrinfo", resolve):
         assert equal(trained(servers), expected())
 
 
