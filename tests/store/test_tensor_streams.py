@@ -15,6 +15,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
+import grpc
 import numpy as np
 import pytest
 import torch
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 
 from rayzero.errors import StallError, TransferError
 from rayzero.security.authority import Authority
-from rayzero.security.credentials import OWNER, Identity
+from rayzero.security.credentials import ANY_RANK, OWNER, Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner import tensor_port
 from rayzero.store.owner.calls.allowance import TooManyCallsError
@@ -614,6 +615,19 @@ def test_a_rank_may_have_so_many_connections() -> None:
         await port.stop()
 
     asyncio.run(ask())
+
+
+def test_nobody_takes_the_connections_of_another_rank() -> None:
+    """With the certificate that all processes of a run may show."""
+    shown = Identity(Authority("tickets", on_loopback=True).issue("all", [OWNER, ANY_RANK]))
+    request = pb.OpenTensorStreamRequest(rank=1, host="127.0.0.1")
+    with disturbed(shown=shown) as server, open_channel(server.address, shown) as channel:
+        ask = methods(STORE_SERVICE)["OpenTensorStream"].bind(channel)
+        for said in ((), life_metadata(0, 0)):
+            with pytest.raises(grpc.RpcError, match="HandshakeError: OpenTensorStream"):
+                ask(request, metadata=(*token_metadata(TOKEN), *said), timeout=WAIT)
+        assert not server._tensors._of_rank[1]
+        assert ask(request, metadata=(*token_metadata(TOKEN), *life_metadata(1, 0)), timeout=WAIT).ticket
 
 
 def test_a_connection_whose_call_never_comes_is_freed_when_its_rank_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
