@@ -22,6 +22,7 @@ import typer
 from rayzero.cli.text.slabs import dead_run_lines, slab_lines, slab_sum, swept
 
 GIB = 1 << 30
+_OWNERS = 8  # of the run for which open files are counted
 _LEAST_SHM = 64 << 20  # bytes; many containers have as much, and Ray's object store takes more
 _PACKAGES = ("rayzero", "torch", "ray", "grpcio", "protobuf", "pydantic", "safetensors")
 
@@ -74,6 +75,7 @@ def examine(slab_dir: Path) -> Iterator[Finding]:
         functools.partial(shared_memory, slab_dir),
         functools.partial(slabs, slab_dir),
         locked_memory,
+        open_files,
         compiler,
         kernel,
         signals,
@@ -180,6 +182,16 @@ def locked_memory() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / (1 << 20):.0f} MiB"
     return Finding(name="locked memory", ok=None, detail=f"RLIMIT_MEMLOCK {limit}")
+
+
+def open_files() -> Finding:
+    """How many files and connections a process of a run may have open here, and for how many ranks that is enough."""
+    from rayzero.concurrency.open_files import open_files_allowed
+    from rayzero.store.open_files import files_of_owner, most_ranks
+
+    allowed = open_files_allowed(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    enough = f"enough for {most_ranks(allowed, _OWNERS):,} ranks with {_OWNERS} optimizers"
+    return Finding(name="open files", ok=files_of_owner(1, 1, 1) <= allowed, detail=f"{allowed:,}: {enough}")
 
 
 def compiler() -> Finding:

@@ -16,6 +16,7 @@ from rayzero.quantities import count, parse_bytes
 if TYPE_CHECKING:
     from rayzero.plan.hardware import Hardware
     from rayzero.recipes.planning import RecipePlan, RecipeWork
+    from rayzero.recipes.recipe import RecipeConfig
     from rayzero.simulation.cluster import Simulated
     from rayzero.simulation.machines import Measured
 
@@ -163,8 +164,22 @@ def format_plan(planned: RecipePlan) -> str:
         f"a step takes at least {bound.seconds:.4g} s (bound by {bound.binds}): at most "
         f"{recipe.tokens_per_step / bound.seconds:,.0f} tokens/s",
     ]
+    lines += ["", _describe_files(recipe, hosts.count)]
     lines += [] if planned.simulated is None else [_describe(planned.simulated)]
     return "\n".join(lines)
+
+
+def _describe_files(recipe: RecipeConfig, hosts: int) -> str:
+    """How many files the run's processes may have open, for people."""
+    from rayzero.protocol.ownership import device_owners
+    from rayzero.store.open_files import files_of_owner, files_of_rank
+
+    ranks, alone = recipe.scaling.num_workers, recipe.scaling.num_optimizers
+    beside = device_owners(ranks, recipe.zero.host_fraction)
+    neighbours = -(-(ranks + alone) // hosts) - 1
+    of_owner = files_of_owner(ranks, alone + beside, neighbours)
+    of_rank = files_of_rank(alone + beside, neighbours) + (of_owner if beside else 0)
+    return f"files and connections open at most (ulimit -n): {of_rank:,} of a rank, {of_owner:,} of an optimizer actor"
 
 
 def _describe(simulated: Simulated) -> str:

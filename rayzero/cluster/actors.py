@@ -25,11 +25,12 @@ from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import Janitor, KeptStates
 from rayzero.cluster.loop import PackedLoop
+from rayzero.cluster.nodes.open_files import too_few_files
 from rayzero.cluster.nodes.owner_places import OwnerPlaces, Place, hosts
 from rayzero.cluster.nodes.placement import Placement
 from rayzero.cluster.nodes.reachability import require_reached
 from rayzero.cluster.nodes.session import alive_nodes, answered, ray_answers
-from rayzero.cluster.processes.coordinator import Coordinator
+from rayzero.cluster.processes.coordinator import Coordinator, this_process
 from rayzero.cluster.processes.optimizer_actor import OptimizerActor
 from rayzero.cluster.processes.owner_process import OwnerSettings
 from rayzero.cluster.processes.process_exporter import (
@@ -69,6 +70,7 @@ KILL_S = 20.0  # how long the kernel may take to free a killed process: a machin
 
 _CONTROL = "control"  # concurrency group of the calls that must be answered while `run` or `watch` lasts
 _COORDINATOR = "coordinator"
+_DRIVER = "the driver"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,8 @@ class RunActors:
         library may start ranks again. keep: what stays in shared memory if this process is killed. former: what an
         earlier run has left there. ownership: who owns what, if that run had changed its owners.
 
-        Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken.
+        Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken, or
+        when a process may not open as many files as so many ranks and owners need.
         """
         self._access, self._network = access, network
         self._issuer = issuer(self._run, security or SecurityConfig())
@@ -188,6 +191,9 @@ class RunActors:
         self.members = self.ask({_COORDINATOR: self.coordinator.hello.remote(), **hellos}, START_S)
         self.coordinator_life = self.ask({_COORDINATOR: self.coordinator.life.remote()}, ANSWER_S)[_COORDINATOR]
         lead = {_COORDINATOR: self.members.pop(_COORDINATOR)}
+        why = self.too_few_files(len(self.owners), {**lead, _DRIVER: this_process(_DRIVER)})
+        if why is not None:
+            raise ConfigError(why)
         self._janitor = Janitor(share, discovery_dir, keep=keep)
         self._find_processes({**lead, **self.members})
         if telemetry.enabled:
@@ -198,6 +204,11 @@ class RunActors:
         self.spares = Spares(warm_spares, [self.members[who].node for who in self.owners], self._make_spare)
         self.spares.fill()
         return routing
+
+    def too_few_files(self, num_owners: int, others: Mapping[str, Member]) -> str | None:
+        """Why this run cannot have so many optimizer actors, by what its processes may open; see the function.
+        ``others``: processes beside those of now."""
+        return too_few_files({**self.members, **others}, len(self.ranks), num_owners, self._num_beside)
 
     def _make_coordinator(self, restarts: int) -> None:
         here = ray.get_runtime_context().get_node_id()  # on the driver's node, which is how http_sd is found

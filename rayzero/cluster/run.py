@@ -77,6 +77,7 @@ class Member:
     pid: int
     node: str  # node id
     host: str  # node address
+    open_files: int | None = None  # that it may have open at once; None: it has not said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

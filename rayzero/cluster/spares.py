@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -70,7 +70,7 @@ class Spares:
             return None
         if who not in self._spares:  # it has died since
             return None
-        self._spares[who].member = Member(who=who, pid=answer.pid, node=answer.node, host=answer.host)
+        self._spares[who].member = replace(answer, who=who)
         return self._spares[who].member
 
     def give(self, node: str) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
@@ -26,7 +25,6 @@ AT_REST = 2  # use count of a storage held by its tensor and by one Python wrapp
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_torch: Any = torch
 _C: Any = torch._C
 _autograd: Any = torch._C._autograd
 _engine: Any = torch.autograd.Variable._execution_engine
@@ -123,22 +121,17 @@ def _c10d() -> Any:
 
 
 def outside_graphs(function: _F) -> _F:
-    """Decorator: torch.compile breaks the graph at the function instead of tracing into it.
+    """Decorator: torch.compile breaks the graph at the function, and compiles neither it nor what it calls.
 
-    torch's own decorator imports the compiler at the first call, which takes seconds. This one does not: as long as
-    nothing has imported the compiler, nothing traces."""
-    disabled: Callable[..., Any] | None = None
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal disabled
-        if disabled is None:
-            if "torch._dynamo" not in sys.modules:
-                return function(*args, **kwargs)
-            disabled = _torch._dynamo.disable(function, True, wrapping=False)
-        return disabled(*args, **kwargs)
-
-    return cast(_F, call)
+    torch's own decorator imports the compiler at the first call, which takes seconds. This one marks the function as
+    that would, without it: a function that decides at its first call is traced by a compiler that was imported
+    since."""
+    frames = _C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    marked: Any = function
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, "RayZero's hooks run outside of graphs"
+    return function
 
 
 def load_compiler_only_to_compile() -> None:

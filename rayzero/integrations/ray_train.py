@@ -45,6 +45,7 @@ from rayzero.cluster.nodes.placement import placed
 from rayzero.cluster.nodes.resources import plan_optimizers
 from rayzero.cluster.nodes.session import ray_session
 from rayzero.cluster.processes.worker_groups import Ended, GroupsAsked, GroupStart, WorkerGroup
+from rayzero.concurrency.open_files import raise_open_files
 from rayzero.config import ScalingConfig, SecurityConfig, ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
@@ -85,6 +86,7 @@ class Owners:
         start = self.groups.join(group, place.get_world_rank(), f"pid {os.getpid()} on {platform.node()}")
         if isinstance(start, Ended):
             raise RunFailedError(f"rank {place.get_world_rank()} has no optimizer actors: {start.why}")
+        raise_open_files()  # nobody has started this process for RayZero
         table = OwnerTable(start.addresses)
         identity = identity_of(start.tls)
         context = self._context(place, group, start, table, identity)

@@ -164,20 +164,31 @@ def test_a_save_that_the_lead_refuses_leaves_no_staging_directory(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-# ---- what save_checkpoint takes
+# ---- what save_checkpoint and begin_checkpoint take
 
 
-def test_another_optimizer_and_another_loop_state_are_refused_by_name(tmp_path: Path) -> None:
-    plain: Any = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    with pytest.raises(UnsupportedError, match=r"that rayzero.prepare\(\) returned, got torch.optim.sgd.SGD") as caught:
-        rayzero.save_checkpoint(plain, tmp_path / "ck", {})
+@pytest.mark.parametrize("function", [rayzero.save_checkpoint, rayzero.begin_checkpoint])
+def test_another_optimizer_and_other_arguments_are_refused_by_name(tmp_path: Path, function: Any) -> None:
+    name = function.__name__
+    plain = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(UnsupportedError, match=rf"^{name} takes .* got torch.optim.sgd.SGD") as caught:
+        function(plain, tmp_path / "ck", {})
     one_line(caught)
     with running_in(RankContext()):
         optimizer = prepared(nn.Linear(4, 4))
-        for bad, name in ((None, "NoneType"), ([], "list")):
-            with pytest.raises(ConfigError, match=f"loop_state of save_checkpoint is {name}; pass a dict") as caught:
-                rayzero.save_checkpoint(optimizer, tmp_path / "ck", bad)  # type: ignore[arg-type]
-            one_line(caught)
+        for given, message in (
+            ({"loop_state": None}, f"loop_state of {name} is NoneType; pass a dict"),
+            ({"loop_state": []}, f"loop_state of {name} is list; pass a dict"),
+            ({"keep_last": 0}, f"keep_last of {name} is 0; pass a number of checkpoints"),
+            ({"keep_last": 1, "keep_every": True}, f"keep_every of {name} is True; pass a number of steps"),
+            ({"keep_every": 2}, f"keep_every of {name} is 2, but .* pass both"),
+            ({"upload_to": "here"}, f"upload_to of {name} is 'here'; pass a URL"),
+        ):
+            with pytest.raises(ConfigError, match=f"^{message}") as refused:
+                function(optimizer, tmp_path / "ck", **given)
+            one_line(refused)
+        with pytest.raises(ConfigError, match=rf"^{name} writes to a folder, not to 's3://b/ck'"):
+            function(optimizer, "s3://b/ck")
     assert not list(tmp_path.iterdir())
 
 

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rayzero.cli import app, main
+from rayzero.store.open_files import files_of_owner, files_of_rank
 
 SMALL = ["num_layers=2", "dim=64", "seq_len=32", "batch_size=2"]
 
@@ -54,6 +55,22 @@ def test_a_plan_counts_the_models_tensors() -> None:
     here = ["--memory", "10", "--flops", "1"]
     done = CliRunner().invoke(app, ["plan", *SMALL, *here], catch_exceptions=False)
     assert re.search(r"^  \d+ tensors of \d+ to [\d,]+ elements, median [\d,]+$", done.stdout, re.MULTILINE)
+
+
+def test_a_plan_says_how_many_files_processes_may_have_open() -> None:
+    options = [
+        "scaling.num_workers=2",
+        "scaling.num_optimizers=1",
+        "--flops",
+        "1",
+        "--memory",
+        "50",
+        "--host-memory",
+        "64GiB",
+    ]
+    said = CliRunner().invoke(app, ["plan", *SMALL, *options], catch_exceptions=False).stdout
+    of_rank, of_owner = files_of_rank(1, 2), files_of_owner(2, 1, 2)
+    assert f"(ulimit -n): {of_rank:,} of a rank, {of_owner:,} of an optimizer actor" in said
 
 
 def test_more_hosts_than_processes_are_one_line() -> None:

@@ -96,9 +96,10 @@ def test_unread_reports_are_bounded_and_what_is_dropped_is_counted(status, monke
 
 
 def test_the_description_is_json(status):
-    status.enlist([Member(who="rank 0", pid=1, node="n", host="192.0.2.1")])
+    status.enlist([Member(who="rank 0", pid=1, node="n", host="192.0.2.1", open_files=1024)])
     described = json.loads(json.dumps(status.describe()))
-    assert described["members"] == [{"who": "rank 0", "pid": 1, "node": "n", "host": "192.0.2.1"}]
+    member = {"who": "rank 0", "pid": 1, "node": "n", "host": "192.0.2.1", "open_files": 1024}
+    assert described["members"] == [member]
 
 
 def test_another_coordinator_may_be_told_twice_of_the_run(monkeypatch, tmp_path):

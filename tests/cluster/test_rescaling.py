@@ -34,6 +34,13 @@ class Actors:
         }
     )
     ended: int = 0
+    limits: dict[tuple[int, tuple[str, ...]], str] = field(default_factory=dict)  # what ``too_few_files`` says
+
+    def too_few_files(self, num_owners: int, others: dict[str, Any]) -> str | None:
+        return self.limits.get((num_owners, tuple(others)))
+
+    def joined(self, joining: Any, member: Any, target: Any) -> None:
+        joining.member = member
 
     def __post_init__(self) -> None:
         self.coordinator = SimpleNamespace(rescaled=SimpleNamespace(remote=lambda *_: None))
@@ -124,6 +131,23 @@ def test_a_change_whose_processes_find_no_place_is_refused_once_and_the_next_one
     assert list(run.rescaling._starts) == ["start of optimizer 2"], "of the next change"
     assert run.rescaling._change is not None
     assert run.rescaling._change.request == small
+
+
+def test_more_owners_than_a_process_may_connect_to_are_refused_before_any_starts(run: Run) -> None:
+    run.actors.limits[200, ()] = "rank 0 may have too few files open"
+    run.scale(200)
+    assert [one.failed for one in run.outcomes] == ["rank 0 may have too few files open"]
+    assert not run.rescaling._starts
+
+
+def test_an_owner_that_may_open_too_few_files_does_not_join(run: Run) -> None:
+    run.actors.limits[3, ("optimizer 2",)] = "it may have too few files open"
+    run.scale(3)
+    member = SimpleNamespace(node="n", host="10.0.0.1", pid=7)
+    run.take("start of optimizer 2", (member, "c", None))
+    assert [one.failed for one in run.outcomes] == ["optimizer 2: it may have too few files open"]
+    assert run.actors.ended == 1
+    assert not run.rescaling._watched
 
 
 def test_what_refuses_a_step_is_named_in_one_line(run: Run) -> None:

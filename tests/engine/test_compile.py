@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -57,3 +60,18 @@ def test_compiled_models_train_as_eager_ones(
         graphs.append(counters["stats"]["unique_graphs"])
     assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
     assert 0 < graphs[0] == graphs[-1]
+
+
+def test_the_first_call_of_a_model_may_be_compiled() -> None:
+    """In a process of its own: here, other tests have called hooks."""
+    code = """
+        import torch, rayzero
+
+        model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(2)])
+        model, optimizer = rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        x = torch.ones(1, 2)
+        compiled = torch.compile(model, backend="eager")(x)
+        print(torch.equal(compiled, model(x)))
+        """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert ran.stdout == "True\n", ran.stderr

@@ -179,8 +179,9 @@ def attach_request(spec: ModelSpec, **changes: Any) -> pb.AttachRequest:
 def test_a_handshake_that_does_not_fit_names_both_sides(changes: dict[str, Any], what: str) -> None:
     with serving() as (server,), channel_to(server) as channel:
         attach = methods(STORE_SERVICE)["Attach"].bind(channel)
+        metadata = (*token_metadata(TOKEN), *life_metadata(0, 0))
         with pytest.raises(grpc.RpcError) as refused:
-            attach(attach_request(make_spec(1), **changes), metadata=token_metadata(TOKEN), timeout=WAIT)
+            attach(attach_request(make_spec(1), **changes), metadata=metadata, timeout=WAIT)
         error = from_status(refused.value, "optimizer 0")
         assert isinstance(error, HandshakeError)
         with pytest.raises(HandshakeError, match=what):
@@ -371,11 +372,11 @@ def test_many_waiting_ranks_do_not_block_a_push() -> None:
             attach, finish = (methods(STORE_SERVICE)[name].bind(channel) for name in ("Attach", "Finish"))
             norms = []
             for rank in range(1, waiting_ranks + 1):
+                metadata = (*token_metadata(TOKEN), *life_metadata(rank, 0))
                 if rank > 1:
-                    attach(attach_request(spec, rank=rank), metadata=token_metadata(TOKEN), timeout=WAIT)
+                    attach(attach_request(spec, rank=rank), metadata=metadata, timeout=WAIT)
                 report = FinishReport(step=0, attempt=0, rank=rank, counts=(0, 0, 0))
                 request = pb.FinishRequest(report=translate.report_to_pb(report), inputs=translate.inputs_to_pb(inputs))
-                metadata = (*token_metadata(TOKEN), *life_metadata(rank, 0))
                 norms.append(finish.future(request, metadata=metadata, timeout=WAIT))
             last_rank.push(random_grads(spec, 1))
             assert not any(norm.done() for norm in norms)

@@ -99,7 +99,7 @@ def test_the_measure_sees_bodies_that_are_read(owner: tuple[str, int]) -> None:
     address, pid = owner
     forget_peak(pid)
     before = peak(pid)
-    codes = large_calls(address, f"/{STORE_SERVICE}/Attach", token_metadata(TOKEN))
+    codes = large_calls(address, f"/{STORE_SERVICE}/Attach", (*token_metadata(TOKEN), *life_metadata(0, 0)))
     assert peak(pid) - before > ROOM
     assert grpc.StatusCode.OK not in codes
 

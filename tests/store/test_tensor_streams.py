@@ -15,6 +15,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
+import grpc
 import numpy as np
 import pytest
 import torch
@@ -23,13 +24,14 @@ from hypothesis import strategies as st
 
 from rayzero.errors import StallError, TransferError
 from rayzero.security.authority import Authority
-from rayzero.security.credentials import OWNER, Identity
+from rayzero.security.credentials import ANY_RANK, OWNER, Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner import tensor_port
 from rayzero.store.owner.calls.allowance import TooManyCallsError
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING, TensorPort
 from rayzero.store.rank.links import tensor_streams
+from rayzero.store.rank.links.tensor_streams import Opening, TensorStreams
 from rayzero.store.rank.transfers import wire as wire_transfers
 from rayzero.store.wire.payload import Assembly, encode_header
 from rayzero.store.wire.rpc import (
@@ -359,6 +361,70 @@ def test_a_port_that_opens_again_is_waited_for() -> None:
         assert equal(trained(servers), expected())
 
 
+@contextmanager
+def silent(where: str) -> Iterator[int]:
+    """A port whose owner does not get to a client: the host does not even accept it, or it shows its ticket in vain."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        if where == "connecting":
+            stack.enter_context(socket.create_connection(listener.getsockname()))  # who comes now is not answered
+        yield listener.getsockname()[1]
+
+
+def begun(streams: TensorStreams) -> None:
+    """Wait until a connection is on its way."""
+    deadline = time.monotonic() + WAIT
+    while not streams._opening:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("where", ["connecting", "showing its ticket"])
+def test_closing_ends_a_connection_that_is_not_open_yet(where: str) -> None:
+    with silent(where) as port, ThreadPoolExecutor(1) as pool:
+        opening = Opening(number=1, port=port, ticket=bytes(TICKET_BYTES), keys=None)
+        streams = TensorStreams(f"127.0.0.1:{port}", lambda host: opening)
+        taken = pool.submit(streams.take)
+        begun(streams)
+        time.sleep(0.1)  # it waits: for the connection, or for the answer
+        assert not taken.done()
+        began = time.monotonic()
+        streams.close()
+        error = taken.exception(timeout=WAIT)
+        assert time.monotonic() - began < 1.0
+        assert isinstance(error, StreamEndedError)
+        assert str(error) == "the link was closed"
+        assert error.__cause__ is None, "that would be the network's fault"
+        assert not streams._opening
+
+
+def test_a_connection_that_is_begun_while_the_link_closes_ends_too() -> None:
+    with silent("connecting") as port:
+        streams = TensorStreams(f"127.0.0.1:{port}", lambda host: opening)
+        opening = Opening(number=1, port=port, ticket=bytes(TICKET_BYTES), keys=None)
+        connect = tensor_streams.connect
+
+        def late(address: str, port: int) -> socket.socket:
+            streams.close()
+            return connect(address, port)
+
+        began = time.monotonic()
+        with patch.object(tensor_streams, "connect", late), pytest.raises(StreamEndedError, match="link was closed"):
+            streams.take()
+        assert time.monotonic() - began < 1.0
+
+
+def test_a_host_is_reached_at_the_address_that_answers() -> None:
+    """An owner that was given a name listens on one of the name's addresses."""
+
+    def resolve(*_: object, **__: object) -> list[tuple[Any, ...]]:
+        addresses = ["::1", "127.0.0.2", "127.0.0.1"]
+        return [(socket.AF_UNSPEC, socket.SOCK_STREAM, 0, "", (address, 0)) for address in addresses]
+
+    with serving() as servers, patch.object(socket, "getaddrinfo", resolve):
+        assert equal(trained(servers), expected())
+
+
 @pytest.mark.parametrize("verb", ["push", "fetch"])
 def test_a_transfer_that_stands_still_stalls_by_name(verb: str) -> None:
     """A fetch's call ends once its bytes have left the owner, so only the rank can notice that they do not come."""
@@ -549,6 +615,19 @@ def test_a_rank_may_have_so_many_connections() -> None:
         await port.stop()
 
     asyncio.run(ask())
+
+
+def test_nobody_takes_the_connections_of_another_rank() -> None:
+    """With the certificate that all processes of a run may show."""
+    shown = Identity(Authority("tickets", on_loopback=True).issue("all", [OWNER, ANY_RANK]))
+    request = pb.OpenTensorStreamRequest(rank=1, host="127.0.0.1")
+    with disturbed(shown=shown) as server, open_channel(server.address, shown) as channel:
+        ask = methods(STORE_SERVICE)["OpenTensorStream"].bind(channel)
+        for said in ((), life_metadata(0, 0)):
+            with pytest.raises(grpc.RpcError, match="HandshakeError: OpenTensorStream"):
+                ask(request, metadata=(*token_metadata(TOKEN), *said), timeout=WAIT)
+        assert not server._tensors._of_rank[1]
+        assert ask(request, metadata=(*token_metadata(TOKEN), *life_metadata(1, 0)), timeout=WAIT).ticket
 
 
 def test_a_connection_whose_call_never_comes_is_freed_when_its_rank_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

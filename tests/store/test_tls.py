@@ -18,9 +18,11 @@ from rayzero.security.credentials import ANY_RANK, OWNER, Identity, identity_of,
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.store import RankStore
+from rayzero.store.wire.payload import encode_header
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
+    LinkNumber,
     Metadata,
     from_status,
     life_metadata,
@@ -148,11 +150,56 @@ def test_a_message_of_a_rank_is_taken_from_that_rank_alone() -> None:
     assert {"Attach", "Finish", "Commit", "Mean", "Discard", "Write", "Save", "Leave", "Notices"} <= set(refused)
 
 
-def test_a_rank_that_does_not_say_which_one_it_is_may_ask_nothing() -> None:
+@pytest.mark.parametrize("name", [name_of_rank(0), ANY_RANK])
+def test_a_rank_that_does_not_say_which_one_it_is_may_ask_nothing(name: str) -> None:
+    shown = Identity(RUN.issue("somebody", [name]))
     with serving(tls=OWN) as servers, one_step_goes_on(servers):
-        for name in methods(STORE_SERVICE):
-            said = refusal(servers[0], of_rank(0), STORE_SERVICE, name, token_metadata(TOKEN))
-            assert isinstance(said, HandshakeError), name
+        for method in methods(STORE_SERVICE):
+            said = refusal(servers[0], shown, STORE_SERVICE, method, token_metadata(TOKEN))
+            assert isinstance(said, HandshakeError), method
+
+
+def test_without_tls_a_rank_says_which_one_it_is_too() -> None:
+    with serving() as (server,), connected([server]) as stores:
+        start(stores, make_spec(1))
+        for method in sorted(methods(STORE_SERVICE).keys() - {"GetKept"}):
+            said = refusal(server, None, STORE_SERVICE, method, token_metadata(TOKEN))
+            assert str(said) == f"{method} was called by a rank that does not say which one it is"
+
+
+@pytest.mark.parametrize("caller", ["rank 1", "lead"])
+def test_nobody_ends_the_calls_of_another_one(caller: str) -> None:
+    """A call over a newer link ends those of the same caller over older ones."""
+    metadata = (*token_metadata(TOKEN), *life_metadata(0, 0), *LinkNumber(caller, 10**30).metadata)
+    with serving(tls=OWN) as servers, one_step_goes_on(servers):
+        for method in methods(STORE_SERVICE):
+            said = refusal(servers[0], of_rank(0), STORE_SERVICE, method, metadata)
+            assert isinstance(said, HandshakeError)
+            assert str(said) == f"{method} of rank 0 was sent over a link of {caller}"
+
+
+def test_what_a_rank_pushes_has_gradients_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    """Also a host's sum, which any of its ranks may send."""
+    summands = [pb.Summand(rank=rank, attempt=0, pushes=1) for rank in (1, 2)]
+    metadata = (*token_metadata(TOKEN), *life_metadata(0, 0))
+    push = methods(STORE_SERVICE)["Push"]
+    with (
+        serving(tls=OWN) as servers,
+        one_step_goes_on(servers),
+        open_channel(servers[0].address, of_rank(0)) as channel,
+    ):
+        for contribution, whose in (
+            (pb.Contribution(rank=1, presence=b"\1"), "rank 1"),
+            (pb.Contribution(rank=1, presence=b"\1", summands=summands), "rank 1, rank 2"),
+            (pb.Contribution(rank=0, presence=b"\1", summands=summands), "rank 1, rank 2"),
+        ):
+            header = encode_header(pb.PushRequest.Header(contribution=contribution, shards=[0]))
+            with pytest.raises(grpc.RpcError) as refused:
+                push.bind(channel)(iter([header]), metadata=metadata, timeout=WAIT)
+            said = from_status(refused.value, "the owner")
+            assert isinstance(said, HandshakeError)
+            assert str(said) == f"Push of {whose} was sent by rank 0"
+    assert "refused 1 call" in caplog.text
 
 
 def test_what_is_kept_of_a_loop_is_for_its_next_owner_too() -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 import pytest
+from clock import Clock
 
 from rayzero.concurrency.futures import settled
 from rayzero.errors import RayZeroError, StoreError
@@ -265,6 +266,42 @@ def test_a_board_knows_who_is_waited_for() -> None:
     board.publish(1, [v(1, shard=1)])
     assert waits.done()
     assert board.waited_for(-1.0) == set()
+
+
+class SlowSteps:
+    """A board whose rank waits for owner 0 for some seconds in each step; and the link to it, which counts requests."""
+
+    rank = 1
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._since = clock, clock.now
+        self.muted: list[bool] = []
+
+    def ask(self, method: str, request: pb.MuteRequest) -> None:
+        self.muted.append(request.muted)
+
+    def waited_for(self, at_least_s: float) -> set[int]:
+        return {0} if self._clock.now - self._since > at_least_s else set()
+
+    def steps(self, ear: HostNotices, count: int, wait_s: int) -> None:
+        for _ in range(count):
+            self._since = self._clock.now
+            for _ in range(4 * wait_s):
+                self._clock.now += voice_line.BEAT_S
+                ear.follow(frozenset([0]))
+            self._since = self._clock.now  # it is published
+
+
+def test_a_rank_whose_steps_are_slow_asks_an_owner_once_to_go_on() -> None:
+    clock = Clock()
+    slow = SlowSteps(clock)
+    ear = HostNotices({0: cast(Any, slow)}, cast(Any, slow), clock=clock)
+    slow.steps(ear, 20, 29)
+    assert slow.muted == [True], "a voice is there"
+    slow.steps(ear, 20, 40)
+    assert slow.muted == [True, False]
+    slow.steps(ear, 20, 29)
+    assert slow.muted == [True, False, True], "some minutes later"
 
 
 # ---- every order

@@ -27,6 +27,7 @@ from rayzero.cluster.live.page import LivePage
 from rayzero.cluster.live.snapshot import Event, Known
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
 from rayzero.cluster.run import DISCOVERY_PATH, Member, Report, Routing, RunState
+from rayzero.concurrency.open_files import raise_open_files
 from rayzero.quantities import count
 from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.http import Page
@@ -63,9 +64,15 @@ _MOVES: dict[RunState, frozenset[RunState]] = {
 
 
 def this_process(who: str) -> Member:
-    """This process, as a member of the run."""
+    """This process, as a member of the run. It may open as many files as this host allows from here on."""
     context = ray.get_runtime_context()
-    return Member(who=who, pid=os.getpid(), node=context.get_node_id(), host=ray.util.get_node_ip_address())
+    return Member(
+        who=who,
+        pid=os.getpid(),
+        node=context.get_node_id(),
+        host=ray.util.get_node_ip_address(),
+        open_files=raise_open_files(),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,7 @@ class Rescaling:
             wanted = self._planned(change)
             changes = wanted != Rescale.to(change.before, change.before)
             if changes:
+                self._check_files(change)
                 self._check_hosts(change, wanted)
         except ConfigError as error:
             self._end(change, str(error))
@@ -197,6 +198,12 @@ class Rescaling:
             )
             there.append(change.nodes[owner])
         return Rescale(former)
+
+    def _check_files(self, change: _Change) -> None:
+        """Raise ConfigError if a process may not open a connection to each owner after a change."""
+        why = self._actors.too_few_files(change.request.num_optimizers, {})
+        if why is not None:
+            raise ConfigError(why)
 
     def _check_hosts(self, change: _Change, wanted: Rescale) -> None:
         """Raise ConfigError if ranks could not reach the owners after a change, or owners not each other; let them, if
@@ -270,6 +277,11 @@ class Rescaling:
             return
         joining = self._joining[process]
         self._actors.joined(joining, member, target)
+        assert self._change is not None, "it joins for this change"
+        why = self._actors.too_few_files(self._change.request.num_optimizers, {str(process.member): member})
+        if why is not None:
+            self._perform(self._controller.refused(process, Step.START, why))
+            return
         self._watched[joining.actor.watch.remote()] = process
         self._progress(f"{self._change}: {len(self._watched)} of {len(self._joining)} new processes are up")
         self._perform(self._controller.ready(process.member, process.life, address))

@@ -89,8 +89,8 @@ def save_checkpoint(
     or a tracked object's state holds other values. A failed save leaves no files, and may be tried again once every
     rank has its error. If the storage fails (CheckpointWriteError) and the run has ``on_checkpoint_error="warn"``,
     every rank gets None and a warning, and training goes on."""
-    _check_arguments(optimizer, loop_state, keep_last, keep_every)
-    _check_urls(directory, upload_to)
+    _check_arguments("save_checkpoint", optimizer, loop_state, keep_last, keep_every)
+    _check_urls("save_checkpoint", directory, upload_to)
     begun = _begin(optimizer, Path(directory), loop_state, sync=True)
     if begun is None:
         return None
@@ -127,8 +127,8 @@ def begin_checkpoint(
     that waits for the checkpoint.
 
     Raises what ``save_checkpoint`` raises about its arguments; ``result()`` raises the rest."""
-    _check_arguments(optimizer, loop_state, keep_last, keep_every)
-    _check_urls(directory, upload_to)
+    _check_arguments("begin_checkpoint", optimizer, loop_state, keep_last, keep_every)
+    _check_urls("begin_checkpoint", directory, upload_to)
     context = get_context()
     begun = _begin(optimizer, Path(directory), loop_state, sync=False)
     if begun is None:
@@ -219,15 +219,15 @@ def _after_save(
     return saved
 
 
-def _check_urls(directory: object, upload_to: object) -> None:
+def _check_urls(called: str, directory: object, upload_to: object) -> None:
     if is_url(directory):
         raise ConfigError(
-            f"save_checkpoint writes to a folder, not to {directory!r}; name a folder, and pass upload_to={directory!r}"
+            f"{called} writes to a folder, not to {directory!r}; name a folder, and pass upload_to={directory!r}"
         )
     if upload_to is None:
         return
     if not isinstance(upload_to, str) or not is_url(upload_to):
-        raise ConfigError(f"upload_to of save_checkpoint is {upload_to!r}; pass a URL such as s3://bucket/run, or None")
+        raise ConfigError(f"upload_to of {called} is {upload_to!r}; pass a URL such as s3://bucket/run, or None")
     RemoteFolder(upload_to)  # raises if a package is missing
 
 
@@ -265,20 +265,21 @@ def _write_rank_file(
         return unwritten(engine.rank, f"rank {engine.rank}: {error}")
 
 
-def _check_arguments(optimizer: object, loop_state: object, keep_last: object, keep_every: object) -> None:
+def _check_arguments(called: str, optimizer: object, loop_state: object, keep_last: object, keep_every: object) -> None:
+    """``called``: the function that the user called."""
     if not isinstance(optimizer, ZeroOptimizer):
         raise UnsupportedError(
-            f"save_checkpoint takes the optimizer that rayzero.prepare() returned, got {_type_name(optimizer)}"
+            f"{called} takes the optimizer that rayzero.prepare() returned, got {_type_name(optimizer)}"
         )
     for name, value, unit in (("keep_last", keep_last, "checkpoints"), ("keep_every", keep_every, "steps")):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"{name} of save_checkpoint is {value!r}; pass a number of {unit} >= 1, or None")
+            raise ConfigError(f"{name} of {called} is {value!r}; pass a number of {unit} >= 1, or None")
     if keep_every is not None and keep_last is None:
         raise ConfigError(
-            f"keep_every of save_checkpoint is {keep_every!r}, but without keep_last nothing is deleted; pass both"
+            f"keep_every of {called} is {keep_every!r}, but without keep_last nothing is deleted; pass both"
         )
     if not isinstance(loop_state, Mapping):
-        raise ConfigError(f"loop_state of save_checkpoint is {_type_name(loop_state)}; pass a dict, {{}} for none")
+        raise ConfigError(f"loop_state of {called} is {_type_name(loop_state)}; pass a dict, {{}} for none")
 
 
 def _type_name(value: object) -> str:

@@ -14,13 +14,14 @@ from rayzero.errors import HandshakeError, RayZeroError, TransferError
 from rayzero.security.credentials import names_shown, require_role
 from rayzero.security.refusals import Refusals
 from rayzero.store.owner.calls.allowance import Allowances, SlowBodyError, TooManyCallsError
-from rayzero.store.owner.handlers import Context, ModelCalls, Requests
+from rayzero.store.owner.handlers import Context, ModelCalls, Requests, WrongSenderError
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
     Method,
     caller_of,
     epoch_of,
+    link_of,
     methods,
     model_of,
     to_status,
@@ -34,18 +35,23 @@ FindModel = Callable[[int, int], Awaitable[ModelCalls]]  # by its number and the
 
 
 def _require_role(service: str, method: str, context: Context) -> None:
-    """Raise HandshakeError if the caller's certificate does not allow this call. Without TLS the token allows all."""
+    """Raise HandshakeError if the caller's certificate does not allow this call, or if it does not say which rank it
+    is and is no owner, or says two things. Without TLS the token allows to be any rank, or an owner."""
     names = names_shown(context.auth_context())
-    if names is None:
-        return
     caller = caller_of(context.invocation_metadata() or ())
     of_owners = service == OWNER_SERVICE or (method == "GetKept" and caller is None)  # as the next owner of a rank
-    require_role(names, method, of_owners=of_owners, rank=None if caller is None else caller[0])
+    if names is not None:
+        require_role(names, method, of_owners=of_owners, rank=None if caller is None else caller[0])
+    if caller is None and not of_owners:  # a certificate for any rank allows that, and the message may name another one
+        raise HandshakeError(f"{method} was called by a rank that does not say which one it is")
+    link = link_of(context.invocation_metadata() or ())
+    if caller is not None and link is not None and link.caller != f"rank {caller[0]}":  # it would end another's calls
+        raise HandshakeError(f"{method} of rank {caller[0]} was sent over a link of {link.caller}")
 
 
 def _require_own(method: str, request: Any, caller: tuple[int, int] | None) -> None:
     """Raise HandshakeError if a caller, whose certificate allows to be the rank that it says it is, sends a message of
-    another rank. (Those of uploads are not read yet: a host's sum has gradients of several ranks.)"""
+    another rank. (Those of uploads are not read yet; see ``WrongSenderError``.)"""
     said = getattr(request, "report", request)
     described = getattr(said, "DESCRIPTOR", None)
     if caller is None or described is None or "rank" not in described.fields_by_name:
@@ -119,9 +125,13 @@ class _Guarded:
         return await calls.answer(self._service, self._name, request, context)
 
     def _note(self, error: RayZeroError, context: Context) -> None:
-        if isinstance(error, TooManyCallsError | SlowBodyError):
-            reason = "limit" if isinstance(error, TooManyCallsError) else "slow"
-            self._refusals.note(reason, context.peer(), str(error))
+        reasons: dict[type[RayZeroError], str] = {
+            TooManyCallsError: "limit",
+            SlowBodyError: "slow",
+            WrongSenderError: "role",
+        }
+        if type(error) in reasons:
+            self._refusals.note(reasons[type(error)], context.peer(), str(error))
 
     def _count(self, code: grpc.StatusCode, began: float) -> None:
         self._recorder.add(GRPC_REQUESTS, method=self._name, code=code.name)

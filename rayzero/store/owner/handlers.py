@@ -107,6 +107,18 @@ def _wire_codec(wire_format: int, unit: UnitLayout) -> Codec:
     raise StoreError(f"gradients of {unit.name!r} ({dtype_name(unit.dtype)}) cannot come in wire format {wire_format}")
 
 
+class WrongSenderError(HandshakeError):
+    """A rank sends what only another one may send."""
+
+
+def _require_sender(push: Contribution, sender: int) -> None:
+    """Raise WrongSenderError unless a push has gradients of the rank that sends it. The ranks of a sum have named each
+    other with their Attach."""
+    ranks = [each.rank for each in push.summands] or [push.rank]
+    if sender not in ranks:
+        raise WrongSenderError(f"Push of {', '.join(f'rank {rank}' for rank in ranks)} was sent by rank {sender}")
+
+
 class RankCalls:
     """StoreService: the calls of ranks."""
 
@@ -284,10 +296,13 @@ class RankCalls:
 
     async def push(self, requests: Requests, context: Context) -> pb.PushResponse:
         """Receive gradients into the pushing rank's landing; this may wait for that rank's earlier pushes."""
+        caller = caller_of(context.invocation_metadata() or ())
+        assert caller is not None, "the door lets nobody in who does not say it"
         async with self._tensors_of(context) as stream:
             upload = _Upload(requests, pb.PushRequest, stream)
             async for header in upload.sections():
                 contribution = translate.contribution_from_pb(header.contribution)
+                _require_sender(contribution, caller[0])
                 if stream is not None and header.format == pb.WIRE_FORMAT_UNSPECIFIED:
                     await self._land_beside(contribution, header.shards, stream)
                     continue

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import select
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from rayzero.store.wire.tensor_stream import WELCOME, StreamEndedError, StreamKeys, TensorStream
 
-_OPEN_S = 5.0  # in which a connection is made
+_OPEN_S = 5.0  # in which a connection is made; and in which the owner takes its ticket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +34,37 @@ class OpenStream:
     stream: TensorStream
 
 
-def connect(host: str, port: int) -> socket.socket:
-    """A connection to an owner's port for tensors. Raises OSError."""
-    return socket.create_connection((host, port), timeout=_OPEN_S)
+def connect(address: str, port: int) -> socket.socket:
+    """Begin a connection to an owner's port for tensors, at an IP address; does not wait for it. Raises OSError."""
+    connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        connection.setblocking(False)
+        _require(connection.connect_ex((address, port)))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _require(error: int) -> None:
+    if error not in (0, errno.EINPROGRESS):
+        raise OSError(error, os.strerror(error))
+
+
+def _wait_made(connection: socket.socket) -> None:
+    """Wait until a connection that has begun is there. Raises OSError if it fails."""
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    if not poll.poll(_OPEN_S * 1000):
+        raise TimeoutError("timed out")
+    _require(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+    connection.settimeout(_OPEN_S)
+
+
+def _end(connection: socket.socket) -> None:
+    """Whoever waits for it, or for its bytes, gets an error."""
+    with suppress(OSError):  # it has ended
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class TensorStreams:
@@ -48,14 +80,17 @@ class TensorStreams:
         self._lock = threading.Lock()
         self._idle: list[OpenStream] = []
         self._taken: set[OpenStream] = set()
+        self._opening: set[socket.socket] = set()
         self._closed = False
 
     def close(self) -> None:
-        """End them all: transfers fail with StreamEndedError. Idempotent."""
+        """End them all, also those that are not open yet: transfers fail with StreamEndedError. Idempotent."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
             taken = list(self._taken)
+            for connection in self._opening:
+                _end(connection)
         for each in taken:
             each.stream.abort()
         for each in idle:
@@ -89,19 +124,48 @@ class TensorStreams:
 
     def _connect(self, opening: Opening) -> TensorStream:
         try:
-            connection = connect(self._host, opening.port)
-            try:
-                connection.sendall(opening.ticket)
-                if connection.recv(1) != WELCOME:
-                    raise ConnectionError("the owner ended it")
-                return TensorStream(connection, opening.keys)
-            except BaseException:
-                connection.close()
-                raise
+            return self._reach(opening)
         except OSError as error:
+            with self._lock:
+                self._require_open()
             why = error.strerror or str(error)
             where = f"{self._host}, port {opening.port}"
             raise StreamEndedError(f"cannot open a connection for tensors to {where}: {why}") from error
+
+    def _reach(self, opening: Opening) -> TensorStream:
+        """Raises OSError: that of the last address, if the host has several."""
+        failed = OSError("the host has no address")
+        for *_, address in socket.getaddrinfo(self._host, opening.port, type=socket.SOCK_STREAM):
+            try:
+                return self._enter(str(address[0]), opening)
+            except OSError as error:
+                failed = error
+        raise failed
+
+    def _enter(self, address: str, opening: Opening) -> TensorStream:
+        connection = connect(address, opening.port)
+        try:
+            with self._ended_by_close(connection):
+                _wait_made(connection)
+                connection.sendall(opening.ticket)
+                if connection.recv(1) != WELCOME:
+                    raise ConnectionError("the owner ended it")
+            return TensorStream(connection, opening.keys)
+        except BaseException:
+            connection.close()
+            raise
+
+    @contextmanager
+    def _ended_by_close(self, connection: socket.socket) -> Iterator[None]:
+        with self._lock:
+            self._opening.add(connection)
+            if self._closed:
+                _end(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._opening.discard(connection)
 
     def give_back(self, used: OpenStream) -> None:
         """Another transfer may have it."""

@@ -521,10 +521,21 @@ class WireTransfers:
 def transfer_threads(num_owners: int, rank: int, direction: str) -> tuple[ThreadPoolExecutor, int]:
     """The threads that move one rank's bytes in one direction, and how many of them one owner may hold. So a push never
     queues behind fetches, or behind the pushes to an owner that hangs."""
-    threads = min(8, max(2, num_owners))
+    threads, streams = _shared_out(num_owners)
     name = f"rayzero-rank{rank}-{direction}"
-    pool = ThreadPoolExecutor(threads, name, initializer=use_torch_threads, initargs=(1,))
-    return pool, max(1, threads // num_owners)
+    return ThreadPoolExecutor(threads, name, initializer=use_torch_threads, initargs=(1,)), streams
+
+
+def _shared_out(num_owners: int) -> tuple[int, int]:
+    threads = min(8, max(2, num_owners))
+    return threads, max(1, threads // num_owners)
+
+
+def most_transfers(num_owners: int) -> int:
+    """The most transfers between a rank and one owner at a time: fetches, and the other way pushes, loads and stages,
+    which share the threads of their direction."""
+    threads, streams = _shared_out(num_owners)
+    return streams + min(threads, 3 * streams)
 
 
 def _indices(shards: Sequence[Shard]) -> list[int]:

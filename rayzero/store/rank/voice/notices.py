@@ -14,7 +14,8 @@ and what comes twice or late changes nothing (publish_board.py).
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.links.owner_link import OwnerLink
@@ -22,15 +23,20 @@ from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.voice.line import LONGEST_S
 from rayzero.store.wire import translate
 
+BY_ITSELF_S = 300.0  # a rank that has waited for an owner for long hears it itself: most steps are shorter than that
+
 
 class HostNotices:
     """An ``Ear`` (line.py) for publications of owners on other hosts.
 
     Knows which streams this rank has muted; not how the voice is reached."""
 
-    def __init__(self, links: Mapping[int, OwnerLink], board: PublishBoard) -> None:
+    def __init__(
+        self, links: Mapping[int, OwnerLink], board: PublishBoard, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """``links``: by owner, those to other hosts."""
-        self._links, self._board = links, board
+        self._links, self._board, self._clock = links, board, clock
+        self._waited: dict[int, float] = {}  # owner -> when the rank was last seen to wait for it for long
         self._lock = threading.Lock()
         self._muted: frozenset[int] = frozenset()
         self._numbers = dict.fromkeys(links, 0)  # of the last request to each owner
@@ -41,8 +47,11 @@ class HostNotices:
 
     def follow(self, owners: frozenset[int]) -> None:
         """See ``Ear.follow``. A rank that has waited for an owner for long has it tell the rank itself, whatever the
-        voice says."""
-        wanted = (owners & self._links.keys()) - self._board.waited_for(LONGEST_S)
+        voice says; also at the next steps, which may be as slow: it asks the owner twice, not at every step."""
+        now = self._clock()
+        self._waited.update(dict.fromkeys(self._board.waited_for(LONGEST_S), now))
+        itself = {owner for owner, seen in self._waited.items() if now - seen < BY_ITSELF_S}
+        wanted = (owners & self._links.keys()) - itself
         with self._lock:
             changed, self._muted = wanted ^ self._muted, wanted
         for owner in sorted(changed):

@@ -1,0 +1,41 @@
+"""How many files, and so connections, this process may have open at once."""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+MOST = 1 << 20  # that a process asks for: what Linux lets it have unless somebody has changed fs.nr_open
+
+log = logging.getLogger(__name__)
+
+
+def soft_limit_to_ask_for(soft: int, hard: int) -> int:
+    """What the soft limit of open files (RLIMIT_NOFILE) should be. A negative limit is none."""
+    if soft < 0:
+        return soft
+    return max(soft, MOST if hard < 0 else min(hard, MOST))
+
+
+def open_files_allowed(soft: int, hard: int) -> int:
+    """How many files a process may have open once it has raised its soft limit."""
+    wanted = soft_limit_to_ask_for(soft, hard)
+    return MOST if wanted < 0 else wanted
+
+
+def raise_open_files() -> int:
+    """Raise this process's soft limit of open files as far as it may; returns how many it may have open then.
+    Idempotent.
+
+    Many systems give a process 1,024, for programs that use select(2), and a much higher hard limit for all others.
+    Ray raises the limit of a driver, and so of the cluster that ``ray.init`` starts, to 65,536, but not that of a node
+    that ``ray start`` makes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft_limit_to_ask_for(soft, hard)
+    if wanted != soft:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError) as error:  # beyond fs.nr_open, or forbidden here
+            log.warning("the limit of open files stays at %d: %s", soft, error)
+            return soft
+    return open_files_allowed(wanted, hard)

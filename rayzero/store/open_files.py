@@ -1,0 +1,44 @@
+"""How many files, and so connections, the processes of a run have open at most.
+
+A connection that cannot be opened in the middle of training looks like a broken network. So the limit of open files
+(``ulimit -n``) is compared with these sums before a run begins."""
+
+from __future__ import annotations
+
+from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING
+from rayzero.store.rank.transfers.wire import most_transfers
+
+PROCESS = (
+    192  # of a process alone: Ray's, gRPC's and torch's own (about 60), exporter, trace, checkpoint, the loop's data
+)
+_LINKS = 2  # one that has broken, which the other end may not have noticed, and the next one; or those of two epochs
+_CALLS = 1  # gRPC's connection
+_WAKES = 1  # a rank's eventfd, for each link
+_TO_SHARDS = 1  # over which an owner takes shards from another one
+_OF_A_NEIGHBOUR = 1 + 4 + 1  # a process on the same host: its pidfd, its slabs in two epochs, its line to the voice
+
+
+def tensor_connections(num_owners: int) -> int:
+    """The connections for tensors that one rank has with each of some owners."""
+    return min(CONNECTIONS, most_transfers(num_owners))
+
+
+def files_of_owner(num_ranks: int, num_owners: int, neighbours: int) -> int:
+    """Of an optimizer actor, which may lead. ``neighbours``: other processes of the run on its host."""
+    from_ranks = num_ranks * _LINKS * (_CALLS + tensor_connections(num_owners))
+    as_the_lead, from_the_lead = num_owners * _LINKS * _CALLS, _LINKS * _CALLS
+    shards = num_owners * 2 * _TO_SHARDS  # given and taken
+    return PROCESS + ENTERING + from_ranks + as_the_lead + from_the_lead + shards + neighbours * _OF_A_NEIGHBOUR
+
+
+def files_of_rank(num_owners: int, neighbours: int) -> int:
+    """Of a rank; see ``files_of_owner``."""
+    links = num_owners * _LINKS * (_CALLS + tensor_connections(num_owners) + _WAKES)
+    return PROCESS + links + neighbours * _OF_A_NEIGHBOUR
+
+
+def most_ranks(limit: int, num_owners: int) -> int:
+    """With how many ranks an optimizer actor gets along that may have ``limit`` files open, and shares its host with
+    the other owners."""
+    alone, with_one = (files_of_owner(ranks, num_owners, num_owners - 1) for ranks in (0, 1))
+    return max(0, (limit - alone) // (with_one - alone))
