@@ -423,7 +423,8 @@ class RankCalls:
         All ask of one step, or one mean, so that none waits for what another does only after its own answer."""
 
         def begin(rank: int, asked: Any) -> Future[Any]:
-            return self._repeats.once(rank, asked, lambda: self._model.steps.begin(request.method, asked))
+            start = partial(self._model.steps.begin, request.method, asked)
+            return self._repeats.once(rank, request.method, asked, start)
 
         said = begin_said(request, self._model.voices, begin)
         until = asyncio.get_running_loop().time() + self._patience_s(context)
@@ -435,7 +436,7 @@ class RankCalls:
 
     async def _answer(self, method: str, rank: int, request: Any, context: Context) -> Any:
         """The response to a call that a rank may repeat; None: not yet."""
-        answer = self._repeats.once(rank, request, lambda: self._model.steps.begin(method, request))
+        answer = self._repeats.once(rank, method, request, partial(self._model.steps.begin, method, request))
         return await self._wait(answer, context)
 
     async def _wait(self, answer: Future[Any], context: Context) -> Any:
@@ -507,16 +508,13 @@ class LeadCalls:
     async def begin_shards(self, request: pb.WriteShardsRequest, context: Context) -> pb.BeginShardsResponse:
         """Begin to write this owner's file of a checkpoint."""
         begin = partial(self._service.begin_checkpoint, request.step, Path(request.directory))
-        await result_of(self._repeats.once(_LEAD, request, begin))
+        await result_of(self._repeats.once(_LEAD, "BeginShards", request, begin))
         return pb.BeginShardsResponse()
 
     async def write_shards(self, request: pb.WriteShardsRequest, context: Context) -> pb.WriteShardsResponse:
         """Write this owner's file of a checkpoint."""
-        entry = await result_of(
-            self._repeats.once(
-                _LEAD, request, lambda: self._service.write_checkpoint(request.step, Path(request.directory))
-            )
-        )
+        write = partial(self._service.write_checkpoint, request.step, Path(request.directory))
+        entry = await result_of(self._repeats.once(_LEAD, "WriteShards", request, write))
         return pb.WriteShardsResponse(file=translate.file_to_pb(entry))
 
     async def abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
