@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,6 @@ from rayzero.lead.lead import StepLead
 from rayzero.memory.malloc import give_back_freed
 from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Contribution, Published
-from rayzero.security.credentials import names_shown
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.long_polls import Repeats, ended, result_of
 from rayzero.store.owner.calls.spoken import answers_to, begin_said
@@ -33,6 +32,7 @@ from rayzero.store.owner.known_specs import KnownSpecs
 from rayzero.store.owner.memory.shared_memory import SharedOwner
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.owner.tensor_port import Landing, OwnerStream
+from rayzero.store.owner.transfers import connection_of, open_connection
 from rayzero.store.wire import translate
 from rayzero.store.wire.payload import Assembly, Bytes, byte_view, decode_header, encode_shard
 from rayzero.store.wire.rpc import (
@@ -43,7 +43,6 @@ from rayzero.store.wire.rpc import (
     caller_of,
     from_failure,
     link_of,
-    stream_of,
     to_failure,
 )
 from rayzero.store.wire.seal import unseal
@@ -263,24 +262,13 @@ class RankCalls:
         self, request: pb.OpenTensorStreamRequest, context: Context
     ) -> pb.OpenTensorStreamResponse:
         """Let the rank open a connection for tensors."""
-        protected = names_shown(context.auth_context()) is not None
-        expected = self._model.tensors.expect(request.rank, request.host, protected=protected)
-        answer = pb.OpenTensorStreamResponse(number=expected.number, port=expected.port, ticket=expected.ticket)
-        if expected.keys is not None:
-            answer.rank_key, answer.owner_key = expected.keys.receiving, expected.keys.sending
-        return answer
+        return open_connection(self._model.tensors, _rank_name(request.rank), request.host, context)
 
-    @asynccontextmanager
-    async def _tensors_of(self, context: Context) -> AsyncIterator[OwnerStream | None]:
+    def _tensors_of(self, context: Context) -> AbstractAsyncContextManager[OwnerStream | None]:
         """A context in which a call has its connection for tensors; None: its bytes are in its messages."""
-        metadata = context.invocation_metadata() or ()
-        caller = caller_of(metadata)
-        found = self._model.tensors.of(stream_of(metadata), None if caller is None else caller[0])
-        if found is None:
-            yield None
-            return
-        async with found.transfer() as stream:
-            yield stream
+        caller = caller_of(context.invocation_metadata() or ())
+        client = "a caller that is no rank" if caller is None else _rank_name(caller[0])
+        return connection_of(self._model.tensors, client, context)
 
     async def push(self, requests: Requests, context: Context) -> pb.PushResponse:
         """Receive gradients into the pushing rank's landing; this may wait for that rank's earlier pushes."""
@@ -455,6 +443,15 @@ def _notice(published: Sequence[Published], error: RayZeroError | None) -> pb.No
     return pb.NoticesResponse(published=told, abort=to_failure(error) if error is not None else None)
 
 
+def _rank_name(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _owner_name(owner: int) -> str:
+    """Of an owner by its number in the next epoch."""
+    return f"optimizer {owner}"
+
+
 _LEAD = -1  # the lead, where ranks have their numbers
 
 
@@ -463,6 +460,7 @@ class LeadCalls:
 
     def __init__(self, model: ServedModel) -> None:
         self._service, self._steps, self._shared = model.service, model.steps, model.shared
+        self._tensors = model.tensors
         self._repeats = Repeats()
 
     async def describe_epoch(self, request: pb.DescribeEpochRequest, context: Context) -> pb.DescribeEpochResponse:
@@ -474,10 +472,20 @@ class LeadCalls:
         """Stream all of some shards. Nothing changes them: the owners stand still."""
         chunk_bytes = min(request.chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)
         shared = self._require_shared()
-        for index in request.shards:
-            for tensor in shared.carried(self._service.shard(index)):
+        going = [(index, tensor) for index in request.shards for tensor in shared.carried(self._service.shard(index))]
+        async with connection_of(self._tensors, _owner_name(request.owner), context) as stream:
+            if stream is not None:
+                await stream.send(((index, byte_view(tensor).data) for index, tensor in going), chunk_bytes)
+                return
+            for index, tensor in going:
                 for message in encode_shard(index, tensor, chunk_bytes):
                     await context.write(message)
+
+    async def open_tensor_stream(
+        self, request: pb.OpenTensorStreamRequest, context: Context
+    ) -> pb.OpenTensorStreamResponse:
+        """Let an owner of the next epoch open a connection for tensors."""
+        return open_connection(self._tensors, _owner_name(request.owner), request.host, context)
 
     def _require_shared(self) -> SharedOwner:
         if self._shared is None:
