@@ -10,31 +10,30 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from rayzero.codecs import RAW, Codec, codec_for
 from rayzero.concurrency.processes import this_process
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
-from rayzero.layout.model_layout import UnitLayout, dtype_name
 from rayzero.lead.lead import StepLead
 from rayzero.memory.malloc import give_back_freed
 from rayzero.protocol.lives import require_life
-from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Contribution, Published
+from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Published
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.long_polls import Repeats, ended, result_of
 from rayzero.store.owner.calls.spoken import answers_to, begin_said
 from rayzero.store.owner.known_specs import KnownSpecs
 from rayzero.store.owner.memory.shared_memory import SharedOwner
+from rayzero.store.owner.pushes import receive_push
 from rayzero.store.owner.served_model import ServedModel
-from rayzero.store.owner.tensor_port import Landing, OwnerStream
-from rayzero.store.owner.transfers import connection_of, open_connection
+from rayzero.store.owner.tensor_port import OwnerStream
+from rayzero.store.owner.transfers import Upload, connection_of, open_connection
 from rayzero.store.wire import translate
-from rayzero.store.wire.payload import Assembly, Bytes, byte_view, decode_header, encode_shard
+from rayzero.store.wire.payload import byte_view, encode_shard
 from rayzero.store.wire.rpc import (
     MAX_CHUNK_BYTES,
     OWNER_SERVICE,
@@ -45,7 +44,6 @@ from rayzero.store.wire.rpc import (
     link_of,
     to_failure,
 )
-from rayzero.store.wire.seal import unseal
 
 T = TypeVar("T")
 Context = Any  # grpc.aio.ServicerContext of this call
@@ -53,57 +51,6 @@ Requests = AsyncIterator[bytes]
 
 
 _TOGETHER_BYTES = 32 << 20  # of shards that are sent in one visit to a thread: some are copies, of states
-
-
-class _Upload:
-    """A client's stream: sections, each a header and its chunks, of which the first is in the header's message.
-
-    [Note: cold code] What runs between two messages finds that their bytes have pushed it out of the processor's
-    caches, and takes about three times as long as alone. So nothing stands between a shard and gRPC's messages that is
-    not needed, and no message is kept once it is copied: its memory is the next one's.
-
-    Of a call with a connection for tensors, messages have headers only, and the chunks come there."""
-
-    def __init__(self, requests: Requests, message: type[Any], stream: OwnerStream | None) -> None:
-        """``message``: what has the headers."""
-        self._requests, self._message, self._stream = requests, message, stream
-        self._opening: bytes | None = None  # the first message of a section, until its chunk is taken
-
-    async def sections(self) -> AsyncIterator[Any]:
-        """The headers, one after the other. The caller receives all chunks that one announces before it asks for the
-        next. Raises TransferError if something else comes."""
-        opening: bytes | None = await anext(self._requests, b"")
-        while opening is not None:
-            header = decode_header(opening)
-            if header is None:
-                raise TransferError(f"{self._message.__name__}: the stream has chunks where a header must come")
-            self._opening, opening = opening, None
-            yield unseal(header, self._message.Header)
-            opening = await anext(self._requests, None)
-
-    async def receive(self, shard: int, size_bytes: int, out: Bytes | None) -> None:
-        """Read one shard into ``out``; None: drop it. Raises TransferError if other bytes come."""
-        if self._stream is not None:
-            await self._stream.receive([Landing(shard=shard, size_bytes=size_bytes, out=out)])
-            return
-        assembly = Assembly(shard, size_bytes, out)
-        if self._opening is not None and not assembly.complete:
-            assembly.take(self._opening)
-            self._opening = None
-        while not assembly.complete:
-            assembly.take(await anext(self._requests, None))
-
-
-_CODECS: dict[int, str] = {pb.WIRE_FORMAT_UNSPECIFIED: "none", pb.WIRE_FORMAT_BF16: "bf16", pb.WIRE_FORMAT_INT8: "int8"}
-
-
-def _wire_codec(wire_format: int, unit: UnitLayout) -> Codec:
-    """How a unit's gradients come. Raises StoreError if the unit cannot have ``wire_format``."""
-    name = _CODECS.get(wire_format)
-    codec = None if name is None else codec_for(name, unit.dtype)
-    if codec is not None and codec.name == name:
-        return codec
-    raise StoreError(f"gradients of {unit.name!r} ({dtype_name(unit.dtype)}) cannot come in wire format {wire_format}")
 
 
 class RankCalls:
@@ -270,91 +217,39 @@ class RankCalls:
         client = "a caller that is no rank" if caller is None else _rank_name(caller[0])
         return connection_of(self._model.tensors, client, context)
 
+    @asynccontextmanager
+    async def _upload(self, requests: Requests, message: type[Any], context: Context) -> AsyncIterator[Upload]:
+        """A context in which the bytes of a call come. ``message``: of ``requests``."""
+        async with self._tensors_of(context) as stream:
+            yield Upload(requests, message, stream, self._model.compute)
+
     async def push(self, requests: Requests, context: Context) -> pb.PushResponse:
         """Receive gradients into the pushing rank's landing; this may wait for that rank's earlier pushes."""
-        async with self._tensors_of(context) as stream:
-            upload = _Upload(requests, pb.PushRequest, stream)
+        async with self._upload(requests, pb.PushRequest, context) as upload:
             async for header in upload.sections():
-                contribution = translate.contribution_from_pb(header.contribution)
-                if stream is not None and header.format == pb.WIRE_FORMAT_UNSPECIFIED:
-                    await self._land_beside(contribution, header.shards, stream)
-                    continue
-                for index in header.shards:
-                    await self._land(contribution, index, header.format, upload)
+                await receive_push(self._model, header, upload)
         return pb.PushResponse()
-
-    async def _land_beside(self, contribution: Contribution, shards: Sequence[int], stream: OwnerStream) -> None:
-        """Send for a thread once for all shards that have memory: the way there takes as long as a tenth of a shard."""
-        service = self._model.service
-        landings: list[Landing] = []
-        for index in shards:
-            shard, unit = self._model.shard(index, contribution.unit)
-            size = shard.numel * self._model.push_dtype(contribution, unit).itemsize
-            reserved = service.reserve_when_free(contribution, index)
-            if landings and not reserved.done():  # it may wait for memory that those before it have
-                await stream.receive(landings)
-                landings = []
-            memory = await result_of(reserved)
-            if memory is None:  # a repeat
-                landings.append(Landing(shard=index, size_bytes=size, out=None))
-            else:
-                landed = partial(service.landed, contribution, index)
-                landings.append(Landing(shard=index, size_bytes=size, out=byte_view(memory), landed=landed))
-        await stream.receive(landings)
-
-    async def _land(self, contribution: Contribution, index: int, wire_format: int, upload: _Upload) -> None:
-        service = self._model.service
-        shard, unit = self._model.shard(index, contribution.unit)
-        codec = _wire_codec(wire_format, unit)
-        size = codec.most_bytes(shard.numel, self._model.push_dtype(contribution, unit))
-        memory = await result_of(service.reserve_when_free(contribution, index))
-        if memory is None:  # a repeat
-            await upload.receive(index, size, None)
-            return
-        if codec is RAW:
-            await upload.receive(index, size, byte_view(memory))
-            if service.is_added(contribution, index):
-                await self._model.compute(service.landed, contribution, index, None)
-            else:  # counting it takes less than the way to another thread and back
-                service.landed(contribution, index)
-            return
-        encoded = torch.empty(size, dtype=torch.uint8)
-        await upload.receive(index, size, byte_view(encoded))
-
-        def land() -> None:
-            values = torch.empty(shard.numel, dtype=unit.dtype)
-            codec.decode(encoded, values)
-            service.landed(contribution, index, values)
-
-        await self._model.compute(land)
 
     async def load(self, requests: Requests, context: Context) -> pb.LoadResponse:
         """Receive initial weights, one shard at a time."""
-        async with self._tensors_of(context) as stream:
-            upload = _Upload(requests, pb.LoadRequest, stream)
+        async with self._upload(requests, pb.LoadRequest, context) as upload:
             async for header in upload.sections():
                 for index in header.shards:
-                    await self._load_shard(index, header.unit, upload)
+                    shard, unit = self._model.shard(index, header.unit)
+                    values = upload.values(shard, unit.initial_dtype)
+                    await self._model.compute(self._model.service.load, index, await values)
         if self._model.service.is_loaded:  # free the received copies, which are as large as the weights
             await self._model.compute(give_back_freed)
         return pb.LoadResponse()
 
-    async def _load_shard(self, index: int, unit_index: int, upload: _Upload) -> None:
-        shard, unit = self._model.shard(index, unit_index)
-        values = torch.empty(shard.numel, dtype=unit.initial_dtype)
-        await upload.receive(index, values.nbytes, byte_view(values))
-        await self._model.compute(self._model.service.load, index, values)
-
     async def stage(self, requests: Requests, context: Context) -> pb.StageResponse:
         """Receive the values of a write and keep them until the write."""
-        async with self._tensors_of(context) as stream:
-            upload = _Upload(requests, pb.StageRequest, stream)
+        async with self._upload(requests, pb.StageRequest, context) as upload:
             async for header in upload.sections():
                 for index in header.shards:
                     shard, unit = self._model.shard(index, header.unit)
-                    values = torch.empty(shard.numel, dtype=unit.dtype if header.kind == COMPUTE else torch.float32)
-                    await upload.receive(index, values.nbytes, byte_view(values))
-                    self._model.service.stage(index, header.version, header.kind, values)
+                    values = upload.values(shard, unit.dtype if header.kind == COMPUTE else torch.float32)
+                    self._model.service.stage(index, header.version, header.kind, await values)
         return pb.StageResponse()
 
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:

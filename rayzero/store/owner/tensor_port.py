@@ -70,7 +70,8 @@ class Landing:
     shard: int
     size_bytes: int
     out: Bytes | None  # None: nowhere
-    landed: Callable[[], object] = _nothing  # what to do then, in the same thread, which may compute
+    landed: Callable[[], object] = _nothing  # what to do then
+    computes: bool = False  # whether that takes too long for an event loop
 
 
 class OwnerStream:
