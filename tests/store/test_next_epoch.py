@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -31,9 +32,9 @@ from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.store.wire import tensor_streams
-from rayzero.store.wire.payload import encode_shard
+from rayzero.store.wire.payload import Assembly, encode_shard
 from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, methods, open_channel, stream_metadata, token_metadata
-from rayzero.store.wire.tensor_stream import TICKET_BYTES, WELCOME
+from rayzero.store.wire.tensor_stream import TICKET_BYTES, WELCOME, StreamEndedError
 from store.proxy import Proxy
 from store.stores import TOKEN
 from store.test_tensor_streams import Spoils, call, member, over
@@ -113,6 +114,32 @@ def test_all_of_a_shard_comes_however_often_the_link_is_cut(
         cut.cut_after(*(int(each * size_of(there.shards)) for each in cuts))
         check_given(there, stream_bytes=stream_bytes)
         assert opened_again(caplog) == len(cuts)
+
+
+@WAYS
+def test_shards_that_have_come_do_not_come_again(stream_bytes: int) -> None:
+    asked, ask = [], RemoteShards._ask
+
+    def noted(self: RemoteShards, channel: Any, method: str, request: Any, *more: Any) -> Any:
+        if method == "GiveShards":
+            asked.append(list(request.shards))
+        return ask(self, channel, method, request, *more)
+
+    tensors = count()
+
+    def assembly(*args: Any) -> Assembly:
+        if next(tensors) == 40:
+            raise StreamEndedError("cut")
+        return Assembly(*args)
+
+    with (
+        owner() as there,
+        patch.object(RemoteShards, "_ask", noted),
+        patch.object(shard_source, "Assembly", assembly),
+    ):
+        check_given(there, stream_bytes=stream_bytes)
+    each = len(there.shards[0])
+    assert asked == [list(there.shards), list(there.shards)[40 // each :]]
 
 
 @WAYS
