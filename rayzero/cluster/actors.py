@@ -155,6 +155,7 @@ class RunActors:
         owner_memory: int | None,
         share: Path | None,
         slab_dir: Path,
+        stream_bytes: int,
         telemetry: TelemetryConfig,
         security: SecurityConfig | None = None,
         access: MetricsAccess | None = None,
@@ -168,9 +169,9 @@ class RunActors:
         routing table.
 
         owner_memory: bytes each owner may allocate; None: what its host has. share: directory of shared memory, None:
-        none. slab_dir: where it would be. security: None: the defaults. access: to metrics, None: for
-        everybody. network: at which owners listen, None: any. beside_ranks: the device on which owners beside
-        the ranks have their states; None: no such owners.
+        none. slab_dir: where it would be. stream_bytes: see ``ZeroConfig``. security: None: the defaults. access: to
+        metrics, None: for everybody. network: at which owners listen, None: any. beside_ranks: the device on which
+        owners beside the ranks have their states; None: no such owners.
         discovery_dir: where the run will be announced to Prometheus; None: nowhere. max_failures: how often whoever
         dies may be started again (``start_owner``, ``start_rank``; the coordinator by Ray). other_ranks: another
         library may start ranks again. keep: what stays in shared memory if this process is killed. former: what an
@@ -183,7 +184,8 @@ class RunActors:
         self._issuer = issuer(self._run, security or SecurityConfig())
         self._make_coordinator(max_failures)
         self._share = share
-        self._plan_owners(owner_memory, share, telemetry, beside_ranks, max_failures > 0 or other_ranks, former)
+        replaces = max_failures > 0 or other_ranks
+        self._plan_owners(owner_memory, share, stream_bytes, telemetry, beside_ranks, replaces, former)
         self._settings = {who: replace(settings, ownership=ownership) for who, settings in self._settings.items()}
         self._serving = self._make_members()
         hellos = {who: self._become(who) for who in self.owners}
@@ -230,6 +232,7 @@ class RunActors:
         self,
         memory: int | None,
         share: Path | None,
+        stream_bytes: int,
         telemetry: TelemetryConfig,
         beside_ranks: str | None,
         replaces: bool,
@@ -246,6 +249,7 @@ class RunActors:
                 threads=threads,
                 memory_budget=memory,
                 share=share,
+                stream_bytes=stream_bytes,
                 norms_every=telemetry.norms_every if telemetry.enabled else None,
                 device=device,
                 replaces_members=replaces,

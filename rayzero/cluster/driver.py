@@ -156,6 +156,7 @@ def _start(request: RunRequest, actors: RunActors, journal: Journal) -> None:
         owner_memory=request.zero.cpu_memory_budget,
         share=request.zero.shared_directory,
         slab_dir=Path(request.zero.slab_dir),
+        stream_bytes=request.zero.stream_bytes,
         telemetry=request.run.telemetry,
         security=request.run.security,
         access=request.access,

@@ -117,6 +117,7 @@ class GroupOwners:
             owner_memory=self._config.cpu_memory_budget,
             share=self._share,
             slab_dir=Path(self._config.slab_dir),
+            stream_bytes=self._config.stream_bytes,
             telemetry=TelemetryConfig(enabled=False),
             security=self._security,
         )

@@ -203,8 +203,8 @@ class ZeroConfig(ConfigModel):
     stream_bytes: Size = MIB // 4
     """Bytes from which on a transfer between hosts has a TCP connection of its own, beside the gRPC call that asks for
     it. These connections go to ports that the optimizers choose, and use TLS as gRPC does. A smaller transfer is in the
-    call's messages. Where a firewall lets only gRPC's port through, set it higher than any transfer ("1TiB"): pushes
-    are about half as fast then."""
+    call's messages. Where a firewall lets only gRPC's port through, set it higher than any transfer ("1TiB"): pushes,
+    and shards that move to owners on other hosts, are about half as fast then."""
 
     wire_compression: WireCompression = "none"
     """How gradients travel between hosts (gRPC). "none": unchanged, which exact results need. "bf16": fp32 in half

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from rayzero.errors import RayZeroError
 from rayzero.layout.model_layout import ModelLayout
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 # Tensor kinds to fetch or write; the name of an optimizer state, such as "exp_avg", is one too.
 COMPUTE = "compute"  # the published parameters, in the unit's dtype

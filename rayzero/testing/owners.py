@@ -145,6 +145,7 @@ class Service:
     share: Path | None  # where they make their slabs; None: they have private memory
     hosts: Mapping[str, Path] = field(default_factory=dict)  # see ``run_ranks``
     replaces_ranks: bool = False
+    stream_bytes: int  # see ZeroConfig
     tls: Identity | None = None
     token: str = field(repr=False, default_factory=lambda: secrets.token_hex(16))
 
@@ -165,6 +166,7 @@ class Service:
             models,
             token=self.token,
             tls=self.tls,
+            stream_bytes=self.stream_bytes,
             replaces_ranks=self.replaces_ranks,
             replaces_owners=replaces_owners,
         )

@@ -30,10 +30,10 @@ from rayzero.protocol.ownership import owner_map
 from rayzero.slabs.slab import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
-from rayzero.store.rank.links import tensor_streams
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.store.wire import tensor_streams
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.proxy import Proxy, all_of
 from store.stores import TOKEN

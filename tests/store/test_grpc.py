@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ from rayzero.errors import (
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import COMPUTE, MASTER, PROTOCOL_VERSION, FinishReport, ModelSpec, StepInputs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner.calls.long_polls import Repeats
 from rayzero.store.owner.handlers import RankCalls
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.owner.tensor_port import TensorPort
@@ -654,6 +656,13 @@ def test_a_load_that_brings_nothing_is_answered_where_nothing_is_wanted() -> Non
     )
     call = SimpleNamespace(invocation_metadata=tuple)
     assert asyncio.run(RankCalls(state).load(nothing(), call)) == pb.LoadResponse()
+
+
+def test_the_same_message_to_another_method_is_another_call() -> None:
+    repeats, (request, again) = Repeats(), (pb.WriteShardsRequest(step=3, number=7) for _ in range(2))
+    begun, written = (repeats.once(0, method, request, Future[None]) for method in ("BeginShards", "WriteShards"))
+    assert begun is not written
+    assert repeats.once(0, "BeginShards", again, Future[None]) is begun
 
 
 @pytest.mark.parametrize("kind", ["FinishRequest", "FinishResponse", "CollectResponse", "ApplyRequest"])

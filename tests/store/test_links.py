@@ -90,7 +90,7 @@ class LosesAnswers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             await asyncio.get_running_loop().run_in_executor(None, all_of(self.proxies, Proxy.cut))
 
 
-_REPEATED = sorted((*methods(STORE_SERVICE).keys(), *methods(OWNER_SERVICE).keys()))
+_REPEATED = sorted(methods(STORE_SERVICE).keys() | methods(OWNER_SERVICE).keys())
 _NEVER = ("Notices", "Describe", "Leave", "Abort", "GetDecision", "Redo", "Keep", "GetKept")
 _NEVER += ("DescribeEpoch", "GiveShards", "Speak", "Mute")  # tests/store/test_next_epoch.py, test_voice*.py
 # no answer to lose, or not in the run

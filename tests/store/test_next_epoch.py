@@ -3,29 +3,49 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import grpc
 import pytest
 import torch
 from torch import Tensor
 
-from rayzero.errors import EpochOverError, StoreError, TransferError
+from rayzero.errors import EpochOverError, StallError, StoreError, TransferError
+from rayzero.security.authority import Authority
+from rayzero.security.credentials import OWNER, Identity
 from rayzero.slabs.slab import SHARED_MEMORY
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner import handlers
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.memory.next_epoch import EpochFacts
+from rayzero.store.owner.peers import shard_source
 from rayzero.store.owner.peers.shard_source import RemoteShards
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.store.wire import tensor_streams
+from rayzero.store.wire.payload import Assembly, encode_shard
+from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, methods, open_channel, stream_metadata, token_metadata
+from rayzero.store.wire.tensor_stream import TICKET_BYTES, WELCOME, StreamEndedError
 from store.proxy import Proxy
 from store.stores import TOKEN
+from store.test_tensor_streams import Spoils, call, member, over
 from store.toy import WAIT, make_spec, random_grads, start, take_step
 
 pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+
+
+SHOWN = Identity(Authority("next epoch", on_loopback=True).issue("all", [OWNER, "rank-0.rayzero"]))
+MESSAGES, BESIDE = 1 << 40, 1  # bytes from which on shards come beside the messages
+WAYS = pytest.mark.parametrize("stream_bytes", [MESSAGES, BESIDE], ids=["messages", "beside"])
 
 
 class Owner(NamedTuple):
@@ -37,11 +57,11 @@ class Owner(NamedTuple):
 
 
 @contextmanager
-def owner() -> Iterator[Owner]:
+def owner(shown: Identity | None = None) -> Iterator[Owner]:
     models, spec = HostedModels(0, 1, share=SHARED_MEMORY), make_spec(world_size=1)
-    with serve_models(models, token=TOKEN) as server, Proxy(server.address) as proxy:
+    with serve_models(models, token=TOKEN, tls=shown) as server, Proxy(server.address) as proxy:
         server.connect_peers([server.address])
-        store = RankStore(RemoteConnection(0, [server.address], token=TOKEN, share=SHARED_MEMORY))
+        store = RankStore(RemoteConnection(0, [server.address], token=TOKEN, tls=shown, share=SHARED_MEMORY))
         try:
             ranks = start([store], spec)
             for step in range(2):
@@ -59,26 +79,240 @@ def owner() -> Iterator[Owner]:
 
 
 def source(proxy: Proxy, *, epoch: int = 0, **more: Any) -> RemoteShards:
-    terms = {"given_up": threading.Event(), "timeout_s": 20.0} | more
-    return RemoteShards(0, proxy.address, token=TOKEN, tls=None, model=0, epoch=epoch, **terms)
+    terms = {"given_up": threading.Event(), "timeout_s": 20.0, "taker": 1, "stream_bytes": MESSAGES, "tls": None} | more
+    return RemoteShards(0, proxy.address, token=TOKEN, model=0, epoch=epoch, **terms)
 
 
 def empty_like(shards: dict[int, list[Tensor]]) -> dict[int, list[Tensor]]:
     return {index: [torch.full_like(each, 7) for each in tensors] for index, tensors in shards.items()}
 
 
+def size_of(shards: dict[int, list[Tensor]]) -> int:
+    return sum(each.nbytes for tensors in shards.values() for each in tensors)
+
+
+def check_given(there: Owner, **terms: Any) -> None:
+    """All of the owner's shards come, bit by bit."""
+    came = empty_like(there.shards)
+    source(there.proxy, **terms).give(came)
+    for index, tensors in there.shards.items():
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(came[index], tensors, strict=True))
+
+
+def opened_again(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("is opened again" in line for line in caplog.messages)
+
+
+@WAYS
 @pytest.mark.parametrize("cuts", [(), (0.3,), (0.1, 0.4, 0.4)])
 def test_all_of_a_shard_comes_however_often_the_link_is_cut(
-    cuts: Sequence[float], caplog: pytest.LogCaptureFixture
+    cuts: Sequence[float], stream_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    with owner() as there, over(Proxy) as beside, caplog.at_level(logging.WARNING):
+        check_given(there, stream_bytes=stream_bytes)
+        cut = beside[0] if beside else there.proxy
+        cut.cut_after(*(int(each * size_of(there.shards)) for each in cuts))
+        check_given(there, stream_bytes=stream_bytes)
+        assert opened_again(caplog) == len(cuts)
+
+
+@WAYS
+def test_shards_that_have_come_do_not_come_again(stream_bytes: int) -> None:
+    asked, ask = [], RemoteShards._ask
+
+    def noted(self: RemoteShards, channel: Any, method: str, request: Any, *more: Any) -> Any:
+        if method == "GiveShards":
+            asked.append(list(request.shards))
+        return ask(self, channel, method, request, *more)
+
+    tensors = count()
+
+    def assembly(*args: Any) -> Assembly:
+        if next(tensors) == 40:
+            raise StreamEndedError("cut")
+        return Assembly(*args)
+
+    with (
+        owner() as there,
+        patch.object(RemoteShards, "_ask", noted),
+        patch.object(shard_source, "Assembly", assembly),
+    ):
+        check_given(there, stream_bytes=stream_bytes)
+    each = len(there.shards[0])
+    assert asked == [list(there.shards), list(there.shards)[40 // each :]]
+
+
+@WAYS
+def test_all_of_a_shard_comes_over_tls(stream_bytes: int) -> None:
+    with owner(SHOWN) as there, over(Proxy) as beside:
+        check_given(there, stream_bytes=stream_bytes, tls=SHOWN)
+        assert len(beside) == (stream_bytes == BESIDE)
+
+
+def test_fewer_bytes_than_a_connection_is_worth_come_in_messages() -> None:
+    with owner() as there, over(Proxy) as beside:
+        size = size_of(there.shards)
+        check_given(there, stream_bytes=size + 1)
+        assert beside == []
+        check_given(there, stream_bytes=size)
+        assert beside[0].passed > size
+
+
+def spoilt(times: int) -> Any:
+    """The bytes beside the messages have a bit that changes on the way, so often. See ``over``."""
+    return over(lambda target: Spoils(target, every=1, most=times))
+
+
+@pytest.mark.parametrize("shown", [None, SHOWN], ids=["plain", "tls"])
+def test_bytes_that_are_damaged_beside_the_messages_come_again(
+    shown: Identity | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with owner(shown) as there, spoilt(2) as beside, caplog.at_level(logging.WARNING):
+        check_given(there, stream_bytes=BESIDE, tls=shown)
+        assert beside[0].spoilt == 2  # type: ignore[attr-defined]
+        assert opened_again(caplog) in (1, 2), "both may come in one try"
+
+
+@contextmanager
+def damaged(times: int) -> Iterator[None]:
+    """The owner's messages have a bit that changes behind their checksum, so often."""
+    left = [None] * times
+
+    def damages(*args: Any) -> Iterator[bytes]:
+        for message in encode_shard(*args):
+            yield message[:-1] + bytes([message[-1] ^ (1 if left else 0)])
+            if left:
+                left.pop()
+
+    with patch.object(handlers, "encode_shard", damages):
+        yield
+
+
+def test_bytes_that_are_damaged_in_messages_come_again() -> None:
+    with owner() as there, damaged(2):
+        check_given(there)
+
+
+@pytest.mark.parametrize(("stream_bytes", "harm"), [(MESSAGES, damaged), (BESIDE, spoilt)], ids=["messages", "beside"])
+def test_bytes_that_are_damaged_again_and_again_are_given_up(stream_bytes: int, harm: Callable[[int], Any]) -> None:
+    with (
+        owner() as there,
+        harm(1000),
+        pytest.raises(TransferError, match=r"^optimizer 0 at 127.0.0.1:\d+: (shard \d+|a chunk of) .*(damaged|came)"),
+    ):
+        check_given(there, stream_bytes=stream_bytes)
+
+
+@WAYS
+def test_an_owner_that_is_gone_in_the_middle_is_named(stream_bytes: int) -> None:
+    with owner() as there, over(Proxy) as beside:
+        check_given(there, stream_bytes=stream_bytes)  # opens the way
+
+        moved = (beside or [there.proxy])[0]
+
+        def die() -> None:
+            del moved.cut
+            for each in {there.proxy, moved}:
+                each.close()
+
+        moved.cut = die  # type: ignore[method-assign]
+        moved.cut_after(size_of(there.shards) // 2)
+        with pytest.raises(TransferError, match=r"optimizer 0 at 127.0.0.1:\d+: UNAVAILABLE"):
+            check_given(there, stream_bytes=stream_bytes, down_s=0.5)
+
+
+def test_a_port_that_cannot_be_reached_is_named_and_one_that_opens_again_is_waited_for() -> None:
+    tries = []
+
+    def connect(host: str, port: int) -> Any:
+        tries.append(port)
+        raise ConnectionRefusedError(111, "Connection refused")
+
     with owner() as there:
-        came, size = empty_like(there.shards), sum(each.nbytes for tensors in there.shards.values() for each in tensors)
-        there.proxy.cut_after(*(int(cut * size) for cut in cuts))
-        with caplog.at_level(logging.WARNING):
-            source(there.proxy).give(came)
-        assert sum("is opened again" in line for line in caplog.messages) == len(cuts)
-        for index, tensors in there.shards.items():
-            assert all(torch.equal(ours, theirs) for ours, theirs in zip(came[index], tensors, strict=True))
+        with (
+            patch.object(tensor_streams, "connect", connect),
+            pytest.raises(TransferError, match=r"cannot open a connection for tensors to 127.0.0.1, port \d+: Conn"),
+        ):
+            check_given(there, stream_bytes=BESIDE, down_s=0.3)
+        assert len(tries) > 1
+        check_given(there, stream_bytes=BESIDE, down_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "error", "said"),
+    [
+        (0.1, StallError, "has not given its shards within 0.1 s"),
+        (WAIT, StoreError, "any more: the owners stay as they are"),
+    ],
+    ids=["for too long", "once they are given up"],
+)
+def test_bytes_that_do_not_come_are_not_waited_for(timeout_s: float, error: type[StoreError], said: str) -> None:
+    """The owner has sent all of them, so its call has ended."""
+
+    class Swallows(Proxy):
+        """Freezes at the first bytes of a tensor."""
+
+        frozen = False
+
+        def _count(self, size: int) -> None:
+            super()._count(size)
+            if self.passed > TICKET_BYTES + len(WELCOME) and not self.frozen:
+                self.frozen = True
+                self.freeze()
+
+    given_up = threading.Event()
+    with owner() as there, over(Swallows) as beside:
+        timer = threading.Timer(0.3, given_up.set)
+        timer.start()
+        with pytest.raises(error, match=said):
+            check_given(there, stream_bytes=BESIDE, given_up=given_up, timeout_s=timeout_s)
+        timer.join()
+        beside[0]._open.set()
+
+
+def asked_by_owner(there: Owner, method: str, request: Any, number: int = 0) -> Any:
+    """The answer to an owner's call; to a Fetch of a client that does not say who it is."""
+    service = STORE_SERVICE if method == "Fetch" else OWNER_SERVICE
+    metadata = (*token_metadata(TOKEN), *stream_metadata(number))
+    with open_channel(there.proxy.address, None) as channel:
+        answer = methods(service)[method].bind(channel)(request, metadata=metadata, timeout=WAIT)
+        return answer if method == "OpenTensorStream" else list(answer)
+
+
+def test_a_connection_is_its_clients_alone() -> None:
+    fetch = pb.FetchRequest(rank=1, shards=[0], kind="compute")
+    with owner() as there, ExitStack() as stack:
+        of_rank, _ = stack.enter_context(member(there.proxy, rank=1))
+        opening = asked_by_owner(there, "OpenTensorStream", pb.OpenTensorStreamRequest(owner=1, host="127.0.0.1"))
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", opening.port), timeout=WAIT))
+        connection.sendall(opening.ticket)
+        assert connection.recv(1) == WELCOME
+        with pytest.raises(grpc.RpcError, match="optimizer 1's, not that of rank 1"):
+            call(there.proxy, 1, "Fetch", fetch, opening.number)
+        with pytest.raises(grpc.RpcError, match="optimizer 1's, not that of a caller that is no rank"):
+            asked_by_owner(there, "Fetch", fetch, opening.number)
+        with pytest.raises(grpc.RpcError, match="rank 1's, not that of optimizer 1"):
+            asked_by_owner(there, "GiveShards", give(1), of_rank)
+        with pytest.raises(grpc.RpcError, match="optimizer 1's, not that of optimizer 2"):
+            asked_by_owner(there, "GiveShards", give(2), opening.number)
+        assert asked_by_owner(there, "GiveShards", give(1), opening.number) == []
+
+
+def give(owner: int) -> pb.GiveShardsRequest:
+    return pb.GiveShardsRequest(shards=[0], owner=owner)
+
+
+def test_a_link_is_down_since_bytes_came_for_the_last_time() -> None:
+    clock = SimpleNamespace(monotonic=lambda: now)
+    with patch.object(shard_source, "time", clock):
+        now = 100.0
+        tries = shard_source._Tries(30.0)
+        now = 150.0
+        assert tries.failed(broke=True, came=True) is not None, "until now it was not down"
+        now = 179.0
+        assert tries.failed(broke=True, came=False) is not None
+        now = 181.0
+        assert tries.failed(broke=True, came=False) is None
 
 
 def test_what_is_of_no_shard_comes_too() -> None:

@@ -30,9 +30,8 @@ from rayzero.store.owner import tensor_port
 from rayzero.store.owner.calls.allowance import TooManyCallsError
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING, TensorPort
-from rayzero.store.rank.links import tensor_streams
-from rayzero.store.rank.links.tensor_streams import Opening, TensorStreams
 from rayzero.store.rank.transfers import wire as wire_transfers
+from rayzero.store.wire import tensor_streams
 from rayzero.store.wire.payload import Assembly, encode_header
 from rayzero.store.wire.rpc import (
     STORE_SERVICE,
@@ -53,6 +52,7 @@ from rayzero.store.wire.tensor_stream import (
     TensorStream,
     new_stream_keys,
 )
+from rayzero.store.wire.tensor_streams import Opening, TensorStreams
 from rayzero.telemetry.names import REFUSED, TRANSFER_RETRIES
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.faults import tensor_address
@@ -524,7 +524,7 @@ def test_many_members_come_in_at_once() -> None:
         assert all(connection.recv(1) == WELCOME for connection in connections)
 
 
-def call(server: OwnerServer, rank: int, method: str, request: Any, number: int | None = None) -> Any:
+def call(server: OwnerServer | Proxy, rank: int, method: str, request: Any, number: int | None = None) -> Any:
     """A call of a rank; ``request``: a message, or those of an upload."""
     named = () if number is None else stream_metadata(number)
     metadata = (*token_metadata(TOKEN), *life_metadata(rank, 0), *named)
@@ -533,7 +533,7 @@ def call(server: OwnerServer, rank: int, method: str, request: Any, number: int 
         return list(answer) if method == "Fetch" else answer
 
 
-def expect(server: OwnerServer, rank: int = 0) -> pb.OpenTensorStreamResponse:
+def expect(server: OwnerServer | Proxy, rank: int = 0) -> pb.OpenTensorStreamResponse:
     found: pb.OpenTensorStreamResponse = call(
         server, rank, "OpenTensorStream", pb.OpenTensorStreamRequest(rank=rank, host="127.0.0.1")
     )
@@ -541,7 +541,7 @@ def expect(server: OwnerServer, rank: int = 0) -> pb.OpenTensorStreamResponse:
 
 
 @contextmanager
-def member(server: OwnerServer, rank: int = 0) -> Iterator[tuple[int, socket.socket]]:
+def member(server: OwnerServer | Proxy, rank: int = 0) -> Iterator[tuple[int, socket.socket]]:
     """The number of a connection that is open, and the connection."""
     opening = expect(server, rank)
     with closing(socket.create_connection(("127.0.0.1", opening.port), timeout=WAIT)) as connection:
@@ -573,13 +573,13 @@ def test_a_ticket_is_good_for_some_seconds(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_without_tls_nobody_gets_keys_and_with_it_everybody() -> None:
     with disturbed() as server:
-        assert not expect(server).rank_key
+        assert not expect(server).client_key
     with disturbed(shown=SHOWN) as server, open_channel(server.address, SHOWN) as channel:
         ask = methods(STORE_SERVICE)["OpenTensorStream"].bind(channel)
         metadata = (*token_metadata(TOKEN), *life_metadata(0, 0))
         answer = ask(pb.OpenTensorStreamRequest(rank=0, host="elsewhere"), metadata=metadata, timeout=WAIT)
-        assert len(answer.rank_key) == len(answer.owner_key) == 32
-        assert answer.rank_key != answer.owner_key
+        assert len(answer.client_key) == len(answer.owner_key) == 32
+        assert answer.client_key != answer.owner_key
 
 
 def fetch_error(server: OwnerServer, rank: int, number: int) -> str:
@@ -608,9 +608,9 @@ def test_a_rank_may_have_so_many_connections() -> None:
         port.listen("127.0.0.1")
         for rank in (0, 1):
             for _ in range(CONNECTIONS):
-                port.expect(rank, "127.0.0.1", protected=False)
+                port.expect(f"rank {rank}", "127.0.0.1", protected=False)
         with pytest.raises(TooManyCallsError, match="rank 1 has 64 connections for tensors here"):
-            port.expect(1, "127.0.0.1", protected=False)
+            port.expect("rank 1", "127.0.0.1", protected=False)
         await port.stop()
         await port.stop()
 
@@ -689,12 +689,12 @@ def test_a_call_that_is_cancelled_lets_go_of_memory_before_it_ends() -> None:
     async def cancel() -> None:
         port = TensorPort(MemoryRecorder())
         port.listen("127.0.0.1")
-        opening = port.expect(0, "127.0.0.1", protected=False)
+        opening = port.expect("rank 0", "127.0.0.1", protected=False)
         with closing(socket.create_connection(("127.0.0.1", opening.port))) as connection:
             connection.sendall(opening.ticket)
             while port._streams.get(opening.number) is None:
                 await asyncio.sleep(0.01)
-            stream = port.of(opening.number, 0)
+            stream = port.of(opening.number, "rank 0")
             assert stream is not None
             out, moving = np.zeros(8, dtype=np.uint8), Future[None]()
             advance = Receiving.advance

@@ -14,7 +14,8 @@ from rayzero.errors import HandshakeError, RayZeroError, TransferError
 from rayzero.security.credentials import names_shown, require_role
 from rayzero.security.refusals import Refusals
 from rayzero.store.owner.calls.allowance import Allowances, SlowBodyError, TooManyCallsError
-from rayzero.store.owner.handlers import Context, ModelCalls, Requests, WrongSenderError
+from rayzero.store.owner.handlers import Context, ModelCalls, Requests
+from rayzero.store.owner.pushes import WrongSenderError
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,

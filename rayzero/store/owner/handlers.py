@@ -10,31 +10,30 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from rayzero.codecs import RAW, Codec, codec_for
 from rayzero.concurrency.processes import this_process
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
-from rayzero.layout.model_layout import UnitLayout, dtype_name
 from rayzero.lead.lead import StepLead
 from rayzero.memory.malloc import give_back_freed
 from rayzero.protocol.lives import require_life
-from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Contribution, Published
-from rayzero.security.credentials import names_shown
+from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Published
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.long_polls import Repeats, ended, result_of
 from rayzero.store.owner.calls.spoken import answers_to, begin_said
 from rayzero.store.owner.known_specs import KnownSpecs
 from rayzero.store.owner.memory.shared_memory import SharedOwner
+from rayzero.store.owner.pushes import receive_push
 from rayzero.store.owner.served_model import ServedModel
-from rayzero.store.owner.tensor_port import Landing, OwnerStream
+from rayzero.store.owner.tensor_port import OwnerStream
+from rayzero.store.owner.transfers import Upload, connection_of, open_connection
 from rayzero.store.wire import translate
-from rayzero.store.wire.payload import Assembly, Bytes, byte_view, decode_header, encode_shard
+from rayzero.store.wire.payload import byte_view, encode_shard
 from rayzero.store.wire.rpc import (
     MAX_CHUNK_BYTES,
     OWNER_SERVICE,
@@ -43,10 +42,8 @@ from rayzero.store.wire.rpc import (
     caller_of,
     from_failure,
     link_of,
-    stream_of,
     to_failure,
 )
-from rayzero.store.wire.seal import unseal
 
 T = TypeVar("T")
 Context = Any  # grpc.aio.ServicerContext of this call
@@ -54,69 +51,6 @@ Requests = AsyncIterator[bytes]
 
 
 _TOGETHER_BYTES = 32 << 20  # of shards that are sent in one visit to a thread: some are copies, of states
-
-
-class _Upload:
-    """A client's stream: sections, each a header and its chunks, of which the first is in the header's message.
-
-    [Note: cold code] What runs between two messages finds that their bytes have pushed it out of the processor's
-    caches, and takes about three times as long as alone. So nothing stands between a shard and gRPC's messages that is
-    not needed, and no message is kept once it is copied: its memory is the next one's.
-
-    Of a call with a connection for tensors, messages have headers only, and the chunks come there."""
-
-    def __init__(self, requests: Requests, message: type[Any], stream: OwnerStream | None) -> None:
-        """``message``: what has the headers."""
-        self._requests, self._message, self._stream = requests, message, stream
-        self._opening: bytes | None = None  # the first message of a section, until its chunk is taken
-
-    async def sections(self) -> AsyncIterator[Any]:
-        """The headers, one after the other. The caller receives all chunks that one announces before it asks for the
-        next. Raises TransferError if something else comes."""
-        opening: bytes | None = await anext(self._requests, b"")
-        while opening is not None:
-            header = decode_header(opening)
-            if header is None:
-                raise TransferError(f"{self._message.__name__}: the stream has chunks where a header must come")
-            self._opening, opening = opening, None
-            yield unseal(header, self._message.Header)
-            opening = await anext(self._requests, None)
-
-    async def receive(self, shard: int, size_bytes: int, out: Bytes | None) -> None:
-        """Read one shard into ``out``; None: drop it. Raises TransferError if other bytes come."""
-        if self._stream is not None:
-            await self._stream.receive([Landing(shard=shard, size_bytes=size_bytes, out=out)])
-            return
-        assembly = Assembly(shard, size_bytes, out)
-        if self._opening is not None and not assembly.complete:
-            assembly.take(self._opening)
-            self._opening = None
-        while not assembly.complete:
-            assembly.take(await anext(self._requests, None))
-
-
-_CODECS: dict[int, str] = {pb.WIRE_FORMAT_UNSPECIFIED: "none", pb.WIRE_FORMAT_BF16: "bf16", pb.WIRE_FORMAT_INT8: "int8"}
-
-
-def _wire_codec(wire_format: int, unit: UnitLayout) -> Codec:
-    """How a unit's gradients come. Raises StoreError if the unit cannot have ``wire_format``."""
-    name = _CODECS.get(wire_format)
-    codec = None if name is None else codec_for(name, unit.dtype)
-    if codec is not None and codec.name == name:
-        return codec
-    raise StoreError(f"gradients of {unit.name!r} ({dtype_name(unit.dtype)}) cannot come in wire format {wire_format}")
-
-
-class WrongSenderError(HandshakeError):
-    """A rank sends what only another one may send."""
-
-
-def _require_sender(push: Contribution, sender: int) -> None:
-    """Raise WrongSenderError unless a push has gradients of the rank that sends it. The ranks of a sum have named each
-    other with their Attach."""
-    ranks = [each.rank for each in push.summands] or [push.rank]
-    if sender not in ranks:
-        raise WrongSenderError(f"Push of {', '.join(f'rank {rank}' for rank in ranks)} was sent by rank {sender}")
 
 
 class RankCalls:
@@ -275,113 +209,45 @@ class RankCalls:
         self, request: pb.OpenTensorStreamRequest, context: Context
     ) -> pb.OpenTensorStreamResponse:
         """Let the rank open a connection for tensors."""
-        protected = names_shown(context.auth_context()) is not None
-        expected = self._model.tensors.expect(request.rank, request.host, protected=protected)
-        answer = pb.OpenTensorStreamResponse(number=expected.number, port=expected.port, ticket=expected.ticket)
-        if expected.keys is not None:
-            answer.rank_key, answer.owner_key = expected.keys.receiving, expected.keys.sending
-        return answer
+        return open_connection(self._model.tensors, _rank_name(request.rank), request.host, context)
+
+    def _tensors_of(self, context: Context) -> AbstractAsyncContextManager[OwnerStream | None]:
+        """A context in which a call has its connection for tensors; None: its bytes are in its messages."""
+        return connection_of(self._model.tensors, _rank_name(_rank_of(context)), context)
 
     @asynccontextmanager
-    async def _tensors_of(self, context: Context) -> AsyncIterator[OwnerStream | None]:
-        """A context in which a call has its connection for tensors; None: its bytes are in its messages."""
-        metadata = context.invocation_metadata() or ()
-        caller = caller_of(metadata)
-        found = self._model.tensors.of(stream_of(metadata), None if caller is None else caller[0])
-        if found is None:
-            yield None
-            return
-        async with found.transfer() as stream:
-            yield stream
+    async def _upload(self, requests: Requests, message: type[Any], context: Context) -> AsyncIterator[Upload]:
+        """A context in which the bytes of a call come. ``message``: of ``requests``."""
+        async with self._tensors_of(context) as stream:
+            yield Upload(requests, message, stream, self._model.compute)
 
     async def push(self, requests: Requests, context: Context) -> pb.PushResponse:
         """Receive gradients into the pushing rank's landing; this may wait for that rank's earlier pushes."""
-        caller = caller_of(context.invocation_metadata() or ())
-        assert caller is not None, "the door lets nobody in who does not say it"
-        async with self._tensors_of(context) as stream:
-            upload = _Upload(requests, pb.PushRequest, stream)
+        async with self._upload(requests, pb.PushRequest, context) as upload:
             async for header in upload.sections():
-                contribution = translate.contribution_from_pb(header.contribution)
-                _require_sender(contribution, caller[0])
-                if stream is not None and header.format == pb.WIRE_FORMAT_UNSPECIFIED:
-                    await self._land_beside(contribution, header.shards, stream)
-                    continue
-                for index in header.shards:
-                    await self._land(contribution, index, header.format, upload)
+                await receive_push(self._model, header, upload, _rank_of(context))
         return pb.PushResponse()
-
-    async def _land_beside(self, contribution: Contribution, shards: Sequence[int], stream: OwnerStream) -> None:
-        """Send for a thread once for all shards that have memory: the way there takes as long as a tenth of a shard."""
-        service = self._model.service
-        landings: list[Landing] = []
-        for index in shards:
-            shard, unit = self._model.shard(index, contribution.unit)
-            size = shard.numel * self._model.push_dtype(contribution, unit).itemsize
-            reserved = service.reserve_when_free(contribution, index)
-            if landings and not reserved.done():  # it may wait for memory that those before it have
-                await stream.receive(landings)
-                landings = []
-            memory = await result_of(reserved)
-            if memory is None:  # a repeat
-                landings.append(Landing(shard=index, size_bytes=size, out=None))
-            else:
-                landed = partial(service.landed, contribution, index)
-                landings.append(Landing(shard=index, size_bytes=size, out=byte_view(memory), landed=landed))
-        await stream.receive(landings)
-
-    async def _land(self, contribution: Contribution, index: int, wire_format: int, upload: _Upload) -> None:
-        service = self._model.service
-        shard, unit = self._model.shard(index, contribution.unit)
-        codec = _wire_codec(wire_format, unit)
-        size = codec.most_bytes(shard.numel, self._model.push_dtype(contribution, unit))
-        memory = await result_of(service.reserve_when_free(contribution, index))
-        if memory is None:  # a repeat
-            await upload.receive(index, size, None)
-            return
-        if codec is RAW:
-            await upload.receive(index, size, byte_view(memory))
-            if service.is_added(contribution, index):
-                await self._model.compute(service.landed, contribution, index, None)
-            else:  # counting it takes less than the way to another thread and back
-                service.landed(contribution, index)
-            return
-        encoded = torch.empty(size, dtype=torch.uint8)
-        await upload.receive(index, size, byte_view(encoded))
-
-        def land() -> None:
-            values = torch.empty(shard.numel, dtype=unit.dtype)
-            codec.decode(encoded, values)
-            service.landed(contribution, index, values)
-
-        await self._model.compute(land)
 
     async def load(self, requests: Requests, context: Context) -> pb.LoadResponse:
         """Receive initial weights, one shard at a time."""
-        async with self._tensors_of(context) as stream:
-            upload = _Upload(requests, pb.LoadRequest, stream)
+        async with self._upload(requests, pb.LoadRequest, context) as upload:
             async for header in upload.sections():
                 for index in header.shards:
-                    await self._load_shard(index, header.unit, upload)
+                    shard, unit = self._model.shard(index, header.unit)
+                    values = upload.values(shard, unit.initial_dtype)
+                    await self._model.compute(self._model.service.load, index, await values)
         if self._model.service.is_loaded:  # free the received copies, which are as large as the weights
             await self._model.compute(give_back_freed)
         return pb.LoadResponse()
 
-    async def _load_shard(self, index: int, unit_index: int, upload: _Upload) -> None:
-        shard, unit = self._model.shard(index, unit_index)
-        values = torch.empty(shard.numel, dtype=unit.initial_dtype)
-        await upload.receive(index, values.nbytes, byte_view(values))
-        await self._model.compute(self._model.service.load, index, values)
-
     async def stage(self, requests: Requests, context: Context) -> pb.StageResponse:
         """Receive the values of a write and keep them until the write."""
-        async with self._tensors_of(context) as stream:
-            upload = _Upload(requests, pb.StageRequest, stream)
+        async with self._upload(requests, pb.StageRequest, context) as upload:
             async for header in upload.sections():
                 for index in header.shards:
                     shard, unit = self._model.shard(index, header.unit)
-                    values = torch.empty(shard.numel, dtype=unit.dtype if header.kind == COMPUTE else torch.float32)
-                    await upload.receive(index, values.nbytes, byte_view(values))
-                    self._model.service.stage(index, header.version, header.kind, values)
+                    values = upload.values(shard, unit.dtype if header.kind == COMPUTE else torch.float32)
+                    self._model.service.stage(index, header.version, header.kind, await values)
         return pb.StageResponse()
 
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
@@ -438,7 +304,8 @@ class RankCalls:
         All ask of one step, or one mean, so that none waits for what another does only after its own answer."""
 
         def begin(rank: int, asked: Any) -> Future[Any]:
-            return self._repeats.once(rank, asked, lambda: self._model.steps.begin(request.method, asked))
+            start = partial(self._model.steps.begin, request.method, asked)
+            return self._repeats.once(rank, request.method, asked, start)
 
         said = begin_said(request, self._model.voices, begin)
         until = asyncio.get_running_loop().time() + self._patience_s(context)
@@ -450,7 +317,7 @@ class RankCalls:
 
     async def _answer(self, method: str, rank: int, request: Any, context: Context) -> Any:
         """The response to a call that a rank may repeat; None: not yet."""
-        answer = self._repeats.once(rank, request, lambda: self._model.steps.begin(method, request))
+        answer = self._repeats.once(rank, method, request, partial(self._model.steps.begin, method, request))
         return await self._wait(answer, context)
 
     async def _wait(self, answer: Future[Any], context: Context) -> Any:
@@ -469,6 +336,21 @@ def _notice(published: Sequence[Published], error: RayZeroError | None) -> pb.No
     return pb.NoticesResponse(published=told, abort=to_failure(error) if error is not None else None)
 
 
+def _rank_of(context: Context) -> int:
+    caller = caller_of(context.invocation_metadata() or ())
+    assert caller is not None, "the door lets nobody in who does not say which rank it is"
+    return caller[0]
+
+
+def _rank_name(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _owner_name(owner: int) -> str:
+    """Of an owner by its number in the next epoch."""
+    return f"optimizer {owner}"
+
+
 _LEAD = -1  # the lead, where ranks have their numbers
 
 
@@ -477,6 +359,7 @@ class LeadCalls:
 
     def __init__(self, model: ServedModel) -> None:
         self._service, self._steps, self._shared = model.service, model.steps, model.shared
+        self._tensors = model.tensors
         self._repeats = Repeats()
 
     async def describe_epoch(self, request: pb.DescribeEpochRequest, context: Context) -> pb.DescribeEpochResponse:
@@ -488,10 +371,20 @@ class LeadCalls:
         """Stream all of some shards. Nothing changes them: the owners stand still."""
         chunk_bytes = min(request.chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)
         shared = self._require_shared()
-        for index in request.shards:
-            for tensor in shared.carried(self._service.shard(index)):
+        going = [(index, tensor) for index in request.shards for tensor in shared.carried(self._service.shard(index))]
+        async with connection_of(self._tensors, _owner_name(request.owner), context) as stream:
+            if stream is not None:
+                await stream.send(((index, byte_view(tensor).data) for index, tensor in going), chunk_bytes)
+                return
+            for index, tensor in going:
                 for message in encode_shard(index, tensor, chunk_bytes):
                     await context.write(message)
+
+    async def open_tensor_stream(
+        self, request: pb.OpenTensorStreamRequest, context: Context
+    ) -> pb.OpenTensorStreamResponse:
+        """Let an owner of the next epoch open a connection for tensors."""
+        return open_connection(self._tensors, _owner_name(request.owner), request.host, context)
 
     def _require_shared(self) -> SharedOwner:
         if self._shared is None:
@@ -522,16 +415,13 @@ class LeadCalls:
     async def begin_shards(self, request: pb.WriteShardsRequest, context: Context) -> pb.BeginShardsResponse:
         """Begin to write this owner's file of a checkpoint."""
         begin = partial(self._service.begin_checkpoint, request.step, Path(request.directory))
-        await result_of(self._repeats.once(_LEAD, request, begin))
+        await result_of(self._repeats.once(_LEAD, "BeginShards", request, begin))
         return pb.BeginShardsResponse()
 
     async def write_shards(self, request: pb.WriteShardsRequest, context: Context) -> pb.WriteShardsResponse:
         """Write this owner's file of a checkpoint."""
-        entry = await result_of(
-            self._repeats.once(
-                _LEAD, request, lambda: self._service.write_checkpoint(request.step, Path(request.directory))
-            )
-        )
+        write = partial(self._service.write_checkpoint, request.step, Path(request.directory))
+        entry = await result_of(self._repeats.once(_LEAD, "WriteShards", request, write))
         return pb.WriteShardsResponse(file=translate.file_to_pb(entry))
 
     async def abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:

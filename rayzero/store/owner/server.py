@@ -31,6 +31,7 @@ from rayzero.store.owner.served_model import ServedModel, ServerTerms
 from rayzero.store.owner.tensor_port import TensorPort
 from rayzero.store.shm.words import leads, let_stand
 from rayzero.store.wire.rpc import SERVER_OPTIONS, add_port
+from rayzero.store.wire.tensor_stream import STREAM_BYTES
 from rayzero.store.wire.translate import spec_from_bytes, spec_to_bytes
 
 _QUICK_S = 30.0  # starting and stopping a server
@@ -58,6 +59,7 @@ class OwnerServer:
         tls: Identity | None = None,
         poll_s: float = 10.0,
         peer_timeout_s: float = 600.0,
+        stream_bytes: int = STREAM_BYTES,
         shared: SharedOwner | None = None,
         models: HostedModels | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
@@ -71,6 +73,7 @@ class OwnerServer:
         ``token``: what every caller must send. ``tls``: what the server shows, and wants to see, on every address that
         it protects; None: no TLS. ``poll_s``: seconds that a call may wait for other ranks before its
         caller is told to ask again. ``peer_timeout_s``: deadline in seconds of the lead's calls that compute.
+        ``stream_bytes``: see ``ZeroConfig``; of shards that it takes over from owners on other hosts.
         ``interceptors``: grpc.aio server interceptors, around every call. ``replaces_ranks``: somebody starts a rank
         again that has died, so the others wait for it. ``replaces_owners``: the same for owners (``succeed``).
 
@@ -94,6 +97,7 @@ class OwnerServer:
             tensors=self._tensors,
             poll_s=poll_s,
             peer_timeout_s=peer_timeout_s,
+            stream_bytes=stream_bytes,
             replaces_ranks=replaces_ranks,
             replaces_owners=replaces_owners,
         )
@@ -220,14 +224,14 @@ class OwnerServer:
             self._given_up.clear()
             self._drop_prepared()
             for number, spec in models.items():
-                source = partial(self._source, number, before, addresses)
+                source = partial(self._source, number, before, addresses, owner)
                 self._loops[number] = _loops_of(spec, owner, before, after, source)
                 self._prepared[number] = prepare(spec, owner, before, after, hosted.share, hosted.threads, source)
             moved = sum(prepared.moved_bytes for prepared in self._prepared.values())
             leading = any(leads(prepared.control) for prepared in self._prepared.values())
             return Prepared(leads=leading, moved_bytes=moved)
 
-    def _source(self, model: int, before: Ownership, addresses: Sequence[str], owner: int) -> RemoteShards:
+    def _source(self, model: int, before: Ownership, addresses: Sequence[str], taker: int, owner: int) -> RemoteShards:
         terms = self._terms
         return RemoteShards(
             owner,
@@ -236,6 +240,8 @@ class OwnerServer:
             tls=terms.tls,
             model=model,
             epoch=before.epoch,
+            taker=taker,
+            stream_bytes=terms.stream_bytes,
             timeout_s=terms.peer_timeout_s,
             given_up=self._given_up,
         )

@@ -38,7 +38,7 @@ from rayzero.store.wire.tensor_stream import (
 )
 from rayzero.telemetry.recorder import Recorder
 
-CONNECTIONS = 64  # of one rank, expected and open; it uses one for each transfer under way
+CONNECTIONS = 64  # of one client, expected and open; it uses one for each transfer under way
 ENTERING = 256  # clients that have not shown their ticket yet; then the oldest one is cut
 _BACKLOG = 1024  # clients that are not accepted yet
 TICKET_S = 10.0  # in which a client must show its ticket, and for which it is good
@@ -50,10 +50,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """A connection that a rank may open."""
+    """A connection that a client may open."""
 
     number: int
-    rank: int
+    client: str  # "rank 3", "optimizer 1"
     port: int
     ticket: bytes = field(repr=False)
     keys: StreamKeys | None = field(repr=False)  # this end's
@@ -75,15 +75,16 @@ class Landing:
     shard: int
     size_bytes: int
     out: Bytes | None  # None: nowhere
-    landed: Callable[[], object] = _nothing  # what to do then, in the same thread, which may compute
+    landed: Callable[[], object] = _nothing  # what to do then
+    computes: bool = False  # whether that takes too long for an event loop
 
 
 class OwnerStream:
     """One connection, at the owner. Lives on the event loop; its bytes are moved in ``pool``."""
 
-    def __init__(self, stream: TensorStream, rank: int, pool: ThreadPoolExecutor, over: Callable[[], None]) -> None:
+    def __init__(self, stream: TensorStream, client: str, pool: ThreadPoolExecutor, over: Callable[[], None]) -> None:
         """``over`` is called once the connection has ended."""
-        self.rank = rank
+        self.client = client
         self._stream, self._pool, self._over = stream, pool, over
         self._turn = asyncio.Lock()
         self._closed = False
@@ -124,7 +125,7 @@ class OwnerStream:
             if work.chunks > passed:
                 passed, until = work.chunks, loop.time() + BODY_S
             verb = "taken" if to_write else "sent"
-            slow = SlowBodyError(f"rank {self.rank} has {verb} no whole chunk within {BODY_S:g} s")
+            slow = SlowBodyError(f"{self.client} has {verb} no whole chunk within {BODY_S:g} s")
             if loop.time() >= until:
                 raise slow
             try:
@@ -184,7 +185,7 @@ class OwnerStream:
 class TensorPort:
     """Listens beside an owner's server. Lives on the event loop.
 
-    Knows ranks by number, and connections; not models, units or shards."""
+    Knows clients by name, and connections; not models, units or shards."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._refusals = Refusals("tensors", recorder)
@@ -194,7 +195,7 @@ class TensorPort:
         self._numbers = count(1)
         self._expected: dict[bytes, Expected] = {}  # by ticket
         self._streams: dict[int, OwnerStream] = {}
-        self._of_rank = Counter[int]()  # expected and open
+        self._of_client = Counter[str]()  # expected and open
         self._pool = ThreadPoolExecutor(
             moving_threads(os.cpu_count() or 1),
             "rayzero-owner-tensors",
@@ -212,24 +213,24 @@ class TensorPort:
         self._listeners[host] = listener
         self._accepting.append(asyncio.get_running_loop().create_task(self._accept(listener)))
 
-    def expect(self, rank: int, host: str, *, protected: bool) -> Expected:
-        """Let a rank open one connection. ``host``: of this owner, as the rank has it. ``protected``: the rank asks
-        over TLS, so chunks are encrypted. Raises StoreError if the rank has too many."""
-        if self._of_rank[rank] >= CONNECTIONS:
-            raise TooManyCallsError(f"rank {rank} has {CONNECTIONS} connections for tensors here, the most for a rank")
+    def expect(self, client: str, host: str, *, protected: bool) -> Expected:
+        """Let a client open one connection. ``host``: of this owner, as the client has it. ``protected``: it asks over
+        TLS, so chunks are encrypted. Raises StoreError if the client has too many."""
+        if self._of_client[client] >= CONNECTIONS:
+            raise TooManyCallsError(f"{client} has {CONNECTIONS} connections for tensors here, the most for one client")
         others = sorted(self._listeners, key=is_loopback)  # a name of this host, perhaps: what others reach, first
         listener = self._listeners.get(host) or next((self._listeners[other] for other in others), None)
         if listener is None:
             raise StoreError("this owner is stopping")
         expected = Expected(
             number=next(self._numbers),
-            rank=rank,
+            client=client,
             port=listener.getsockname()[1],
             ticket=secrets.token_bytes(TICKET_BYTES),
             keys=new_stream_keys() if protected else None,
         )
         self._expected[expected.ticket] = expected
-        self._of_rank[rank] += 1
+        self._of_client[client] += 1
         asyncio.get_running_loop().call_later(TICKET_S, self._forget, expected.ticket)
         return expected
 
@@ -237,23 +238,23 @@ class TensorPort:
         """A ticket is not good any more, if nobody has shown it."""
         expected = self._expected.pop(ticket, None)
         if expected is not None:
-            self._free(expected.rank)
+            self._free(expected.client)
 
-    def _free(self, rank: int) -> None:
-        self._of_rank[rank] -= 1
-        if not self._of_rank[rank]:
-            del self._of_rank[rank]
+    def _free(self, client: str) -> None:
+        self._of_client[client] -= 1
+        if not self._of_client[client]:
+            del self._of_client[client]
 
-    def of(self, number: int | None, rank: int | None) -> OwnerStream | None:
-        """The connection that a call names; None: it names none. Raises TransferError if it has ended, HandshakeError
-        if it is another rank's."""
+    def of(self, number: int | None, client: str) -> OwnerStream | None:
+        """The connection that a client's call names; None: it names none. Raises TransferError if it has ended,
+        HandshakeError if it is another client's."""
         if number is None:
             return None
         found = self._streams.get(number)
         if found is None:
             raise StreamEndedError(f"connection {number} for tensors has ended")
-        if found.rank != rank:
-            raise HandshakeError(f"connection {number} for tensors is rank {found.rank}'s, not that of rank {rank}")
+        if found.client != client:
+            raise HandshakeError(f"connection {number} for tensors is {found.client}'s, not that of {client}")
         return found
 
     async def stop(self) -> None:
@@ -318,9 +319,9 @@ class TensorPort:
     def _keep(self, expected: Expected, stream: TensorStream) -> None:
         def over() -> None:
             if self._streams.pop(expected.number, None) is not None:
-                self._free(expected.rank)
+                self._free(expected.client)
 
-        self._streams[expected.number] = OwnerStream(stream, expected.rank, self._pool, over)
+        self._streams[expected.number] = OwnerStream(stream, expected.client, self._pool, over)
 
 
 def _reason(error: Exception) -> str:

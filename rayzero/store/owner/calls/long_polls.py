@@ -43,7 +43,7 @@ async def result_of(future: Future[T]) -> T:
 
 
 class Repeats:
-    """The calls that wait for other ranks, by request: a repeated request (a long poll, a retry) is the same call.
+    """The calls that wait for other ranks, by method and request: a repeat (a long poll, a retry) is the same call.
 
     Knows a rank's latest calls; not what they do."""
 
@@ -51,9 +51,9 @@ class Repeats:
         self._kept = kept
         self._calls: dict[int, dict[bytes, Future[Any]]] = defaultdict(dict)  # freed by: newer calls of the rank
 
-    def once(self, rank: int, request: Any, start: Callable[[], Future[T]]) -> Future[T]:
-        """The future of this request, started at its first arrival."""
-        key = type(request).__name__.encode() + request.SerializeToString(deterministic=True)
+    def once(self, rank: int, method: str, request: Any, start: Callable[[], Future[T]]) -> Future[T]:
+        """The future of this call, started at its first arrival."""
+        key = method.encode() + request.SerializeToString(deterministic=True)
         calls = self._calls[rank]
         if key not in calls:
             calls[key] = start()

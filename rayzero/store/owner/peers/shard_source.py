@@ -1,11 +1,13 @@
-"""Takes shards over from an owner on another host, over gRPC."""
+"""Takes shards over from an owner on another host: in gRPC's messages or, if they are large, beside them."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rayzero.concurrency.backoff import backoff
-from rayzero.errors import StoreError
+from rayzero.errors import RayZeroError, StallError, StoreError, TransferError
 from rayzero.protocol.messages import LoopState
 from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -23,27 +25,33 @@ from rayzero.store.wire.payload import Assembly, byte_view
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
+    Metadata,
     break_of,
     from_status,
     is_broken_link,
     methods,
     open_channel,
+    stream_metadata,
     token_metadata,
 )
+from rayzero.store.wire.tensor_stream import Receiving, StreamEndedError, TensorStream
+from rayzero.store.wire.tensor_streams import Opening, TensorStreams, failure_of
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Receive = Callable[[Assembly], None]  # fills one tensor
 
 _CHUNK_BYTES = 2 << 20
 _QUICK_S = 30.0
+_ATTEMPTS = 3  # at bytes that are damaged
 
 
 class RemoteShards:
     """A ``ShardSource`` (store/owner/memory/next_epoch.py) in another process.
 
     Knows the owner's address and how shards travel; not what becomes of them. Calls are repeated over a new channel
-    while the link breaks: nothing changes what they ask for."""
+    while the link breaks, or damages bytes: nothing changes what they ask for. Used by one thread."""
 
     def __init__(
         self,
@@ -54,67 +62,138 @@ class RemoteShards:
         tls: Identity | None,
         model: int,
         epoch: int,
+        taker: int,
+        stream_bytes: int,
         timeout_s: float,
         down_s: float = 30.0,
         given_up: threading.Event,
     ) -> None:
-        """``epoch``: the present one. ``timeout_s``: how long shards may take to come; ``down_s``: how long the link
-        may be down. ``given_up``: once it is set, calls end with a StoreError: the owners stay as they are."""
+        """``epoch``: the present one. ``taker``: who takes shards, by its number in the next one. ``stream_bytes``: if
+        they are as many, they come over a connection beside the call. ``timeout_s``: how long shards may take to come;
+        ``down_s``: how long the link may be down. ``given_up``: once it is set, calls end with a StoreError: the owners
+        stay as they are."""
         self._name, self._address, self._tls = f"optimizer {owner} at {address}", address, tls
         self._metadata, self._timeout_s, self._down_s = token_metadata(token, model, epoch), timeout_s, down_s
+        self._taker, self._stream_bytes = taker, stream_bytes
         self._given_up = given_up
+        self._came = False  # whether bytes of shards have come over the present channel
 
     def facts(self) -> EpochFacts:
         """See ``ShardSource``."""
-        answer = self._repeat(
-            "DescribeEpoch", lambda call: call(pb.DescribeEpochRequest(), timeout=_QUICK_S, metadata=self._metadata)
-        )
+        answer = self._repeat(lambda channel: self._ask(channel, "DescribeEpoch", pb.DescribeEpochRequest()))
         record = _bytes(answer.record) if answer.record else None
         return EpochFacts(kernel=answer.kernel, began=_bytes(answer.began), record=record)
 
     def give(self, shards: Mapping[int, Sequence[Tensor]]) -> None:
-        """See ``ShardSource``."""
+        """See ``ShardSource``. Whole shards that have come over one channel do not come again over the next."""
         left = dict(shards)
 
-        def ask(call: Any) -> None:
-            request = pb.GiveShardsRequest(shards=list(left), chunk_bytes=_CHUNK_BYTES)
-            messages = call(request, timeout=self._timeout_s, metadata=self._metadata)
-            for shard in list(left):
-                for tensor in left[shard]:
-                    _receive(messages, shard, tensor)
-                    self._require_wanted()
-                del left[shard]
+        def fill(channel: Any) -> None:
+            size = sum(tensor.nbytes for tensors in left.values() for tensor in tensors)
+            way = self._beside if size >= self._stream_bytes else self._in_messages
+            request = pb.GiveShardsRequest(shards=list(left), chunk_bytes=_CHUNK_BYTES, owner=self._taker)
+            with way(channel, request) as receive:
+                for shard in list(left):
+                    for tensor in left[shard]:
+                        receive(Assembly(shard, tensor.nbytes, byte_view(tensor)))
+                    del left[shard]
 
-        self._repeat("GiveShards", ask)
+        self._repeat(fill)
+
+    @contextmanager
+    def _in_messages(self, channel: Any, request: pb.GiveShardsRequest) -> Iterator[Receive]:
+        """A context in which the tensors of a GiveShards can be received, whose messages have their bytes."""
+        messages = self._ask(channel, "GiveShards", request, self._timeout_s)
+
+        def receive(assembly: Assembly) -> None:
+            while not assembly.complete:
+                assembly.take(next(messages, None))
+                self._came = True
+                self._require_wanted()
+
+        yield receive
+
+    @contextmanager
+    def _beside(self, channel: Any, request: pb.GiveShardsRequest) -> Iterator[Receive]:
+        """The same, where a connection beside the call has their bytes. Raises why the call fails if that ends, and
+        StreamEndedError if the owner does not say why."""
+        connections = TensorStreams(self._address, partial(self._expect, channel))
+        beside = connections.take()
+        try:
+            numbered = stream_metadata(beside.number)
+            call = self._ask(channel, "GiveShards", request, self._timeout_s, numbered)
+            beside.end_with(call)
+            try:
+                yield partial(self._receive, beside.stream, time.monotonic() + self._timeout_s)
+            except StreamEndedError as ended:
+                failure = failure_of(call)
+                if failure is None:
+                    raise
+                raise failure from ended
+            for _ in call:
+                raise TransferError("the owner sent messages where its bytes are on a connection")
+        finally:
+            connections.drop(beside)
+
+    def _expect(self, channel: Any, host: str) -> Opening:
+        answer = self._ask(channel, "OpenTensorStream", pb.OpenTensorStreamRequest(owner=self._taker, host=host))
+        return Opening.of(answer, protected=self._tls is not None and self._tls.protects(self._address))
+
+    def _receive(self, stream: TensorStream, until: float, assembly: Assembly) -> None:
+        """Fill a tensor. The call may end long before that, with bytes on their way, so its deadline is not enough."""
+        receiving = Receiving(stream, assembly)
+        while not receiving.advance():
+            self._came = self._came or receiving.chunks > 0
+            self._require_wanted()
+            if time.monotonic() > until:
+                raise StallError(f"{self._name} has not given its shards within {self._timeout_s:g} s")
+        self._came = True
+        self._require_wanted()
 
     def kept(self, ranks: Sequence[int]) -> dict[int, list[LoopState]]:
         """What the owner keeps of these ranks' loops, by rank; blocks."""
 
-        def ask(call: Any) -> dict[int, list[LoopState]]:
-            requests = {rank: pb.GetKeptRequest(rank=rank) for rank in ranks}
+        def ask(channel: Any) -> dict[int, list[LoopState]]:
+            get = methods(STORE_SERVICE)["GetKept"].bind(channel)
             asked = {
-                rank: call.future(request, timeout=_QUICK_S, metadata=self._metadata)
-                for rank, request in requests.items()
+                rank: get.future(pb.GetKeptRequest(rank=rank), timeout=_QUICK_S, metadata=self._metadata)
+                for rank in ranks
             }
             return {rank: list(map(translate.loop_state_from_pb, each.result().states)) for rank, each in asked.items()}
 
-        return self._repeat("GetKept", ask, STORE_SERVICE)
+        return self._repeat(ask)
 
-    def _repeat(self, method: str, ask: Callable[[Any], T], service: str = OWNER_SERVICE) -> T:
-        """Make a call, and again while the link breaks. Raises the owner's error, or TransferError if the link is down
-        for too long."""
-        deadline, pauses = time.monotonic() + self._down_s, backoff()
+    def _ask(
+        self, channel: Any, method: str, request: Any, timeout_s: float = _QUICK_S, metadata: Metadata = ()
+    ) -> Any:
+        """The answer to a call, or the iterator of its answers."""
+        call = methods(OWNER_SERVICE)[method].bind(channel)
+        return call(request, timeout=timeout_s, metadata=(*self._metadata, *metadata))
+
+    def _repeat(self, ask: Callable[[Any], T]) -> T:
+        """Ask over a channel, and over another one while the link breaks, or damages bytes. Raises the owner's error,
+        or TransferError if the link is down for too long, or damages too much."""
+        tries = _Tries(self._down_s)
         while True:
             self._require_wanted()
+            self._came = False
             with self._open() as channel:
                 try:
-                    return ask(methods(service)[method].bind(channel))
-                except grpc.RpcError as error:
-                    pause = next(pauses)
-                    if not is_broken_link(error) or time.monotonic() + pause > deadline:
-                        raise from_status(error, self._name) from error
-                    log.warning("the link to %s broke (%s), and is opened again", self._name, break_of(error))
+                    return ask(channel)
+                except (grpc.RpcError, TransferError) as failure:
+                    error, why = self._named(failure), _break_of(failure)
+                    repeatable = why is not None or isinstance(error, TransferError)
+                    pause = tries.failed(broke=why is not None, came=self._came) if repeatable else None
+                    if pause is None:
+                        raise error from failure
+                    said = f"broke ({why})" if why is not None else f"damaged bytes ({failure})"
+                    log.warning("the link to %s %s, and is opened again", self._name, said)
             self._given_up.wait(pause)
+
+    def _named(self, failure: grpc.RpcError | TransferError) -> RayZeroError:
+        if isinstance(failure, grpc.RpcError):
+            return from_status(failure, self._name)
+        return TransferError(f"{self._name}: {failure}")
 
     def _require_wanted(self) -> None:
         if self._given_up.is_set():
@@ -124,10 +203,31 @@ class RemoteShards:
         return open_channel(self._address, self._tls)
 
 
-def _receive(messages: Any, shard: int, into: Tensor) -> None:
-    assembly = Assembly(shard, into.nbytes, byte_view(into))
-    while not assembly.complete:
-        assembly.take(next(messages, None))
+class _Tries:
+    """Says when a call that did not get through is made again."""
+
+    def __init__(self, down_s: float) -> None:
+        """``down_s``: how long the link may be down."""
+        self._down_s, self._down_since = down_s, time.monotonic()
+        self._pauses, self._damaged = backoff(), 0
+
+    def failed(self, *, broke: bool, came: bool) -> float | None:
+        """A try has failed; returns the seconds until the next one, or None if there is none. ``broke``: the link did;
+        False: it damaged bytes. ``came``: bytes had come, so it was not down until now."""
+        now = time.monotonic()
+        if came:
+            self._down_since, self._pauses = now, backoff()
+        self._damaged += not broke
+        pause = next(self._pauses)
+        over = now + pause - self._down_since > self._down_s if broke else self._damaged == _ATTEMPTS
+        return None if over else pause
+
+
+def _break_of(error: grpc.RpcError | TransferError) -> str | None:
+    """Why a link broke; None: it did not."""
+    if isinstance(error, grpc.RpcError):
+        return break_of(error) if is_broken_link(error) else None
+    return str(error) if isinstance(error, StreamEndedError) else None
 
 
 def _bytes(content: bytes) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import grpc
@@ -13,7 +12,6 @@ import grpc
 from rayzero.errors import RayZeroError, StallError, StoreClosedError, TransferError
 from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.links.tensor_streams import Opening, OpenStream, TensorStreams
 from rayzero.store.wire.rpc import (
     STORE_SERVICE,
     LinkNumber,
@@ -25,10 +23,10 @@ from rayzero.store.wire.rpc import (
     open_channel,
     stream_metadata,
 )
-from rayzero.store.wire.tensor_stream import StreamEndedError, StreamKeys
+from rayzero.store.wire.tensor_stream import StreamEndedError
+from rayzero.store.wire.tensor_streams import Opening, OpenStream, TensorStreams, failure_of
 
 QUICK_S = 30.0  # deadline of calls that neither move tensors nor wait for anyone
-_REASON_S = 5.0  # how long an owner may take to say why it has ended a connection for tensors
 
 
 class BrokenLinkError(TransferError):
@@ -105,14 +103,13 @@ class Channel:
         except (grpc.RpcError, ValueError) as error:  # ValueError: the channel is closed
             raise self.error(error) from error
         if beside is not None:
-            begun.add_done_callback(partial(_end_if_failed, beside))
+            beside.end_with(begun)
         return begun
 
     def _expect(self, host: str) -> Opening:
         asked = pb.OpenTensorStreamRequest(rank=self._rank, host=host)
         answer = self.answer(self.start("OpenTensorStream", asked, QUICK_S))
-        keys = StreamKeys(sending=answer.rank_key, receiving=answer.owner_key) if self._is_protected else None
-        return Opening(number=answer.number, port=answer.port, ticket=answer.ticket, keys=keys)
+        return Opening.of(answer, protected=self._is_protected)
 
     @contextmanager
     def beside(self) -> Iterator[OpenStream]:
@@ -133,12 +130,9 @@ class Channel:
     def why_ended(self, call: Any, ended: StreamEndedError) -> RayZeroError:
         """Why the bytes beside a call do not go on: what the owner says or, if it says nothing soon, that the
         connection has broken. Raise it from its own cause."""
-        try:
-            call.result(timeout=_REASON_S)
-        except grpc.FutureTimeoutError:
-            call.cancel()
-        except (grpc.RpcError, grpc.FutureCancelledError) as error:
-            return self.error(error)
+        failure = failure_of(call)
+        if failure is not None:
+            return self.error(failure)
         broken = BrokenLinkError(f"{self.peer}: {ended}")
         broken.__cause__ = ended
         return broken
@@ -184,8 +178,3 @@ class Channel:
         self._given_up = True
         self._tensors.close()
         self._channel.close()
-
-
-def _end_if_failed(beside: OpenStream, call: Any) -> None:
-    if call.code() is not grpc.StatusCode.OK:
-        beside.stream.abort()

@@ -46,6 +46,7 @@ from rayzero.store.traffic import count_bytes
 from rayzero.store.wire import translate
 from rayzero.store.wire.payload import encode_header
 from rayzero.store.wire.rpc import MAX_CHUNK_BYTES
+from rayzero.store.wire.tensor_stream import STREAM_BYTES
 from rayzero.telemetry.names import TRANSFER_RETRIES
 from rayzero.telemetry.recorder import Recorder
 
@@ -63,7 +64,7 @@ class WireOptions:
     """How tensors travel; see the fields of the same names in ``ZeroConfig``."""
 
     chunk_bytes: int = 1 << 20  # of payload in a message, or under a checksum
-    stream_bytes: int = 256 << 10  # from which on a transfer's bytes have a connection of their own
+    stream_bytes: int = STREAM_BYTES  # from which on a transfer's bytes have a connection of their own
     wire_compression: str = "none"  # "none" | "bf16" | "int8"
     broadcast: str = "pull"  # "pull" | "push"
 

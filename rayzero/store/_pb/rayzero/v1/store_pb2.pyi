@@ -727,26 +727,28 @@ class SpeakResponse(_message.Message):
     def __init__(self, answers: _Optional[_Iterable[_Union[SpeakResponse.Answer, _Mapping]]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
 
 class OpenTensorStreamRequest(_message.Message):
-    __slots__ = ("rank", "host")
+    __slots__ = ("rank", "owner", "host")
     RANK_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     rank: int
+    owner: int
     host: str
-    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., owner: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
 
 class OpenTensorStreamResponse(_message.Message):
-    __slots__ = ("number", "port", "ticket", "rank_key", "owner_key")
+    __slots__ = ("number", "port", "ticket", "client_key", "owner_key")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
-    RANK_KEY_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_KEY_FIELD_NUMBER: _ClassVar[int]
     OWNER_KEY_FIELD_NUMBER: _ClassVar[int]
     number: int
     port: int
     ticket: bytes
-    rank_key: bytes
+    client_key: bytes
     owner_key: bytes
-    def __init__(self, number: _Optional[int] = ..., port: _Optional[int] = ..., ticket: _Optional[bytes] = ..., rank_key: _Optional[bytes] = ..., owner_key: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., port: _Optional[int] = ..., ticket: _Optional[bytes] = ..., client_key: _Optional[bytes] = ..., owner_key: _Optional[bytes] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("rank", "reason")
@@ -853,9 +855,11 @@ class DescribeEpochResponse(_message.Message):
     def __init__(self, kernel: _Optional[str] = ..., began: _Optional[bytes] = ..., record: _Optional[bytes] = ...) -> None: ...
 
 class GiveShardsRequest(_message.Message):
-    __slots__ = ("shards", "chunk_bytes")
+    __slots__ = ("shards", "chunk_bytes", "owner")
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     shards: _containers.RepeatedScalarFieldContainer[int]
     chunk_bytes: int
-    def __init__(self, shards: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
+    owner: int
+    def __init__(self, shards: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., owner: _Optional[int] = ...) -> None: ...

@@ -1,4 +1,4 @@
-"""A rank's connections for tensors to one owner, beside one channel to it."""
+"""A client's connections for tensors to one owner, beside one channel to it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
+import grpc
+
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire.tensor_stream import WELCOME, StreamEndedError, StreamKeys, TensorStream
 
 _OPEN_S = 5.0  # in which a connection is made; and in which the owner takes its ticket
+_REASON_S = 5.0  # how long an owner may take to say why it has ended a connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +30,12 @@ class Opening:
     ticket: bytes
     keys: StreamKeys | None  # None: without TLS
 
+    @classmethod
+    def of(cls, answer: pb.OpenTensorStreamResponse, *, protected: bool) -> Opening:
+        """``protected``: the answer came over TLS."""
+        keys = StreamKeys(sending=answer.client_key, receiving=answer.owner_key) if protected else None
+        return cls(number=answer.number, port=answer.port, ticket=answer.ticket, keys=keys)
+
 
 @dataclass(frozen=True, slots=True)
 class OpenStream:
@@ -32,6 +43,26 @@ class OpenStream:
 
     number: int
     stream: TensorStream
+
+    def end_with(self, call: Any) -> None:
+        """Have it end if the call, grpc's future, fails: whoever moves bytes gets StreamEndedError."""
+        call.add_done_callback(self._end_if_failed)
+
+    def _end_if_failed(self, call: Any) -> None:
+        if call.code() is not grpc.StatusCode.OK:
+            self.stream.abort()
+
+
+def failure_of(call: Any) -> Exception | None:
+    """Why a call failed whose connection has ended: an RpcError, or FutureCancelledError. None: its owner says nothing
+    soon, so the connection has broken; the call ends."""
+    try:
+        call.result(timeout=_REASON_S)
+    except grpc.FutureTimeoutError:
+        call.cancel()
+    except (grpc.RpcError, grpc.FutureCancelledError) as error:
+        return error
+    return None
 
 
 def connect(address: str, port: int) -> socket.socket:

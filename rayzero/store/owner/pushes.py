@@ -1,0 +1,90 @@
+"""Receives gradients that a rank pushes, into the memory that is reserved for them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rayzero.codecs import RAW, Codec, codec_for
+from rayzero.errors import HandshakeError, StoreError
+from rayzero.layout.model_layout import UnitLayout, dtype_name
+from rayzero.protocol.messages import Contribution
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner.calls.long_polls import result_of
+from rayzero.store.owner.served_model import ServedModel
+from rayzero.store.owner.tensor_port import Landing
+from rayzero.store.owner.transfers import Upload
+from rayzero.store.wire import translate
+from rayzero.store.wire.payload import byte_view
+
+_CODECS: dict[int, str] = {pb.WIRE_FORMAT_UNSPECIFIED: "none", pb.WIRE_FORMAT_BF16: "bf16", pb.WIRE_FORMAT_INT8: "int8"}
+
+
+class WrongSenderError(HandshakeError):
+    """A rank sends what only another one may send."""
+
+
+async def receive_push(model: ServedModel, header: pb.PushRequest.Header, upload: Upload, sender: int) -> None:
+    """Receive the shards of one section of a push; this may wait for the rank's earlier pushes. Over a connection, a
+    thread is sent for once for all shards that have memory: the way there takes as long as a tenth of a shard. Raises
+    WrongSenderError for gradients of other ranks than ``sender``, StoreError for those that the model does not take,
+    TransferError for bytes that are not theirs."""
+    contribution = translate.contribution_from_pb(header.contribution)
+    _require_sender(contribution, sender)
+    landings: list[Landing] = []
+
+    async def receive() -> None:
+        await upload.receive(*landings)
+        landings.clear()
+
+    for index in header.shards:
+        codec = _wire_codec(header.format, model.shard(index, contribution.unit)[1])
+        reserved = model.service.reserve_when_free(contribution, index)
+        if landings and not reserved.done():  # it may wait for memory that those before it have
+            await receive()
+        landings.append(_landing(model, contribution, index, codec, await result_of(reserved)))
+        if codec is not RAW or not upload.is_beside:
+            await receive()
+    if landings:
+        await receive()
+
+
+def _require_sender(push: Contribution, sender: int) -> None:
+    """Raise WrongSenderError unless a push has gradients of the rank that sends it. The ranks of a sum have named each
+    other with their Attach."""
+    ranks = [each.rank for each in push.summands] or [push.rank]
+    if sender not in ranks:
+        raise WrongSenderError(f"Push of {', '.join(f'rank {rank}' for rank in ranks)} was sent by rank {sender}")
+
+
+def _landing(
+    model: ServedModel, contribution: Contribution, index: int, codec: Codec, memory: Tensor | None
+) -> Landing:
+    """Where a shard's gradients go. ``memory``: what is reserved for them; None: they are a repeat."""
+    shard, unit = model.shard(index)
+    size = codec.most_bytes(shard.numel, model.push_dtype(contribution, unit))
+    if memory is None:
+        return Landing(shard=index, size_bytes=size, out=None)
+    landed = partial(model.service.landed, contribution, index)
+    if codec is RAW:
+        computes = model.service.is_added(contribution, index)
+        return Landing(shard=index, size_bytes=size, out=byte_view(memory), landed=landed, computes=computes)
+    encoded = torch.empty(size, dtype=torch.uint8)
+
+    def decode() -> None:
+        values = torch.empty(shard.numel, dtype=unit.dtype)
+        codec.decode(encoded, values)
+        landed(values)
+
+    return Landing(shard=index, size_bytes=size, out=byte_view(encoded), landed=decode, computes=True)
+
+
+def _wire_codec(wire_format: int, unit: UnitLayout) -> Codec:
+    """How a unit's gradients come. Raises StoreError if the unit cannot have ``wire_format``."""
+    name = _CODECS.get(wire_format)
+    codec = None if name is None else codec_for(name, unit.dtype)
+    if codec is not None and codec.name == name:
+        return codec
+    raise StoreError(f"gradients of {unit.name!r} ({dtype_name(unit.dtype)}) cannot come in wire format {wire_format}")
