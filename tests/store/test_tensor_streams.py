@@ -626,7 +626,7 @@ def test_nobody_takes_the_connections_of_another_rank() -> None:
         for said in ((), life_metadata(0, 0)):
             with pytest.raises(grpc.RpcError, match="HandshakeError: OpenTensorStream"):
                 ask(request, metadata=(*token_metadata(TOKEN), *said), timeout=WAIT)
-        assert not server._tensors._of_rank[1]
+        assert not server._tensors._of_client["rank 1"]
         assert ask(request, metadata=(*token_metadata(TOKEN), *life_metadata(1, 0)), timeout=WAIT).ticket
 
 
