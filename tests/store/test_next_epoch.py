@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -302,17 +303,32 @@ def give(owner: int) -> pb.GiveShardsRequest:
     return pb.GiveShardsRequest(shards=[0], owner=owner)
 
 
-def test_a_link_is_down_since_bytes_came_for_the_last_time() -> None:
+def test_a_link_is_down_since_more_bytes_than_ever_had_come() -> None:
     clock = SimpleNamespace(monotonic=lambda: now)
     with patch.object(shard_source, "time", clock):
         now = 100.0
         tries = shard_source._Tries(30.0)
         now = 150.0
-        assert tries.failed(broke=True, came=True) is not None, "until now it was not down"
+        assert tries.failed(broke=True, reached=10) is not None, "until now it was not down"
         now = 179.0
-        assert tries.failed(broke=True, came=False) is not None
+        assert tries.failed(broke=True, reached=0) is not None
         now = 181.0
-        assert tries.failed(broke=True, came=False) is None
+        assert tries.failed(broke=True, reached=10) is None, "the same bytes came again"
+
+
+def test_bytes_that_come_keep_the_link_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cut comes later than the link may be down, and finds more bytes than the one before."""
+    tensors = count()
+
+    def assembly(*args: Any) -> Assembly:
+        if next(tensors) in (20, 40, 60):
+            time.sleep(0.2)
+            raise StreamEndedError("cut")
+        return Assembly(*args)
+
+    monkeypatch.setattr(shard_source, "Assembly", assembly)
+    with owner() as there:
+        check_given(there, stream_bytes=BESIDE, down_s=0.15)
 
 
 def test_what_is_of_no_shard_comes_too() -> None:

@@ -1,1 +1,1 @@
-"""What both ends of the gRPC store agree on: methods, messages, and tensor bytes without extra copies."""
+"""What both ends of the gRPC store agree on: methods, messages, and the connections beside them."""

@@ -76,7 +76,7 @@ class RemoteShards:
         self._metadata, self._timeout_s, self._down_s = token_metadata(token, model, epoch), timeout_s, down_s
         self._taker, self._stream_bytes = taker, stream_bytes
         self._given_up = given_up
-        self._came = False  # whether bytes of shards have come over the present channel
+        self._reached = 0  # bytes of the shards that are asked for, up to which they have come by now
 
     def facts(self) -> EpochFacts:
         """See ``ShardSource``."""
@@ -86,16 +86,21 @@ class RemoteShards:
 
     def give(self, shards: Mapping[int, Sequence[Tensor]]) -> None:
         """See ``ShardSource``. Whole shards that have come over one channel do not come again over the next."""
-        left = dict(shards)
+        left, total = dict(shards), _size(shards)
 
         def fill(channel: Any) -> None:
-            size = sum(tensor.nbytes for tensors in left.values() for tensor in tensors)
+            size = _size(left)
+            self._reached = total - size
             way = self._beside if size >= self._stream_bytes else self._in_messages
             request = pb.GiveShardsRequest(shards=list(left), chunk_bytes=_CHUNK_BYTES, owner=self._taker)
             with way(channel, request) as receive:
                 for shard in list(left):
                     for tensor in left[shard]:
-                        receive(Assembly(shard, tensor.nbytes, byte_view(tensor)))
+                        assembly = Assembly(shard, tensor.nbytes, byte_view(tensor))
+                        try:
+                            receive(assembly)
+                        finally:
+                            self._reached += assembly.filled
                     del left[shard]
 
         self._repeat(fill)
@@ -108,7 +113,6 @@ class RemoteShards:
         def receive(assembly: Assembly) -> None:
             while not assembly.complete:
                 assembly.take(next(messages, None))
-                self._came = True
                 self._require_wanted()
 
         yield receive
@@ -143,11 +147,9 @@ class RemoteShards:
         """Fill a tensor. The call may end long before that, with bytes on their way, so its deadline is not enough."""
         receiving = Receiving(stream, assembly)
         while not receiving.advance():
-            self._came = self._came or receiving.chunks > 0
             self._require_wanted()
             if time.monotonic() > until:
                 raise StallError(f"{self._name} has not given its shards within {self._timeout_s:g} s")
-        self._came = True
         self._require_wanted()
 
     def kept(self, ranks: Sequence[int]) -> dict[int, list[LoopState]]:
@@ -173,17 +175,16 @@ class RemoteShards:
     def _repeat(self, ask: Callable[[Any], T]) -> T:
         """Ask over a channel, and over another one while the link breaks, or damages bytes. Raises the owner's error,
         or TransferError if the link is down for too long, or damages too much."""
-        tries = _Tries(self._down_s)
+        tries, self._reached = _Tries(self._down_s), 0
         while True:
             self._require_wanted()
-            self._came = False
             with self._open() as channel:
                 try:
                     return ask(channel)
                 except (grpc.RpcError, TransferError) as failure:
                     error, why = self._named(failure), _break_of(failure)
                     repeatable = why is not None or isinstance(error, TransferError)
-                    pause = tries.failed(broke=why is not None, came=self._came) if repeatable else None
+                    pause = tries.failed(broke=why is not None, reached=self._reached) if repeatable else None
                     if pause is None:
                         raise error from failure
                     said = f"broke ({why})" if why is not None else f"damaged bytes ({failure})"
@@ -209,18 +210,23 @@ class _Tries:
     def __init__(self, down_s: float) -> None:
         """``down_s``: how long the link may be down."""
         self._down_s, self._down_since = down_s, time.monotonic()
-        self._pauses, self._damaged = backoff(), 0
+        self._pauses, self._damaged, self._best = backoff(), 0, 0
 
-    def failed(self, *, broke: bool, came: bool) -> float | None:
+    def failed(self, *, broke: bool, reached: int) -> float | None:
         """A try has failed; returns the seconds until the next one, or None if there is none. ``broke``: the link did;
-        False: it damaged bytes. ``came``: bytes had come, so it was not down until now."""
+        False: it damaged bytes. ``reached``: how many bytes have come by now; only if they are more than ever was the
+        link not down until now: one that breaks again and again must not hide that nothing moves."""
         now = time.monotonic()
-        if came:
-            self._down_since, self._pauses = now, backoff()
+        if reached > self._best:
+            self._best, self._down_since, self._pauses = reached, now, backoff()
         self._damaged += not broke
         pause = next(self._pauses)
         over = now + pause - self._down_since > self._down_s if broke else self._damaged == _ATTEMPTS
         return None if over else pause
+
+
+def _size(shards: Mapping[int, Sequence[Tensor]]) -> int:
+    return sum(tensor.nbytes for tensors in shards.values() for tensor in tensors)
 
 
 def _break_of(error: grpc.RpcError | TransferError) -> str | None:

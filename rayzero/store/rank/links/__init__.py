@@ -1,1 +1,1 @@
-"""A rank's links to owners: channels that break and are opened again, and the connections beside them."""
+"""A rank's links to owners: channels that break and are opened again."""
