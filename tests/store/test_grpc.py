@@ -654,7 +654,7 @@ def test_a_load_that_brings_nothing_is_answered_where_nothing_is_wanted() -> Non
         compute=compute,
         tensors=TensorPort(NullRecorder()),
     )
-    call = SimpleNamespace(invocation_metadata=tuple)
+    call = SimpleNamespace(invocation_metadata=lambda: life_metadata(0, 0))
     assert asyncio.run(RankCalls(state).load(nothing(), call)) == pb.LoadResponse()
 
 

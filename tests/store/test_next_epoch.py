@@ -290,7 +290,7 @@ def test_a_connection_is_its_clients_alone() -> None:
         assert connection.recv(1) == WELCOME
         with pytest.raises(grpc.RpcError, match="optimizer 1's, not that of rank 1"):
             call(there.proxy, 1, "Fetch", fetch, opening.number)
-        with pytest.raises(grpc.RpcError, match="optimizer 1's, not that of a caller that is no rank"):
+        with pytest.raises(grpc.RpcError, match="Fetch was called by a rank that does not say which one it is"):
             asked_by_owner(there, "Fetch", fetch, opening.number)
         with pytest.raises(grpc.RpcError, match="rank 1's, not that of optimizer 1"):
             asked_by_owner(there, "GiveShards", give(1), of_rank)
