@@ -56,7 +56,7 @@ class GivenFiles:
     @property
     def warning(self) -> str | None:
         """That they may end before the run; None: they last long."""
-        return expiry_warning(f"security.certificate: {self._config.certificate}", self._given.ends, self._now())
+        return expiry_warning(f"run.security.certificate: {self._config.certificate}", self._given.ends, self._now())
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(self._clock(), UTC)
@@ -64,19 +64,19 @@ class GivenFiles:
     def _read(self) -> Credentials:
         config = self._config
         paths = {"certificate": config.certificate, "key": config.key, "authority": config.authority}
-        pem = {name: read_pem(f"security.{name}", Path(str(path))) for name, path in paths.items()}
+        pem = {name: read_pem(f"run.security.{name}", Path(str(path))) for name, path in paths.items()}
         try:
             chain, believed = map(x509.load_pem_x509_certificates, (pem["certificate"], pem["authority"]))
             key = load_pem_private_key(pem["key"], None)
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"security: {', '.join(map(str, paths.values()))}: {error}") from error
+            raise ConfigError(f"run.security: {', '.join(map(str, paths.values()))}: {error}") from error
         counting = chain + (believed if len(believed) == 1 else [])  # of several, the verifier chooses one
         ends = min(each.not_valid_after_utc for each in counting)
         _check(chain, key.public_key(), believed, config)
         if ends <= self._now():
             signer = f"what has signed {config.certificate}"
             which = config.certificate if chain[0].not_valid_after_utc == ends else signer
-            raise ConfigError(f"security.certificate: {which} was valid until {utc(ends)}; renew it")
+            raise ConfigError(f"run.security.certificate: {which} was valid until {utc(ends)}; renew it")
         return Credentials(**pem, ends=ends, on_loopback=config.tls == "always")
 
 
@@ -97,7 +97,9 @@ def _check(
     one."""
     certificate = chain[0]
     if key != certificate.public_key():
-        raise ConfigError(f"security.key: {config.key} is not the key of {config.certificate}; pass the one that is")
+        raise ConfigError(
+            f"run.security.key: {config.key} is not the key of {config.certificate}; pass the one that is"
+        )
     try:
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
         names = set(found.value.get_values_for_type(x509.DNSName))
@@ -105,13 +107,13 @@ def _check(
         names = set()
     if missing := [name for name in (OWNER, ANY_RANK) if name not in names]:
         raise ConfigError(
-            f"security.certificate: {config.certificate} lacks the DNS name {' and '.join(missing)}; every process of "
-            "the run shows it, so it needs both"
+            f"run.security.certificate: {config.certificate} lacks the DNS name {' and '.join(missing)}; every process "
+            "of the run shows it, so it needs both"
         )
     if len(chain) == 1 and not any(_has_signed(authority, certificate) for authority in believed):
         raise ConfigError(
-            f"security.authority: {config.authority} has not signed {config.certificate}; pass the one that has, or "
-            "put the chain into the certificate's file"
+            f"run.security.authority: {config.authority} has not signed {config.certificate}; pass the one that has, "
+            "or put the chain into the certificate's file"
         )
 
 

@@ -162,7 +162,7 @@ BOTH = (OWNER, ANY_RANK)
         (BOTH, 1, signed_by_another, r"security.authority: .* has not signed"),
         (BOTH, 1, key_of_another, r"security.key: .* is not the key of"),
         (BOTH, 1, no_pem, r"security.key: .* is no PEM file"),
-        (BOTH, 1, broken_pem, r"^security: .*certificate.pem"),
+        (BOTH, 1, broken_pem, r"^run.security: .*certificate.pem"),
         (BOTH, -0.01, unchanged, r"security.certificate: .* was valid until .* UTC; renew it"),
         ((OWNER,), 1, unchanged, r"lacks the DNS name rank.rayzero"),
         (("localhost",), 1, unchanged, r"lacks the DNS name owner.rayzero and rank.rayzero"),
