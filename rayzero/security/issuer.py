@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from rayzero.config import SecurityConfig
 from rayzero.errors import ConfigError
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import ANY_RANK, OWNER, Credentials, expiry_warning, read_pem, utc
+
+Parsed = TypeVar("Parsed")
 
 
 class Issuer(Protocol):
@@ -65,11 +68,9 @@ class GivenFiles:
         config = self._config
         paths = {"certificate": config.certificate, "key": config.key, "authority": config.authority}
         pem = {name: read_pem(f"run.security.{name}", Path(str(path))) for name, path in paths.items()}
-        try:
-            chain, believed = map(x509.load_pem_x509_certificates, (pem["certificate"], pem["authority"]))
-            key = load_pem_private_key(pem["key"], None)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"run.security: {', '.join(map(str, paths.values()))}: {error}") from error
+        chain = _parse("certificate", paths, pem, x509.load_pem_x509_certificates, "certificate in PEM")
+        believed = _parse("authority", paths, pem, x509.load_pem_x509_certificates, "certificate in PEM")
+        key = _parse("key", paths, pem, _load_key, "private key in PEM without a password")
         counting = chain + (believed if len(believed) == 1 else [])  # of several, the verifier chooses one
         ends = min(each.not_valid_after_utc for each in counting)
         _check(chain, key.public_key(), believed, config)
@@ -78,6 +79,20 @@ class GivenFiles:
             which = config.certificate if chain[0].not_valid_after_utc == ends else signer
             raise ConfigError(f"run.security.certificate: {which} was valid until {utc(ends)}; renew it")
         return Credentials(**pem, ends=ends, on_loopback=config.tls == "always")
+
+
+def _load_key(pem: bytes) -> PrivateKeyTypes:
+    return load_pem_private_key(pem, None)
+
+
+def _parse(
+    name: str, paths: Mapping[str, str | None], pem: Mapping[str, bytes], load: Callable[[bytes], Parsed], what: str
+) -> Parsed:
+    """What is in the file of a setting. Raises ConfigError, naming both, if that is not ``what``."""
+    try:
+        return load(pem[name])
+    except (ValueError, TypeError) as error:  # TypeError: a password would be needed
+        raise ConfigError(f"run.security.{name}: {paths[name]} has no {what}; pass the file that has one") from error
 
 
 def issuer(run: str, config: SecurityConfig, clock: Callable[[], float] = time.time) -> Issuer | None:
