@@ -360,6 +360,11 @@ def test_overrides_set_nested_values_read_as_yaml() -> None:
     assert settings == {"zero": {"precision": "fp32", "shard_bytes": 512}, "steps": 10}
 
 
+def test_an_override_fills_a_group_that_a_file_leaves_empty() -> None:
+    changed = apply_overrides({"run": None, "zero": {"x": None}}, ["run.telemetry.port=9100", "zero.x.y=1"])
+    assert changed == {"run": {"telemetry": {"port": 9100}}, "zero": {"x": {"y": 1}}}
+
+
 @pytest.mark.parametrize(
     ("override", "part"),
     [

@@ -99,7 +99,8 @@ def read_runs(path: Path) -> list[LeadRun]:
     try:
         return [LeadRun.of(row) for row in _rows(path.read_text(encoding="utf-8").splitlines())]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} has no lines of benchmarks/many_ranks.py --json: {error!r}") from error
+        reason = error.strerror if isinstance(error, OSError) else repr(error)
+        raise ConfigError(f"{path} has no lines of benchmarks/many_ranks.py --json: {reason}") from error
 
 
 def _rows(lines: Iterable[str]) -> Iterable[Mapping[str, Any]]:

@@ -83,7 +83,7 @@ def train(
 def choose_recipe(arguments: list[str], options: dict[str, Any], run_dir: Path | None) -> RecipeConfig:
     """The recipe of a command line: a file or the resumed run's config.yaml, changed by overrides and then by
     options. Raises ConfigError."""
-    from rayzero.config import apply_overrides, read_yaml
+    from rayzero.config import apply_overrides, read_yaml, set_value
     from rayzero.recipes.recipe import RecipeConfig
 
     path, overrides = _split_arguments(arguments, RecipeConfig.model_fields)
@@ -95,10 +95,10 @@ def choose_recipe(arguments: list[str], options: dict[str, Any], run_dir: Path |
     if run_dir is not None:
         options |= _place_of(run_dir)
     for dotted, value in options.items():
-        _set(settings, dotted, value)
-    run = settings.get("run", {})
-    if isinstance(run, dict) and "name" not in run:
-        _set(settings, "run.name", time.strftime("train-%Y%m%d-%H%M%S"))
+        set_value(settings, dotted, value)
+    run = settings.get("run")
+    if run is None or (isinstance(run, dict) and "name" not in run):
+        set_value(settings, "run.name", time.strftime("train-%Y%m%d-%H%M%S"))
     return RecipeConfig.from_mapping(settings)
 
 
@@ -138,15 +138,6 @@ def _split_arguments(arguments: list[str], settings: Collection[str]) -> tuple[P
 def _config_of(run_dir: Path) -> Path | None:
     path = run_dir / "config.yaml"
     return path if path.exists() else None
-
-
-def _set(settings: dict[str, Any], dotted: str, value: Any) -> None:
-    *groups, name = dotted.split(".")
-    for group in groups:
-        settings = settings.setdefault(group, {})
-        if not isinstance(settings, dict):
-            raise ConfigError(f"{group} must be a group of settings, got {settings!r}")
-    settings[name] = value
 
 
 def _try(recipe: RecipeConfig, coordinator: ProcessMemory) -> None:

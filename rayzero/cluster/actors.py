@@ -351,6 +351,14 @@ class RunActors:
         owners = dict(zip(addresses, self._serving, strict=True))
         require_reached({self.members[who].host: failed for who, failed in answers.items()}, owners)
 
+    def hosts_without(self, file: Path) -> list[str]:
+        """The run's hosts that do not see a file of the driver's; one process a host looks."""
+        members = {self.members[who].node: who for who in (*self.owners, *self.ranks)}
+        if len(members) < 2:
+            return []
+        calls = {who: control(self.handle(who).sees).remote(str(file)) for who in members.values()}
+        return sorted(self.members[who].host for who, sees in self.ask(calls, ANSWER_S).items() if not sees)
+
     # ---- while it runs ------------------------------------------------------------------------------------------
 
     def run_loops(self, settings: Sequence[RankSettings], packed_loop: PackedLoop) -> dict[Any, str]:

@@ -12,7 +12,7 @@ import ray
 from rayzero.cluster.actors import Former, RunActors, refuse_name_in_use
 from rayzero.cluster.files.file_discovery import announced
 from rayzero.cluster.files.metrics_log import MetricsLog, trim_log, written_rows
-from rayzero.cluster.files.run_dir import StartPoint
+from rayzero.cluster.files.run_dir import RECORD, StartPoint
 from rayzero.cluster.files.viewer_file import viewable
 from rayzero.cluster.interrupts import postponed
 from rayzero.cluster.janitor import KeptStates
@@ -184,6 +184,11 @@ def _start(request: RunRequest, actors: RunActors, journal: Journal) -> None:
         request.on_phase(
             "metrics are readable for rayzero top and rayzero trace alone, because they cross the network; set "
             "run.telemetry.web_config for Prometheus, or run.telemetry.bind=node for everybody"
+        )
+    if without := actors.hosts_without(request.directory.path / RECORD):
+        request.on_phase(
+            f"{', '.join(without)} cannot see {request.directory.path}, so no checkpoint can be completed; set "
+            "run.storage_path to a folder that all hosts share"
         )
     request.on_phase("every process is up; starting the training loops")
 

@@ -27,6 +27,7 @@ from rayzero.cluster.run import DISCOVERY_PATH, RunState
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.config.loggers import require_loggers
 from rayzero.errors import ConfigError, RayZeroError, RunFailedError, UnsupportedError
+from rayzero.security.issuer import issuer
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.names import TRANSFER_BYTES
@@ -118,6 +119,7 @@ class ZeroTrainer:
         self._settings = _shown(train_loop_config, self._zero, self._scaling)
         telemetry = self._run.telemetry
         self._access = MetricsAccess(self._run.name, telemetry.web_config) if telemetry.enabled else None
+        issuer(self._run.name, self._run.security)  # given files that cannot be used are refused before anything starts
         self._packed_loop = pack_loop(train_loop, train_loop_config)
 
     def fit(self, *, raise_on_error: bool = True, directory: RunDirectory | None = None) -> Result:

@@ -27,7 +27,7 @@ from rayzero.config.help_text import commented_settings, describe_settings
 from rayzero.config.run import RunConfig, ScalingConfig
 from rayzero.config.security import SecurityConfig
 from rayzero.config.telemetry import TelemetryConfig
-from rayzero.config.yaml_text import apply_overrides, load_yaml, read_yaml
+from rayzero.config.yaml_text import apply_overrides, load_yaml, read_yaml, set_value
 from rayzero.config.zero import ZeroConfig
 from rayzero.quantities import parse_bytes
 
@@ -58,4 +58,5 @@ __all__ = [
     "load_yaml",
     "parse_bytes",
     "read_yaml",
+    "set_value",
 ]

@@ -98,7 +98,11 @@ class WebConfig(ConfigModel):
 def read_web_config(path: Path) -> WebConfig:
     """The settings in a file, with all paths made whole. Raises ConfigError, naming the file."""
     try:
-        found = WebConfig.from_mapping(read_yaml(path))
+        settings = read_yaml(path)
+    except ConfigError as error:  # it names the file
+        raise ConfigError(f"run.telemetry.web_config: {error}") from error
+    try:
+        found = WebConfig.from_mapping(settings)
     except ConfigError as error:
         raise ConfigError(f"run.telemetry.web_config: {path}: {error}") from error
     tls = found.tls_server_config

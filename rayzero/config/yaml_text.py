@@ -84,18 +84,22 @@ def apply_overrides(settings: Mapping[str, Any], overrides: Iterable[str]) -> di
     result: dict[str, Any] = copy.deepcopy(dict(settings))
     for override in overrides:
         dotted, separator, text = override.partition("=")
-        keys = dotted.strip().split(".")
-        if not separator or not all(keys):
+        dotted = dotted.strip()
+        if not separator or not all(dotted.split(".")):
             raise ConfigError(f"override {override!r} must look like key=value or part.key=value")
-        _set(result, keys, _parse_yaml(text, f"override {override!r}"))
+        set_value(result, dotted, _parse_yaml(text, f"override {override!r}"))
     return result
 
 
-def _set(settings: dict[str, Any], keys: list[str], value: Any) -> None:
-    for depth, key in enumerate(keys[:-1], start=1):
-        inner = settings.setdefault(key, {})
-        if not isinstance(inner, dict):
-            path = ".".join(keys[:depth])
-            raise ConfigError(f"override {'.'.join(keys)}: {path} is {reprlib.repr(inner)}, not a group of settings")
-        settings = inner
-    settings[keys[-1]] = value
+def set_value(settings: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set ``"part.key"`` in place. A part that is missing, or that a file leaves empty, becomes a mapping. Raises
+    ConfigError for one that is something else."""
+    *parts, name = dotted.split(".")
+    for depth, part in enumerate(parts, start=1):
+        if settings.get(part) is None:
+            settings[part] = {}
+        if not isinstance(settings[part], dict):
+            path, found = ".".join(parts[:depth]), reprlib.repr(settings[part])
+            raise ConfigError(f"override {dotted}: {path} is {found}, not a group of settings")
+        settings = settings[part]
+    settings[name] = value

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from rayzero.config import SecurityConfig
 from rayzero.errors import ConfigError
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import ANY_RANK, OWNER, Credentials, expiry_warning, read_pem, utc
+
+Parsed = TypeVar("Parsed")
 
 
 class Issuer(Protocol):
@@ -56,7 +59,7 @@ class GivenFiles:
     @property
     def warning(self) -> str | None:
         """That they may end before the run; None: they last long."""
-        return expiry_warning(f"security.certificate: {self._config.certificate}", self._given.ends, self._now())
+        return expiry_warning(f"run.security.certificate: {self._config.certificate}", self._given.ends, self._now())
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(self._clock(), UTC)
@@ -64,20 +67,32 @@ class GivenFiles:
     def _read(self) -> Credentials:
         config = self._config
         paths = {"certificate": config.certificate, "key": config.key, "authority": config.authority}
-        pem = {name: read_pem(f"security.{name}", Path(str(path))) for name, path in paths.items()}
-        try:
-            chain, believed = map(x509.load_pem_x509_certificates, (pem["certificate"], pem["authority"]))
-            key = load_pem_private_key(pem["key"], None)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"security: {', '.join(map(str, paths.values()))}: {error}") from error
+        pem = {name: read_pem(f"run.security.{name}", Path(str(path))) for name, path in paths.items()}
+        chain = _parse("certificate", paths, pem, x509.load_pem_x509_certificates, "certificate in PEM")
+        believed = _parse("authority", paths, pem, x509.load_pem_x509_certificates, "certificate in PEM")
+        key = _parse("key", paths, pem, _load_key, "private key in PEM without a password")
         counting = chain + (believed if len(believed) == 1 else [])  # of several, the verifier chooses one
         ends = min(each.not_valid_after_utc for each in counting)
         _check(chain, key.public_key(), believed, config)
         if ends <= self._now():
             signer = f"what has signed {config.certificate}"
             which = config.certificate if chain[0].not_valid_after_utc == ends else signer
-            raise ConfigError(f"security.certificate: {which} was valid until {utc(ends)}; renew it")
+            raise ConfigError(f"run.security.certificate: {which} was valid until {utc(ends)}; renew it")
         return Credentials(**pem, ends=ends, on_loopback=config.tls == "always")
+
+
+def _load_key(pem: bytes) -> PrivateKeyTypes:
+    return load_pem_private_key(pem, None)
+
+
+def _parse(
+    name: str, paths: Mapping[str, str | None], pem: Mapping[str, bytes], load: Callable[[bytes], Parsed], what: str
+) -> Parsed:
+    """What is in the file of a setting. Raises ConfigError, naming both, if that is not ``what``."""
+    try:
+        return load(pem[name])
+    except (ValueError, TypeError) as error:  # TypeError: a password would be needed
+        raise ConfigError(f"run.security.{name}: {paths[name]} has no {what}; pass the file that has one") from error
 
 
 def issuer(run: str, config: SecurityConfig, clock: Callable[[], float] = time.time) -> Issuer | None:
@@ -97,7 +112,9 @@ def _check(
     one."""
     certificate = chain[0]
     if key != certificate.public_key():
-        raise ConfigError(f"security.key: {config.key} is not the key of {config.certificate}; pass the one that is")
+        raise ConfigError(
+            f"run.security.key: {config.key} is not the key of {config.certificate}; pass the one that is"
+        )
     try:
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
         names = set(found.value.get_values_for_type(x509.DNSName))
@@ -105,13 +122,13 @@ def _check(
         names = set()
     if missing := [name for name in (OWNER, ANY_RANK) if name not in names]:
         raise ConfigError(
-            f"security.certificate: {config.certificate} lacks the DNS name {' and '.join(missing)}; every process of "
-            "the run shows it, so it needs both"
+            f"run.security.certificate: {config.certificate} lacks the DNS name {' and '.join(missing)}; every process "
+            "of the run shows it, so it needs both"
         )
     if len(chain) == 1 and not any(_has_signed(authority, certificate) for authority in believed):
         raise ConfigError(
-            f"security.authority: {config.authority} has not signed {config.certificate}; pass the one that has, or "
-            "put the chain into the certificate's file"
+            f"run.security.authority: {config.authority} has not signed {config.certificate}; pass the one that has, "
+            "or put the chain into the certificate's file"
         )
 
 

@@ -130,7 +130,8 @@ class Measured:
         try:
             return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, AttributeError, TypeError) as error:
-            raise ConfigError(f"{path} has no figures of rayzero bench simulation --save: {error}") from error
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"{path} has no figures of rayzero bench simulation --save: {reason}") from error
 
 
 def machine_from(described: Mapping[str, Any]) -> Machine:

@@ -34,6 +34,7 @@ WRITE_S = 10.0  # to take an answer
 HANDSHAKE_S = 5.0  # for a TLS handshake
 MOST = 64  # connections; the oldest is cut for a new one
 REQUEST_BYTES = 8 << 10  # of one request
+LAST_PORT = 65_535
 
 _SWEEP_S = 1.0  # between two looks for connections that do not move
 _PATH_ENDS = re.compile(rb"[ ?\r]")
@@ -75,6 +76,8 @@ class Page:
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
     """A listening socket (``port`` 0: any free one) and its host:port. Raises OSError if it cannot listen."""
+    if port > LAST_PORT:
+        raise OSError(f"ports end at {LAST_PORT}")  # the socket module raises an OverflowError, and leaks the socket
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, port), family=family, backlog=128)
     _listening.add(listening)

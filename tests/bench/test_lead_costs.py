@@ -67,6 +67,8 @@ def test_runs_from_which_nothing_follows_are_refused(tmp_path: Path) -> None:
         LeadCosts.fit(slow)
     with pytest.raises(ConfigError, match=r"none\.json has no lines of benchmarks/many_ranks\.py --json"):
         read_runs(written(tmp_path / "none.json", {"ranks": 1}))
+    with pytest.raises(ConfigError, match=r"gone\.json has no lines of .* --json: No such file or directory$"):
+        read_runs(tmp_path / "gone.json")
 
 
 def test_they_are_put_into_the_costs_of_grpc(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from typer.testing import CliRunner, Result
 
 from rayzero.cli import app
+from rayzero.cli.train import choose_recipe
 from rayzero.config.help_text import first_sentence
 from rayzero.errors import ConfigError
 from rayzero.recipes.recipe import RecipeConfig, load_recipe
@@ -45,6 +46,16 @@ def test_it_says_every_setting_and_is_the_default_recipe_with_and_without_its_ma
         assert re.search(rf"^ *#?{name}:", text, re.MULTILINE), name
         assert first_sentence(description) in prose
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_untouched_recipe_takes_settings_and_options_over_it(folder: Path) -> None:
+    init("my.yaml")
+    settings = ["lr=3e-4", "zero.precision=bf16", "scaling.num_workers=8", "run.telemetry.port=9100"]
+    chosen = choose_recipe(["my.yaml", *settings], {"scaling.num_optimizers": 3}, folder / "runs" / "demo")
+    assert (chosen.lr, chosen.zero_config.precision) == (3e-4, "bf16")
+    assert (chosen.scaling.num_workers, chosen.scaling.num_optimizers) == (8, 3)
+    assert (chosen.run.path, chosen.run.telemetry.port) == (folder / "runs" / "demo", 9100)
+    assert choose_recipe(["my.yaml"], {}, None).run.name.startswith("train-"), "a new folder for each run"
 
 
 def test_given_settings_are_live_and_others_are_not() -> None:

@@ -98,6 +98,10 @@ def trained(tmp_path: Path) -> Path:
         (["stepz=3"], "unknown setting 'stepz' = 3; did you mean 'steps'?"),
         (["num_worker=3"], "unknown setting 'num_worker' = 3; did you mean 'scaling.num_workers'?"),
         (["run.certificate=x"], "unknown setting 'certificate' = 'x'; did you mean 'security.certificate'?"),
+        (
+            ["run.security.certificate=x", "run.security.key=x", "run.security.authority=x"],
+            "run.security.certificate: cannot read x: No such file",
+        ),
         (["stpes"], "stpes is neither a recipe nor a setting; did you mean steps=VALUE?"),
         (["--steps", "0"], "steps is 0 but must be greater than 0"),
         (["--workers", "0"], "num_workers is 0 but must be greater than 0"),

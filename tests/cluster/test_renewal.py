@@ -126,12 +126,12 @@ def test_who_dies_or_parts_is_owed_nothing(actors: Actors) -> None:
 def test_files_that_cannot_be_used_are_named_from_the_second_look_on(actors: Actors) -> None:
     """At the first, somebody may have written one of two files."""
     run = Run(actors)
-    actors.due = ConfigError("security.key: k is not the key of c")
+    actors.due = ConfigError("run.security.key: k is not the key of c")
     run.look()
     assert run.said == []
     run.look()
     run.look()
-    assert run.said == ["certificates cannot be renewed: security.key: k is not the key of c"]
+    assert run.said == ["certificates cannot be renewed: run.security.key: k is not the key of c"]
     actors.due = True
     assert run.look() == EVERYBODY
 

@@ -149,6 +149,10 @@ def broken_pem(made: Credentials) -> dict[str, bytes]:
     return {"certificate": made.certificate[:200] + made.certificate[300:]}
 
 
+def certificate_as_key(made: Credentials) -> dict[str, bytes]:
+    return {"key": made.certificate}
+
+
 def unchanged(made: Credentials) -> dict[str, bytes]:
     return {}
 
@@ -162,7 +166,8 @@ BOTH = (OWNER, ANY_RANK)
         (BOTH, 1, signed_by_another, r"security.authority: .* has not signed"),
         (BOTH, 1, key_of_another, r"security.key: .* is not the key of"),
         (BOTH, 1, no_pem, r"security.key: .* is no PEM file"),
-        (BOTH, 1, broken_pem, r"^security: .*certificate.pem"),
+        (BOTH, 1, broken_pem, r"^run.security.certificate: .*certificate.pem has no certificate in PEM"),
+        (BOTH, 1, certificate_as_key, r"^run.security.key: .*key.pem has no private key in PEM without a password"),
         (BOTH, -0.01, unchanged, r"security.certificate: .* was valid until .* UTC; renew it"),
         ((OWNER,), 1, unchanged, r"lacks the DNS name rank.rayzero"),
         (("localhost",), 1, unchanged, r"lacks the DNS name owner.rayzero and rank.rayzero"),

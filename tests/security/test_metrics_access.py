@@ -84,7 +84,7 @@ def test_what_a_web_config_may_not_say_is_one_line(
 
 
 def test_a_missing_web_config_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"run.telemetry.web_config: .*cannot read /nowhere/web.yaml: No such file"):
+    with pytest.raises(ConfigError, match=r"^run.telemetry.web_config: cannot read /nowhere/web.yaml: No such file"):
         MetricsAccess("demo", "/nowhere/web.yaml")
     with pytest.raises(ConfigError, match="web_config needs enabled: true"):
         TelemetryConfig(web_config="x", enabled=False)

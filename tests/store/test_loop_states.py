@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, LoopState, MeanInput
+from rayzero.store.shm.former_ranks import remove_former_lives
+from rayzero.store.shm.loop_slab import LoopSlab
+from rayzero.store.shm.plan import SharedPlan, life_of, of_lineage, rank_incarnation
 from store.stores import StoreFactory
 from store.toy import WAIT, make_spec, random_grads, start, take_step
 
@@ -26,6 +31,19 @@ def test_the_parts_of_the_latest_three_steps_are_kept(make_stores: StoreFactory,
         take_step(ranks, [random_grads(spec, 0), random_grads(spec, 1)])  # a commit waits until they are kept
         assert stores[0].kept() == [state(step, part, size) for step in (2, 3, 4) for part in (AT_COMMIT, AT_FORWARD)]
         assert stores[1].kept() == [state(9, AT_COMMIT, size)]
+
+
+def test_a_new_life_removes_the_states_of_its_rank_that_dead_ones_have_left(tmp_path: Path) -> None:
+    """Nobody sweeps on hosts other than the driver's when the run ends."""
+    spec = make_spec(world_size=2)
+    for rank, life in ((0, 0), (1, 0), (1, 1)):
+        slab = LoopSlab.create(SharedPlan.of(spec, 1), rank, rank_incarnation(life), 100, tmp_path).slab
+        slab.close(unlink=False)  # as if its process were killed
+    remove_former_lives(spec, 1, 1, tmp_path)
+    assert sorted((facts.index, life_of(facts.incarnation)) for _, facts in of_lineage(spec, tmp_path)) == [
+        (0, 0),
+        (1, 1),
+    ]
 
 
 def test_a_state_that_outgrows_its_room_is_kept_beside_the_earlier_one(make_stores: StoreFactory) -> None:

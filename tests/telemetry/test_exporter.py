@@ -122,6 +122,12 @@ def test_a_port_that_is_taken_is_one_clear_line(recorder, exporter) -> None:
     )
 
 
+def test_a_port_beyond_the_last_one_is_one_clear_line(recorder) -> None:
+    """exporter_ports is that of the first exporter: the others count up from it."""
+    with pytest.raises(ConfigError, match=r"rank 0 cannot listen on 127.0.0.1:65536: ports end at 65535; choose other"):
+        Exporter(recorder, Role.RANK, host=HOST, port=65_536, who="rank 0")
+
+
 def test_targets_have_the_labels_that_names_promises_and_no_others() -> None:
     targets = [
         Target(address="10.0.0.1:1", run="demo", role=Role.COORDINATOR, node="10.0.0.1"),

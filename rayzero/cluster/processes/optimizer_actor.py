@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,6 +130,10 @@ class OptimizerActor:
     def unreachable(self, addresses: Sequence[str]) -> dict[str, str]:
         """Those owners' addresses that this host does not reach, and why."""
         return unreachable(addresses)
+
+    def sees(self, path: str) -> bool:
+        """Whether a file that the driver has written is on this host, too."""
+        return Path(path).exists()
 
     def open_exporter(self, settings: ExporterSettings, coordinator: Any) -> Target:
         """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""

@@ -96,6 +96,10 @@ class RankWorker:
         """Those owners' addresses that this host does not reach, and why."""
         return unreachable(addresses)
 
+    def sees(self, path: str) -> bool:
+        """Whether a file that the driver has written is on this host, too."""
+        return Path(path).exists()
+
     def open_exporter(self, settings: ExporterSettings, coordinator: Any) -> Target:
         """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""
         self._exporter = ProcessExporter(settings, self._recorder, coordinator=coordinator)

@@ -735,7 +735,8 @@ class RemoteConnection:
         link = self._keeper
         new = None if self._shared is None else self._shared.keep(state)
         if self._shared is not None and self._came_back is not None and state.step >= self._came_back + 3:
-            self._shared.remove_former_lives()  # a step is decided behind theirs, so all that they pushed is applied
+            # a step is decided behind theirs, so all that they pushed is applied, and this one's loop has newer states
+            self._shared.remove_former_lives()
             self._came_back = None
         if self._shared is not None and link.owner not in self._senders:
             if new is not None:  # rare: the owner maps it before this rank may die

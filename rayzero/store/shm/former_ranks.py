@@ -54,10 +54,10 @@ def _former_rank(plan: SharedPlan, who: str, files: SharedPaths) -> FormerRank:
 
 
 def remove_former_lives(spec: ModelSpec, rank: int, life: int, directory: Path) -> None:
-    """Remove what the lives of a rank before ``life`` have left, apart from the states of its loop. What is mapped
-    stays mapped."""
+    """Remove what the lives of a rank before ``life`` have left. What is mapped stays mapped."""
     for slab, facts in of_lineage(spec, directory):
-        if not slab.alive and _is_of_rank(facts) and facts.index == rank and life_of(facts.incarnation) < life:
+        theirs = _is_of_rank(facts) or facts.role == "loop"
+        if not slab.alive and theirs and facts.index == rank and life_of(facts.incarnation) < life:
             Slab.adopt(slab.path).close()
 
 

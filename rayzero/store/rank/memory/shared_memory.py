@@ -233,7 +233,7 @@ class SharedRank:
         return (None, []) if self._loop is None else (str(self._loop.slab.path), list(self._loop.states()))
 
     def remove_former_lives(self) -> None:
-        """Remove what this rank's former lives have left here, once nobody needs what they had pushed."""
+        """Remove what this rank's former lives have left here, once nobody needs what they had pushed and kept."""
         remove_former_lives(self._plan.spec, self.rank, life_of(self._incarnation), self.directory)
 
     def ask_lead(self, method: str, request: bytes) -> Future[bytes] | None:
