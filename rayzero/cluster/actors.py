@@ -344,12 +344,16 @@ class RunActors:
             raise
 
     def _require_reached(self, addresses: Sequence[str]) -> None:
-        """Raise ConfigError if one host of the run does not reach an owner; one process a host tries."""
+        """Raise ConfigError if one host of the run does not reach an owner, its port for calls or that for tensors; one
+        process a host tries."""
+        asked = {who: control(actor.tensor_address).remote() for who, actor in self._serving.items()}
+        tensors = {address: who for who, address in self.ask(asked, ANSWER_S).items() if address is not None}
         members = {self.members[who].node: who for who in (*self.owners, *self.ranks)}
-        calls = {who: control(self.handle(who).unreachable).remote(addresses) for who in members.values()}
+        everywhere = [*addresses, *tensors]
+        calls = {who: control(self.handle(who).unreachable).remote(everywhere) for who in members.values()}
         answers = self.ask(calls, START_S)
         owners = dict(zip(addresses, self._serving, strict=True))
-        require_reached({self.members[who].host: failed for who, failed in answers.items()}, owners)
+        require_reached({self.members[who].host: failed for who, failed in answers.items()}, owners, tensors)
 
     def hosts_without(self, file: Path) -> list[str]:
         """The run's hosts that do not see a file of the driver's; one process a host looks."""

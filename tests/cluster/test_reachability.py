@@ -90,10 +90,23 @@ def test_one_that_swallows_everything_takes_its_time_and_no_more() -> None:
 
 def test_both_ends_are_named() -> None:
     owners = {"10.0.0.4:50": "optimizer 0", "10.0.0.5:51": "optimizer 1"}
-    require_reached({"10.0.0.4": {}, "10.0.0.5": {}}, owners)
+    tensors = {"10.0.0.4:60": "optimizer 0", "10.0.0.5:61": "optimizer 1"}
+    require_reached({"10.0.0.4": {}, "10.0.0.5": {}}, owners, tensors)
+    answers = {"10.0.0.4": {"10.0.0.5:61": "y", "10.0.0.5:51": "no answer within 5 s"}, "10.0.0.6": {}}
     with pytest.raises(ConfigError) as refused:
-        require_reached({"10.0.0.4": {"10.0.0.5:51": "no answer within 5 s"}, "10.0.0.6": {"10.0.0.5:51": "x"}}, owners)
+        require_reached(answers, owners, tensors)
     assert str(refused.value).startswith(
         "the host 10.0.0.4 cannot connect to optimizer 1 at 10.0.0.5:51: no answer within 5 s (and 1 more such pair); "
         "open the ports between the hosts, or, if a host has several networks or is behind NAT, set run.network"
     )
+
+
+def test_a_port_for_tensors_that_a_firewall_shuts_is_named_before_training_begins() -> None:
+    owners, tensors = {"10.0.0.4:50": "optimizer 0"}, {"10.0.0.4:60": "optimizer 0"}
+    with pytest.raises(ConfigError) as refused:
+        require_reached({"10.0.0.5": {"10.0.0.4:60": "Connection refused"}}, owners, tensors)
+    said = str(refused.value)
+    assert said.startswith(
+        "the host 10.0.0.5 reaches optimizer 0, but not its port for tensors, 10.0.0.4:60: Connection refused; "
+    )
+    assert "set zero.stream_bytes=1TiB" in said

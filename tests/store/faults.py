@@ -98,8 +98,9 @@ def net(
 
 def tensor_address(server: OwnerServer) -> str:
     """Where a server's ranks open their connections for tensors."""
-    host, port = server._tensors._listeners["127.0.0.1"].getsockname()
-    return f"{host}:{port}"
+    found = server.tensor_address
+    assert found is not None
+    return found
 
 
 @contextmanager

@@ -44,6 +44,7 @@ from rayzero.store.wire.rpc import (
 )
 from rayzero.store.wire.seal import checksum
 from rayzero.store.wire.tensor_stream import (
+    NEVER_BESIDE,
     TICKET_BYTES,
     WELCOME,
     Receiving,
@@ -494,7 +495,7 @@ def refused(recorder: MemoryRecorder, reason: str) -> float:
 
 @pytest.mark.parametrize(
     ("said", "reason"),
-    [(random.Random(1).randbytes(TICKET_BYTES), "ticket"), (b"GET / HTTP/1.1\r\n\r\n", "nonsense"), (b"", "nonsense")],
+    [(random.Random(1).randbytes(TICKET_BYTES), "ticket"), (b"GET / HTTP/1.1\r\n\r\n", "nonsense")],
 )
 def test_who_shows_no_ticket_is_cut_and_counted(said: bytes, reason: str) -> None:
     recorder = MemoryRecorder()
@@ -505,6 +506,18 @@ def test_who_shows_no_ticket_is_cut_and_counted(said: bytes, reason: str) -> Non
                 connection.shutdown(socket.SHUT_WR)
                 assert ends(connection)
     assert refused(recorder, reason) == 20
+
+
+def test_who_only_looks_whether_the_port_is_open_is_not_counted() -> None:
+    """As hosts do when a run starts."""
+    recorder = MemoryRecorder()
+    with disturbed(recorder) as server:
+        for said in (b"", b"x"):
+            with stranger(server) as connection:
+                connection.sendall(said)
+                connection.shutdown(socket.SHUT_WR)
+                assert ends(connection)
+    assert refused(recorder, "nonsense") == 1, "the one that said something"
 
 
 def test_who_says_nothing_is_cut_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -606,6 +619,11 @@ def test_another_ranks_connection_is_refused() -> None:
 def test_a_connection_that_is_not_there_is_a_broken_link() -> None:
     with disturbed() as server:
         assert "UNAVAILABLE" in fetch_error(server, 0, 999)
+
+
+def test_a_run_without_connections_names_no_port_for_them() -> None:
+    with serving(stream_bytes=NEVER_BESIDE) as (server,):
+        assert server.tensor_address is None
 
 
 def test_a_rank_may_have_so_many_connections() -> None:

@@ -83,15 +83,24 @@ def unreachable(addresses: Sequence[str], timeout_s: float = CONNECT_S) -> dict[
     return {address: why for address, why in found if why is not None}
 
 
-def require_reached(answers: Mapping[str, Mapping[str, str]], owners: Mapping[str, str]) -> None:
+def require_reached(
+    answers: Mapping[str, Mapping[str, str]], owners: Mapping[str, str], tensors: Mapping[str, str]
+) -> None:
     """Raise ConfigError, naming both ends, if a host does not reach an owner. answers: by host, what ``unreachable``
-    says there. owners: address -> its owner's name."""
-    for host, failed in answers.items():
-        for address, why in failed.items():
-            more = sum(map(len, answers.values())) - 1
-            others = f" (and {count(more, 'more such pair')})" if more else ""
-            raise ConfigError(
-                f"the host {host} cannot connect to {owners[address]} at {address}: {why}{others}; open the ports "
-                "between the hosts, or, if a host has several networks or is behind NAT, set run.network to the one "
-                "that all of them share"
-            )
+    says there. owners: address -> its owner's name; tensors: the same for connections for tensors."""
+    pairs = [(host, address, why) for host, failed in answers.items() for address, why in failed.items()]
+    if not pairs:
+        return
+    host, address, why = next((pair for pair in pairs if pair[1] in owners), pairs[0])
+    others = f" (and {count(len(pairs) - 1, 'more such pair')})" if len(pairs) > 1 else ""
+    if address in owners:
+        raise ConfigError(
+            f"the host {host} cannot connect to {owners[address]} at {address}: {why}{others}; open the ports "
+            "between the hosts, or, if a host has several networks or is behind NAT, set run.network to the one "
+            "that all of them share"
+        )
+    raise ConfigError(
+        f"the host {host} reaches {tensors[address]}, but not its port for tensors, {address}: {why}{others}; open "
+        "every port of the optimizer actors' hosts to the other hosts (owners take free ones), or set "
+        "zero.stream_bytes=1TiB: all bytes take the port of calls then, more slowly"
+    )

@@ -81,6 +81,10 @@ class OptimizerActor:
         """Start serving on a free port of ``host``; the address for ranks and other owners."""
         return self._served.serve(host)
 
+    def tensor_address(self) -> str | None:
+        """See ``OwnerServer.tensor_address``."""
+        return self._served.tensor_address()
+
     def listen(self, host: str) -> str:
         """Serve on a free port of ``host``, too, for processes on other nodes; the address there."""
         return self._served.listen(host)

@@ -77,6 +77,11 @@ class ServedOwner:
         )
         return self._server.address
 
+    def tensor_address(self) -> str | None:
+        """See ``OwnerServer.tensor_address``."""
+        assert self._server is not None, "serve() comes first"
+        return self._server.tensor_address
+
     def listen(self, host: str) -> str:
         """Serve on a free port of ``host``, too; the address there."""
         assert self._server is not None, "serve() comes first"

@@ -137,6 +137,10 @@ class RankWorker:
             if self._table is not None:
                 self._table.succeed(owner, address)
 
+    def tensor_address(self) -> str | None:
+        """See ``OwnerServer.tensor_address``."""
+        return self._beside.tensor_address()
+
     def listen(self, host: str) -> str:
         """See ``ServedOwner.listen``."""
         return self._beside.listen(host)

@@ -31,7 +31,7 @@ from rayzero.store.owner.served_model import ServedModel, ServerTerms
 from rayzero.store.owner.tensor_port import TensorPort
 from rayzero.store.shm.words import leads, let_stand
 from rayzero.store.wire.rpc import SERVER_OPTIONS, add_port
-from rayzero.store.wire.tensor_stream import STREAM_BYTES
+from rayzero.store.wire.tensor_stream import NEVER_BESIDE, STREAM_BYTES
 from rayzero.store.wire.translate import spec_from_bytes, spec_to_bytes
 
 _QUICK_S = 30.0  # starting and stopping a server
@@ -144,6 +144,15 @@ class OwnerServer:
         if self._terms.tls is None and not is_loopback(host):
             log.warning("optimizer %d listens on %s without TLS", self._owner, address)
         return address
+
+    @property
+    def tensor_address(self) -> str | None:
+        """Where clients that know this owner by its ``address`` make connections for tensors; None: nothing is large
+        enough for one."""
+        if self._terms.stream_bytes >= NEVER_BESIDE:
+            return None
+        host = self.address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        return _joined(host, self._tensors.port_at(host))
 
     async def _listen(self, host: str, port: int) -> str:
         server = grpc.aio.server(

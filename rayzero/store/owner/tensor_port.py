@@ -64,6 +64,10 @@ def moving_threads(cores: int) -> int:
     return max(2, min(8, cores))
 
 
+class _OnlyLookedError(StreamEndedError):
+    """A client has come and gone without a word, as a host does that tries whether it can reach this one."""
+
+
 def _nothing() -> None:
     return
 
@@ -218,14 +222,10 @@ class TensorPort:
         TLS, so chunks are encrypted. Raises StoreError if the client has too many."""
         if self._of_client[client] >= CONNECTIONS:
             raise TooManyCallsError(f"{client} has {CONNECTIONS} connections for tensors here, the most for one client")
-        others = sorted(self._listeners, key=is_loopback)  # a name of this host, perhaps: what others reach, first
-        listener = self._listeners.get(host) or next((self._listeners[other] for other in others), None)
-        if listener is None:
-            raise StoreError("this owner is stopping")
         expected = Expected(
             number=next(self._numbers),
             client=client,
-            port=listener.getsockname()[1],
+            port=self.port_at(host),
             ticket=secrets.token_bytes(TICKET_BYTES),
             keys=new_stream_keys() if protected else None,
         )
@@ -233,6 +233,15 @@ class TensorPort:
         self._of_client[client] += 1
         asyncio.get_running_loop().call_later(TICKET_S, self._forget, expected.ticket)
         return expected
+
+    def port_at(self, host: str) -> int:
+        """Where clients connect that know this owner as ``host``. Raises StoreError if nobody listens any more."""
+        others = sorted(self._listeners, key=is_loopback)  # a name of this host, perhaps: what others reach, first
+        listener = self._listeners.get(host) or next((self._listeners[other] for other in others), None)
+        if listener is None:
+            raise StoreError("this owner is stopping")
+        port: int = listener.getsockname()[1]
+        return port
 
     def _forget(self, ticket: bytes) -> None:
         """A ticket is not good any more, if nobody has shown it."""
@@ -308,7 +317,8 @@ class TensorPort:
             connection.send(WELCOME)
             del self._expected[ticket]
         except (OSError, HandshakeError, StreamEndedError) as error:  # OSError: also after TICKET_S
-            self._refusals.note(_reason(error), peer, str(error) or "it shows no ticket")
+            if not isinstance(error, _OnlyLookedError):
+                self._refusals.note(_reason(error), peer, str(error) or "it shows no ticket")
             connection.close()
         except BaseException:
             connection.close()
@@ -336,7 +346,7 @@ async def _read(connection: socket.socket, size: int) -> bytes:
     while len(found) < size:
         more = await asyncio.get_running_loop().sock_recv(connection, size - len(found))
         if not more:
-            raise StreamEndedError("it has shown no ticket")
+            raise StreamEndedError("it has shown no ticket") if found else _OnlyLookedError("it has said nothing")
         found += more
     return bytes(found)
 

@@ -30,6 +30,7 @@ from rayzero.store.wire.seal import checksum
 TICKET_BYTES = 32  # what a client says first: what it got from OpenTensorStream
 WELCOME = b"\1"  # what it is answered
 STREAM_BYTES = 256 << 10  # from which on a transfer's bytes have a connection of their own, unless a run says otherwise
+NEVER_BESIDE = 1 << 40  # bytes: where that many are asked for, no transfer is large enough
 SILENT_S = 0.05  # how long a thread waits for a peer that sends or takes nothing
 
 MOST_CHUNK_BYTES = 4 << 20  # an end may hold an encrypted chunk of each connection
