@@ -20,6 +20,7 @@ from typing import Annotated
 import typer
 
 from rayzero.cli.text.slabs import dead_run_lines, slab_lines, slab_sum, swept
+from rayzero.quantities import count
 
 GIB = 1 << 30
 _OWNERS = 8  # of the run for which open files are counted
@@ -190,8 +191,12 @@ def open_files() -> Finding:
     from rayzero.store.open_files import files_of_owner, most_ranks
 
     allowed = open_files_allowed(*resource.getrlimit(resource.RLIMIT_NOFILE))
-    enough = f"enough for {most_ranks(allowed, _OWNERS):,} ranks with {_OWNERS} optimizers"
-    return Finding(name="open files", ok=files_of_owner(1, 1, 1) <= allowed, detail=f"{allowed:,}: {enough}")
+    ranks, owners = count(most_ranks(allowed, _OWNERS), "rank"), count(_OWNERS, "optimizer")
+    return Finding(
+        name="open files",
+        ok=files_of_owner(1, 1, 1) <= allowed,
+        detail=f"{allowed:,}: enough for {ranks} with {owners}",
+    )
 
 
 def compiler() -> Finding:

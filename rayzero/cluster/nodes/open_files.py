@@ -47,9 +47,10 @@ def too_few_files(members: Mapping[str, Member], num_ranks: int, num_owners: int
         return None
     who = max(lacks, key=lambda each: lacks[each])
     others = f" (and {count(len(lacks) - 1, 'more process', 'more processes')})" if len(lacks) > 1 else ""
+    opened = count(members[who].open_files or 0, "file")
     run = f"{count(num_ranks, 'rank')} and {count(num_owners + num_beside, 'optimizer')}"
     return (
-        f"{who} on node {members[who].host} may have {members[who].open_files:,} files and connections open{others}, "
+        f"{who} on node {members[who].host} may have {opened} open, connections included{others}, "
         f"but with {run} it may need {needed[who]:,}; raise the hard limit of open files on that node (ulimit -Hn, "
         "LimitNOFILE, docker --ulimit nofile) and start Ray there again, or use fewer ranks or optimizers"
     )
