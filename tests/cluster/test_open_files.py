@@ -52,8 +52,8 @@ def test_too_few_files_are_one_line_with_the_process_its_node_and_what_to_do() -
     said = too_few_files(members(1000, 4, limits), 1000, 4)
     assert said == (
         f"optimizer 2 on node 10.0.1.2 may have 1,024 files open, connections included (and 1 more process), but with "
-        f"1,000 ranks and 4 optimizers it may need {needed:,}; raise the hard limit of open files on that node (ulimit -Hn, "
-        "LimitNOFILE, docker --ulimit nofile) and start Ray there again, or use fewer ranks or optimizers"
+        f"1,000 ranks and 4 optimizers it may need {needed:,}; raise the hard limit of open files on that node "
+        "(ulimit -Hn, LimitNOFILE, docker --ulimit nofile) and start Ray there again, or use fewer ranks or optimizers"
     )
     assert too_few_files(members(1000, 4, {"optimizer 1": needed}), 1000, 4) is None
     assert too_few_files(members(1000, 4, {"optimizer 1": needed - 1}), 1000, 4) is not None
