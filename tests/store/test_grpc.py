@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,10 +62,10 @@ from rayzero.store.wire.rpc import (
 from rayzero.store.wire.seal import unseal
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES, TRANSFER_RETRIES
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
+from store.processes import REPOSITORY, python
 from store.stores import TOKEN
 from store.toy import HYPER, WAIT, equal, initial_values, make_spec, masters, random_grads, start, take_step
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 BF16 = torch.bfloat16
 
 
@@ -403,7 +400,6 @@ def test_a_dead_process_is_noticed_at_once() -> None:
     spec = make_spec(2)
     with serving(2) as servers, connected(servers, 2, stall_timeout=1000.0) as stores:
         program = f"""
-            import sys; sys.path.insert(0, {str(REPOSITORY / "tests")!r})
             from rayzero.store.rank.remote import RemoteConnection
             from rayzero.store.rank.store import RankStore
             from store.toy import make_spec
@@ -412,7 +408,7 @@ def test_a_dead_process_is_noticed_at_once() -> None:
             print("attached", flush=True)
             input()
         """
-        with run_python(program) as process:
+        with python(program, "-W", "error", stderr=subprocess.PIPE) as process:
             ranks = start(stores[:1], spec)
             assert process.stdout is not None
             assert process.stdout.readline() == "attached\n"
@@ -422,18 +418,6 @@ def test_a_dead_process_is_noticed_at_once() -> None:
                 died = rf"rank 1 left .*\(its process, pid {process.pid}, died\), rank 0 is in step 0"
                 with pytest.raises(RankLeftError, match=died):
                     future.result(WAIT)
-
-
-@contextmanager
-def run_python(program: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
-    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen(command, text=True, env=environment, cwd=REPOSITORY, **streams) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 # ---- the end
@@ -532,8 +516,7 @@ def test_a_store_that_another_thread_closes_while_it_attaches_leaves_nothing(
 
 
 def test_a_process_that_forgets_to_close_exits_in_silence() -> None:
-    program = f"""
-        import sys; sys.path.insert(0, {str(REPOSITORY / "tests")!r})
+    program = """
         from rayzero.owner.service import ShardService
         from rayzero.store.rank.remote import RemoteConnection
         from rayzero.store.rank.store import RankStore
@@ -547,7 +530,7 @@ def test_a_process_that_forgets_to_close_exits_in_silence() -> None:
         ranks[0].fetch_unit(0, 2)
         print("done")
     """
-    with run_python(program) as process:
+    with python(program, "-W", "error", stderr=subprocess.PIPE) as process:
         out, err = process.communicate(timeout=3 * WAIT)
     assert (process.returncode, out, err) == (0, "done\n", "")
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,12 +28,12 @@ from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, LinkNumber, break_of, link_of, methods
 from rayzero.telemetry.names import LINK_DOWN_SECONDS, LINK_RECONNECTS
 from store.faults import FAULTS, LINKS, difference, make_spec, net, outcome, ranks_of, run, undisturbed
+from store.processes import python, said
 from store.proxy import Proxy, all_of
 from store.stores import TOKEN
 from store.toy import WAIT, random_grads, start, take_step
 from store.toy import make_spec as toy_spec
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SHARES = why_no_sharing() is None
 
 
@@ -333,24 +328,6 @@ def test_a_break_is_logged_and_counted_once_at_each_end(caplog: pytest.LogCaptur
 
 
 # ---- a process that is dead, and a rank that does not come back
-
-
-@contextmanager
-def python(program: str) -> Iterator[subprocess.Popen[str]]:
-    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], cwd=REPOSITORY, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths},
-    ) as process:  # fmt: skip
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def said(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
 
 
 OWNER = """

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
@@ -21,9 +18,9 @@ from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import STORE_SERVICE, life_metadata, methods, open_channel, token_metadata
 from rayzero.store.wire.tensor_stream import WELCOME
 
+from .processes import python, said
 from .stores import TOKEN, over_grpc
 from .test_grpc import attach_request, connected
-from .test_strangers import REPOSITORY
 from .toy import WAIT, make_spec, random_grads, start, take_step
 
 
@@ -35,7 +32,6 @@ def open_files(pid: int) -> int:
 def owners(num_owners: int) -> Iterator[tuple[list[str], int]]:
     """The addresses of some owners, all in one process, and its process id."""
     program = f"""
-        from types import SimpleNamespace
         from rayzero.store.owner.server import serve_models
         from rayzero.store.owner.hosted import HostedModels
         servers = [serve_models(HostedModels(i, {num_owners}, threads=1), token={TOKEN!r}) for i in range({num_owners})]
@@ -44,16 +40,8 @@ def owners(num_owners: int) -> Iterator[tuple[list[str], int]]:
         print(*(server.address for server in servers), flush=True)
         input()
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    ) as process:  # fmt: skip
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().split(), process.pid
-        finally:
-            process.kill()
+    with python(program) as process:
+        yield said(process).split(), process.pid
 
 
 def as_rank(stack: ExitStack, address: str, rank: int, num_ranks: int) -> None:

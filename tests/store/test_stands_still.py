@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,10 +27,10 @@ from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
+from store.processes import python, said
 from store.stores import TOKEN
 from store.toy import WAIT, Rank, make_spec, random_grads, start, take_step
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 3.0
 BUSY_S = 20.0  # what a crowded machine may add to any of the times here
 
@@ -54,16 +52,8 @@ def owner_process(owner: int, share: Path | None) -> Iterator[tuple[subprocess.P
         print("connected", flush=True)
         input()
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    ) as process:  # fmt: skip
-        try:
-            assert process.stdout is not None
-            yield process, process.stdout.readline().strip()
-        finally:
-            process.kill()
+    with python(program) as process:
+        yield process, said(process)
 
 
 @contextmanager

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,10 +23,10 @@ from rayzero.store.wire.rpc import (
     token_metadata,
 )
 from store.http2 import UnendedCalls
+from store.processes import python, said
 from store.stores import TOKEN
 from store.toy import WAIT
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 BODY = bytes(48 * MIB)
 CALLS = 12  # at once, of one method
@@ -46,16 +43,8 @@ def owner() -> Iterator[tuple[str, int]]:
         print(server.address, flush=True)
         input()
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    ) as process:  # fmt: skip
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().strip(), process.pid
-        finally:
-            process.kill()
+    with python(program, stderr=subprocess.DEVNULL) as process:
+        yield said(process), process.pid
 
 
 def peak(pid: int) -> int:
