@@ -37,10 +37,11 @@ from rayzero.store.owner.peers.shard_source import RemoteShards
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
+from rayzero.store.wire.tensor_stream import NEVER_BESIDE
 
 MIB = 1 << 20
 TOKEN = "benchmark"
-WAYS = {"messages": 1 << 40, "beside": 1}  # stream_bytes
+WAYS = {"messages": NEVER_BESIDE, "beside": 1}  # stream_bytes
 
 
 def own(pipe: Connection, mib: int, shown: Identity | None) -> None:

@@ -31,6 +31,7 @@ from rayzero.memory.planner import plan_owner
 from rayzero.simulation.cluster import Run, Simulated, simulate
 from rayzero.simulation.machines import Measured, Options
 from rayzero.simulation.ranks import Compute
+from rayzero.store.wire.tensor_stream import NEVER_BESIDE
 
 MODELS = {"7B": (4096, 32), "66B": (8192, 80), "1T": (25600, 128)}  # width, blocks
 RANKS = {8: 8, 32: 8, 128: 32, 512: 128, 1000: 256}  # ranks -> owners
@@ -53,7 +54,7 @@ ONCE = replace(APART, fetch_once_per_host=True, push_once_per_host=True)
 WAYS = {
     PLAIN: Way(options=APART, voice="never"),
     RELAY: Way(options=replace(APART, fetch_once_per_host=True), voice="never"),
-    IN_MESSAGES: Way(options=ONCE, stream_bytes=1 << 40),
+    IN_MESSAGES: Way(options=ONCE, stream_bytes=NEVER_BESIDE),
     BOTH: Way(options=ONCE),
 }
 MESSAGES = {

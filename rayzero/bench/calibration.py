@@ -40,6 +40,7 @@ from rayzero.protocol.messages import NormParts
 from rayzero.simulation.cluster import Run, simulate
 from rayzero.simulation.machines import Costs, Machine, Moving, MovingCosts, Options, Stream, Transport
 from rayzero.simulation.ranks import Compute
+from rayzero.store.wire.tensor_stream import NEVER_BESIDE
 
 __all__ = [
     "MESSAGES",
@@ -363,7 +364,7 @@ def _owners_cpu(contestant: Contestant) -> float:
 
 
 _MOVING: dict[Moving, OursOptions] = {
-    "messages": OursOptions(transport="grpc", stream_bytes=1 << 40),
+    "messages": OursOptions(transport="grpc", stream_bytes=NEVER_BESIDE),
     "beside": OursOptions(transport="grpc"),
     "encrypted": OursOptions(transport="grpc", tls=True),
 }

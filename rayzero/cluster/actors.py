@@ -348,20 +348,23 @@ class RunActors:
         process a host tries."""
         asked = {who: control(actor.tensor_address).remote() for who, actor in self._serving.items()}
         tensors = {address: who for who, address in self.ask(asked, ANSWER_S).items() if address is not None}
-        members = {self.members[who].node: who for who in (*self.owners, *self.ranks)}
         everywhere = [*addresses, *tensors]
-        calls = {who: control(self.handle(who).unreachable).remote(everywhere) for who in members.values()}
+        calls = {who: control(self.handle(who).unreachable).remote(everywhere) for who in self._one_a_node()}
         answers = self.ask(calls, START_S)
         owners = dict(zip(addresses, self._serving, strict=True))
         require_reached({self.members[who].host: failed for who, failed in answers.items()}, owners, tensors)
 
     def hosts_without(self, file: Path) -> list[str]:
         """The run's hosts that do not see a file of the driver's; one process a host looks."""
-        members = {self.members[who].node: who for who in (*self.owners, *self.ranks)}
+        members = self._one_a_node()
         if len(members) < 2:
             return []
-        calls = {who: control(self.handle(who).sees).remote(str(file)) for who in members.values()}
+        calls = {who: control(self.handle(who).sees).remote(str(file)) for who in members}
         return sorted(self.members[who].host for who, sees in self.ask(calls, ANSWER_S).items() if not sees)
+
+    def _one_a_node(self) -> list[str]:
+        """A rank or an owner on each node that has any."""
+        return list({self.members[who].node: who for who in (*self.owners, *self.ranks)}.values())
 
     # ---- while it runs ------------------------------------------------------------------------------------------
 

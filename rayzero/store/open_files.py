@@ -8,9 +8,8 @@ from __future__ import annotations
 from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING
 from rayzero.store.rank.transfers.wire import most_transfers
 
-PROCESS = (
-    192  # of a process alone: Ray's, gRPC's and torch's own (about 60), exporter, trace, checkpoint, the loop's data
-)
+PROCESS = 192
+"""Of a process alone: Ray's, gRPC's and torch's own (about 60), exporter, trace, checkpoint, the loop's data."""
 _LINKS = 2  # one that has broken, which the other end may not have noticed, and the next one; or those of two epochs
 _CALLS = 1  # gRPC's connection
 _WAKES = 1  # a rank's eventfd, for each link

@@ -13,6 +13,7 @@ import psutil
 from rayzero.errors import ConfigError
 from rayzero.quantities import count
 from rayzero.security.credentials import is_loopback
+from rayzero.store.wire.tensor_streams import LET_THROUGH
 
 __all__ = ["address_to_serve", "own_addresses", "require_reached", "unreachable"]
 
@@ -100,7 +101,6 @@ def require_reached(
             "that all of them share"
         )
     raise ConfigError(
-        f"the host {host} reaches {tensors[address]}, but not its port for tensors, {address}: {why}{others}; open "
-        "every port of the optimizer actors' hosts to the other hosts (owners take free ones), or set "
-        "zero.stream_bytes=1TiB: all bytes take the port of calls then, more slowly"
+        f"the host {host} reaches {tensors[address]}, but not its port for tensors, {address}: {why}{others}; "
+        f"{LET_THROUGH}"
     )

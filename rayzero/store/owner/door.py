@@ -34,18 +34,21 @@ from rayzero.telemetry.recorder import Recorder
 
 FindModel = Callable[[int, int], Awaitable[ModelCalls]]  # by its number and the epoch of the call
 
+_REFUSED: dict[type[RayZeroError], str] = {TooManyCallsError: "limit", SlowBodyError: "slow", WrongSenderError: "role"}
+
 
 def _require_role(service: str, method: str, context: Context) -> None:
     """Raise HandshakeError if the caller's certificate does not allow this call, or if it does not say which rank it
     is and is no owner, or says two things. Without TLS the token allows to be any rank, or an owner."""
     names = names_shown(context.auth_context())
-    caller = caller_of(context.invocation_metadata() or ())
+    metadata = context.invocation_metadata() or ()
+    caller = caller_of(metadata)
     of_owners = service == OWNER_SERVICE or (method == "GetKept" and caller is None)  # as the next owner of a rank
     if names is not None:
         require_role(names, method, of_owners=of_owners, rank=None if caller is None else caller[0])
     if caller is None and not of_owners:  # a certificate for any rank allows that, and the message may name another one
         raise HandshakeError(f"{method} was called by a rank that does not say which one it is")
-    link = link_of(context.invocation_metadata() or ())
+    link = link_of(metadata)
     if caller is not None and link is not None and link.caller != f"rank {caller[0]}":  # it would end another's calls
         raise HandshakeError(f"{method} of rank {caller[0]} was sent over a link of {link.caller}")
 
@@ -126,13 +129,8 @@ class _Guarded:
         return await calls.answer(self._service, self._name, request, context)
 
     def _note(self, error: RayZeroError, context: Context) -> None:
-        reasons: dict[type[RayZeroError], str] = {
-            TooManyCallsError: "limit",
-            SlowBodyError: "slow",
-            WrongSenderError: "role",
-        }
-        if type(error) in reasons:
-            self._refusals.note(reasons[type(error)], context.peer(), str(error))
+        if type(error) in _REFUSED:
+            self._refusals.note(_REFUSED[type(error)], context.peer(), str(error))
 
     def _count(self, code: grpc.StatusCode, began: float) -> None:
         self._recorder.add(GRPC_REQUESTS, method=self._name, code=code.name)

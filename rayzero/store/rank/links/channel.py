@@ -24,13 +24,9 @@ from rayzero.store.wire.rpc import (
     stream_metadata,
 )
 from rayzero.store.wire.tensor_stream import StreamEndedError
-from rayzero.store.wire.tensor_streams import Opening, OpenStream, TensorStreams, failure_of
+from rayzero.store.wire.tensor_streams import LET_THROUGH, Opening, OpenStream, TensorStreams, failure_of
 
 QUICK_S = 30.0  # deadline of calls that neither move tensors nor wait for anyone
-_LET_THROUGH = (
-    "if a firewall is between the hosts, open every port of the optimizer actors' hosts to them (owners take free "
-    "ones), or set zero.stream_bytes=1TiB: all bytes take the port of calls then, more slowly"
-)
 
 
 class BrokenLinkError(TransferError):
@@ -124,7 +120,7 @@ class Channel:
         except StreamEndedError as ended:
             if ended.__cause__ is None:
                 raise BrokenLinkError(f"{self.peer}: {ended}") from None
-            raise NoStreamError(f"{self.peer}: {ended}; {_LET_THROUGH}") from ended.__cause__
+            raise NoStreamError(f"{self.peer}: {ended}; {LET_THROUGH}") from ended.__cause__
         try:
             yield taken
         except BaseException:
