@@ -137,7 +137,10 @@ def test_a_copy_that_stops_half_way_has_no_name(url: str, saved: Path, cache: Pa
     assert [path.name for path in cache.iterdir() if not path.name.endswith(".lock")] == []
 
 
-def test_processes_that_ask_together_copy_once(url: str, saved: Path, cache: Path, monkeypatch: Any) -> None:
+def test_processes_that_ask_together_copy_once(
+    saved: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/remote/run"  # of a file in memory, all its readers share one position
     upload_checkpoint(saved, url)
     got: list[str] = []
     get = RemoteFolder.get
