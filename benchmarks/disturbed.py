@@ -20,7 +20,8 @@ from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.errors import HandshakeError
 from rayzero.slabs.header import SlabHeader
-from rayzero.slabs.slab import SHARED_MEMORY, Slab, list_slabs
+from rayzero.slabs.slab import Slab
+from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.memory.slabs import is_control
 from rayzero.store.shm.words import read_ownership, stands
 

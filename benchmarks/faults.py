@@ -69,7 +69,7 @@ from disturbed import (
 
 from rayzero.elastic.requests import ScaleRequest, ask
 from rayzero.engine.context import RankContext
-from rayzero.slabs.slab import SHARED_MEMORY, list_slabs
+from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.testing import faults as named
 from rayzero.testing import run_ranks
 

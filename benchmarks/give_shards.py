@@ -31,7 +31,7 @@ from rayzero.bench.turns import Seat, Turn
 from rayzero.memory.malloc import keep_message_buffers
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity, name_of_rank
-from rayzero.slabs.slab import SHARED_MEMORY
+from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.peers.shard_source import RemoteShards
 from rayzero.store.owner.server import serve_models

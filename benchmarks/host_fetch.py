@@ -28,7 +28,7 @@ from rayzero.bench.store import HYPER, spec_of
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.protocol.messages import COMPUTE, Contribution, FinishReport, StepInputs
-from rayzero.slabs.slab import SHARED_MEMORY
+from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.testing import run_ranks
 

@@ -37,7 +37,7 @@ import rayzero
 from rayzero.bench.figures import Spread, about, plain, timed
 from rayzero.cluster.files.run_dir import read_record
 from rayzero.elastic.requests import ScaleRequest, ask
-from rayzero.slabs.slab import list_slabs
+from rayzero.slabs.sweep import list_slabs
 
 MIB = 1 << 20
 BYTES_A_PARAMETER = 12  # fp32: the master, which is also what is published, and two moments

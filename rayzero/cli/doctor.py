@@ -170,7 +170,7 @@ def shared_memory(slab_dir: Path) -> Finding:
 
 def slabs(slab_dir: Path) -> Finding:
     """Shared memory of runs that are alive, and what dead ones left."""
-    from rayzero.slabs.slab import list_slabs
+    from rayzero.slabs.sweep import list_slabs
 
     found = list_slabs(slab_dir)
     return Finding(

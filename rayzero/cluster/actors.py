@@ -52,7 +52,7 @@ from rayzero.security.credentials import ANY_RANK, OWNER, Credentials, name_of_r
 from rayzero.security.issuer import Issuer, issuer
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.slabs.hold import end_hold
-from rayzero.slabs.slab import sweep
+from rayzero.slabs.sweep import sweep
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import Measurements

@@ -19,7 +19,7 @@ from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD
 from rayzero.protocol.ownership import Ownership, device_owners
 from rayzero.quantities import count
-from rayzero.slabs.slab import FoundSlab, list_slabs
+from rayzero.slabs.sweep import FoundSlab, list_slabs
 from rayzero.store.shm.recovery import DeadRun, Outcome, assess, read_run
 from rayzero.store.shm.same_host import host_identity, why_no_sharing
 

@@ -158,7 +158,7 @@ def _sweep_announcements(folder: Path) -> None:
 
 
 def _sweep_slabs(folder: Path) -> None:
-    from rayzero.slabs.slab import sweep  # imports torch, which the janitor of a run that ends well never needs
+    from rayzero.slabs.sweep import sweep  # imports torch, which the janitor of a run that ends well never needs
 
     sweep(folder)
 

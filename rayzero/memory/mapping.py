@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PAGE = mmap.PAGESIZE  # bytes
+from rayzero.memory.pages import PAGE, whole_pages
+
 _MAP_FIXED = 0x10  # not in the mmap module; the same on Linux and macOS
 _PROT_NONE = 0  # not in the mmap module either
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -23,11 +24,6 @@ _HIGHEST = 7 if sys.byteorder == "little" else 0  # the byte of a pagemap entry 
 _PRESENT, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2), Linux
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-
-
-def whole_pages(size: int) -> int:
-    """``size`` bytes rounded up to whole pages."""
-    return -(-size // PAGE) * PAGE
 
 
 class Mapping:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from rayzero.concurrency.cuda_device import on_device, with_index
 from rayzero.errors import MemoryPlanError
-from rayzero.memory.mapping import Mapping, whole_pages
+from rayzero.memory.mapping import Mapping
+from rayzero.memory.pages import whole_pages
 from rayzero.quantities import format_bytes
 
 _PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegisterPortable, cudaHostRegisterReadOnly: CUDA runtime API, cudaHostRegister

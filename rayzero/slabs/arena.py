@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rayzero.errors import HandshakeError
 from rayzero.slabs.header import SlabFacts, header_bytes, lay_out_slab
-from rayzero.slabs.slab import SHARED_MEMORY, SLAB_BYTES, Progress, Slab, create_slabs
+from rayzero.slabs.slab import SLAB_BYTES, Progress, Slab, create_slabs
+from rayzero.slabs.sweep import SHARED_MEMORY
 
 REGION = "tensors"  # kind of the region that holds them
 _ELEMENTS = 64  # a tensor starts at a multiple of this many elements, as shards do

@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,16 +31,15 @@ from torch import Tensor
 
 from rayzero.concurrency.backoff import backoff
 from rayzero.errors import ConfigError, HandshakeError, StoreClosedError, StoreError
-from rayzero.memory.mapping import PAGE, Mapping, punch_hole
+from rayzero.memory.mapping import Mapping, punch_hole
 from rayzero.memory.page_lock import PageLock
+from rayzero.memory.pages import PAGE
 from rayzero.memory.planner import no_room
-from rayzero.slabs.header import SlabFacts, SlabHeader, check_header, decode_header, encode_header
-from rayzero.slabs.hold import held_in, is_free, remove_dead_holds
+from rayzero.slabs.header import SlabFacts, SlabHeader, check_header, encode_header
+from rayzero.slabs.sweep import MAKING, SHARED_MEMORY, read_header
 
-SHARED_MEMORY = Path("/dev/shm")
 SLAB_BYTES = 1 << 30  # several smaller files, so that several threads fill them
 _PIECE = 64 << 20  # bytes that are allocated and faulted in between two reports of progress
-_MAKING = ".making"  # suffix of a slab that is not filled yet
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT)
 _LOOKED_AT_S = 1.0  # how long others may look at a slab that is taken over
 
@@ -179,11 +178,6 @@ def _release(fd: int, path: Path | None, pid: int, *, unlink: bool = True) -> No
     os.close(fd)
 
 
-def read_header(path: Path, fd: int) -> SlabHeader:
-    """Read the header of an open file. Raises HandshakeError if it is not a slab that this rayzero reads."""
-    return decode_header(str(path), os.pread(fd, 1 << 20, 0), os.fstat(fd).st_size)
-
-
 # ---- making -----------------------------------------------------------------------------------------------------
 
 
@@ -289,7 +283,7 @@ def _pieces(header: SlabHeader, later: Collection[str]) -> Iterator[tuple[int, i
 def _create_locked(directory: Path, stem: str) -> tuple[int, Path]:
     """Create a file and lock it. See [Note: no slab stays behind]."""
     while True:
-        path = directory / f"{stem}-{secrets.token_hex(4)}.slab{_MAKING}"
+        path = directory / f"{stem}-{secrets.token_hex(4)}.slab{MAKING}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:
@@ -309,79 +303,6 @@ def _check_room(total: int, directory: Path) -> None:
         )
     if total > shutil.disk_usage(directory).free:
         raise no_room(total, directory, "too small")
-
-
-# ---- slabs of other processes ----------------------------------------------------------------------------------
-
-
-def sweep(directory: Path = SHARED_MEMORY) -> list[tuple[Path, int]]:
-    """Remove the slabs whose makers are dead, unless another process of their run lives or somebody holds them
-    (slabs/hold.py); returns (path, bytes) of each. Slabs of other users stay; so do those that this rayzero cannot
-    read, while a process has one that it cannot read either: they may be of the same run."""
-    remove_dead_holds(directory)
-    held = {each.lineage for each in held_in(directory)}
-    running = {_run_of(found.header) for found in list_slabs(directory) if found.alive}
-    removed = []
-    for path, fd in _opened(directory):
-        header = _header_or_none(path, fd)
-        if _run_of(header) in running or (header is not None and header.facts.lineage in held):
-            continue
-        if not is_free(fd) or not os.fstat(fd).st_nlink:
-            continue  # its maker lives, or has removed it
-        try:
-            path.unlink()
-        except FileNotFoundError:  # another sweep took it, or its maker renamed it and died: then the next does
-            continue
-        removed.append((path, os.fstat(fd).st_size))
-    return removed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundSlab:
-    """A slab file of this host."""
-
-    path: Path
-    bytes: int
-    alive: bool  # its maker lives
-    header: SlabHeader | None  # None: not filled yet, or from another rayzero
-
-
-def list_slabs(directory: Path = SHARED_MEMORY) -> list[FoundSlab]:
-    """The slabs of this host that this user may read and write, sorted by name."""
-    return [
-        FoundSlab(
-            path=path,
-            bytes=os.fstat(fd).st_size,
-            alive=not is_free(fd),
-            header=_header_or_none(path, fd),
-        )
-        for path, fd in _opened(directory)
-    ]
-
-
-def _run_of(header: SlabHeader | None) -> str | None:
-    """The run of a slab; None if its header cannot be read."""
-    return None if header is None else header.facts.run
-
-
-def _header_or_none(path: Path, fd: int) -> SlabHeader | None:
-    try:
-        return read_header(path, fd)
-    except HandshakeError:
-        return None
-
-
-def _opened(directory: Path) -> Iterator[tuple[Path, int]]:
-    """Every slab file, with a file descriptor that is closed after its turn."""
-    for path in sorted([*directory.glob("rayzero-*.slab"), *directory.glob(f"rayzero-*.slab{_MAKING}")]):
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # gone in the meantime, another user's, or not a file
-            continue
-        try:
-            yield path, fd
-        finally:
-            os.close(fd)
 
 
 def _take_lock(path: Path, fd: int, *, must: bool) -> None:

@@ -26,7 +26,7 @@ from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import device_owners
 from rayzero.protocol.store import ParameterStore
 from rayzero.security.credentials import ANY_RANK, OWNER, Identity
-from rayzero.slabs.slab import SHARED_MEMORY, sweep
+from rayzero.slabs.sweep import SHARED_MEMORY, sweep
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing.faults import Faults

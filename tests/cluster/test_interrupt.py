@@ -12,7 +12,7 @@ import pytest
 from rayzero.cluster.files.metrics_log import read_log
 from rayzero.cluster.files.run_dir import read_record
 from rayzero.cluster.files.status import run_status
-from rayzero.slabs.slab import list_slabs
+from rayzero.slabs.sweep import list_slabs
 
 from .processes import (
     everyone_of,

@@ -22,7 +22,7 @@ from engine.whole_run import LINEAGE, RUN
 from rayzero.cluster.continuation import Continuation, what_is_left
 from rayzero.cluster.janitor import Janitor, KeptStates, clear_up
 from rayzero.slabs.hold import held_in
-from rayzero.slabs.slab import SHARED_MEMORY, sweep
+from rayzero.slabs.sweep import SHARED_MEMORY, sweep
 from rayzero.store.shm.same_host import why_no_sharing
 
 from .processes import still_there

@@ -14,7 +14,7 @@ import pytest
 
 from rayzero.checkpoint import CheckpointReader
 from rayzero.cluster.files.run_dir import read_record
-from rayzero.slabs.slab import SHARED_MEMORY
+from rayzero.slabs.sweep import SHARED_MEMORY
 
 from .processes import start_script, until_it_says
 from .ray_cluster import Cluster, two_nodes

@@ -26,7 +26,7 @@ from rayzero.cluster.files.status import run_status
 from rayzero.cluster.nodes.session import ray_session
 from rayzero.config import RunConfig
 from rayzero.errors import CheckpointError, ConfigError, RunFailedError
-from rayzero.slabs.slab import SHARED_MEMORY, sweep
+from rayzero.slabs.sweep import SHARED_MEMORY, sweep
 from rayzero.store.shm.same_host import why_no_sharing
 
 

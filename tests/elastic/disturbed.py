@@ -22,7 +22,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.protocol.messages import STEP
-from rayzero.slabs.slab import SHARED_MEMORY, list_slabs
+from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.testing import Transport, run_ranks
 from rayzero.testing.faults import Fault, Faults
 

@@ -17,7 +17,7 @@ from torch import nn
 import rayzero
 from rayzero.engine.context import RankContext
 from rayzero.errors import RayZeroError, RunFailedError, StateLostError
-from rayzero.slabs.slab import list_slabs
+from rayzero.slabs.sweep import list_slabs
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import Transport, run_ranks
 from rayzero.testing.faults import Fault, FaultError, Faults

@@ -11,7 +11,7 @@ import pytest
 from engine.models import seeded
 
 from rayzero import ZeroConfig
-from rayzero.slabs.slab import SHARED_MEMORY
+from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
 from rayzero.testing.faults import Fault

@@ -26,7 +26,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.elastic.requests import ScaleRequest, ask
 from rayzero.engine.context import RankContext
-from rayzero.slabs.slab import SHARED_MEMORY, list_slabs
+from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.memory.slabs import TENSORS
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks

@@ -26,7 +26,8 @@ from rayzero.kernels import moments
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner
 from rayzero.owner import shard as shard_module
-from rayzero.slabs.slab import Slab, list_slabs
+from rayzero.slabs.slab import Slab
+from rayzero.slabs.sweep import list_slabs
 from rayzero.telemetry.names import MEMORY_BYTES, TRANSFER_BYTES, TRANSFER_RAW_BYTES
 from rayzero.testing import Transport, run_ranks
 

@@ -30,7 +30,7 @@ from rayzero.errors import ConfigError, StallError, StoreError, UnsupportedError
 from rayzero.lanes import ThreadLane
 from rayzero.memory.pool import BufferPool
 from rayzero.protocol.gathers import Stop
-from rayzero.slabs.slab import SHARED_MEMORY
+from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.names import HOST_GATHER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder

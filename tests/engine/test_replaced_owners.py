@@ -15,7 +15,7 @@ import pytest
 
 from rayzero.engine.context import RankContext
 from rayzero.errors import RunFailedError
-from rayzero.slabs.slab import list_slabs
+from rayzero.slabs.sweep import list_slabs
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
 

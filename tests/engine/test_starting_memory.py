@@ -23,7 +23,7 @@ from rayzero.checkpoint import export_full
 from rayzero.engine.context import RankContext, running_in
 from rayzero.owner.service import ShardService
 from rayzero.protocol.store import ParameterStore
-from rayzero.slabs.slab import SHARED_MEMORY
+from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.memory.shared_memory import SharedOwner
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.remote import RemoteConnection

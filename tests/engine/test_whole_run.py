@@ -17,7 +17,7 @@ import torch
 
 from rayzero.cluster.continuation import Continuation, Lost, choose, read_left
 from rayzero.errors import HandshakeError
-from rayzero.slabs.slab import SHARED_MEMORY, list_slabs, sweep
+from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs, sweep
 from rayzero.store.shm.same_host import why_no_sharing
 
 from .test_comeback import Point, base, loop, run, same

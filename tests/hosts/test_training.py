@@ -11,7 +11,7 @@ import pytest
 from tests.moved import bytes_moved
 
 from .hosts import why_no_hosts
-from .trainings import MODEL_BYTES, OWNERS_ELSEWHERE, PYTHON, STEPS, TwoHosts, train
+from .trainings import MODEL_BYTES, OWNERS_ELSEWHERE, PYTHON, STEPS, TwoHosts, train, until
 
 pytestmark = [
     pytest.mark.ray,
@@ -81,6 +81,23 @@ def test_a_host_that_does_not_share_the_runs_folder_is_named_at_the_start(two_ho
     assert f"{b.address} cannot see {folder}, so no checkpoint can be completed; set run.storage_path" in said
     said = training.driver.communicate(timeout=100)[0]
     assert "every node must write to the same storage" in said
+
+
+def test_a_run_that_ends_badly_leaves_nothing_in_the_other_hosts_memory(two_hosts: TwoHosts, tmp_path: Path) -> None:
+    """Neither one whose driver is killed, nor one that fails."""
+    a, b = two_hosts.a, two_hosts.b
+    left = ["ls", "/dev/shm"]
+    training = train(a, tmp_path / "killed", two_hosts.address)
+    training.until(10)
+    assert "rayzero-" in b.run(left).stdout
+    training.driver.kill()
+    until(lambda: "rayzero-" not in b.run(left).stdout, "an empty folder once the run's driver is dead", 200)
+    training = train(a, tmp_path / "failed", two_hosts.address)
+    training.until(10)
+    b.kill(training.members(b)["rank 1"])
+    assert training.driver.wait(60) != 0
+    until(lambda: "rayzero-" not in b.run(left).stdout, "an empty folder once the run has failed", 20)
+    until(lambda: "janitor" not in b.run(["ps", "ax"]).stdout, "no janitor")
 
 
 def test_all_ranks_on_one_host_and_all_owners_on_the_other(

@@ -26,7 +26,7 @@ from rayzero.plan.bound import StepTraffic, bound_step, step_traffic
 from rayzero.plan.hardware import Hosts
 from rayzero.plan.simulated import simulate_step
 from rayzero.plan.tiers import RunBytes, check_gathers, plan_bytes, ranks_together
-from rayzero.slabs.slab import SHARED_MEMORY
+from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.names import GRPC_REQUESTS, HOST_GATHER_BYTES

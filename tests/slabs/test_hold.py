@@ -15,7 +15,8 @@ import pytest
 from rayzero.cli.text.slabs import swept
 from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.hold import Hold, end_hold, held_in
-from rayzero.slabs.slab import Slab, sweep
+from rayzero.slabs.slab import Slab
+from rayzero.slabs.sweep import sweep
 
 HOLDER = """
 import sys, signal

@@ -28,7 +28,7 @@ from rayzero.errors import (
     StoreError,
     UnsupportedError,
 )
-from rayzero.memory.mapping import PAGE
+from rayzero.memory.pages import PAGE
 from rayzero.slabs.header import (
     SlabFacts,
     SlabHeader,
@@ -37,7 +37,8 @@ from rayzero.slabs.header import (
     header_bytes,
     lay_out_slab,
 )
-from rayzero.slabs.slab import SHARED_MEMORY, Slab, create_slabs, list_slabs, sweep
+from rayzero.slabs.slab import Slab, create_slabs
+from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs, sweep
 
 MIB = 1 << 20
 FACTS = SlabFacts(run="run/1", role="grads", index=3, incarnation=7, layout_digest="ab" * 16, kernel="native avx512")
@@ -384,7 +385,7 @@ if (child := os.fork()) == 0:
         slab.close()
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0
-from rayzero.slabs.slab import sweep
+from rayzero.slabs.sweep import sweep
 print(sweep(Path(sys.argv[1])), len(list(Path(sys.argv[1]).iterdir())))
 """
     with maker(tmp_path, forked) as process:

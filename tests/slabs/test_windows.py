@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rayzero.errors import MemoryPlanError, StoreClosedError, UnsupportedError
-from rayzero.memory.mapping import PAGE
+from rayzero.memory.pages import PAGE
 from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.slab import Slab, create_slabs
 from rayzero.slabs.windows import Window, WindowPiece, can_map

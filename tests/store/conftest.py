@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.slabs.slab import SHARED_MEMORY
+from rayzero.slabs.sweep import SHARED_MEMORY
 from store.stores import STORES, StoreFactory
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from rayzero.checkpoint.writer import staging_path, write_rank_state
 from rayzero.protocol.messages import COMPUTE, MASTER, STEP, MeanInput, ModelSpec
 from rayzero.protocol.ownership import owner_map
-from rayzero.slabs.slab import SHARED_MEMORY
+from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.remote import RemoteConnection

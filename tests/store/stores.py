@@ -9,7 +9,7 @@ from functools import partial
 
 from rayzero.config.zero import HostFetch, HostPush, HostVoice
 from rayzero.protocol.store import ParameterStore
-from rayzero.slabs.slab import SHARED_MEMORY
+from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.inprocess import LocalConnection, LocalOwners
 from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.hosted import HostedModels

@@ -18,7 +18,7 @@ import torch
 from rayzero.config import ZeroConfig
 from rayzero.errors import ConfigError, HandshakeError
 from rayzero.protocol.messages import ModelSpec
-from rayzero.slabs.slab import SHARED_MEMORY
+from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank import remote

@@ -12,7 +12,7 @@ import torch
 
 from rayzero.errors import StateLostError, StoreError
 from rayzero.protocol.messages import ModelSpec
-from rayzero.slabs.slab import sweep
+from rayzero.slabs.sweep import sweep
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.signals import available

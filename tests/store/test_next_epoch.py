@@ -21,7 +21,7 @@ from torch import Tensor
 from rayzero.errors import EpochOverError, StallError, StoreError, TransferError
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity
-from rayzero.slabs.slab import SHARED_MEMORY
+from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner import handlers
 from rayzero.store.owner.hosted import HostedModels

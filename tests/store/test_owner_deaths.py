@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.slabs.slab import list_slabs
+from rayzero.slabs.sweep import list_slabs
 from rayzero.store.shm.signals import available
 
 from .deaths import Run, differing, disturbed, random_kills, train, undisturbed

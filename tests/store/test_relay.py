@@ -22,7 +22,7 @@ from rayzero.config import ZeroConfig
 from rayzero.errors import ConfigError, MemoryPlanError
 from rayzero.memory import planner
 from rayzero.protocol.messages import COMPUTE, ModelSpec
-from rayzero.slabs.slab import SHARED_MEMORY, list_slabs
+from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.memory import relay_memory

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.errors import HandshakeError, StoreClosedError
-from rayzero.memory.mapping import PAGE
 from rayzero.memory.page_lock import beyond_limit
+from rayzero.memory.pages import PAGE
 from rayzero.protocol.messages import Published, Pushed, SharedPaths
 from rayzero.slabs.arena import Arena, Group, Piece, plan_arena
 from rayzero.slabs.header import lay_out_slab

@@ -24,7 +24,7 @@ from rayzero.errors import HandshakeError, StoreError
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import ModelSpec
-from rayzero.slabs.slab import list_slabs, sweep
+from rayzero.slabs.sweep import list_slabs, sweep
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.remote import RemoteConnection

@@ -14,7 +14,7 @@ import pytest
 
 from rayzero.errors import HandshakeError, StallError, StepMismatchError, StoreError
 from rayzero.protocol.messages import MeanInput, StepInputs
-from rayzero.slabs.slab import SHARED_MEMORY
+from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.spoken import Voices, answers_to, begin_said
 from rayzero.store.rank.links.owner_link import OwnerLink

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # commands that do not look at slabs must not load torch
-    from rayzero.slabs.slab import FoundSlab
+    from rayzero.slabs.sweep import FoundSlab
 
 
 def slab_lines(slabs: Sequence[FoundSlab]) -> list[str]:
@@ -38,7 +38,7 @@ def dead_run_lines(slabs: Sequence[FoundSlab]) -> list[str]:
 def swept(directory: Path) -> list[str]:
     """Remove the slabs of dead processes; returns a line for each, and their sum."""
     from rayzero.slabs.hold import end_hold, held_in
-    from rayzero.slabs.slab import list_slabs, sweep
+    from rayzero.slabs.sweep import list_slabs, sweep
 
     runs = dead_run_lines(list_slabs(directory))
     for held in held_in(directory):

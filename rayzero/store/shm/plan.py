@@ -29,13 +29,14 @@ from rayzero.errors import HandshakeError, StoreError
 from rayzero.kernels.stamps import STAMP, STAMP_BYTES, UNDO_BYTES
 from rayzero.layout.model_layout import Shard, UnitLayout, runs
 from rayzero.layout.shard_map import ShardMap
-from rayzero.memory.mapping import PAGE
+from rayzero.memory.pages import PAGE
 from rayzero.protocol.gradient_sum import gradient_dtype
 from rayzero.protocol.messages import MEAN_BYTES, ModelSpec, canonical_json
 from rayzero.protocol.ownership import Ownership, device_owners, owner_map
 from rayzero.slabs.arena import ArenaPlan, Group, Piece, plan_arena
 from rayzero.slabs.header import SlabFacts
-from rayzero.slabs.slab import FoundSlab, Slab, list_slabs
+from rayzero.slabs.slab import Slab
+from rayzero.slabs.sweep import FoundSlab, list_slabs
 from rayzero.store.shm.mailbox import Cells
 from rayzero.store.shm.signals import BELL_BYTES, Cell
 

@@ -20,7 +20,8 @@ from rayzero.errors import HandshakeError
 from rayzero.kernels.stamps import torn
 from rayzero.protocol.messages import Action, Decision
 from rayzero.protocol.ownership import Ownership
-from rayzero.slabs.slab import FoundSlab, Slab
+from rayzero.slabs.slab import Slab
+from rayzero.slabs.sweep import FoundSlab
 from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.plan import ON_DEVICE, RANK, life_of
 from rayzero.store.shm.shard_lines import APPLIED, DECIDED, INDEX, PUBLISHED, TILES, tile_stamps

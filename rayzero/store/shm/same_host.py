@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rayzero.slabs.slab import SHARED_MEMORY
+from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.shm import signals
 
 

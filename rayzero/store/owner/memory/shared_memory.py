@@ -22,7 +22,8 @@ from rayzero.protocol.ownership import Ownership
 from rayzero.quantities import format_bytes
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.header import check_header, lay_out_slab
-from rayzero.slabs.slab import SHARED_MEMORY, Slab, sweep
+from rayzero.slabs.slab import Slab
+from rayzero.slabs.sweep import SHARED_MEMORY, sweep
 from rayzero.store.owner.memory.control_slab import ControlSlab
 from rayzero.store.owner.memory.moved import free_moved
 from rayzero.store.owner.memory.next_epoch import carried

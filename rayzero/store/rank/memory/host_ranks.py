@@ -22,7 +22,8 @@ from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import Contribution, FinishReport, Pushed
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.header import SlabFacts
-from rayzero.slabs.slab import FoundSlab, Slab
+from rayzero.slabs.slab import Slab
+from rayzero.slabs.sweep import FoundSlab
 from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.shm.host_sums import Part, acting_sender, senders, settled
 from rayzero.store.shm.plan import RANK, SharedPlan, of_lineage

@@ -28,7 +28,8 @@ from rayzero.slabs.arena import Arena, ArenaPlan
 from rayzero.slabs.directory_lock import locked
 from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import SlabFacts, lay_out_slab
-from rayzero.slabs.slab import FoundSlab, Slab
+from rayzero.slabs.slab import Slab
+from rayzero.slabs.sweep import FoundSlab
 from rayzero.store.shm.claims import CLAIM_BYTES, MOST_CLAIMERS, Claims
 from rayzero.store.shm.plan import SharedPlan, of_lineage
 from rayzero.store.shm.signals import BELL_BYTES, load_acquire_64, store_release_64

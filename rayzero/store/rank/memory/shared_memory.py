@@ -21,7 +21,8 @@ from rayzero.quantities import count
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import lay_out_slab
-from rayzero.slabs.slab import SHARED_MEMORY, Slab
+from rayzero.slabs.slab import Slab
+from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.shm.former_ranks import remove_former_lives
