@@ -41,6 +41,7 @@ from rayzero.cluster.processes.process_exporter import (
     protection_at,
 )
 from rayzero.cluster.processes.rank_worker import RankSettings, RankWorker
+from rayzero.cluster.processes.remains import Remains
 from rayzero.cluster.run import NAMESPACE, Member, Routing, RunState, coordinator_name, optimizer_name, rank_name
 from rayzero.cluster.spares import Spares
 from rayzero.cluster.supervision import Failure, death_of, failure_of, run_failed
@@ -65,6 +66,7 @@ log = logging.getLogger(__name__)
 START_S = 120.0  # until an actor has imported torch and answers; slow on a loaded machine
 ANSWER_S = 30.0  # a call that only reads or sets a value
 STOP_S = 5.0  # how long a process may take to stop before it is killed
+_SUCCEEDS_S = START_S + ANSWER_S  # until whoever dies is missed and has a successor
 _LOOK_S = 0.2  # between two looks whether a dead driver's run has left the cluster
 KILL_S = 20.0  # how long the kernel may take to free a killed process: a machine out of memory or CPUs is slow
 
@@ -130,6 +132,7 @@ class RunActors:
         self._exporters_bind = "auto"  # see ``TelemetryConfig.bind``
         self._access: MetricsAccess | None = None  # to the metrics of exporters
         self._network: str | None = None  # see ``RunConfig.network``
+        self.remains: Remains | None = None  # of killed processes on other nodes, once the run has started
         self._joining: list[Joining] = []  # owners of the next epoch
         self._left: dict[Any, Place | None] = {}  # owner that parts -> its place
         self._parted: list[Any] = []  # owners that have no shards any more, and end
@@ -185,6 +188,8 @@ class RunActors:
         self._make_coordinator(max_failures)
         self._share = share
         replaces = max_failures > 0 or other_ranks
+        here = ray.get_runtime_context().get_node_id()
+        self.remains = Remains(run=self._run, driver_node=here, needed_s=_SUCCEEDS_S if replaces else 0.0)
         self._plan_owners(owner_memory, share, stream_bytes, telemetry, beside_ranks, replaces, former)
         self._settings = {who: replace(settings, ownership=ownership) for who, settings in self._settings.items()}
         self._serving = self._make_members()
@@ -257,6 +262,7 @@ class RunActors:
                 token=self._token,
                 tls=self._credentials_of_owner(owner),
                 network=self._network,
+                remains=self.remains,
             )
 
         numbers = range(plan.num_optimizers)
@@ -737,7 +743,7 @@ class RunActors:
         self.coordinator, self.owners, self.ranks, self._serving, self._processes = None, {}, {}, {}, {}
         self.spares = Spares(0, (), self._make_spare)
         if self._share is not None and self._share.is_dir():
-            sweep(self._share)  # slabs of killed processes on this node; on other nodes the next start sweeps
+            sweep(self._share)  # slabs of killed processes on this node; other nodes have janitors (slabs/janitor.py)
         if self._janitor is not None:
             self._janitor.close()
 

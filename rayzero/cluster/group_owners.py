@@ -224,6 +224,7 @@ class GroupOwners:
             resume=self._resume,
             token=self._actors.token,
             tls=self._actors.credentials_of(None),
+            remains=self._actors.remains,
         )
         self._tell(self.groups.open.remote(group.name, start))
 

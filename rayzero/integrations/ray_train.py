@@ -90,6 +90,7 @@ class Owners:
         table = OwnerTable(start.addresses)
         identity = identity_of(start.tls)
         context = self._context(place, group, start, table, identity)
+        janitor = None if start.remains is None else start.remains.janitor(self.config.shared_directory)
         follower = _Follower(self.groups, group, start, table, identity, context)
         try:
             with running_in(context):
@@ -100,6 +101,8 @@ class Owners:
             raise
         finally:
             follower.close()
+            if janitor is not None:
+                janitor.close()
 
     def _context(
         self, place: Any, group: WorkerGroup, start: GroupStart, table: OwnerTable, identity: Identity | None

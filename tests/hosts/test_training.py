@@ -10,7 +10,7 @@ import pytest
 
 from tests.moved import bytes_moved
 
-from .hosts import why_no_hosts
+from .hosts import Host, why_no_hosts
 from .trainings import MODEL_BYTES, OWNERS_ELSEWHERE, PYTHON, STEPS, TwoHosts, train, until
 
 pytestmark = [
@@ -83,21 +83,25 @@ def test_a_host_that_does_not_share_the_runs_folder_is_named_at_the_start(two_ho
     assert "every node must write to the same storage" in said
 
 
-def test_a_run_that_ends_badly_leaves_nothing_in_the_other_hosts_memory(two_hosts: TwoHosts, tmp_path: Path) -> None:
-    """Neither one whose driver is killed, nor one that fails."""
+@pytest.mark.parametrize("killed", ["driver", "rank 1", "optimizer 1"])
+def test_a_run_that_ends_badly_leaves_nothing_in_the_other_hosts_memory(
+    killed: str, two_hosts: TwoHosts, tmp_path: Path
+) -> None:
     a, b = two_hosts.a, two_hosts.b
-    left = ["ls", "/dev/shm"]
-    training = train(a, tmp_path / "killed", two_hosts.address)
+    training = train(a, tmp_path, two_hosts.address, "run.max_failures=0")
     training.until(10)
-    assert "rayzero-" in b.run(left).stdout
-    training.driver.kill()
-    until(lambda: "rayzero-" not in b.run(left).stdout, "an empty folder once the run's driver is dead", 200)
-    training = train(a, tmp_path / "failed", two_hosts.address)
-    training.until(10)
-    b.kill(training.members(b)["rank 1"])
+    assert slabs_on(b) >= 4, "a rank's and an owner's"
+    if killed == "driver":
+        a.kill(training.record()["driver"]["pid"])
+    else:
+        b.kill(training.members(b)[killed])
     assert training.driver.wait(60) != 0
-    until(lambda: "rayzero-" not in b.run(left).stdout, "an empty folder once the run has failed", 20)
-    until(lambda: "janitor" not in b.run(["ps", "ax"]).stdout, "no janitor")
+    until(lambda: slabs_on(b) == 0, "no slabs of a run that has ended")
+    until(lambda: "rayzero.slabs.janitor" not in b.run(["ps", "ax", "-o", "args"]).stdout, "no janitor")
+
+
+def slabs_on(host: Host) -> int:
+    return host.run(["ls", "/dev/shm"]).stdout.count("rayzero-")
 
 
 def test_all_ranks_on_one_host_and_all_owners_on_the_other(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rayzero.cluster.nodes.reachability import address_to_serve, own_addresses
+from rayzero.cluster.processes.remains import Remains
 from rayzero.elastic.reform import Step
 from rayzero.protocol.ownership import Ownership
 from rayzero.security.credentials import Credentials, identity_of
@@ -39,6 +40,7 @@ class OwnerSettings:
     token: str = field(repr=False)  # every call to the owner must carry it
     tls: Credentials | None = None  # what it shows to others; None: it uses no TLS
     network: str | None = None  # of the address that it listens at; None: any
+    remains: Remains | None = None  # what becomes of its slabs if it is killed; None: others see to them
 
 
 class ServedOwner:
@@ -61,6 +63,7 @@ class ServedOwner:
             succeeds=settings.succeeds,
         )
         self._server: OwnerServer | None = None
+        self._janitor = None if settings.remains is None else settings.remains.janitor(share)  # freed by: stop()
 
     def serve(self, host: str) -> str:
         """Start serving on a free port of ``host``; the address for ranks and other owners. Raises ConfigError if this
@@ -125,3 +128,5 @@ class ServedOwner:
         if self._server is not None:
             self._server.stop()
         self.models.close()
+        if self._janitor is not None:
+            self._janitor.close()

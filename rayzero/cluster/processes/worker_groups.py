@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from rayzero.cluster.processes.remains import Remains
 from rayzero.security.credentials import Credentials
 
 __all__ = ["Ended", "GroupStart", "GroupsAsked", "WorkerGroup", "WorkerGroups"]
@@ -41,6 +42,7 @@ class GroupStart:
     resume: str | None  # the checkpoint that gave the run its first values
     token: str = field(repr=False)  # owners ask for it in every call
     tls: Credentials | None = None  # what every rank shows to owners; None: it uses no TLS
+    remains: Remains | None = None  # what becomes of a rank's slabs if it is killed; None: others see to them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,6 +69,7 @@ def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> 
             ownership=ownership_of(start),
             outlives_owners=request.run.max_failures > 0 and request.zero.shared_directory is not None,
             token=actors.token,
+            remains=actors.remains,
         )
         for rank in range(request.scaling.num_workers)
     ]

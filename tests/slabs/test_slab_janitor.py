@@ -1,0 +1,127 @@
+"""What a killed process has left on a host without a driver goes, once nobody there can need it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rayzero.slabs import janitor
+from rayzero.slabs.header import SlabFacts, lay_out_slab
+from rayzero.slabs.janitor import SlabJanitor, clear_up
+from rayzero.slabs.slab import Slab
+
+MAKER = """
+import json, os, sys
+from pathlib import Path
+from rayzero.slabs.janitor import SlabJanitor
+janitor = SlabJanitor(Path(sys.argv[1]), "demo", float(sys.argv[2]))
+assert "torch" not in sys.modules
+child = os.fork() if sys.argv[3:] else None
+if child != 0:
+    print(json.dumps([janitor._survivor.pid, child]), flush=True)
+sys.stdin.readline()
+janitor.close()
+"""
+
+
+def left_by(run: str, directory: Path) -> Slab:
+    """A slab whose maker lives until it is closed."""
+    facts = SlabFacts(run=run, role="grads", index=0, incarnation=7, layout_digest="ab" * 16, kernel="", lineage="one")
+    return Slab.create(lay_out_slab(facts, [("data", 4096, 0)]), directory)
+
+
+@pytest.fixture
+def makers(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes with a janitor each, which are ended with it."""
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def start(makers: list[subprocess.Popen[str]], *arguments: object) -> tuple[psutil.Process, int | None]:
+    """A maker; returns its janitor, and its child."""
+    command = [sys.executable, "-c", MAKER, *map(str, arguments)]
+    makers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    said = makers[-1].stdout
+    assert said is not None
+    found, child = json.loads(said.readline())
+    return psutil.Process(found), child
+
+
+def ended(process: psutil.Process) -> bool:
+    """Whether it ends soon. Who has started it may still have to ask how."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_it_removes_what_its_dead_maker_has_left_after_its_patience(tmp_path: Path, makers: list) -> None:
+    found, _ = start(makers, tmp_path, 1.0)
+    assert psutil.Process(makers[0].pid).children() == [], "Ray would kill them with an actor"
+    left_by("demo", tmp_path).close(unlink=False)
+    began = time.monotonic()
+    makers[0].kill()
+    assert ended(found)
+    assert time.monotonic() - began > 1.0, "a successor may need it"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_child_that_holds_its_makers_pipe_does_not_keep_it_waiting(tmp_path: Path, makers: list) -> None:
+    """Such as a loader's worker process."""
+    found, child = start(makers, tmp_path, 0.0, "fork")
+    assert child is not None
+    left_by("demo", tmp_path).close(unlink=False)
+    makers[0].kill()
+    try:
+        assert ended(found)
+        assert psutil.pid_exists(child)
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_maker_that_ends_well_takes_it_along_and_removes_what_others_have_left(tmp_path: Path, makers: list) -> None:
+    found, _ = start(makers, tmp_path, 3600.0)
+    left_by("demo", tmp_path).close(unlink=False)
+    makers[0].communicate("end\n", timeout=30)
+    assert makers[0].returncode == 0
+    assert ended(found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_janitor_that_was_killed_disturbs_nobody(tmp_path: Path) -> None:
+    made = SlabJanitor(tmp_path, "demo", 0.0)
+    os.kill(made._survivor.pid, signal.SIGKILL)
+    made.close()
+    made.close()
+
+
+def test_slabs_stay_while_a_process_of_their_run_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(janitor, "_LOOK_S", 0.01)
+    left_by("demo", tmp_path).close(unlink=False)
+    lives, other = left_by("demo", tmp_path), left_by("other", tmp_path)
+    waits = threading.Thread(target=clear_up, args=(tmp_path, "demo", 0.0))
+    waits.start()
+    waits.join(0.2)
+    assert waits.is_alive()
+    assert len(list(tmp_path.iterdir())) == 3
+    lives.close(unlink=False)
+    waits.join(30)
+    assert not waits.is_alive()
+    assert list(tmp_path.iterdir()) == [other.path]
+    other.close()
