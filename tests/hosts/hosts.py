@@ -91,6 +91,17 @@ class Host:
         done = self.run(["kill", f"-{signal}", str(pid)])
         assert done.returncode == 0, f"{self.name}: {done.stderr}"
 
+    def give_ports(self, ports: range) -> None:
+        """From here on, who asks for any port gets one of these."""
+        given = f"net.ipv4.ip_local_port_range={ports[0]} {ports[-1]}"
+        assert self.run(["sysctl", "-w", given]).returncode == 0
+
+    def drop_answers(self, mine: range, theirs: range) -> None:
+        """Be a firewall: whoever connects from ``theirs`` to one of these ports of this host hears nothing."""
+        between = ["sport", f"{mine[0]}-{mine[-1]}", "dport", f"{theirs[0]}-{theirs[-1]}"]
+        done = self.run(["ip", "rule", "add", "ipproto", "tcp", *between, "blackhole"])
+        assert done.returncode == 0, done.stderr
+
     @property
     def device(self) -> int:
         """The end of its cables in the first network."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from .hosts import Host, hosts, why_no_hosts
-from .trainings import PYTHON, RANKS_ON_HEAD, RAY_ENV, join_ray, start_ray, train, until
+from .trainings import OWNERS_ELSEWHERE, PYTHON, RANKS_ON_HEAD, RAY_ENV, join_ray, shut, start_ray, train, until
 
 pytestmark = [
     pytest.mark.ray,
@@ -39,6 +39,42 @@ def test_an_owner_joins_on_a_host_that_was_not_there_when_the_run_began(undistur
         assert change["moved_bytes"] > 0
         assert b.sent_to(a) > 1_000_000
         assert training.digest() == undisturbed
+
+
+def test_a_host_that_ranks_do_not_reach_gets_no_owner_and_disturbs_nothing(undisturbed: str, tmp_path: Path) -> None:
+    with hosts(3) as (a, b, c):
+        address = start_ray(a)
+        join_ray(b, address)
+        training = train(a, tmp_path, address, *RANKS_ON_HEAD, "scaling.optimizer_labels={host: '!host-1'}")
+        training.until(10)
+        rank_1 = training.members(a)["rank 1"]
+        a.kill(rank_1, signal.SIGSTOP)  # so that the run does not end before the answer
+        join_ray(c, address)
+        shut(a, c)
+        scaling = a.start([PYTHON, "-m", "rayzero", "scale", str(training.folder), "--optimizers", "3"], env=RAY_ENV)
+        until(lambda: scaling.poll() is not None or "leading" in str(training.record()["rescaling"]), "an answer")
+        a.kill(rank_1, signal.SIGCONT)
+        said = scaling.communicate(timeout=60)[0]
+        assert scaling.returncode == 1, said
+        refused = (
+            rf"stay as they are: .*{a.address} cannot connect to optimizer 2 at {c.address}:5\d+: no answer within 5 s"
+        )
+        assert re.search(refused, said), said
+        training.end()
+        assert training.members(c) == {}
+        assert training.digest() == undisturbed
+
+
+def test_a_firewall_before_the_owners_is_named_at_the_start(tmp_path: Path) -> None:
+    with hosts(2) as (a, b):
+        address = start_ray(a)
+        join_ray(b, address)
+        shut(a, b)
+        training = train(a, tmp_path, address, *OWNERS_ELSEWHERE)
+        said = training.driver.communicate(timeout=100)[0]
+        assert training.driver.returncode == 2, said
+        named = rf"the host {a.address} cannot connect to optimizer \d at {b.address}:5\d+: no answer within 5 s"
+        assert re.search(named + r" \(and \d more such pairs?\); open the ports between the hosts", said), said
 
 
 def test_a_host_that_was_given_up_and_comes_back_disturbs_nothing(undisturbed: str, tmp_path: Path) -> None:

@@ -120,6 +120,15 @@ def train(host: Host, folder: Path, address: str, *settings: str) -> Training:
     return Training(host.start(command, env=RAY_ENV | {"RAY_ADDRESS": address}), folder / "run")
 
 
+def shut(a: Host, b: Host) -> None:
+    """Put a firewall before ``b``, which lets Ray's connections through: Ray has its ports already. Who connects from
+    ``a`` to a process of a run gets no answer."""
+    ports_of_a, ports_of_b = range(40_000, 41_000), range(50_000, 51_000)
+    a.give_ports(ports_of_a)
+    b.give_ports(ports_of_b)
+    b.drop_answers(ports_of_b, ports_of_a)
+
+
 def until(there: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
     """Wait for a condition."""
     deadline = time.monotonic() + timeout_s
