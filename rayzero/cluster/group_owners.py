@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayzero.cluster.actors import ANSWER_S, Former, RunActors, refuse_name_in_use
+from rayzero.cluster.actors.run_actors import ANSWER_S, Former, RunActors, refuse_name_in_use
 from rayzero.cluster.continuation import Continuation, Lost, await_left, choose
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.nodes.placement import Placement

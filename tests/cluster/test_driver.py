@@ -17,11 +17,11 @@ import pytest
 import ray
 
 from rayzero.checkpoint.catalog import Catalog
-from rayzero.cluster import actors as actors_module
 from rayzero.cluster import driver as driver_module
 from rayzero.cluster import interrupts
 from rayzero.cluster import trainer as trainer_module
-from rayzero.cluster.actors import RunActors
+from rayzero.cluster.actors import run_actors as actors_module
+from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.driver import _again, _follow
 from rayzero.cluster.files.run_dir import RunCheckpoints, StartPoint, read_record
 from rayzero.cluster.interrupts import interruptible, postponed

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors import ANSWER_S, STOP_S, RunActors
+from rayzero.cluster.actors.run_actors import ANSWER_S, STOP_S, RunActors
 from rayzero.cluster.files.run_dir import StartPoint
 from rayzero.cluster.files.viewer_file import write_viewer
 from rayzero.cluster.interrupts import postponed, shielded

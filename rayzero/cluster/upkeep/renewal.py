@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors import RunActors, failure_from_ray
+from rayzero.cluster.actors.run_actors import RunActors, failure_from_ray
 from rayzero.errors import ConfigError, RayZeroError
 
 __all__ = ["Renewal"]

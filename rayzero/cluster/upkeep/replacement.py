@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors import ANSWER_S, START_S, RunActors, failure_from_ray
+from rayzero.cluster.actors.run_actors import ANSWER_S, START_S, RunActors, failure_from_ray
 from rayzero.cluster.interrupts import postponed
 from rayzero.cluster.nodes.session import ray_answers
 from rayzero.cluster.run import Recovery, Routing, actor_name, optimizer_name

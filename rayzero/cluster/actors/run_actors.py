@@ -21,6 +21,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rayzero.cluster.actors.spares import Spares
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import Janitor, KeptStates
@@ -42,7 +43,6 @@ from rayzero.cluster.processes.process_exporter import (
 )
 from rayzero.cluster.processes.rank_worker import RankSettings, RankWorker
 from rayzero.cluster.run import NAMESPACE, Member, Routing, RunState, coordinator_name, optimizer_name, rank_name
-from rayzero.cluster.spares import Spares
 from rayzero.cluster.supervision import Failure, death_of, failure_of, run_failed
 from rayzero.concurrency.processes import is_stopped
 from rayzero.config import SecurityConfig, TelemetryConfig
