@@ -9,7 +9,8 @@ from pathlib import Path
 
 import ray
 
-from rayzero.cluster.actors.run_actors import Former, RunActors, refuse_name_in_use
+from rayzero.cluster.actors.named_coordinator import refuse_name_in_use
+from rayzero.cluster.actors.run_actors import Former, RunActors
 from rayzero.cluster.files.file_discovery import announced
 from rayzero.cluster.files.metrics_log import MetricsLog, trim_log, written_rows
 from rayzero.cluster.files.run_dir import RECORD, StartPoint

@@ -20,7 +20,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayzero.cluster.actors.run_actors import ANSWER_S, Former, RunActors, refuse_name_in_use
+from rayzero.cluster.actors.calls import ANSWER_S
+from rayzero.cluster.actors.named_coordinator import refuse_name_in_use
+from rayzero.cluster.actors.run_actors import Former, RunActors
 from rayzero.cluster.continuation import Continuation, Lost, await_left, choose
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.nodes.placement import Placement

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from rayzero.cluster.actors.run_actors import START_S
+from rayzero.cluster.actors.calls import START_S
 from rayzero.cluster.nodes.owner_places import Host
 from rayzero.cluster.run import Rescaled
 from rayzero.cluster.upkeep import rescaling as module

@@ -1,15 +1,13 @@
 """Creates, calls, stops and ends the actors of one run. No other module creates them.
 
 The driver owns every actor, so none outlives it: Ray kills them when the driver is gone, and its janitor removes what
-they leave (cluster/janitor.py). Calls that should answer soon have a deadline. Calls that last as long as their process
-(``run``, ``watch``) report its death at once.
+they leave (cluster/janitor.py).
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,8 +17,18 @@ from typing import Any
 
 import psutil
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rayzero.cluster.actors.calls import (
+    ANSWER_S,
+    START_S,
+    STOP_S,
+    actor_class,
+    ask,
+    ask_config,
+    control,
+    failure_of_call,
+)
+from rayzero.cluster.actors.named_coordinator import make_coordinator
 from rayzero.cluster.actors.spares import Spares
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.interrupts import shielded
@@ -31,7 +39,7 @@ from rayzero.cluster.nodes.owner_places import OwnerPlaces, Place, hosts
 from rayzero.cluster.nodes.placement import Placement
 from rayzero.cluster.nodes.reachability import require_reached
 from rayzero.cluster.nodes.session import alive_nodes, answered, ray_answers
-from rayzero.cluster.processes.coordinator import Coordinator, this_process
+from rayzero.cluster.processes.coordinator import this_process
 from rayzero.cluster.processes.optimizer_actor import OptimizerActor
 from rayzero.cluster.processes.owner_process import OwnerSettings
 from rayzero.cluster.processes.process_exporter import (
@@ -42,11 +50,11 @@ from rayzero.cluster.processes.process_exporter import (
     protection_at,
 )
 from rayzero.cluster.processes.rank_worker import RankSettings, RankWorker
-from rayzero.cluster.run import NAMESPACE, Member, Routing, RunState, coordinator_name, optimizer_name, rank_name
-from rayzero.cluster.supervision import Failure, death_of, failure_of, run_failed
+from rayzero.cluster.run import Member, Routing, RunState, optimizer_name, rank_name
+from rayzero.cluster.supervision import Failure
 from rayzero.concurrency.processes import is_stopped
 from rayzero.config import SecurityConfig, TelemetryConfig
-from rayzero.errors import ConfigError, RunFailedError
+from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import Ownership
 from rayzero.security.credentials import ANY_RANK, OWNER, Credentials, name_of_rank
 from rayzero.security.issuer import Issuer, issuer
@@ -58,17 +66,12 @@ from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import Measurements
 from rayzero.telemetry.scrape import Viewer
 
-__all__ = ["Former", "RunActors", "failure_from_ray", "refuse_name_in_use"]
+__all__ = ["Former", "Joining", "RunActors"]
 
 log = logging.getLogger(__name__)
 
-START_S = 120.0  # until an actor has imported torch and answers; slow on a loaded machine
-ANSWER_S = 30.0  # a call that only reads or sets a value
-STOP_S = 5.0  # how long a process may take to stop before it is killed
-_LOOK_S = 0.2  # between two looks whether a dead driver's run has left the cluster
 KILL_S = 20.0  # how long the kernel may take to free a killed process: a machine out of memory or CPUs is slow
 
-_CONTROL = "control"  # concurrency group of the calls that must be answered while `run` or `watch` lasts
 _COORDINATOR = "coordinator"
 _DRIVER = "the driver"
 
@@ -182,7 +185,7 @@ class RunActors:
         """
         self._access, self._network = access, network
         self._issuer = issuer(self._run, security or SecurityConfig())
-        self._make_coordinator(max_failures)
+        self.coordinator = make_coordinator(self._run, self._log, max_failures)
         self._share = share
         replaces = max_failures > 0 or other_ranks
         self._plan_owners(owner_memory, share, stream_bytes, telemetry, beside_ranks, replaces, former)
@@ -211,22 +214,6 @@ class RunActors:
         """Why this run cannot have so many optimizer actors, by what its processes may open; see the function.
         ``others``: processes beside those of now."""
         return too_few_files({**self.members, **others}, len(self.ranks), num_owners, self._num_beside)
-
-    def _make_coordinator(self, restarts: int) -> None:
-        here = ray.get_runtime_context().get_node_id()  # on the driver's node, which is how http_sd is found
-        options = {
-            "name": coordinator_name(self._run),
-            "namespace": NAMESPACE,
-            "num_cpus": 0,  # for actors without CPUs Ray picks a node at random, and only a hard affinity changes that
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False),
-            "max_concurrency": 100,
-            "max_restarts": restarts,  # by Ray, so that every process's handle stays good
-            "max_task_retries": -1 if restarts else 0,
-        }
-        try:
-            self.coordinator = ray.remote(Coordinator).options(**options).remote(self._run, self._log, time.time())
-        except ValueError as error:  # ActorAlreadyExistsError is one
-            raise _name_in_use(self._run) from error
 
     def _plan_owners(
         self,
@@ -277,7 +264,7 @@ class RunActors:
 
     def _make_owner(self, owner: int) -> Any:
         who = optimizer_name(owner)
-        self.owners[who] = _owner_class().options(**self._places.options(owner)).remote()
+        self.owners[who] = actor_class(OptimizerActor).options(**self._places.options(owner)).remote()
         return self.owners[who]
 
     def _become(self, who: str) -> Any:
@@ -287,15 +274,14 @@ class RunActors:
         return become.remote(self._settings[who], measure_bandwidth=self._measure_bandwidth, bind_numa=bind)
 
     def _make_spare(self, owner: int) -> tuple[Any, list[Any]]:
-        actor = _owner_class().options(**self._placement.spare_options(owner)).remote()
+        actor = actor_class(OptimizerActor).options(**self._placement.spare_options(owner)).remote()
         return actor, [control(actor.hello).remote(), actor.watch.remote()]
 
     def _make_rank(self, rank: int) -> Any:
         threads = self._placement.plan.worker.threads
-        actor_class = ray.remote(concurrency_groups={_CONTROL: 3})(RankWorker)
         options = self._placement.worker_options(rank)
         who = rank_name(rank)
-        self.ranks[who] = actor_class.options(**options).remote(rank, threads, self._settings.get(who))
+        self.ranks[who] = actor_class(RankWorker).options(**options).remote(rank, threads, self._settings.get(who))
         return self.ranks[who]
 
     def _find_processes(self, everyone: Mapping[str, Member]) -> None:
@@ -314,34 +300,23 @@ class RunActors:
         one_node = len(nodes) == 1 and (bool(self.ranks) or len(alive_nodes()) == 1)
         self._hosts = {who: LOOPBACK if one_node else self.members[who].host for who in self._serving}
         opened = {who: control(actor.serve).remote(self._hosts[who]) for who, actor in self._serving.items()}
-        addresses = tuple(self._ask_config(opened, START_S).values())
+        addresses = tuple(ask_config(self._run, opened, self.members, START_S).values())
         if not one_node:
             self._require_reached(addresses)
         self.ask({who: control(a.connect_peers).remote(addresses) for who, a in self._serving.items()}, START_S)
-        told = self.coordinator.enlist.remote(list(self.members.values()), addresses, self.targets)
-        routing: Routing = self.ask({"coordinator": told}, ANSWER_S)["coordinator"]
-        return routing
+        return self.enlist(addresses)
 
     def _open_exporters(self) -> tuple[Target, ...]:
         """Open everyone's exporter, the coordinator's first."""
         calls = {_COORDINATOR: self.coordinator.open_exporter.remote(self._exporters[_COORDINATOR], self._viewer)}
         for who, actor in {**self.owners, **self.ranks}.items():
             calls[who] = control(actor.open_exporter).remote(self._exporters[who], self.coordinator)
-        return tuple(self._ask_config(calls, ANSWER_S).values())
+        return tuple(ask_config(self._run, calls, self.members, ANSWER_S).values())
 
     @property
     def _viewer(self) -> Viewer:
         """What opens the run's exporters to the coordinator's live page."""
         return Viewer() if self._access is None else self._access.viewer
-
-    def _ask_config(self, calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """See ``ask``. Raises a process's ConfigError as it is: a port that is taken, an address that is none."""
-        try:
-            return self.ask(calls, timeout_s)
-        except RunFailedError as failed:
-            if isinstance(failed.__cause__, ConfigError):
-                raise failed.__cause__ from None
-            raise
 
     def _require_reached(self, addresses: Sequence[str]) -> None:
         """Raise ConfigError if one host of the run does not reach an owner, its port for calls or that for tensors; one
@@ -418,7 +393,7 @@ class RunActors:
         exporter = self._exporter_of(owner, node) if self._exporters else None
         joining = Joining(
             who=optimizer_name(owner),
-            actor=_owner_class().options(**place.options).remote(),
+            actor=actor_class(OptimizerActor).options(**place.options).remote(),
             settings=settings,
             node=node,
             host=LOOPBACK if self._hosts[some] == LOOPBACK else None,  # elsewhere, all listen at their nodes' addresses
@@ -530,7 +505,7 @@ class RunActors:
     def enlist(self, addresses: Sequence[str]) -> Routing:
         """Enter who the run's processes are now where they are known. Returns the routing table."""
         told = self.coordinator.enlist.remote(list(self.members.values()), addresses, self.targets)
-        routing: Routing = self.ask({"coordinator": told}, ANSWER_S)["coordinator"]
+        routing: Routing = self.ask({_COORDINATOR: told}, ANSWER_S)[_COORDINATOR]
         return routing
 
     def take_spare(self, call: Any) -> None:
@@ -554,9 +529,7 @@ class RunActors:
             same = target.role, target.index
             self.targets = tuple(target if (t.role, t.index) == same else t for t in self.targets)
         log.info("%s is pid %d now, it was pid %d", who, member.pid, before.pid)
-        told = self.coordinator.enlist.remote(list(self.members.values()), addresses, self.targets)
-        routing: Routing = self.ask({"coordinator": told}, ANSWER_S)["coordinator"]
-        return routing
+        return self.enlist(addresses)
 
     def resume_coordinator(self, routing: Routing) -> int:
         """Ray has started another coordinator: tell it what the last one knew. Returns its process id."""
@@ -587,7 +560,7 @@ class RunActors:
 
     def move(self, state: RunState, error: str | None = None) -> None:
         """Set the run's state at the coordinator."""
-        self.ask({"coordinator": self.coordinator.move.remote(state, error)}, ANSWER_S)
+        self.ask({_COORDINATOR: self.coordinator.move.remote(state, error)}, ANSWER_S)
 
     @property
     def token(self) -> str:
@@ -640,26 +613,7 @@ class RunActors:
     def ask(self, calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """The answers to calls already made, by process. Raises RunFailedError, naming the process that failed or is
         late."""
-        ready, late = answered(list(calls.values()), timeout_s)
-        failed = [failure for who, call in calls.items() if call in ready and (failure := self._failure(who, call))]
-        if failed:
-            raise run_failed(self._run, failed[0], failed[1:])
-        if late:
-            names = ", ".join(who for who, call in calls.items() if call in late)
-            raise run_failed(self._run, Failure(who=names, what=f"gave no answer within {timeout_s:g} s"))
-        return {who: ray.get(call) for who, call in calls.items()}
-
-    def _failure(self, who: str, call: Any) -> Failure | None:
-        try:
-            ray.get(call)
-        except ray.exceptions.RayError as error:
-            return failure_from_ray(who, error, self.pid(who))
-        return None
-
-    def pid(self, who: str) -> int | None:
-        """The process id of a member; None before it has answered ``hello``."""
-        member = self.members.get(who)
-        return None if member is None else member.pid
+        return ask(self._run, calls, self.members, timeout_s)
 
     def pid_here(self, who: str) -> int | None:
         """The process id of a member on this node; None: it is on another one."""
@@ -715,7 +669,7 @@ class RunActors:
         calls = {who: control(owner.stop).remote() for who, owner in self.owners.items()}
         beside = [control(self.ranks[who].stop_owner).remote() for who in self._serving if who in self.ranks]
         ready, _ = answered([*calls.values(), *beside], timeout_s)
-        return {who: ray.get(call) for who, call in calls.items() if call in ready and not self._failure(who, call)}
+        return {who: ray.get(call) for who, call in calls.items() if call in ready and not failure_of_call(who, call)}
 
     def end(self, *, politely: bool) -> None:
         """End every actor; returns when those on this node are gone. Idempotent.
@@ -757,53 +711,3 @@ def _take_over(share: Path | None, former: Former | None) -> None:
         end_hold(share, former.lineage)
         if not former.continued:
             sweep(share)
-
-
-def refuse_name_in_use(run: str, patience_s: float = 0.0) -> None:
-    """Raise ConfigError if a run of this name is on the cluster, before waiting for resources that it holds.
-
-    ``patience_s``: how long it may still be there, because its driver is dead."""
-    until = time.monotonic() + patience_s
-    while _is_there(run):
-        if time.monotonic() >= until:
-            raise _name_in_use(run)
-        time.sleep(_LOOK_S)
-
-
-def _is_there(run: str) -> bool:
-    try:
-        ray.get_actor(coordinator_name(run), namespace=NAMESPACE)
-    except ValueError:
-        return False
-    return True
-
-
-def _name_in_use(run: str) -> ConfigError:
-    return ConfigError(
-        f"a run named {run!r} is already on this cluster; a run is named after its directory, so choose another one"
-    )
-
-
-def _owner_class() -> Any:
-    return ray.remote(concurrency_groups={_CONTROL: 3})(OptimizerActor)
-
-
-def control(method: Any) -> Any:
-    """An actor's method in the concurrency group that is served while ``run`` or ``watch`` lasts."""
-    return method.options(concurrency_group=_CONTROL)
-
-
-def failure_from_ray(who: str, error: ray.exceptions.RayError, pid: int | None) -> Failure:
-    """The failure of the process whose call failed."""
-    if isinstance(error, ray.exceptions.RayTaskError):
-        original = error.cause if isinstance(error.cause, BaseException) else error
-        return failure_of(who, original, traceback_text=str(error))
-    if error.args and isinstance(error.args[0], ray.exceptions.RayTaskError):  # its constructor raised
-        return failure_from_ray(who, error.args[0], pid)
-    return death_of(who, pid, _detail(str(error)))
-
-
-def _detail(text: str) -> str:
-    """The part of Ray's message that says how the process ended."""
-    said = text.rpartition("Worker exit detail:")[2].partition("Some common causes")[0]
-    return " ".join(said.split())

@@ -10,7 +10,8 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors.run_actors import ANSWER_S, STOP_S, RunActors
+from rayzero.cluster.actors.calls import ANSWER_S, STOP_S
+from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.files.run_dir import StartPoint
 from rayzero.cluster.files.viewer_file import write_viewer
 from rayzero.cluster.interrupts import postponed, shielded

@@ -16,7 +16,8 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors.run_actors import RunActors, failure_from_ray
+from rayzero.cluster.actors.calls import failure_from_ray
+from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.errors import ConfigError, RayZeroError
 
 __all__ = ["Renewal"]

@@ -10,7 +10,8 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors.run_actors import ANSWER_S, START_S, RunActors, failure_from_ray
+from rayzero.cluster.actors.calls import ANSWER_S, START_S, failure_from_ray
+from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.interrupts import postponed
 from rayzero.cluster.nodes.session import ray_answers
 from rayzero.cluster.run import Recovery, Routing, actor_name, optimizer_name
@@ -118,7 +119,7 @@ class Replacement:
         try:
             return ray.get(call)
         except ray.exceptions.RayError as error:
-            failure = failure_from_ray(who, error, self._actors.pid(who))
+            failure = failure_from_ray(who, error, self._actors.members.get(who))
             if who not in self._members or isinstance(error, ray.exceptions.RayTaskError):
                 self._failed(failure)
             else:

@@ -11,7 +11,8 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors.run_actors import ANSWER_S, START_S, Joining, RunActors, control
+from rayzero.cluster.actors.calls import ANSWER_S, START_S, control
+from rayzero.cluster.actors.run_actors import Joining, RunActors
 from rayzero.cluster.nodes.owner_places import check_memory, check_nodes, choose, hosts, is_placed
 from rayzero.cluster.run import Rescaled, Routing, actor_name, optimizer_name
 from rayzero.config import ScalingConfig, ZeroConfig
