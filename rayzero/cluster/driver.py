@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ray
 
+from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.actors.named_coordinator import refuse_name_in_use
 from rayzero.cluster.actors.run_actors import Former, RunActors
 from rayzero.cluster.files.file_discovery import announced
@@ -126,10 +127,16 @@ def _attempt(request: RunRequest, journal: Journal) -> RunFailedError | None:
     cpus_are_set = scaling.cpus_per_optimizer is not None
     if request.access is not None:
         request.access.refresh()  # it may have been made long ago
+    certificates = Certificates(run, request.run.security, request.access)
     viewer = None if request.access is None else request.access.viewer
     tools = viewable(request.directory.path, viewer)
     loggers = _loggers(request, journal)
-    with loggers, places as placement, tools, RunActors(run, placement, log, cpus_are_set=cpus_are_set) as actors:
+    with (
+        loggers,
+        places as placement,
+        tools,
+        RunActors(run, placement, certificates, log, cpus_are_set=cpus_are_set) as actors,
+    ):
         _start(request, actors, journal)
         loggers.start(actors.coordinator.logged.remote)
         try:
@@ -159,8 +166,6 @@ def _start(request: RunRequest, actors: RunActors, journal: Journal) -> None:
         slab_dir=Path(request.zero.slab_dir),
         stream_bytes=request.zero.stream_bytes,
         telemetry=request.run.telemetry,
-        security=request.run.security,
-        access=request.access,
         network=request.run.network,
         beside_ranks=_beside_ranks(request),
         discovery_dir=request.run.discovery_dir if request.run.telemetry.enabled else None,
@@ -173,7 +178,7 @@ def _start(request: RunRequest, actors: RunActors, journal: Journal) -> None:
     journal.members = list(actors.members.values())
     journal.latest = {rank: report for rank, report in journal.latest.items() if rank_name(rank) in actors.members}
     journal.measured = {who: measured for who, measured in journal.measured.items() if who in actors.members}
-    journal.targets = actors.targets
+    journal.targets = actors.exporters.targets
     actors.move(RunState.RUNNING)
     journal.state = RunState.RUNNING
     if journal.lost_at is not None:
@@ -181,7 +186,8 @@ def _start(request: RunRequest, actors: RunActors, journal: Journal) -> None:
         actors.coordinator.recovered.remote("run", "the run", {"restart": seconds})
         journal.recoveries.append(Recovery(who="the run", pid=None, seconds=seconds))
     request.on_start()
-    if request.access is not None and request.access.given is None and any(t.scheme == "https" for t in actors.targets):
+    is_https = any(target.scheme == "https" for target in journal.targets)
+    if is_https and request.access is not None and request.access.given is None:
         request.on_phase(
             "metrics are readable for rayzero top and rayzero trace alone, because they cross the network; set "
             "run.telemetry.web_config for Prometheus, or run.telemetry.bind=node for everybody"
@@ -213,9 +219,9 @@ def _beside_ranks(request: RunRequest) -> str | None:
 
 def _discoverable(request: RunRequest, actors: RunActors) -> AbstractContextManager[object]:
     """A context in which the run is announced in the directory that Prometheus watches."""
-    if not actors.targets:
+    if not actors.exporters.targets:
         return nullcontext()
-    return announced(request.run.discovery_dir, request.run.name, service_discovery(actors.targets))
+    return announced(request.run.discovery_dir, request.run.name, service_discovery(actors.exporters.targets))
 
 
 def _follow(request: RunRequest, actors: RunActors, journal: Journal) -> RunFailedError | None:

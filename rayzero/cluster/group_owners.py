@@ -21,6 +21,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayzero.cluster.actors.calls import ANSWER_S
+from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.actors.named_coordinator import refuse_name_in_use
 from rayzero.cluster.actors.run_actors import Former, RunActors
 from rayzero.cluster.continuation import Continuation, Lost, await_left, choose
@@ -111,7 +112,8 @@ class GroupOwners:
     # ---- owners
 
     def _start(self, former: Former | None) -> None:
-        self._actors = RunActors(self._run, self._placement)
+        certificates = Certificates(self._run, self._security or SecurityConfig())
+        self._actors = RunActors(self._run, self._placement, certificates)
         routing = self._actors.start(
             max_failures=self._max_failures,
             other_ranks=True,
@@ -121,7 +123,6 @@ class GroupOwners:
             slab_dir=Path(self._config.slab_dir),
             stream_bytes=self._config.stream_bytes,
             telemetry=TelemetryConfig(enabled=False),
-            security=self._security,
         )
         self._actors.move(RunState.RUNNING)
         names = {MemberId(Kind.OWNER, owner): optimizer_name(owner) for owner in range(len(routing.addresses))}
@@ -171,7 +172,7 @@ class GroupOwners:
             self._tell(self.groups.succeed.remote(self._group.name, owner, address))
 
     def _renew_workers(self) -> None:
-        shown = None if self._actors is None else self._actors.credentials_of(None)
+        shown = None if self._actors is None else self._actors.certificates.of_rank(None)
         if self._group is not None and shown is not None:
             self._tell(self.groups.renew.remote(self._group.name, shown))
 
@@ -224,8 +225,8 @@ class GroupOwners:
             life=0 if goes_on is None else goes_on.life,
             repeats=goes_on.step if goes_on is not None and goes_on.repeats else None,
             resume=self._resume,
-            token=self._actors.token,
-            tls=self._actors.credentials_of(None),
+            token=self._actors.certificates.token,
+            tls=self._actors.certificates.of_rank(None),
         )
         self._tell(self.groups.open.remote(group.name, start))
 

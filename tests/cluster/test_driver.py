@@ -49,7 +49,7 @@ class EndedRun:
         )
         self.coordinator_life = "life"
         self.everybody: list[str] = []
-        self.expiry_warnings: list[str] = []
+        self.certificates = SimpleNamespace(warnings=[])
         self.moves: list[RunState] = []
 
     def _take_unread(self, life: str) -> News:
@@ -221,7 +221,7 @@ def test_the_record_says_stopped_before_any_actor_is_asked_for_anything() -> Non
 def test_processes_that_a_ray_that_is_gone_cannot_end_are_ended_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actors_module, "ray_answers", lambda: False)
     with subprocess.Popen(["sleep", "600"]) as process:
-        actors = RunActors("demo", placement=None)  # type: ignore[arg-type]
+        actors = RunActors("demo", placement=None, certificates=None)  # type: ignore[arg-type]
         actors._processes = {"rank 0": psutil.Process(process.pid)}
         try:
             actors.end(politely=False)
@@ -232,7 +232,7 @@ def test_processes_that_a_ray_that_is_gone_cannot_end_are_ended_here(monkeypatch
 
 def test_whoever_is_stopped_is_found_also_the_coordinator_and_a_spare() -> None:
     """Nobody waits for them until reports pile up, or somebody dies."""
-    actors = RunActors("demo", placement=None)  # type: ignore[arg-type]
+    actors = RunActors("demo", placement=None, certificates=None)  # type: ignore[arg-type]
     with ExitStack() as started:
         for who in ("coordinator", "spare 0", "rank 0"):
             process = started.enter_context(subprocess.Popen(["sleep", "600"]))

@@ -7,7 +7,6 @@ they leave (cluster/janitor.py).
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,6 +27,8 @@ from rayzero.cluster.actors.calls import (
     control,
     failure_of_call,
 )
+from rayzero.cluster.actors.certificates import Certificates
+from rayzero.cluster.actors.exporters import Exporters, plan_exporters
 from rayzero.cluster.actors.named_coordinator import make_coordinator
 from rayzero.cluster.actors.spares import Spares
 from rayzero.cluster.files.metrics_log import MetricsLog
@@ -46,25 +47,18 @@ from rayzero.cluster.processes.process_exporter import (
     LOOPBACK,
     ExporterSettings,
     Renewed,
-    plan_exporters,
-    protection_at,
 )
 from rayzero.cluster.processes.rank_worker import RankSettings, RankWorker
 from rayzero.cluster.run import Member, Routing, RunState, optimizer_name, rank_name
 from rayzero.cluster.supervision import Failure
 from rayzero.concurrency.processes import is_stopped
-from rayzero.config import SecurityConfig, TelemetryConfig
+from rayzero.config import TelemetryConfig
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import Ownership
-from rayzero.security.credentials import ANY_RANK, OWNER, Credentials, name_of_rank
-from rayzero.security.issuer import Issuer, issuer
-from rayzero.security.metrics_access import MetricsAccess
 from rayzero.slabs.hold import end_hold
 from rayzero.slabs.slab import sweep
 from rayzero.telemetry.discovery import Target
-from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import Measurements
-from rayzero.telemetry.scrape import Viewer
 
 __all__ = ["Former", "Joining", "RunActors"]
 
@@ -105,7 +99,13 @@ class RunActors:
     Knows actors and how to call them; not what a failure means for the run (supervision.py)."""
 
     def __init__(
-        self, run: str, placement: Placement, log: MetricsLog | None = None, *, cpus_are_set: bool = False
+        self,
+        run: str,
+        placement: Placement,
+        certificates: Certificates,
+        log: MetricsLog | None = None,
+        *,
+        cpus_are_set: bool = False,
     ) -> None:
         """``log``: where the coordinator writes the ranks' reports; None if ranks report to another library.
         ``cpus_are_set``: see ``OwnerPlaces``."""
@@ -113,13 +113,12 @@ class RunActors:
         self._log = log
         self._placement = placement
         self._places = OwnerPlaces(placement, cpus_are_set)  # freed by: end()
-        self._token = secrets.token_hex(32)  # sent only as an argument of actors
-        self._issuer: Issuer | None = None  # of credentials, which are sent like the token
+        self.certificates = certificates
+        self.exporters = Exporters({}, "auto", certificates)
         self._share: Path | None = None  # directory of the slabs that owners and ranks make
         self._processes: dict[str, psutil.Process] = {}  # on this node; end() waits until they are gone
         self._janitor: Janitor | None = None  # freed by: end()
         self.members: dict[str, Member] = {}
-        self.targets: tuple[Target, ...] = ()  # the coordinator's first; none without telemetry
         self.coordinator: Any = None
         self.coordinator_life = ""
         self.owners: dict[str, Any] = {}  # by name
@@ -128,10 +127,7 @@ class RunActors:
         self._num_beside = 0  # of the latter
         self._settings: dict[str, OwnerSettings] = {}  # of the same
         self._hosts: dict[str, str] = {}  # where the same listen
-        self._exporters: dict[str, ExporterSettings] = {}  # of everybody; none without telemetry
         self._measure_bandwidth = False
-        self._exporters_bind = "auto"  # see ``TelemetryConfig.bind``
-        self._access: MetricsAccess | None = None  # to the metrics of exporters
         self._network: str | None = None  # see ``RunConfig.network``
         self._joining: list[Joining] = []  # owners of the next epoch
         self._left: dict[Any, Place | None] = {}  # owner that parts -> its place
@@ -160,8 +156,6 @@ class RunActors:
         slab_dir: Path,
         stream_bytes: int,
         telemetry: TelemetryConfig,
-        security: SecurityConfig | None = None,
-        access: MetricsAccess | None = None,
         network: str | None = None,
         beside_ranks: str | None = None,
         discovery_dir: Path | None = None,
@@ -172,9 +166,8 @@ class RunActors:
         routing table.
 
         owner_memory: bytes each owner may allocate; None: what its host has. share: directory of shared memory, None:
-        none. slab_dir: where it would be. stream_bytes: see ``ZeroConfig``. security: None: the defaults. access: to
-        metrics, None: for everybody. network: at which owners listen, None: any. beside_ranks: the device on which
-        owners beside the ranks have their states; None: no such owners.
+        none. slab_dir: where it would be. stream_bytes: see ``ZeroConfig``. network: at which owners listen, None: any.
+        beside_ranks: the device on which owners beside the ranks have their states; None: no such owners.
         discovery_dir: where the run will be announced to Prometheus; None: nowhere. max_failures: how often whoever
         dies may be started again (``start_owner``, ``start_rank``; the coordinator by Ray). other_ranks: another
         library may start ranks again. keep: what stays in shared memory if this process is killed. former: what an
@@ -183,8 +176,7 @@ class RunActors:
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken, or
         when a process may not open as many files as so many ranks and owners need.
         """
-        self._access, self._network = access, network
-        self._issuer = issuer(self._run, security or SecurityConfig())
+        self._network = network
         self.coordinator = make_coordinator(self._run, self._log, max_failures)
         self._share = share
         replaces = max_failures > 0 or other_ranks
@@ -202,8 +194,9 @@ class RunActors:
         self._janitor = Janitor(share, discovery_dir, keep=keep)
         self._find_processes({**lead, **self.members})
         if telemetry.enabled:
-            self._exporters = plan_exporters(self._run, {**lead, **self.members}, telemetry, slab_dir, access)
-            self.targets = self._open_exporters()
+            planned = plan_exporters(self._run, {**lead, **self.members}, telemetry, slab_dir)
+            self.exporters = Exporters(planned, telemetry.bind, self.certificates)
+            self._open_exporters()
         routing = self._open_ports()
         _take_over(share, former)
         self.spares = Spares(warm_spares, [self.members[who].node for who in self.owners], self._make_spare)
@@ -227,7 +220,7 @@ class RunActors:
     ) -> None:
         plan = self._placement.plan
         beside = self._num_beside = plan.num_workers if beside_ranks is not None else 0
-        self._measure_bandwidth, self._exporters_bind = telemetry.measure_bandwidth, telemetry.bind
+        self._measure_bandwidth = telemetry.measure_bandwidth
 
         def settings(owner: int, threads: int, device: str) -> OwnerSettings:
             return OwnerSettings(
@@ -241,8 +234,8 @@ class RunActors:
                 device=device,
                 replaces_members=replaces,
                 succeeds=former is not None and former.continued,
-                token=self._token,
-                tls=self._credentials_of_owner(owner),
+                token=self.certificates.token,
+                tls=self.certificates.of_owner(owner),
                 network=self._network,
             )
 
@@ -306,17 +299,12 @@ class RunActors:
         self.ask({who: control(a.connect_peers).remote(addresses) for who, a in self._serving.items()}, START_S)
         return self.enlist(addresses)
 
-    def _open_exporters(self) -> tuple[Target, ...]:
-        """Open everyone's exporter, the coordinator's first."""
-        calls = {_COORDINATOR: self.coordinator.open_exporter.remote(self._exporters[_COORDINATOR], self._viewer)}
+    def _open_exporters(self) -> None:
+        own = self.exporters.of(_COORDINATOR)
+        calls = {_COORDINATOR: self.coordinator.open_exporter.remote(own, self.certificates.viewer)}
         for who, actor in {**self.owners, **self.ranks}.items():
-            calls[who] = control(actor.open_exporter).remote(self._exporters[who], self.coordinator)
-        return tuple(ask_config(self._run, calls, self.members, ANSWER_S).values())
-
-    @property
-    def _viewer(self) -> Viewer:
-        """What opens the run's exporters to the coordinator's live page."""
-        return Viewer() if self._access is None else self._access.viewer
+            calls[who] = control(actor.open_exporter).remote(self.exporters.of(who), self.coordinator)
+        self.exporters.opened(ask_config(self._run, calls, self.members, ANSWER_S).values())
 
     def _require_reached(self, addresses: Sequence[str]) -> None:
         """Raise ConfigError if one host of the run does not reach an owner, its port for calls or that for tensors; one
@@ -354,7 +342,7 @@ class RunActors:
     def run_loop(self, settings: RankSettings, packed_loop: PackedLoop) -> dict[Any, str]:
         """Start one rank's loop; see ``run_loops``."""
         who = rank_name(settings.rank)
-        own = replace(settings, tls=self.credentials_of(settings.rank))
+        own = replace(settings, tls=self.certificates.of_rank(settings.rank))
         return {self.ranks[who].run.remote(own, packed_loop, self.coordinator): who}
 
     def watch_owners(self) -> dict[Any, str]:
@@ -369,9 +357,9 @@ class RunActors:
         who = optimizer_name(owner)
         spare = self.spares.give(self.members[who].node)
         actor = self._serving[who] = self.owners[who] = spare or self._make_owner(owner)
-        settings = replace(self._settings[who], succeeds=True, tls=self._credentials_of_owner(owner))
+        settings = replace(self._settings[who], succeeds=True, tls=self.certificates.of_owner(owner))
         bind = self._placement.plan.bind_numa
-        place = self._hosts[who], self._exporters.get(who), self.coordinator
+        place = self._hosts[who], self.exporters.of(who), self.coordinator
         return control(actor.take_place).remote(settings, bind, *place)
 
     # ---- other owners -------------------------------------------------------------------------------------------
@@ -387,10 +375,10 @@ class RunActors:
             num_owners=ownership.num_owners + self._num_beside,
             ownership=ownership,
             succeeds=True,
-            tls=self._credentials_of_owner(owner),
+            tls=self.certificates.of_owner(owner),
         )
         place = self._places.find(owner, node, there, {each.node: each.place for each in self._joining})
-        exporter = self._exporter_of(owner, node) if self._exporters else None
+        exporter = self._exporter_of(owner, node)
         joining = Joining(
             who=optimizer_name(owner),
             actor=actor_class(OptimizerActor).options(**place.options).remote(),
@@ -423,19 +411,12 @@ class RunActors:
             self._hosts[who] = self.members[who].host
         return tuple(found.get(who, address) for who, address in zip(serving, addresses, strict=True))
 
-    def _exporter_of(self, owner: int, node: str) -> ExporterSettings:
-        """The exporter of an owner that joins: where the others have ports of their own, the first one behind them."""
-        some = self._exporters[optimizer_name(0)]
-        known = [*self._exporters.values(), *(each.exporter for each in self._joining if each.exporter is not None)]
-        port = some.port and max(settings.port for settings in known) + 1
+    def _exporter_of(self, owner: int, node: str) -> ExporterSettings | None:
+        """The exporter of an owner that joins on ``node``; None without telemetry."""
         address = next(host.address for host in hosts() if host.id == node)
-        beside = some.host == LOOPBACK and node == self.members[optimizer_name(0)].node
-        bound = LOOPBACK if beside or self._exporters_bind == "loopback" else address
-        access, asked = self._access, None
-        if access is not None:
-            asked = protection_at(bound, self._exporters_bind, access.given, access.own)
-        who = optimizer_name(owner)
-        return replace(some, who=who, index=owner, node=address, host=bound, port=port, protection=asked)
+        beside_first = node == self.members[optimizer_name(0)].node
+        coming = [each.exporter for each in self._joining if each.exporter is not None]
+        return self.exporters.for_owner(owner, address, beside_first=beside_first, coming=coming)
 
     def joined(self, joining: Joining, member: Member, target: Target | None) -> None:
         """An owner that joins has answered. It has no shards before ``enter``."""
@@ -464,8 +445,7 @@ class RunActors:
             self.members[each.who] = each.member
             self._settings[each.who], self._hosts[each.who] = each.settings, each.host or each.member.host
             if each.exporter is not None:
-                self._exporters[each.who] = each.exporter
-            self.targets = (*self.targets, *([each.target] if each.target is not None else []))
+                self.exporters.enter(each.exporter, each.target)
             self._places.take(each.settings.owner, each.place)
             process = self._processes.pop(f"{each.who} (joins)", None)
             if process is not None:
@@ -487,8 +467,8 @@ class RunActors:
         owner, actor = self._settings.pop(who).owner, self.owners.pop(who)
         self._left[actor] = self._places.take(owner, None)
         self._parted.append(actor)
-        self.targets = tuple(t for t in self.targets if not (t.role is Role.OPTIMIZER and t.index == owner))
-        for known in (self._serving, self.members, self._hosts, self._exporters):
+        self.exporters.leave(who)
+        for known in (self._serving, self.members, self._hosts):
             known.pop(who, None)
         self._end_process(who)
 
@@ -504,7 +484,7 @@ class RunActors:
 
     def enlist(self, addresses: Sequence[str]) -> Routing:
         """Enter who the run's processes are now where they are known. Returns the routing table."""
-        told = self.coordinator.enlist.remote(list(self.members.values()), addresses, self.targets)
+        told = self.coordinator.enlist.remote(list(self.members.values()), addresses, self.exporters.targets)
         routing: Routing = self.ask({_COORDINATOR: told}, ANSWER_S)[_COORDINATOR]
         return routing
 
@@ -517,7 +497,7 @@ class RunActors:
     def start_rank(self, rank: int) -> Any:
         """Start another process as this rank. Returns the call that answers once it is there, as ``start_owner``'s."""
         who = rank_name(rank)
-        return control(self._make_rank(rank).take_place).remote(self._exporters.get(who), self.coordinator)
+        return control(self._make_rank(rank).take_place).remote(self.exporters.of(who), self.coordinator)
 
     def took_place(self, who: str, member: Member, target: Target | None, addresses: Sequence[str]) -> Routing:
         """A new process has answered: enter it where the run's processes are known. Returns the routing table with
@@ -526,18 +506,15 @@ class RunActors:
         self.members[who] = member
         self._find_processes({who: member})
         if target is not None:
-            same = target.role, target.index
-            self.targets = tuple(target if (t.role, t.index) == same else t for t in self.targets)
+            self.exporters.opened([target])
         log.info("%s is pid %d now, it was pid %d", who, member.pid, before.pid)
         return self.enlist(addresses)
 
     def resume_coordinator(self, routing: Routing) -> int:
         """Ray has started another coordinator: tell it what the last one knew. Returns its process id."""
-        exporter = self._exporters.get(_COORDINATOR)
-        if exporter is not None:  # where Prometheus and the user look for it
-            exporter = replace(exporter, port=int(self.targets[0].address.rpartition(":")[2]))
-        members = list(self.members.values())
-        told = self.coordinator.resume.remote(members, routing, self.targets, exporter, self._viewer)
+        known = list(self.members.values()), routing, self.exporters.targets
+        again = self.exporters.again(_COORDINATOR), self.certificates.viewer
+        told = self.coordinator.resume.remote(*known, *again)
         member: Member = self.ask({_COORDINATOR: told}, ANSWER_S)[_COORDINATOR]
         self._find_processes({_COORDINATOR: member})
         return member.pid
@@ -562,47 +539,16 @@ class RunActors:
         """Set the run's state at the coordinator."""
         self.ask({_COORDINATOR: self.coordinator.move.remote(state, error)}, ANSWER_S)
 
-    @property
-    def token(self) -> str:
-        """The token that owners require in every call."""
-        return self._token
-
-    def _credentials_of_owner(self, owner: int) -> Credentials | None:
-        return None if self._issuer is None else self._issuer.issue(optimizer_name(owner), [OWNER])
-
-    def credentials_of(self, rank: int | None) -> Credentials | None:
-        """What a rank shows to owners; None: it uses no TLS. ``rank``: None: any."""
-        who, name = ("any rank", ANY_RANK) if rank is None else (f"rank {rank}", name_of_rank(rank))
-        return None if self._issuer is None else self._issuer.issue(who, [name])
-
-    @property
-    def expiry_warnings(self) -> list[str]:
-        """Which certificates of the user's may end before the run."""
-        sources = [source for source in (self._issuer, self._access) if source is not None]
-        return [source.warning for source in sources if source.warning is not None]
-
-    def refresh_certificates(self) -> bool:
-        """Whether ``renew`` has something newer for everybody by now. Raises ConfigError if files of the user's cannot
-        be used."""
-        access = self._access
-        new_access = access is not None and access.refresh()
-        if access is not None and new_access:
-            bind = self._exporters_bind
-            for who, known in self._exporters.items():
-                asked = protection_at(known.host, bind, access.given, access.own)
-                self._exporters[who] = replace(known, protection=asked)
-        return (self._issuer is not None and self._issuer.refresh()) or new_access
-
     def renew(self, who: str) -> Any:
         """Send a member, or the coordinator, its newest certificates. Returns the call."""
-        exporter = self._exporters.get(who)
+        exporter = self.exporters.of(who)
         metrics = None if exporter is None else exporter.protection
         if who == _COORDINATOR:
-            return self.coordinator.renew.remote(Renewed(metrics=metrics, viewer=self._viewer))
-        serves = self._credentials_of_owner(self._settings[who].owner) if who in self._settings else None
+            return self.coordinator.renew.remote(Renewed(metrics=metrics, viewer=self.certificates.viewer))
+        serves = self.certificates.of_owner(self._settings[who].owner) if who in self._settings else None
         if who in self.owners:
             return control(self.owners[who].renew).remote(Renewed(tls=serves, metrics=metrics))
-        rank = self.credentials_of(int(who.partition(" ")[2]))
+        rank = self.certificates.of_rank(int(who.partition(" ")[2]))
         return control(self.ranks[who].renew).remote(Renewed(tls=rank, beside=serves, metrics=metrics))
 
     @property

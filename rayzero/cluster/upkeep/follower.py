@@ -69,7 +69,7 @@ def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> 
             addresses=routing.addresses,
             ownership=ownership_of(start),
             outlives_owners=request.run.max_failures > 0 and request.zero.shared_directory is not None,
-            token=actors.token,
+            token=actors.certificates.token,
         )
         for rank in range(request.scaling.num_workers)
     ]
@@ -303,7 +303,7 @@ class Follower:
     def _enter(self, routing: Routing) -> None:
         self._journal.routing = routing
         self._journal.members = list(self._actors.members.values())
-        self._journal.targets = self._actors.targets
+        self._journal.targets = self._actors.exporters.targets
 
     def _note_replaced(self, who: Sequence[str]) -> None:
         self._journal.replacing = list(who)
