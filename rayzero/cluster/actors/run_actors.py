@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import psutil
 import ray
 
 from rayzero.cluster.actors.calls import (
@@ -29,6 +27,7 @@ from rayzero.cluster.actors.calls import (
 )
 from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.actors.exporters import Exporters, plan_exporters
+from rayzero.cluster.actors.local_processes import KILL_S, LocalProcesses
 from rayzero.cluster.actors.named_coordinator import make_coordinator
 from rayzero.cluster.actors.spares import Spares
 from rayzero.cluster.files.metrics_log import MetricsLog
@@ -50,8 +49,6 @@ from rayzero.cluster.processes.process_exporter import (
 )
 from rayzero.cluster.processes.rank_worker import RankSettings, RankWorker
 from rayzero.cluster.run import Member, Routing, RunState, optimizer_name, rank_name
-from rayzero.cluster.supervision import Failure
-from rayzero.concurrency.processes import is_stopped
 from rayzero.config import TelemetryConfig
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import Ownership
@@ -63,8 +60,6 @@ from rayzero.telemetry.recorder import Measurements
 __all__ = ["Former", "Joining", "RunActors"]
 
 log = logging.getLogger(__name__)
-
-KILL_S = 20.0  # how long the kernel may take to free a killed process: a machine out of memory or CPUs is slow
 
 _COORDINATOR = "coordinator"
 _DRIVER = "the driver"
@@ -92,6 +87,11 @@ class Joining:
     member: Member | None = None  # once it has answered
     target: Target | None = None
 
+    @property
+    def process(self) -> str:
+        """The name of its process until then: another one may have its own."""
+        return f"{self.who} (joins)"
+
 
 class RunActors:
     """The coordinator, owners and rank workers of one run; leaving the ``with`` block ends them all.
@@ -116,8 +116,7 @@ class RunActors:
         self.certificates = certificates
         self.exporters = Exporters({}, "auto", certificates)
         self._share: Path | None = None  # directory of the slabs that owners and ranks make
-        self._processes: dict[str, psutil.Process] = {}  # on this node; end() waits until they are gone
-        self._janitor: Janitor | None = None  # freed by: end()
+        self.local = LocalProcesses()  # freed by: end()
         self.members: dict[str, Member] = {}
         self.coordinator: Any = None
         self.coordinator_life = ""
@@ -132,7 +131,6 @@ class RunActors:
         self._joining: list[Joining] = []  # owners of the next epoch
         self._left: dict[Any, Place | None] = {}  # owner that parts -> its place
         self._parted: list[Any] = []  # owners that have no shards any more, and end
-        self._ending: list[psutil.Process] = []  # processes on this node that were told to end
         self.spares = Spares(0, (), self._make_spare)
 
     def __enter__(self) -> RunActors:
@@ -191,7 +189,7 @@ class RunActors:
         why = self.too_few_files(len(self.owners), {**lead, _DRIVER: this_process(_DRIVER)})
         if why is not None:
             raise ConfigError(why)
-        self._janitor = Janitor(share, discovery_dir, keep=keep)
+        self.local.give_janitor(Janitor(share, discovery_dir, keep=keep))
         self._find_processes({**lead, **self.members})
         if telemetry.enabled:
             planned = plan_exporters(self._run, {**lead, **self.members}, telemetry, slab_dir)
@@ -278,14 +276,8 @@ class RunActors:
         return self.ranks[who]
 
     def _find_processes(self, everyone: Mapping[str, Member]) -> None:
-        """Note the processes that are on this node, for the janitor too."""
-        here = ray.get_runtime_context().get_node_id()
-        for who, member in everyone.items():
-            if member.node == here:
-                with suppress(psutil.NoSuchProcess):  # it died after it answered; the next call to it reports that
-                    self._processes[who] = psutil.Process(member.pid)
-        if self._janitor is not None:
-            self._janitor.watch(self._processes.values())
+        """Note the processes that are on this node."""
+        self.local.find(everyone, ray.get_runtime_context().get_node_id())
 
     def _open_ports(self) -> Routing:
         nodes = {member.node for member in self.members.values()}
@@ -421,16 +413,16 @@ class RunActors:
     def joined(self, joining: Joining, member: Member, target: Target | None) -> None:
         """An owner that joins has answered. It has no shards before ``enter``."""
         joining.member, joining.target = member, target
-        self._find_processes({f"{joining.who} (joins)": member})
+        self._find_processes({joining.process: member})
 
     def end_joining(self) -> None:
         """Owners that were to join are not needed: end their processes. Returns when those on this node are gone: the
         next ones would find what they have prepared."""
         for joining in self._joining:
             ray.kill(joining.actor)
-            self._end_process(f"{joining.who} (joins)")
+            self.local.let_end(joining.process)
             self._places.free(joining.place)
-        psutil.wait_procs(self._ending, timeout=STOP_S)
+        self.local.await_ending(STOP_S)
         self._joining = []
 
     def enter(self, ownership: Ownership, addresses: Sequence[str]) -> None:
@@ -447,9 +439,7 @@ class RunActors:
             if each.exporter is not None:
                 self.exporters.enter(each.exporter, each.target)
             self._places.take(each.settings.owner, each.place)
-            process = self._processes.pop(f"{each.who} (joins)", None)
-            if process is not None:
-                self._processes[each.who] = process
+            self.local.rename(each.process, each.who)
         for who in self.owners:
             self._settings[who] = replace(self._settings[who], num_owners=len(addresses), ownership=ownership)
 
@@ -470,12 +460,7 @@ class RunActors:
         self.exporters.leave(who)
         for known in (self._serving, self.members, self._hosts):
             known.pop(who, None)
-        self._end_process(who)
-
-    def _end_process(self, who: str) -> None:
-        process = self._processes.pop(who, None)
-        if process is not None:
-            self._ending.append(process)
+        self.local.let_end(who)
 
     @property
     def needs_of_an_owner(self) -> str:
@@ -528,13 +513,6 @@ class RunActors:
         """The actor of a member."""
         return self.owners.get(who) or self.ranks[who]
 
-    def kill(self, who: str) -> None:
-        """Kill the process of a member, if it is on this node."""
-        process = self._processes.get(who)
-        if process is not None:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-
     def move(self, state: RunState, error: str | None = None) -> None:
         """Set the run's state at the coordinator."""
         self.ask({_COORDINATOR: self.coordinator.move.remote(state, error)}, ANSWER_S)
@@ -561,43 +539,12 @@ class RunActors:
         late."""
         return ask(self._run, calls, self.members, timeout_s)
 
-    def pid_here(self, who: str) -> int | None:
-        """The process id of a member on this node; None: it is on another one."""
-        process = self._processes.get(who)
-        return None if process is None else process.pid
-
-    @property
-    def stopped(self) -> list[str]:
-        """The members, spares and coordinator on this node whose processes are stopped (SIGSTOP, a debugger)."""
-        stopped = [(who, process) for who, process in self._processes.items() if is_stopped(process.pid)]
-        return [who for who, process in stopped if process.is_running()]  # else it is dead, and another has its pid
-
     def has_lost_host(self, who: str | None = None) -> bool:
         """Whether the node of a member (None: of this process) has left the cluster."""
         host = ray.get_runtime_context().get_node_id() if who is None else self.members[who].node
         return all(node["NodeID"] != host for node in ray.nodes() if node["Alive"])
 
-    def standing_still(self) -> list[Failure]:
-        """The processes on this node that are stopped (SIGSTOP, a debugger); other processes only see that they do not
-        answer."""
-        return [
-            Failure(
-                who=who,
-                what=f"makes no progress: its process (pid {process.pid} on {self.members[who].host}) is stopped",
-            )
-            for who, process in self._processes.items()
-            if who in self.members and is_stopped(process.pid)
-        ]
-
     # ---- end ----------------------------------------------------------------------------------------------------
-
-    def kill_stopped(self) -> None:
-        """Kill the processes on this node that are stopped: they react to no other signal, and waiting for them takes
-        long."""
-        for process in self._processes.values():
-            if is_stopped(process.pid):
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
 
     def stop_ranks(self, loops: Mapping[Any, str], reason: str) -> list[Any]:
         """Ask every rank to end its loop, and kill those that do not within ``STOP_S``. Returns the calls that
@@ -626,29 +573,19 @@ class RunActors:
         alive = [actor for actor in actors if actor is not None]
         if politely:
             asked = [actor.__ray_terminate__.remote() for actor in (*self.ranks.values(), *self.owners.values())]
-            psutil.wait_procs(self._processes.values(), timeout=STOP_S)
+            self.local.await_all(STOP_S)
             del asked
         for actor in alive:
             ray.kill(actor)
-        self.kill_stopped()
-        self._see_gone()
+        self.local.kill_stopped()
+        self.local.see_gone(KILL_S if ray_answers() else 0.0)  # a Ray that is gone kills nobody
         self._places.close()
-        self._joining, self._left, self._parted, self._ending = [], {}, [], []
-        self.coordinator, self.owners, self.ranks, self._serving, self._processes = None, {}, {}, {}, {}
+        self._joining, self._left, self._parted = [], {}, []
+        self.coordinator, self.owners, self.ranks, self._serving = None, {}, {}, {}
         self.spares = Spares(0, (), self._make_spare)
         if self._share is not None and self._share.is_dir():
             sweep(self._share)  # slabs of killed processes on this node; on other nodes the next start sweeps
-        if self._janitor is not None:
-            self._janitor.close()
-
-    def _see_gone(self) -> None:
-        """Wait for the processes on this node that Ray was asked to kill; if Ray is gone, kill them here."""
-        everyone = [*self._processes.values(), *self._ending]
-        _, left = psutil.wait_procs(everyone, timeout=KILL_S if ray_answers() else 0)
-        for process in left:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(left, timeout=STOP_S)
+        self.local.close()
 
 
 def _take_over(share: Path | None, former: Former | None) -> None:

@@ -187,7 +187,7 @@ class Follower:
         with closing(self._replacement), closing(self._rescaling):
             self._take_events()
         if self._watch.failures and self._watch.cause.consequence:  # anything but a death
-            for still in self._actors.standing_still():
+            for still in self._actors.local.standing_still(self._actors.members):
                 self._watch.failed(still, time.monotonic())
         return self._watch
 
@@ -249,7 +249,7 @@ class Follower:
     def take_down_at_once(self, state: RunState, reason: str, *, forgives: type[Exception] = RunFailedError) -> None:
         """``take_down``, which signals may end. ``forgives``: errors of the last reports that end nothing, also those
         that ``on_report`` raises."""
-        self._actors.kill_stopped()
+        self._actors.local.kill_stopped()
         with suppress(RunFailedError):  # the coordinator may be what failed
             self._actors.move(state, reason)
         for call in self._actors.stop_ranks(self._loops, reason):

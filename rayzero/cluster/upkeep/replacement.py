@@ -88,7 +88,7 @@ class Replacement:
         self._ends = EndWatch(wake)
         if controller.max_failures:
             for who in names.values():
-                self._ends.watch(who, actors.pid_here(who))
+                self._ends.watch(who, actors.local.pid(who))
 
     def close(self) -> None:
         """Watch nobody any more. Idempotent."""
@@ -148,7 +148,7 @@ class Replacement:
         self._names[process.member], self._members[who], self._lives[who] = who, process.member, process.life
         if lives:
             self._owners[self._actors.owners[who].watch.remote()] = who
-            self._ends.watch(who, self._actors.pid_here(who))
+            self._ends.watch(who, self._actors.local.pid(who))
 
     def died_before(self, process: Process, pid: int) -> None:
         """A process that was to join has died."""
@@ -163,9 +163,9 @@ class Replacement:
 
     def _end_sleepers(self) -> None:
         """Kill what has been stopped for half of ``stall_timeout``: others would fail, and it might wake up."""
-        for who in self._sleepers.overdue(self._actors.stopped, time.monotonic()):
+        for who in self._sleepers.overdue(self._actors.local.stopped, time.monotonic()):
             log.warning("%s was stopped for too long and is killed", who)
-            self._actors.kill(who)
+            self._actors.local.kill(who)
 
     def _notice_death(self, failure: Failure) -> None:
         if self._controller.max_failures:
@@ -247,7 +247,7 @@ class Replacement:
             self._owners[self._actors.owners[who].watch.remote()] = who
         actions = self._controller.ready(member, self._lives[who], address)
         self._entered(self._actors.took_place(who, process, target, self._controller.addresses))
-        self._ends.watch(who, self._actors.pid_here(who))
+        self._ends.watch(who, self._actors.local.pid(who))
         self.perform(actions)
         if not recovering.telling and member not in self._controller.awaited:
             self._end_recovery(recovering)
@@ -314,7 +314,7 @@ class Replacement:
         try:
             ray.get(self._actors.tell(who, "connect_peers", addresses), timeout=ANSWER_S)
         except ray.exceptions.GetTimeoutError:
-            self._actors.kill(who)
+            self._actors.local.kill(who)
         except ray.exceptions.RayError as error:
             log.debug("%s was not told where the owners are: %s", who, error)
         else:
