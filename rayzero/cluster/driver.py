@@ -11,7 +11,9 @@ import ray
 
 from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.actors.named_coordinator import refuse_name_in_use
-from rayzero.cluster.actors.run_actors import Former, RunActors
+from rayzero.cluster.actors.owner_roster import plan_owners
+from rayzero.cluster.actors.run_actors import RunActors
+from rayzero.cluster.continuation import Former
 from rayzero.cluster.files.file_discovery import announced
 from rayzero.cluster.files.metrics_log import MetricsLog, trim_log, written_rows
 from rayzero.cluster.files.run_dir import RECORD, StartPoint
@@ -21,7 +23,7 @@ from rayzero.cluster.janitor import KeptStates
 from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.loggers.children import Loggers
 from rayzero.cluster.nodes.placement import placed
-from rayzero.cluster.nodes.resources import Placement, plan_resources, rescaled
+from rayzero.cluster.nodes.resources import Placement, ResourcePlan, plan_resources, rescaled
 from rayzero.cluster.nodes.session import alive_nodes, ray_session
 from rayzero.cluster.run import Recovery, RunState, rank_name
 from rayzero.cluster.supervision import Verdict, run_failed
@@ -137,7 +139,7 @@ def _attempt(request: RunRequest, journal: Journal) -> RunFailedError | None:
         tools,
         RunActors(run, placement, certificates, log, cpus_are_set=cpus_are_set) as actors,
     ):
-        _start(request, actors, journal)
+        _start(request, plan, actors, journal)
         loggers.start(actors.coordinator.logged.remote)
         try:
             with _discoverable(request, actors):
@@ -159,21 +161,31 @@ def _loggers(request: RunRequest, journal: Journal) -> Loggers:
     return journal.loggers
 
 
-def _start(request: RunRequest, actors: RunActors, journal: Journal) -> None:
-    journal.routing = actors.start(
-        owner_memory=request.zero.cpu_memory_budget,
+def _start(request: RunRequest, plan: ResourcePlan, actors: RunActors, journal: Journal) -> None:
+    former = _former(request.directory.start)
+    owners = plan_owners(
+        plan,
+        actors.certificates,
+        memory=request.zero.cpu_memory_budget,
         share=request.zero.shared_directory,
-        slab_dir=Path(request.zero.slab_dir),
         stream_bytes=request.zero.stream_bytes,
         telemetry=request.run.telemetry,
         network=request.run.network,
         beside_ranks=_beside_ranks(request),
-        discovery_dir=request.run.discovery_dir if request.run.telemetry.enabled else None,
-        max_failures=request.run.max_failures,
-        warm_spares=request.run.warm_spares,
-        keep=_kept(request),
-        former=_former(request.directory.start),
+        replaces_members=request.run.max_failures > 0,
+        succeeds=former is not None and former.continued,
         ownership=ownership_of(request.directory.start),
+    )
+    journal.routing = actors.start(
+        owners,
+        share=request.zero.shared_directory,
+        slab_dir=Path(request.zero.slab_dir),
+        telemetry=request.run.telemetry,
+        max_failures=request.run.max_failures,
+        keep=_kept(request),
+        former=former,
+        discovery_dir=request.run.discovery_dir if request.run.telemetry.enabled else None,
+        warm_spares=request.run.warm_spares,
     )
     journal.members = list(actors.members.values())
     journal.latest = {rank: report for rank, report in journal.latest.items() if rank_name(rank) in actors.members}

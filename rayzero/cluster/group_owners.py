@@ -23,8 +23,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayzero.cluster.actors.calls import ANSWER_S
 from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.actors.named_coordinator import refuse_name_in_use
-from rayzero.cluster.actors.run_actors import Former, RunActors
-from rayzero.cluster.continuation import Continuation, Lost, await_left, choose
+from rayzero.cluster.actors.owner_roster import plan_owners
+from rayzero.cluster.actors.run_actors import RunActors
+from rayzero.cluster.continuation import Continuation, Former, Lost, await_left, choose
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.nodes.placement import Placement
 from rayzero.cluster.processes.worker_groups import GroupStart, WorkerGroup, WorkerGroups
@@ -114,15 +115,24 @@ class GroupOwners:
     def _start(self, former: Former | None) -> None:
         certificates = Certificates(self._run, self._security or SecurityConfig())
         self._actors = RunActors(self._run, self._placement, certificates)
+        telemetry = TelemetryConfig(enabled=False)
+        owners = plan_owners(
+            self._placement.plan,
+            certificates,
+            memory=self._config.cpu_memory_budget,
+            share=self._share,
+            stream_bytes=self._config.stream_bytes,
+            telemetry=telemetry,
+            replaces_members=True,  # the library may start ranks again
+            succeeds=former is not None and former.continued,
+        )
         routing = self._actors.start(
-            max_failures=self._max_failures,
-            other_ranks=True,
-            former=former,
-            owner_memory=self._config.cpu_memory_budget,
+            owners,
             share=self._share,
             slab_dir=Path(self._config.slab_dir),
-            stream_bytes=self._config.stream_bytes,
-            telemetry=TelemetryConfig(enabled=False),
+            telemetry=telemetry,
+            max_failures=self._max_failures,
+            former=former,
         )
         self._actors.move(RunState.RUNNING)
         names = {MemberId(Kind.OWNER, owner): optimizer_name(owner) for owner in range(len(routing.addresses))}

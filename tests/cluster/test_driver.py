@@ -49,6 +49,7 @@ class EndedRun:
         )
         self.coordinator_life = "life"
         self.everybody: list[str] = []
+        self.owners: dict[str, Any] = {}
         self.certificates, self.local = SimpleNamespace(warnings=[]), LocalProcesses()
         self.moves: list[RunState] = []
 
@@ -63,9 +64,6 @@ class EndedRun:
         self.moves.append(state)
 
     def run_loops(self, settings: list[Any], packed_loop: None) -> dict[Any, str]:
-        return {}
-
-    def watch_owners(self) -> dict[Any, str]:
         return {}
 
     def stop_ranks(self, loops: dict[Any, str], reason: str) -> list[Any]:

@@ -75,28 +75,23 @@ def test_a_process_that_takes_a_place_later_asks_what_is_newest() -> None:
     access.own = replace(access.own, token="newer")
     rank, joins = run.of("rank 0"), run.for_owner(1, "c", beside_first=False, coming=[])
     assert rank is not None
-    assert joins is not None
     assert rank.protection == joins.protection == access.own
 
 
 def test_without_telemetry_there_are_none() -> None:
     run = Exporters({}, "auto", OPEN)
     assert (run.of("rank 0"), run.again("coordinator"), run.targets) == (None, None, ())
-    assert run.for_owner(1, "10.0.0.1", beside_first=True, coming=[]) is None
 
 
 def test_an_owner_that_joins_has_the_first_port_behind_all_others() -> None:
     run = made(TelemetryConfig(port=9400, exporter_ports=9500), ["a"] * 4)
     first = run.for_owner(1, "a", beside_first=True, coming=[])
-    assert first is not None
     second = run.for_owner(2, "b", beside_first=False, coming=[first])
-    assert second is not None
     assert [(own.who, own.index, own.host, own.port) for own in (first, second)] == [
         ("optimizer 1", 1, "127.0.0.1", 9503),
         ("optimizer 2", 2, "b", 9504),
     ]
     free = made(TelemetryConfig(), ["a"] * 4).for_owner(1, "a", beside_first=True, coming=[])
-    assert free is not None
     assert free.port == 0, "any free one, as the others have"
 
 
@@ -104,7 +99,6 @@ def test_an_owner_that_joins_elsewhere_listens_there_unless_all_listen_on_loopba
     apart = ["a", "b", "a", "a"]
     for bind, beside_first, host in (("auto", True, "c"), ("auto", False, "c"), ("loopback", False, "127.0.0.1")):
         joins = made(TelemetryConfig(bind=bind), apart).for_owner(1, "c", beside_first=beside_first, coming=[])
-        assert joins is not None
         assert (joins.host, joins.node) == (host, "c")
 
 
@@ -116,7 +110,6 @@ def test_prometheus_finds_whoever_is_there_the_coordinator_first() -> None:
     run.opened([again])
     assert ([target.who for target in run.targets], run.targets[2]) == (names, again)
     joins = run.for_owner(1, "a", beside_first=True, coming=[])
-    assert joins is not None
     run.enter(joins, joins.target("127.0.0.1:8"))
     run.leave("optimizer 0")
     assert [target.who for target in run.targets] == ["coordinator", "rank 0", "rank 1", "optimizer 1"]

@@ -27,7 +27,7 @@ from rayzero.protocol.ownership import Prepared
 class Actors:
     """In place of ``RunActors``: nothing answers by itself."""
 
-    needs_of_an_owner = "1 CPU"
+    places = SimpleNamespace(needs="1 CPU")
     members: dict[str, Any] = field(
         default_factory=lambda: {
             who: SimpleNamespace(node="n", host="10.0.0.1") for who in ("rank 0", "optimizer 0", "optimizer 1")

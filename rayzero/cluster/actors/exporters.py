@@ -70,13 +70,11 @@ class Exporters:
 
     def for_owner(
         self, owner: int, address: str, *, beside_first: bool, coming: Iterable[ExporterSettings]
-    ) -> ExporterSettings | None:
-        """How an owner that joins opens its exporter: where the others have ports of their own, at the first one behind
-        them. ``address``: of its node. ``beside_first``: whether that is the first owner's. ``coming``: of others that
-        join."""
-        first = self._settings.get(optimizer_name(0))
-        if first is None:
-            return None
+    ) -> ExporterSettings:
+        """How an owner that joins opens its exporter, if the others have any: where those have ports of their own, at
+        the first one behind them. ``address``: of its node. ``beside_first``: whether that is the first owner's.
+        ``coming``: of others that join."""
+        first = self._settings[optimizer_name(0)]
         known = [*self._settings.values(), *coming]
         at_home = self._bind == "loopback" or (first.host == LOOPBACK and beside_first)
         joining = replace(

@@ -1,4 +1,4 @@
-"""Creates, calls, stops and ends the actors of one run. No other module creates them.
+"""Creates, calls, stops and ends the actors of one run. Nothing outside of this folder creates them.
 
 The driver owns every actor, so none outlives it: Ray kills them when the driver is gone, and its janitor removes what
 they leave (cluster/janitor.py).
@@ -29,7 +29,9 @@ from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.actors.exporters import Exporters, plan_exporters
 from rayzero.cluster.actors.local_processes import KILL_S, LocalProcesses
 from rayzero.cluster.actors.named_coordinator import make_coordinator
+from rayzero.cluster.actors.owner_roster import OwnerRoster
 from rayzero.cluster.actors.spares import Spares
+from rayzero.cluster.continuation import Former, take_over
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import Janitor, KeptStates
@@ -42,35 +44,22 @@ from rayzero.cluster.nodes.session import alive_nodes, answered, ray_answers
 from rayzero.cluster.processes.coordinator import this_process
 from rayzero.cluster.processes.optimizer_actor import OptimizerActor
 from rayzero.cluster.processes.owner_process import OwnerSettings
-from rayzero.cluster.processes.process_exporter import (
-    LOOPBACK,
-    ExporterSettings,
-    Renewed,
-)
+from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings, Renewed
 from rayzero.cluster.processes.rank_worker import RankSettings, RankWorker
 from rayzero.cluster.run import Member, Routing, RunState, optimizer_name, rank_name
 from rayzero.config import TelemetryConfig
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import Ownership
-from rayzero.slabs.hold import end_hold
 from rayzero.slabs.slab import sweep
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.recorder import Measurements
 
-__all__ = ["Former", "Joining", "RunActors"]
+__all__ = ["Joining", "RunActors"]
 
 log = logging.getLogger(__name__)
 
 _COORDINATOR = "coordinator"
 _DRIVER = "the driver"
-
-
-@dataclass(frozen=True, slots=True)
-class Former:
-    """What an earlier run has left in shared memory."""
-
-    lineage: str
-    continued: bool  # this run continues it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,10 +98,8 @@ class RunActors:
     ) -> None:
         """``log``: where the coordinator writes the ranks' reports; None if ranks report to another library.
         ``cpus_are_set``: see ``OwnerPlaces``."""
-        self._run = run
-        self._log = log
-        self._placement = placement
-        self._places = OwnerPlaces(placement, cpus_are_set)  # freed by: end()
+        self._run, self._placement, self._log = run, placement, log
+        self.places = OwnerPlaces(placement, cpus_are_set)  # freed by: end()
         self.certificates = certificates
         self.exporters = Exporters({}, "auto", certificates)
         self._share: Path | None = None  # directory of the slabs that owners and ranks make
@@ -122,15 +109,9 @@ class RunActors:
         self.coordinator_life = ""
         self.owners: dict[str, Any] = {}  # by name
         self.ranks: dict[str, Any] = {}
-        self._serving: dict[str, Any] = {}  # owners, and ranks that have one beside them
-        self._num_beside = 0  # of the latter
-        self._settings: dict[str, OwnerSettings] = {}  # of the same
-        self._hosts: dict[str, str] = {}  # where the same listen
-        self._measure_bandwidth = False
-        self._network: str | None = None  # see ``RunConfig.network``
+        self._roster = OwnerRoster({}, certificates)
         self._joining: list[Joining] = []  # owners of the next epoch
-        self._left: dict[Any, Place | None] = {}  # owner that parts -> its place
-        self._parted: list[Any] = []  # owners that have no shards any more, and end
+        self._parted: dict[Any, Place | None] = {}  # owner without shards, which ends -> its place
         self.spares = Spares(0, (), self._make_spare)
 
     def __enter__(self) -> RunActors:
@@ -144,44 +125,36 @@ class RunActors:
 
     def start(
         self,
+        owners: Mapping[str, OwnerSettings],
         *,
-        max_failures: int = 0,
-        other_ranks: bool = False,
-        keep: KeptStates | None = None,
-        former: Former | None = None,
-        owner_memory: int | None,
         share: Path | None,
         slab_dir: Path,
-        stream_bytes: int,
         telemetry: TelemetryConfig,
-        network: str | None = None,
-        beside_ranks: str | None = None,
+        max_failures: int = 0,
+        keep: KeptStates | None = None,
+        former: Former | None = None,
         discovery_dir: Path | None = None,
         warm_spares: int = 0,
-        ownership: Ownership | None = None,
     ) -> Routing:
         """Create every actor, open the owners' ports and all exporters, register them with the coordinator; returns the
         routing table.
 
-        owner_memory: bytes each owner may allocate; None: what its host has. share: directory of shared memory, None:
-        none. slab_dir: where it would be. stream_bytes: see ``ZeroConfig``. network: at which owners listen, None: any.
-        beside_ranks: the device on which owners beside the ranks have their states; None: no such owners.
-        discovery_dir: where the run will be announced to Prometheus; None: nowhere. max_failures: how often whoever
-        dies may be started again (``start_owner``, ``start_rank``; the coordinator by Ray). other_ranks: another
-        library may start ranks again. keep: what stays in shared memory if this process is killed. former: what an
-        earlier run has left there. ownership: who owns what, if that run had changed its owners.
+        owners: see ``plan_owners``. share: directory of shared memory, None: none. slab_dir: where it would be.
+        max_failures: how often whoever dies may be started again (``start_owner``, ``start_rank``; the coordinator by
+        Ray). keep: what stays in shared memory if this process is killed. former: what an earlier run has left there.
+        discovery_dir: where the run will be announced to Prometheus; None: nowhere.
 
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken, or
         when a process may not open as many files as so many ranks and owners need.
         """
-        self._network = network
         self.coordinator = make_coordinator(self._run, self._log, max_failures)
         self._share = share
-        replaces = max_failures > 0 or other_ranks
-        self._plan_owners(owner_memory, share, stream_bytes, telemetry, beside_ranks, replaces, former)
-        self._settings = {who: replace(settings, ownership=ownership) for who, settings in self._settings.items()}
-        self._serving = self._make_members()
-        hellos = {who: self._become(who) for who in self.owners}
+        self._roster = OwnerRoster(owners, self.certificates)
+        for owner in range(self._placement.plan.num_optimizers):
+            self._make_owner(owner)
+        for rank in range(self._placement.plan.num_workers):
+            self._make_rank(rank)
+        hellos = {who: self._become(who, telemetry.measure_bandwidth) for who in self.owners}
         hellos |= {who: control(actor.hello).remote() for who, actor in self.ranks.items()}
         self.members = self.ask({_COORDINATOR: self.coordinator.hello.remote(), **hellos}, START_S)
         self.coordinator_life = self.ask({_COORDINATOR: self.coordinator.life.remote()}, ANSWER_S)[_COORDINATOR]
@@ -192,11 +165,12 @@ class RunActors:
         self.local.give_janitor(Janitor(share, discovery_dir, keep=keep))
         self._find_processes({**lead, **self.members})
         if telemetry.enabled:
-            planned = plan_exporters(self._run, {**lead, **self.members}, telemetry, slab_dir)
-            self.exporters = Exporters(planned, telemetry.bind, self.certificates)
+            exporters = plan_exporters(self._run, {**lead, **self.members}, telemetry, slab_dir)
+            self.exporters = Exporters(exporters, telemetry.bind, self.certificates)
             self._open_exporters()
         routing = self._open_ports()
-        _take_over(share, former)
+        if share is not None and former is not None:
+            take_over(share, former)
         self.spares = Spares(warm_spares, [self.members[who].node for who in self.owners], self._make_spare)
         self.spares.fill()
         return routing
@@ -204,65 +178,23 @@ class RunActors:
     def too_few_files(self, num_owners: int, others: Mapping[str, Member]) -> str | None:
         """Why this run cannot have so many optimizer actors, by what its processes may open; see the function.
         ``others``: processes beside those of now."""
-        return too_few_files({**self.members, **others}, len(self.ranks), num_owners, self._num_beside)
+        return too_few_files({**self.members, **others}, len(self.ranks), num_owners, self._roster.num_beside)
 
-    def _plan_owners(
-        self,
-        memory: int | None,
-        share: Path | None,
-        stream_bytes: int,
-        telemetry: TelemetryConfig,
-        beside_ranks: str | None,
-        replaces: bool,
-        former: Former | None,
-    ) -> None:
-        plan = self._placement.plan
-        beside = self._num_beside = plan.num_workers if beside_ranks is not None else 0
-        self._measure_bandwidth = telemetry.measure_bandwidth
-
-        def settings(owner: int, threads: int, device: str) -> OwnerSettings:
-            return OwnerSettings(
-                owner=owner,
-                num_owners=plan.num_optimizers + beside,
-                threads=threads,
-                memory_budget=memory,
-                share=share,
-                stream_bytes=stream_bytes,
-                norms_every=telemetry.norms_every if telemetry.enabled else None,
-                device=device,
-                replaces_members=replaces,
-                succeeds=former is not None and former.continued,
-                token=self.certificates.token,
-                tls=self.certificates.of_owner(owner),
-                network=self._network,
-            )
-
-        numbers = range(plan.num_optimizers)
-        self._settings = {optimizer_name(owner): settings(owner, plan.optimizer.threads, "cpu") for owner in numbers}
-        if beside_ranks is not None:
-            for rank in range(plan.num_workers):
-                own = settings(plan.num_optimizers + rank, plan.worker.threads, beside_ranks)
-                self._settings[rank_name(rank)] = own
-
-    def _make_members(self) -> dict[str, Any]:
-        """Create owners and ranks; returns those that serve, by name, in order of owner index."""
-        plan = self._placement.plan
-        for owner in range(plan.num_optimizers):
-            self._make_owner(owner)
-        for rank in range(plan.num_workers):
-            self._make_rank(rank)
-        return {**self.owners, **{who: rank for who, rank in self.ranks.items() if who in self._settings}}
+    @property
+    def _serving(self) -> dict[str, Any]:
+        """The actors that owners are in, by name, in order of owner index."""
+        return {who: self.handle(who) for who in self._roster.names}
 
     def _make_owner(self, owner: int) -> Any:
         who = optimizer_name(owner)
-        self.owners[who] = actor_class(OptimizerActor).options(**self._places.options(owner)).remote()
+        self.owners[who] = actor_class(OptimizerActor).options(**self.places.options(owner)).remote()
         return self.owners[who]
 
-    def _become(self, who: str) -> Any:
+    def _become(self, who: str, measure_bandwidth: bool) -> Any:
         """Make a process an owner; returns the call that answers with a Member."""
         bind = self._placement.plan.bind_numa
         become = control(self.owners[who].become)
-        return become.remote(self._settings[who], measure_bandwidth=self._measure_bandwidth, bind_numa=bind)
+        return become.remote(self._roster.of(who), measure_bandwidth=measure_bandwidth, bind_numa=bind)
 
     def _make_spare(self, owner: int) -> tuple[Any, list[Any]]:
         actor = actor_class(OptimizerActor).options(**self._placement.spare_options(owner)).remote()
@@ -272,7 +204,7 @@ class RunActors:
         threads = self._placement.plan.worker.threads
         options = self._placement.worker_options(rank)
         who = rank_name(rank)
-        self.ranks[who] = actor_class(RankWorker).options(**options).remote(rank, threads, self._settings.get(who))
+        self.ranks[who] = actor_class(RankWorker).options(**options).remote(rank, threads, self._roster.of(who))
         return self.ranks[who]
 
     def _find_processes(self, everyone: Mapping[str, Member]) -> None:
@@ -283,12 +215,13 @@ class RunActors:
         nodes = {member.node for member in self.members.values()}
         # ranks of another library may be on any host
         one_node = len(nodes) == 1 and (bool(self.ranks) or len(alive_nodes()) == 1)
-        self._hosts = {who: LOOPBACK if one_node else self.members[who].host for who in self._serving}
-        opened = {who: control(actor.serve).remote(self._hosts[who]) for who, actor in self._serving.items()}
+        serving = self._serving
+        self._roster.listen({who: LOOPBACK if one_node else self.members[who].host for who in serving})
+        opened = {who: control(actor.serve).remote(self._roster.host(who)) for who, actor in serving.items()}
         addresses = tuple(ask_config(self._run, opened, self.members, START_S).values())
         if not one_node:
             self._require_reached(addresses)
-        self.ask({who: control(a.connect_peers).remote(addresses) for who, a in self._serving.items()}, START_S)
+        self.ask({who: control(a.connect_peers).remote(addresses) for who, a in serving.items()}, START_S)
         return self.enlist(addresses)
 
     def _open_exporters(self) -> None:
@@ -306,7 +239,7 @@ class RunActors:
         everywhere = [*addresses, *tensors]
         calls = {who: control(self.handle(who).unreachable).remote(everywhere) for who in self._one_a_node()}
         answers = self.ask(calls, START_S)
-        owners = dict(zip(addresses, self._serving, strict=True))
+        owners = dict(zip(addresses, self._roster.names, strict=True))
         require_reached({self.members[who].host: failed for who, failed in answers.items()}, owners, tensors)
 
     def hosts_without(self, file: Path) -> list[str]:
@@ -337,10 +270,6 @@ class RunActors:
         own = replace(settings, tls=self.certificates.of_rank(settings.rank))
         return {self.ranks[who].run.remote(own, packed_loop, self.coordinator): who}
 
-    def watch_owners(self) -> dict[Any, str]:
-        """Returns call -> the owner's name; a call lasts as long as its owner serves."""
-        return {owner.watch.remote(): who for who, owner in self.owners.items()}
-
     # ---- members that are replaced ------------------------------------------------------------------------------
 
     def start_owner(self, owner: int) -> Any:
@@ -348,35 +277,26 @@ class RunActors:
         place. Returns the call that answers once it serves, with (member, address, exporter's target)."""
         who = optimizer_name(owner)
         spare = self.spares.give(self.members[who].node)
-        actor = self._serving[who] = self.owners[who] = spare or self._make_owner(owner)
-        settings = replace(self._settings[who], succeeds=True, tls=self.certificates.of_owner(owner))
+        actor = self.owners[who] = spare or self._make_owner(owner)
         bind = self._placement.plan.bind_numa
-        place = self._hosts[who], self.exporters.of(who), self.coordinator
-        return control(actor.take_place).remote(settings, bind, *place)
+        place = self._roster.host(who), self.exporters.of(who), self.coordinator
+        return control(actor.take_place).remote(self._roster.of_successor(who), bind, *place)
 
     # ---- other owners -------------------------------------------------------------------------------------------
 
     def join_owner(self, owner: int, ownership: Ownership, node: str) -> tuple[Joining, Any]:
         """Start a process on ``node`` (id) that becomes an owner in the epoch of ``ownership``. Returns the call that
         answers once it serves, as ``start_owner``'s."""
-        there = {self._settings[who].owner: self.members[who].node for who in self.owners}
-        some = optimizer_name(0)
-        settings = replace(
-            self._settings[some],
-            owner=owner,
-            num_owners=ownership.num_owners + self._num_beside,
-            ownership=ownership,
-            succeeds=True,
-            tls=self.certificates.of_owner(owner),
-        )
-        place = self._places.find(owner, node, there, {each.node: each.place for each in self._joining})
+        there = {int(who.partition(" ")[2]): self.members[who].node for who in self.owners}
+        settings = self._roster.of_joining(owner, ownership)
+        place = self.places.find(owner, node, there, {each.node: each.place for each in self._joining})
         exporter = self._exporter_of(owner, node)
         joining = Joining(
             who=optimizer_name(owner),
             actor=actor_class(OptimizerActor).options(**place.options).remote(),
             settings=settings,
             node=node,
-            host=LOOPBACK if self._hosts[some] == LOOPBACK else None,  # elsewhere, all listen at their nodes' addresses
+            host=LOOPBACK if self._roster.on_loopback else None,  # elsewhere, all listen at their nodes' addresses
             exporter=exporter,
             place=place,
         )
@@ -388,23 +308,20 @@ class RunActors:
     def listen_at_nodes(self, addresses: Sequence[str]) -> tuple[str, ...]:
         """Let every owner be reached from other nodes. ``addresses``: those of now. Returns those that serve; blocks.
         Raises ConfigError if one does not answer."""
-        serving = [*map(optimizer_name, range(len(self.owners))), *map(rank_name, range(self._num_beside))]
-        opened = {
-            who: control(self._serving[who].listen).remote(self.members[who].host)
-            for who in serving
-            if self._hosts[who] == LOOPBACK
-        }
+        listening = self._roster.on_loopback
+        opened = {who: control(self.handle(who).listen).remote(self.members[who].host) for who in listening}
         try:
             found = dict(zip(opened, ray.get(list(opened.values()), timeout=ANSWER_S), strict=True))
         except ray.exceptions.RayError as error:
             why = str(error).partition("\n")[0]
             raise ConfigError(f"an optimizer does not listen at its node's address: {why}; ask again") from error
-        for who in found:
-            self._hosts[who] = self.members[who].host
-        return tuple(found.get(who, address) for who, address in zip(serving, addresses, strict=True))
+        self._roster.listen({who: self.members[who].host for who in found})
+        return tuple(found.get(who, address) for who, address in zip(self._roster.names, addresses, strict=True))
 
     def _exporter_of(self, owner: int, node: str) -> ExporterSettings | None:
         """The exporter of an owner that joins on ``node``; None without telemetry."""
+        if not self.exporters.targets:
+            return None
         address = next(host.address for host in hosts() if host.id == node)
         beside_first = node == self.members[optimizer_name(0)].node
         coming = [each.exporter for each in self._joining if each.exporter is not None]
@@ -421,7 +338,7 @@ class RunActors:
         for joining in self._joining:
             ray.kill(joining.actor)
             self.local.let_end(joining.process)
-            self._places.free(joining.place)
+            self.places.free(joining.place)
         self.local.await_ending(STOP_S)
         self._joining = []
 
@@ -433,15 +350,13 @@ class RunActors:
             assert each.member is not None, f"{each.who} has not answered"
             if each.who in self.owners:
                 self._drop(each.who)
-            self._serving[each.who] = self.owners[each.who] = each.actor
-            self.members[each.who] = each.member
-            self._settings[each.who], self._hosts[each.who] = each.settings, each.host or each.member.host
+            self.owners[each.who], self.members[each.who] = each.actor, each.member
+            self._roster.enter(each.settings, each.host or each.member.host)
             if each.exporter is not None:
                 self.exporters.enter(each.exporter, each.target)
-            self._places.take(each.settings.owner, each.place)
+            self.places.take(each.settings.owner, each.place)
             self.local.rename(each.process, each.who)
-        for who in self.owners:
-            self._settings[who] = replace(self._settings[who], num_owners=len(addresses), ownership=ownership)
+        self._roster.begin_epoch(ownership, len(addresses))
 
     def part(self, actor: Any, owner: int) -> None:
         """End the process of an owner that has no shards any more."""
@@ -450,22 +365,15 @@ class RunActors:
             self._drop(who)
         control(actor.stop).remote()
         actor.__ray_terminate__.remote()
-        self._places.free(self._left.pop(actor, None))
+        self.places.free(self._parted.get(actor))
 
     def _drop(self, who: str) -> None:
         """The process that was an owner is none any more."""
-        owner, actor = self._settings.pop(who).owner, self.owners.pop(who)
-        self._left[actor] = self._places.take(owner, None)
-        self._parted.append(actor)
+        actor = self.owners.pop(who)
+        self._parted[actor] = self.places.take(self._roster.leave(who).owner, None)
         self.exporters.leave(who)
-        for known in (self._serving, self.members, self._hosts):
-            known.pop(who, None)
+        del self.members[who]
         self.local.let_end(who)
-
-    @property
-    def needs_of_an_owner(self) -> str:
-        """What Ray reserves for one more owner, for messages."""
-        return self._places.needs
 
     def enlist(self, addresses: Sequence[str]) -> Routing:
         """Enter who the run's processes are now where they are known. Returns the routing table."""
@@ -523,7 +431,8 @@ class RunActors:
         metrics = None if exporter is None else exporter.protection
         if who == _COORDINATOR:
             return self.coordinator.renew.remote(Renewed(metrics=metrics, viewer=self.certificates.viewer))
-        serves = self.certificates.of_owner(self._settings[who].owner) if who in self._settings else None
+        owner = self._roster.of(who)
+        serves = None if owner is None else self.certificates.of_owner(owner.owner)
         if who in self.owners:
             return control(self.owners[who].renew).remote(Renewed(tls=serves, metrics=metrics))
         rank = self.certificates.of_rank(int(who.partition(" ")[2]))
@@ -560,7 +469,7 @@ class RunActors:
         """Close every owner that answers within ``timeout_s``. Returns each one's measurements, except those of owners
         beside ranks."""
         calls = {who: control(owner.stop).remote() for who, owner in self.owners.items()}
-        beside = [control(self.ranks[who].stop_owner).remote() for who in self._serving if who in self.ranks]
+        beside = [control(self.ranks[who].stop_owner).remote() for who in self._roster.beside if who in self.ranks]
         ready, _ = answered([*calls.values(), *beside], timeout_s)
         return {who: ray.get(call) for who, call in calls.items() if call in ready and not failure_of_call(who, call)}
 
@@ -579,18 +488,10 @@ class RunActors:
             ray.kill(actor)
         self.local.kill_stopped()
         self.local.see_gone(KILL_S if ray_answers() else 0.0)  # a Ray that is gone kills nobody
-        self._places.close()
-        self._joining, self._left, self._parted = [], {}, []
-        self.coordinator, self.owners, self.ranks, self._serving = None, {}, {}, {}
+        self.places.close()
+        self._joining, self._parted = [], {}
+        self.coordinator, self.owners, self.ranks = None, {}, {}
         self.spares = Spares(0, (), self._make_spare)
         if self._share is not None and self._share.is_dir():
             sweep(self._share)  # slabs of killed processes on this node; on other nodes the next start sweeps
         self.local.close()
-
-
-def _take_over(share: Path | None, former: Former | None) -> None:
-    """End the janitor that holds what an earlier run has left, and remove it if this run does not continue it."""
-    if share is not None and former is not None:
-        end_hold(share, former.lineage)
-        if not former.continued:
-            sweep(share)

@@ -78,7 +78,8 @@ class Replacement:
         self._progress, self._replaced = progress, dict[str, None]()  # who is being replaced, in order
         self._lives = {who: controller.life(member) for member, who in names.items()}  # of the present processes
         self._recovering: dict[MemberId, Recovering] = {}  # members whose processes have died
-        self._owners = actors.watch_owners()
+        # a call lasts as long as its owner serves
+        self._owners = {owner.watch.remote(): who for who, owner in actors.owners.items()}
         self._starts: dict[Any, MemberId] = {}  # call -> who starts
         self._telling: dict[Any, Recovering] = {}  # call that tells a member of a new process -> of whose
         self._past: set[Any] = set()  # calls to processes whose deaths were acted on before Ray told of them

@@ -314,7 +314,7 @@ class Rescaling:
         for call in late:
             if call in self._starts:  # else an earlier one of them has ended the change
                 process, began = self._starts.pop(call)
-                why = f"it was not up within {now - began:.0f} s; it needs {self._actors.needs_of_an_owner}"
+                why = f"it was not up within {now - began:.0f} s; it needs {self._actors.places.needs}"
                 self._perform(self._controller.refused(process, Step.START, why))
 
     # ---- actions
