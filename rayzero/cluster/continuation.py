@@ -19,12 +19,14 @@ from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD
 from rayzero.protocol.ownership import Ownership, device_owners
 from rayzero.quantities import count
-from rayzero.slabs.sweep import FoundSlab, list_slabs
+from rayzero.slabs.hold import end_hold
+from rayzero.slabs.sweep import FoundSlab, list_slabs, sweep
 from rayzero.store.shm.recovery import DeadRun, Outcome, assess, read_run
 from rayzero.store.shm.same_host import host_identity, why_no_sharing
 
 __all__ = [
     "Continuation",
+    "Former",
     "Left",
     "Lost",
     "States",
@@ -33,6 +35,7 @@ __all__ = [
     "choose",
     "find_continuation",
     "read_left",
+    "take_over",
     "what_is_left",
 ]
 
@@ -96,6 +99,22 @@ class Left:
     run: DeadRun | None  # None: no slab of an owner
     alive: tuple[str, ...] = ()  # processes that still run: "params 0 (pid 4711)"
     models: int = 1  # prepared models
+
+
+@dataclass(frozen=True, slots=True)
+class Former:
+    """A run that has left something in this host's shared memory."""
+
+    lineage: str
+    continued: bool  # by the run that begins
+
+
+def take_over(directory: Path, former: Former) -> None:
+    """End whoever holds what an earlier run has left, and remove it if it is not continued. Call it once the owners of
+    the run that begins have adopted what they need."""
+    end_hold(directory, former.lineage)
+    if not former.continued:
+        sweep(directory)
 
 
 def find_continuation(

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import ray
 
-from rayzero.cluster.actors import Former, RunActors, refuse_name_in_use
+from rayzero.cluster.actors.certificates import Certificates
+from rayzero.cluster.actors.named_coordinator import refuse_name_in_use
+from rayzero.cluster.actors.owner_roster import plan_owners
+from rayzero.cluster.actors.run_actors import RunActors
+from rayzero.cluster.continuation import Former
 from rayzero.cluster.files.file_discovery import announced
 from rayzero.cluster.files.metrics_log import MetricsLog, trim_log, written_rows
 from rayzero.cluster.files.run_dir import RECORD, StartPoint
@@ -19,11 +23,11 @@ from rayzero.cluster.janitor import KeptStates
 from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.loggers.children import Loggers
 from rayzero.cluster.nodes.placement import placed
-from rayzero.cluster.nodes.resources import Placement, plan_resources, rescaled
+from rayzero.cluster.nodes.resources import Placement, ResourcePlan, plan_resources, rescaled
 from rayzero.cluster.nodes.session import alive_nodes, ray_session
 from rayzero.cluster.run import Recovery, RunState, rank_name
 from rayzero.cluster.supervision import Verdict, run_failed
-from rayzero.cluster.upkeep.follower import Follower, ownership_of
+from rayzero.cluster.upkeep.follower import Follower, ownership_of, remains_of
 from rayzero.config import ScalingConfig
 from rayzero.elastic.controller import (
     still_outlived,
@@ -125,11 +129,17 @@ def _attempt(request: RunRequest, journal: Journal) -> RunFailedError | None:
     cpus_are_set = scaling.cpus_per_optimizer is not None
     if request.access is not None:
         request.access.refresh()  # it may have been made long ago
+    certificates = Certificates(run, request.run.security, request.access)
     viewer = None if request.access is None else request.access.viewer
     tools = viewable(request.directory.path, viewer)
     loggers = _loggers(request, journal)
-    with loggers, places as placement, tools, RunActors(run, placement, log, cpus_are_set=cpus_are_set) as actors:
-        _start(request, actors, journal)
+    with (
+        loggers,
+        places as placement,
+        tools,
+        RunActors(run, placement, certificates, log, cpus_are_set=cpus_are_set) as actors,
+    ):
+        _start(request, plan, actors, journal)
         loggers.start(actors.coordinator.logged.remote)
         try:
             with _discoverable(request, actors):
@@ -151,28 +161,37 @@ def _loggers(request: RunRequest, journal: Journal) -> Loggers:
     return journal.loggers
 
 
-def _start(request: RunRequest, actors: RunActors, journal: Journal) -> None:
-    journal.routing = actors.start(
-        owner_memory=request.zero.cpu_memory_budget,
+def _start(request: RunRequest, plan: ResourcePlan, actors: RunActors, journal: Journal) -> None:
+    former = _former(request.directory.start)
+    owners = plan_owners(
+        plan,
+        actors.certificates,
+        memory=request.zero.cpu_memory_budget,
         share=request.zero.shared_directory,
-        slab_dir=Path(request.zero.slab_dir),
         stream_bytes=request.zero.stream_bytes,
         telemetry=request.run.telemetry,
-        security=request.run.security,
-        access=request.access,
         network=request.run.network,
         beside_ranks=_beside_ranks(request),
-        discovery_dir=request.run.discovery_dir if request.run.telemetry.enabled else None,
-        max_failures=request.run.max_failures,
-        warm_spares=request.run.warm_spares,
-        keep=_kept(request),
-        former=_former(request.directory.start),
+        replaces_members=request.run.max_failures > 0,
+        succeeds=former is not None and former.continued,
         ownership=ownership_of(request.directory.start),
+        remains=remains_of(request),
+    )
+    journal.routing = actors.start(
+        owners,
+        share=request.zero.shared_directory,
+        slab_dir=Path(request.zero.slab_dir),
+        telemetry=request.run.telemetry,
+        max_failures=request.run.max_failures,
+        keep=_kept(request),
+        former=former,
+        discovery_dir=request.run.discovery_dir if request.run.telemetry.enabled else None,
+        warm_spares=request.run.warm_spares,
     )
     journal.members = list(actors.members.values())
     journal.latest = {rank: report for rank, report in journal.latest.items() if rank_name(rank) in actors.members}
     journal.measured = {who: measured for who, measured in journal.measured.items() if who in actors.members}
-    journal.targets = actors.targets
+    journal.targets = actors.exporters.targets
     actors.move(RunState.RUNNING)
     journal.state = RunState.RUNNING
     if journal.lost_at is not None:
@@ -180,7 +199,8 @@ def _start(request: RunRequest, actors: RunActors, journal: Journal) -> None:
         actors.coordinator.recovered.remote("run", "the run", {"restart": seconds})
         journal.recoveries.append(Recovery(who="the run", pid=None, seconds=seconds))
     request.on_start()
-    if request.access is not None and request.access.given is None and any(t.scheme == "https" for t in actors.targets):
+    is_https = any(target.scheme == "https" for target in journal.targets)
+    if is_https and request.access is not None and request.access.given is None:
         request.on_phase(
             "metrics are readable for rayzero top and rayzero trace alone, because they cross the network; set "
             "run.telemetry.web_config for Prometheus, or run.telemetry.bind=node for everybody"
@@ -212,9 +232,9 @@ def _beside_ranks(request: RunRequest) -> str | None:
 
 def _discoverable(request: RunRequest, actors: RunActors) -> AbstractContextManager[object]:
     """A context in which the run is announced in the directory that Prometheus watches."""
-    if not actors.targets:
+    if not actors.exporters.targets:
         return nullcontext()
-    return announced(request.run.discovery_dir, request.run.name, service_discovery(actors.targets))
+    return announced(request.run.discovery_dir, request.run.name, service_discovery(actors.exporters.targets))
 
 
 def _follow(request: RunRequest, actors: RunActors, journal: Journal) -> RunFailedError | None:

@@ -20,10 +20,15 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayzero.cluster.actors import ANSWER_S, Former, RunActors, refuse_name_in_use
-from rayzero.cluster.continuation import Continuation, Lost, await_left, choose
+from rayzero.cluster.actors.calls import ANSWER_S
+from rayzero.cluster.actors.certificates import Certificates
+from rayzero.cluster.actors.named_coordinator import refuse_name_in_use
+from rayzero.cluster.actors.owner_roster import plan_owners
+from rayzero.cluster.actors.run_actors import RunActors
+from rayzero.cluster.continuation import Continuation, Former, Lost, await_left, choose
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.nodes.placement import Placement
+from rayzero.cluster.processes.remains import Remains
 from rayzero.cluster.processes.worker_groups import GroupStart, WorkerGroup, WorkerGroups
 from rayzero.cluster.run import RunState, optimizer_name
 from rayzero.cluster.supervision import Failure
@@ -71,6 +76,7 @@ class GroupOwners:
         self._hold: Hold | None = None  # keeps what the group continues; freed by: _change_owners(), _end()
         self._failure: Failure | None = None  # why these owners serve no more
         self._actors: RunActors | None = None
+        self._remains: Remains | None = None
         self._controller: Controller | None = None
         self._replacement: Replacement | None = None  # None: nobody is watched
         self._ended = threading.Event()
@@ -109,17 +115,28 @@ class GroupOwners:
     # ---- owners
 
     def _start(self, former: Former | None) -> None:
-        self._actors = RunActors(self._run, self._placement)
+        certificates = Certificates(self._run, self._security or SecurityConfig())
+        self._actors = RunActors(self._run, self._placement, certificates)
+        self._remains = Remains.of_run(self._run, replaces=True)
+        telemetry = TelemetryConfig(enabled=False)
+        owners = plan_owners(
+            self._placement.plan,
+            certificates,
+            memory=self._config.cpu_memory_budget,
+            share=self._share,
+            stream_bytes=self._config.stream_bytes,
+            telemetry=telemetry,
+            replaces_members=True,  # the library may start ranks again
+            succeeds=former is not None and former.continued,
+            remains=self._remains,
+        )
         routing = self._actors.start(
-            max_failures=self._max_failures,
-            other_ranks=True,
-            former=former,
-            owner_memory=self._config.cpu_memory_budget,
+            owners,
             share=self._share,
             slab_dir=Path(self._config.slab_dir),
-            stream_bytes=self._config.stream_bytes,
-            telemetry=TelemetryConfig(enabled=False),
-            security=self._security,
+            telemetry=telemetry,
+            max_failures=self._max_failures,
+            former=former,
         )
         self._actors.move(RunState.RUNNING)
         names = {MemberId(Kind.OWNER, owner): optimizer_name(owner) for owner in range(len(routing.addresses))}
@@ -169,7 +186,7 @@ class GroupOwners:
             self._tell(self.groups.succeed.remote(self._group.name, owner, address))
 
     def _renew_workers(self) -> None:
-        shown = None if self._actors is None else self._actors.credentials_of(None)
+        shown = None if self._actors is None else self._actors.certificates.of_rank(None)
         if self._group is not None and shown is not None:
             self._tell(self.groups.renew.remote(self._group.name, shown))
 
@@ -222,9 +239,9 @@ class GroupOwners:
             life=0 if goes_on is None else goes_on.life,
             repeats=goes_on.step if goes_on is not None and goes_on.repeats else None,
             resume=self._resume,
-            token=self._actors.token,
-            tls=self._actors.credentials_of(None),
-            remains=self._actors.remains,
+            token=self._actors.certificates.token,
+            tls=self._actors.certificates.of_rank(None),
+            remains=self._remains,
         )
         self._tell(self.groups.open.remote(group.name, start))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import ray
 from tiny import tiny_steps
 
-from rayzero.cluster import actors
+from rayzero.cluster.actors import run_actors
 from rayzero.cluster.run import NAMESPACE, coordinator_name
 from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
@@ -38,7 +38,7 @@ def nodes(run: str) -> dict[str, str]:
 
 
 def main() -> None:
-    actors.STOP_S = 60.0  # for loops on a loaded machine to end by themselves
+    run_actors.STOP_S = 60.0  # for loops on a loaded machine to end by themselves
     result = ZeroTrainer(
         train_loop,
         train_loop_config={"steps": int(sys.argv[2])},

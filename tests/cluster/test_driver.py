@@ -6,8 +6,7 @@ import os
 import signal
 import socket
 import subprocess
-import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +16,12 @@ import pytest
 import ray
 
 from rayzero.checkpoint.catalog import Catalog
-from rayzero.cluster import actors as actors_module
 from rayzero.cluster import driver as driver_module
 from rayzero.cluster import interrupts
 from rayzero.cluster import trainer as trainer_module
-from rayzero.cluster.actors import RunActors
+from rayzero.cluster.actors import run_actors as actors_module
+from rayzero.cluster.actors.local_processes import LocalProcesses
+from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.driver import _again, _follow
 from rayzero.cluster.files.run_dir import RunCheckpoints, StartPoint, read_record
 from rayzero.cluster.interrupts import interruptible, postponed
@@ -49,7 +49,8 @@ class EndedRun:
         )
         self.coordinator_life = "life"
         self.everybody: list[str] = []
-        self.expiry_warnings: list[str] = []
+        self.owners: dict[str, Any] = {}
+        self.certificates, self.local = SimpleNamespace(warnings=[]), LocalProcesses()
         self.moves: list[RunState] = []
 
     def _take_unread(self, life: str) -> News:
@@ -65,13 +66,8 @@ class EndedRun:
     def run_loops(self, settings: list[Any], packed_loop: None) -> dict[Any, str]:
         return {}
 
-    def watch_owners(self) -> dict[Any, str]:
-        return {}
-
     def stop_ranks(self, loops: dict[Any, str], reason: str) -> list[Any]:
         return []
-
-    def kill_stopped(self) -> None: ...
 
     def stop_owners(self, timeout_s: float = 0.0) -> dict[str, Any]:
         return {}
@@ -221,31 +217,13 @@ def test_the_record_says_stopped_before_any_actor_is_asked_for_anything() -> Non
 def test_processes_that_a_ray_that_is_gone_cannot_end_are_ended_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actors_module, "ray_answers", lambda: False)
     with subprocess.Popen(["sleep", "600"]) as process:
-        actors = RunActors("demo", placement=None)  # type: ignore[arg-type]
-        actors._processes = {"rank 0": psutil.Process(process.pid)}
+        actors = RunActors("demo", placement=None, certificates=None)  # type: ignore[arg-type]
+        actors.local.find({"rank 0": Member(who="rank 0", pid=process.pid, node="n", host="h")}, "n")
         try:
             actors.end(politely=False)
             assert not psutil.pid_exists(process.pid)
         finally:
             process.kill()
-
-
-def test_whoever_is_stopped_is_found_also_the_coordinator_and_a_spare() -> None:
-    """Nobody waits for them until reports pile up, or somebody dies."""
-    actors = RunActors("demo", placement=None)  # type: ignore[arg-type]
-    with ExitStack() as started:
-        for who in ("coordinator", "spare 0", "rank 0"):
-            process = started.enter_context(subprocess.Popen(["sleep", "600"]))
-            started.callback(process.kill)
-            actors._processes[who] = psutil.Process(process.pid)
-        for who in ("coordinator", "spare 0"):
-            actors._processes[who].suspend()
-            while actors._processes[who].status() != psutil.STATUS_STOPPED:
-                time.sleep(0.01)
-        assert actors.stopped == ["coordinator", "spare 0"]
-        actors.kill("coordinator")
-        actors._processes["coordinator"].wait(20)
-        assert actors.stopped == ["spare 0"]
 
 
 def test_ray_is_gone_where_nobody_listens_any_more(monkeypatch: pytest.MonkeyPatch) -> None:

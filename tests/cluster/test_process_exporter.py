@@ -1,4 +1,4 @@
-"""Who listens where, what discovery is told, and when a process is late: without Ray."""
+"""What an exporter measures, where a run is announced, and when a process is late: without Ray."""
 
 from __future__ import annotations
 
@@ -16,14 +16,11 @@ from clock import Clock
 from rayzero.cluster.files.file_discovery import announced, sweep_announcements
 from rayzero.cluster.processes import process_exporter
 from rayzero.cluster.processes.coordinator import LATE_S, Heartbeats
-from rayzero.cluster.processes.process_exporter import MemorySource, plan_exporters
-from rayzero.cluster.run import Member
+from rayzero.cluster.processes.process_exporter import MemorySource
 from rayzero.config import RunConfig, TelemetryConfig
 from rayzero.errors import ConfigError
 from rayzero.memory.malloc import give_back_freed
 from rayzero.memory.process_memory import ProcessMemory, process_memory
-from rayzero.telemetry.discovery import Target
-from rayzero.telemetry.metric import Role
 from rayzero.telemetry.names import (
     ACTORS,
     HEAP_BYTES,
@@ -35,38 +32,6 @@ from rayzero.telemetry.names import (
 from rayzero.telemetry.recorder import MemoryRecorder
 
 SHM = Path("/dev/shm")
-
-
-def members(hosts: list[str]) -> dict[str, Member]:
-    names = ["coordinator", "optimizer 0", "rank 0", "rank 1"]
-    return {who: Member(who=who, pid=1, node=host, host=host) for who, host in zip(names, hosts, strict=True)}
-
-
-def listeners(config: TelemetryConfig, hosts: list[str]) -> list[str]:
-    return [f"{own.host}:{own.port}" for own in plan_exporters("demo", members(hosts), config, SHM).values()]
-
-
-def test_a_run_on_one_node_listens_on_loopback_and_one_on_several_on_their_addresses() -> None:
-    assert listeners(TelemetryConfig(), ["10.0.0.1"] * 4) == ["127.0.0.1:0"] * 4
-    assert listeners(TelemetryConfig(bind="node"), ["10.0.0.1"] * 4) == ["10.0.0.1:0"] * 4
-    two = ["10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.1"]
-    assert listeners(TelemetryConfig(), two) == [f"{host}:0" for host in two]
-    assert listeners(TelemetryConfig(bind="loopback"), two) == ["127.0.0.1:0"] * 4
-
-
-def test_ports_follow_each_other_from_the_first_on() -> None:
-    config = TelemetryConfig(port=9400, exporter_ports=9500)
-    assert [port.rpartition(":")[2] for port in listeners(config, ["a"] * 4)] == ["9400", "9500", "9501", "9502"]
-
-
-def test_every_process_is_named_by_role_and_index() -> None:
-    targets = [s.target("x:1") for s in plan_exporters("demo", members(["h"] * 4), TelemetryConfig(), SHM).values()]
-    assert targets == [
-        Target(address="x:1", run="demo", role=Role.COORDINATOR, node="h"),
-        Target(address="x:1", run="demo", role=Role.OPTIMIZER, node="h", index=0),
-        Target(address="x:1", run="demo", role=Role.RANK, node="h", index=0),
-        Target(address="x:1", run="demo", role=Role.RANK, node="h", index=1),
-    ]
 
 
 def test_settings_that_cannot_be_are_one_line() -> None:

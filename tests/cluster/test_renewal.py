@@ -16,22 +16,29 @@ from rayzero.errors import ConfigError
 EVERYBODY = ["coordinator", "optimizer 0", "rank 0"]
 
 
-class Actors:
-    """The processes of a run: calls are numbers, and answers are what the test says."""
+class Certificates:
+    """A run's: due when the test says so."""
 
     def __init__(self) -> None:
-        self.everybody = list(EVERYBODY)
-        self.expiry_warnings: list[str] = []
+        self.warnings: list[str] = []
         self.due: bool | ConfigError = False
-        self.asked: list[str] = []
-        self.answers: dict[int, Exception | None] = {}  # of calls that have ended
 
-    def refresh_certificates(self) -> bool:
+    def refresh(self) -> bool:
         due, self.due = self.due, False
         if isinstance(due, ConfigError):
             self.due = due
             raise due
         return due
+
+
+class Actors:
+    """The processes of a run: calls are numbers, and answers are what the test says."""
+
+    def __init__(self) -> None:
+        self.everybody = list(EVERYBODY)
+        self.certificates = Certificates()
+        self.asked: list[str] = []
+        self.answers: dict[int, Exception | None] = {}  # of calls that have ended
 
     def renew(self, who: str) -> int:
         self.asked.append(who)
@@ -74,18 +81,18 @@ def test_everybody_is_given_new_ones_once_they_are_due(actors: Actors) -> None:
     told: list[int] = []
     run = Run(actors, {"rayzero top": lambda: told.append(1)})
     assert run.look() == []
-    actors.due = True
+    actors.certificates.due = True
     assert run.look() == EVERYBODY
     assert told == [1]
     actors.answers = dict.fromkeys(range(3))
     assert (run.look(), run.look(), told, run.said) == ([], [], [1], [])
-    actors.due = True
+    actors.certificates.due = True
     assert run.look() == EVERYBODY
 
 
 def test_it_looks_once_a_minute(actors: Actors) -> None:
     run = Run(actors)
-    actors.due = True
+    actors.certificates.due = True
     run.clock.now += LOOK_S - 1
     run.renewal.act()
     assert actors.asked == []
@@ -99,7 +106,7 @@ def test_who_does_not_take_its_own_is_named_and_asked_again(actors: Actors) -> N
         raise ConfigError("cannot write x: no space")
 
     run = Run(actors, {"rayzero top": full})
-    actors.due = True
+    actors.certificates.due = True
     run.look()
     actors.answers = {0: None, 2: ray.exceptions.GetTimeoutError("too busy")}
     assert run.look() == ["rank 0"]
@@ -116,7 +123,7 @@ def test_who_does_not_take_its_own_is_named_and_asked_again(actors: Actors) -> N
 
 def test_who_dies_or_parts_is_owed_nothing(actors: Actors) -> None:
     run = Run(actors)
-    actors.due = True
+    actors.certificates.due = True
     run.look()
     actors.answers = {0: None, 1: ray.exceptions.ActorDiedError()}
     actors.everybody.remove("rank 0")
@@ -126,21 +133,21 @@ def test_who_dies_or_parts_is_owed_nothing(actors: Actors) -> None:
 def test_files_that_cannot_be_used_are_named_from_the_second_look_on(actors: Actors) -> None:
     """At the first, somebody may have written one of two files."""
     run = Run(actors)
-    actors.due = ConfigError("run.security.key: k is not the key of c")
+    actors.certificates.due = ConfigError("run.security.key: k is not the key of c")
     run.look()
     assert run.said == []
     run.look()
     run.look()
     assert run.said == ["certificates cannot be renewed: run.security.key: k is not the key of c"]
-    actors.due = True
+    actors.certificates.due = True
     assert run.look() == EVERYBODY
 
 
 def test_what_may_end_before_the_run_is_said_at_its_start_and_when_it_comes_near(actors: Actors) -> None:
-    actors.expiry_warnings = ["c is valid until"]
+    actors.certificates.warnings = ["c is valid until"]
     run = Run(actors)
     assert run.said == ["c is valid until"]
-    actors.expiry_warnings.append("w is valid until")
+    actors.certificates.warnings.append("w is valid until")
     run.look()
     run.look()
     assert run.said == ["c is valid until", "w is valid until"]

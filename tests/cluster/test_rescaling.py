@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from rayzero.cluster.actors import START_S
+from rayzero.cluster.actors.calls import START_S
 from rayzero.cluster.nodes.owner_places import Host
 from rayzero.cluster.run import Rescaled
 from rayzero.cluster.upkeep import rescaling as module
@@ -27,7 +27,7 @@ from rayzero.protocol.ownership import Prepared
 class Actors:
     """In place of ``RunActors``: nothing answers by itself."""
 
-    needs_of_an_owner = "1 CPU"
+    places = SimpleNamespace(needs="1 CPU")
     members: dict[str, Any] = field(
         default_factory=lambda: {
             who: SimpleNamespace(node="n", host="10.0.0.1") for who in ("rank 0", "optimizer 0", "optimizer 1")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import ray
 
-from rayzero.cluster import spares as spares_module
+from rayzero.cluster.actors import spares as spares_module
+from rayzero.cluster.actors.spares import Spares
 from rayzero.cluster.run import Member
-from rayzero.cluster.spares import Spares
 
 
 @pytest.fixture

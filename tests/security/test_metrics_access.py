@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import stat
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,9 @@ from cryptography.hazmat.primitives.serialization import (
 from telemetry.web_configs import HASH, TestAuthority, written
 
 from rayzero.cluster.files.viewer_file import VIEWER_FILE, read_viewer, viewable, write_viewer
-from rayzero.cluster.processes.process_exporter import plan_exporters, protection_at
-from rayzero.cluster.run import Member
 from rayzero.config import RunConfig, TelemetryConfig
 from rayzero.errors import ConfigError
 from rayzero.security.metrics_access import MetricsAccess
-from rayzero.telemetry.guard import Protection
 from rayzero.telemetry.scrape import Viewer
 
 TLS = "tls_server_config:\n  cert_file: server.pem\n  key_file: server.key\n"
@@ -108,45 +104,6 @@ def test_an_authority_behind_the_servers_certificate_is_not_what_tools_trust(
     (tmp_path / "server.pem").write_text(chain)
     made = MetricsAccess("demo", written(tmp_path, TLS))
     assert authority.file.read_text().strip() not in made.viewer.trusted
-
-
-# ---- who listens where, and asks what
-
-
-GIVEN, OWN = Protection(token="given"), Protection(token="own")
-
-
-@pytest.mark.parametrize(
-    ("host", "bind", "given", "expected"),
-    [
-        ("127.0.0.1", "auto", None, None),
-        ("10.0.0.1", "auto", None, OWN),
-        ("fd00::1", "auto", None, OWN),
-        ("10.0.0.1", "node", None, None),
-        ("127.0.0.1", "loopback", None, None),
-        ("127.0.0.1", "auto", GIVEN, GIVEN),
-        ("10.0.0.1", "node", GIVEN, GIVEN),
-        ("127.0.0.1", "loopback", GIVEN, GIVEN),
-    ],
-)
-def test_what_crosses_a_network_is_open_only_by_a_word(
-    host: str, bind: str, given: Protection | None, expected: Protection | None
-) -> None:
-    assert protection_at(host, bind, given, OWN) is expected
-
-
-def test_exporters_on_several_nodes_are_for_the_runs_own_tools_and_say_https() -> None:
-    made = MetricsAccess("demo", None)
-    two = {who: Member(who=who, pid=1, node=at, host=at) for who, at in (("coordinator", "10.0.0.1"), ("rank 0", "b"))}
-    found = plan_exporters("demo", two, TelemetryConfig(), Path("/dev/shm"), made)
-    assert [one.protection for one in found.values()] == [made.own] * 2
-    assert found["rank 0"].target("b:1").url("/metrics") == "https://b:1/metrics"
-    assert found["rank 0"].target("b:1").discovered["__scheme__"] == "https"
-    one = {who: replace(member, node="a") for who, member in two.items()}
-    alone = plan_exporters("demo", one, TelemetryConfig(), Path("/dev/shm"), made)
-    assert {(own.host, own.protection, own.target("x:1").scheme) for own in alone.values()} == {
-        ("127.0.0.1", None, "http")
-    }
 
 
 # ---- what opens them to the run's own tools

@@ -11,14 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rayzero.cluster.run import TRACE_PATH, Member
-from rayzero.config import TelemetryConfig
+from rayzero.cluster.run import TRACE_PATH
 from rayzero.memory.heap import heap_use
 from rayzero.memory.ledger import LedgerCount, ledger_rest, without_model
 from rayzero.memory.malloc import give_back_freed
 from rayzero.memory.process_memory import node_memory, process_memory
-from rayzero.security.credentials import Credentials, is_loopback
-from rayzero.security.metrics_access import MetricsAccess
+from rayzero.security.credentials import Credentials
 from rayzero.security.refusals import Refusals
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.exporter import Exporter
@@ -45,8 +43,6 @@ __all__ = [
     "MemorySource",
     "ProcessExporter",
     "Renewed",
-    "plan_exporters",
-    "protection_at",
 ]
 
 LOOPBACK = "127.0.0.1"
@@ -84,44 +80,6 @@ class Renewed:
     beside: Credentials | None = None  # the same as the owner beside a rank
     metrics: Protection | None = None
     viewer: Viewer | None = None  # to exporters: what the coordinator's live page reads
-
-
-def protection_at(host: str, bind: str, given: Protection | None, own: Protection | None) -> Protection | None:
-    """What an exporter that listens on ``host`` asks of its clients; None: nothing. ``bind``: of ``TelemetryConfig``.
-    ``given``: what the web config says, ``own``: what only the run's own tools can show."""
-    if given is not None:
-        return given
-    return own if bind == "auto" and not is_loopback(host) else None
-
-
-def plan_exporters(
-    run: str,
-    members: Mapping[str, Member],
-    config: TelemetryConfig,
-    slab_dir: Path,
-    access: MetricsAccess | None = None,
-) -> dict[str, ExporterSettings]:
-    """Each process's exporter settings. ``members``: the coordinator first, then the others in the order of their
-    ports. ``access``: None: nothing is asked of clients."""
-    everywhere = config.bind == "node" or (config.bind == "auto" and len({m.node for m in members.values()}) > 1)
-    found: dict[str, ExporterSettings] = {}
-    for number, (who, member) in enumerate(members.items()):
-        kind, _, index = who.partition(" ")
-        host = member.host if everywhere else LOOPBACK
-        port = config.port if not number else config.exporter_ports and config.exporter_ports + number - 1
-        found[who] = ExporterSettings(
-            run=run,
-            role=Role(kind),
-            who=who,
-            index=int(index) if index else None,
-            node=member.host,
-            host=host,
-            port=port,
-            slab_dir=slab_dir,
-            trace=config.trace_steps is not None,
-            protection=None if access is None else protection_at(host, config.bind, access.given, access.own),
-        )
-    return found
 
 
 class MemorySource:

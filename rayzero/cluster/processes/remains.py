@@ -12,6 +12,9 @@ from rayzero.slabs.janitor import SlabJanitor
 __all__ = ["Remains"]
 
 
+_SUCCEEDS_S = 150.0  # until a death is noticed and its successor is up, on a loaded machine
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remains:
     """What the driver says of them to every process that makes slabs."""
@@ -19,6 +22,12 @@ class Remains:
     run: str
     driver_node: str  # where the driver's janitor removes them
     needed_s: float  # how long a successor may take to come
+
+    @classmethod
+    def of_run(cls, run: str, *, replaces: bool) -> Remains:
+        """Those of a run whose driver is this process. ``replaces``: whoever dies is started again."""
+        here = ray.get_runtime_context().get_node_id()
+        return cls(run=run, driver_node=here, needed_s=_SUCCEEDS_S if replaces else 0.0)
 
     def janitor(self, share: Path | None) -> SlabJanitor | None:
         """For the calling process, which makes slabs in ``share``. None: it needs none on the driver's node, or without

@@ -8,7 +8,8 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors import RunActors, control
+from rayzero.cluster.actors.calls import control
+from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.run import Load, Rescaled
 from rayzero.elastic.autoscaler import Bounds, History, Window, given_up, look
 from rayzero.elastic.requests import ScaleRequest

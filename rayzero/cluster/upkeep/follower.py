@@ -10,13 +10,15 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors import ANSWER_S, STOP_S, RunActors
+from rayzero.cluster.actors.calls import ANSWER_S, STOP_S
+from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.files.run_dir import StartPoint
 from rayzero.cluster.files.viewer_file import write_viewer
 from rayzero.cluster.interrupts import postponed, shielded
 from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.processes.coordinator import HeardReports, News
 from rayzero.cluster.processes.rank_worker import RankSettings
+from rayzero.cluster.processes.remains import Remains
 from rayzero.cluster.run import Recovery, Report, Rescaled, Routing, RunState, actor_name
 from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, is_lost
 from rayzero.cluster.upkeep.autoscaling import Autoscaling
@@ -45,11 +47,17 @@ def ownership_of(start: StartPoint) -> Ownership | None:
     return None if start.continuation is None else start.continuation.ownership
 
 
+def remains_of(request: RunRequest) -> Remains:
+    """What becomes of what killed processes of a run leave on hosts other than this one."""
+    return Remains.of_run(request.run.name, replaces=request.run.max_failures > 0)
+
+
 def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> list[RankSettings]:
     start = request.directory.start
     goes_on = start.continuation
     names = [actor_name(MemberId(Kind.RANK, rank)) for rank in range(request.scaling.num_workers)]
     nodes = [actors.members[name].node for name in names]
+    remains = remains_of(request)
     return [
         RankSettings(
             rank=rank,
@@ -68,8 +76,8 @@ def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> 
             addresses=routing.addresses,
             ownership=ownership_of(start),
             outlives_owners=request.run.max_failures > 0 and request.zero.shared_directory is not None,
-            token=actors.token,
-            remains=actors.remains,
+            token=actors.certificates.token,
+            remains=remains,
         )
         for rank in range(request.scaling.num_workers)
     ]
@@ -187,7 +195,7 @@ class Follower:
         with closing(self._replacement), closing(self._rescaling):
             self._take_events()
         if self._watch.failures and self._watch.cause.consequence:  # anything but a death
-            for still in self._actors.standing_still():
+            for still in self._actors.local.standing_still(self._actors.members):
                 self._watch.failed(still, time.monotonic())
         return self._watch
 
@@ -249,7 +257,7 @@ class Follower:
     def take_down_at_once(self, state: RunState, reason: str, *, forgives: type[Exception] = RunFailedError) -> None:
         """``take_down``, which signals may end. ``forgives``: errors of the last reports that end nothing, also those
         that ``on_report`` raises."""
-        self._actors.kill_stopped()
+        self._actors.local.kill_stopped()
         with suppress(RunFailedError):  # the coordinator may be what failed
             self._actors.move(state, reason)
         for call in self._actors.stop_ranks(self._loops, reason):
@@ -303,7 +311,7 @@ class Follower:
     def _enter(self, routing: Routing) -> None:
         self._journal.routing = routing
         self._journal.members = list(self._actors.members.values())
-        self._journal.targets = self._actors.targets
+        self._journal.targets = self._actors.exporters.targets
 
     def _note_replaced(self, who: Sequence[str]) -> None:
         self._journal.replacing = list(who)

@@ -16,7 +16,8 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors import RunActors, failure_from_ray
+from rayzero.cluster.actors.calls import failure_from_ray
+from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.errors import ConfigError, RayZeroError
 
 __all__ = ["Renewal"]
@@ -72,7 +73,7 @@ class Renewal:
 
     def _refreshed(self) -> bool:
         try:
-            refreshed, self._problem = self._actors.refresh_certificates(), None
+            refreshed, self._problem = self._actors.certificates.refresh(), None
         except ConfigError as error:
             before, self._problem = self._problem, str(error)
             if before is not None:  # else somebody may be about to write the second of two files
@@ -81,7 +82,7 @@ class Renewal:
         return refreshed
 
     def _warn(self) -> None:
-        for warning in self._actors.expiry_warnings:
+        for warning in self._actors.certificates.warnings:
             self._tell(warning)
 
     def _tell_other(self, who: str) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors import ANSWER_S, START_S, RunActors, failure_from_ray
+from rayzero.cluster.actors.calls import ANSWER_S, START_S, failure_from_ray
+from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.interrupts import postponed
 from rayzero.cluster.nodes.session import ray_answers
 from rayzero.cluster.run import Recovery, Routing, actor_name, optimizer_name
@@ -77,7 +78,8 @@ class Replacement:
         self._progress, self._replaced = progress, dict[str, None]()  # who is being replaced, in order
         self._lives = {who: controller.life(member) for member, who in names.items()}  # of the present processes
         self._recovering: dict[MemberId, Recovering] = {}  # members whose processes have died
-        self._owners = actors.watch_owners()
+        # a call lasts as long as its owner serves
+        self._owners = {owner.watch.remote(): who for who, owner in actors.owners.items()}
         self._starts: dict[Any, MemberId] = {}  # call -> who starts
         self._telling: dict[Any, Recovering] = {}  # call that tells a member of a new process -> of whose
         self._past: set[Any] = set()  # calls to processes whose deaths were acted on before Ray told of them
@@ -87,7 +89,7 @@ class Replacement:
         self._ends = EndWatch(wake)
         if controller.max_failures:
             for who in names.values():
-                self._ends.watch(who, actors.pid_here(who))
+                self._ends.watch(who, actors.local.pid(who))
 
     def close(self) -> None:
         """Watch nobody any more. Idempotent."""
@@ -118,7 +120,7 @@ class Replacement:
         try:
             return ray.get(call)
         except ray.exceptions.RayError as error:
-            failure = failure_from_ray(who, error, self._actors.pid(who))
+            failure = failure_from_ray(who, error, self._actors.members.get(who))
             if who not in self._members or isinstance(error, ray.exceptions.RayTaskError):
                 self._failed(failure)
             else:
@@ -147,7 +149,7 @@ class Replacement:
         self._names[process.member], self._members[who], self._lives[who] = who, process.member, process.life
         if lives:
             self._owners[self._actors.owners[who].watch.remote()] = who
-            self._ends.watch(who, self._actors.pid_here(who))
+            self._ends.watch(who, self._actors.local.pid(who))
 
     def died_before(self, process: Process, pid: int) -> None:
         """A process that was to join has died."""
@@ -162,9 +164,9 @@ class Replacement:
 
     def _end_sleepers(self) -> None:
         """Kill what has been stopped for half of ``stall_timeout``: others would fail, and it might wake up."""
-        for who in self._sleepers.overdue(self._actors.stopped, time.monotonic()):
+        for who in self._sleepers.overdue(self._actors.local.stopped, time.monotonic()):
             log.warning("%s was stopped for too long and is killed", who)
-            self._actors.kill(who)
+            self._actors.local.kill(who)
 
     def _notice_death(self, failure: Failure) -> None:
         if self._controller.max_failures:
@@ -246,7 +248,7 @@ class Replacement:
             self._owners[self._actors.owners[who].watch.remote()] = who
         actions = self._controller.ready(member, self._lives[who], address)
         self._entered(self._actors.took_place(who, process, target, self._controller.addresses))
-        self._ends.watch(who, self._actors.pid_here(who))
+        self._ends.watch(who, self._actors.local.pid(who))
         self.perform(actions)
         if not recovering.telling and member not in self._controller.awaited:
             self._end_recovery(recovering)
@@ -313,7 +315,7 @@ class Replacement:
         try:
             ray.get(self._actors.tell(who, "connect_peers", addresses), timeout=ANSWER_S)
         except ray.exceptions.GetTimeoutError:
-            self._actors.kill(who)
+            self._actors.local.kill(who)
         except ray.exceptions.RayError as error:
             log.debug("%s was not told where the owners are: %s", who, error)
         else:

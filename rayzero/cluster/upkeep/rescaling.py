@@ -11,7 +11,8 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors import ANSWER_S, START_S, Joining, RunActors, control
+from rayzero.cluster.actors.calls import ANSWER_S, START_S, control
+from rayzero.cluster.actors.run_actors import Joining, RunActors
 from rayzero.cluster.nodes.owner_places import check_memory, check_nodes, choose, hosts, is_placed
 from rayzero.cluster.run import Rescaled, Routing, actor_name, optimizer_name
 from rayzero.config import ScalingConfig, ZeroConfig
@@ -313,7 +314,7 @@ class Rescaling:
         for call in late:
             if call in self._starts:  # else an earlier one of them has ended the change
                 process, began = self._starts.pop(call)
-                why = f"it was not up within {now - began:.0f} s; it needs {self._actors.needs_of_an_owner}"
+                why = f"it was not up within {now - began:.0f} s; it needs {self._actors.places.needs}"
                 self._perform(self._controller.refused(process, Step.START, why))
 
     # ---- actions

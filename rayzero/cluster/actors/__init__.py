@@ -1,0 +1,1 @@
+"""The driver's end of a run's processes: it makes, calls, replaces and ends them."""

@@ -1,0 +1,98 @@
+"""Calls to a run's processes: made while their loops last, answered in time, or a failure that names the process.
+
+Calls that should answer soon have a deadline. Calls that last as long as their process (``run``, ``watch``) report its
+death at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from rayzero.cluster.nodes.session import answered
+from rayzero.cluster.run import Member
+from rayzero.cluster.supervision import Failure, death_of, failure_of, run_failed
+from rayzero.errors import ConfigError, RunFailedError
+
+__all__ = [
+    "ANSWER_S",
+    "START_S",
+    "STOP_S",
+    "actor_class",
+    "ask",
+    "ask_config",
+    "control",
+    "failure_from_ray",
+    "failure_of_call",
+]
+
+START_S = 120.0  # until an actor has imported torch and answers; slow on a loaded machine
+ANSWER_S = 30.0  # a call that only reads or sets a value
+STOP_S = 5.0  # how long a process may take to stop before it is killed
+
+_CONTROL = "control"  # concurrency group of the calls that must be answered while `run` or `watch` lasts
+
+
+def actor_class(of: type) -> Any:
+    """The Ray actor class of ``of``; calls through ``control`` are answered while another one lasts."""
+    return ray.remote(concurrency_groups={_CONTROL: 3})(of)
+
+
+def control(method: Any) -> Any:
+    """An actor's method in the concurrency group that is served while ``run`` or ``watch`` lasts."""
+    return method.options(concurrency_group=_CONTROL)
+
+
+def ask(run: str, calls: Mapping[str, Any], members: Mapping[str, Member], timeout_s: float) -> dict[str, Any]:
+    """The answers to calls already made, by process. ``members``: those whose process ids are known.
+
+    Raises RunFailedError, naming the process that failed or is late."""
+    ready, late = answered(list(calls.values()), timeout_s)
+    failed = [
+        failure
+        for who, call in calls.items()
+        if call in ready and (failure := failure_of_call(who, call, members.get(who)))
+    ]
+    if failed:
+        raise run_failed(run, failed[0], failed[1:])
+    if late:
+        names = ", ".join(who for who, call in calls.items() if call in late)
+        raise run_failed(run, Failure(who=names, what=f"gave no answer within {timeout_s:g} s"))
+    return {who: ray.get(call) for who, call in calls.items()}
+
+
+def ask_config(run: str, calls: Mapping[str, Any], members: Mapping[str, Member], timeout_s: float) -> dict[str, Any]:
+    """See ``ask``. Raises a process's ConfigError as it is: a port that is taken, an address that is none."""
+    try:
+        return ask(run, calls, members, timeout_s)
+    except RunFailedError as failed:
+        if isinstance(failed.__cause__, ConfigError):
+            raise failed.__cause__ from None
+        raise
+
+
+def failure_of_call(who: str, call: Any, member: Member | None = None) -> Failure | None:
+    """How a call that has ended has failed; None: it has an answer. ``member``: None before it has said who it is."""
+    try:
+        ray.get(call)
+    except ray.exceptions.RayError as error:
+        return failure_from_ray(who, error, member)
+    return None
+
+
+def failure_from_ray(who: str, error: ray.exceptions.RayError, member: Member | None) -> Failure:
+    """The failure of the process whose call failed."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        original = error.cause if isinstance(error.cause, BaseException) else error
+        return failure_of(who, original, traceback_text=str(error))
+    if error.args and isinstance(error.args[0], ray.exceptions.RayTaskError):  # its constructor raised
+        return failure_from_ray(who, error.args[0], member)
+    return death_of(who, None if member is None else member.pid, _detail(str(error)))
+
+
+def _detail(text: str) -> str:
+    """The part of Ray's message that says how the process ended."""
+    said = text.rpartition("Worker exit detail:")[2].partition("Some common causes")[0]
+    return " ".join(said.split())

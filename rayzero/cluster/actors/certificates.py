@@ -1,0 +1,70 @@
+"""What the processes of one run show to each other and to whoever reads their metrics, as it is by now."""
+
+from __future__ import annotations
+
+import secrets
+
+from rayzero.cluster.run import optimizer_name, rank_name
+from rayzero.config import SecurityConfig
+from rayzero.security.credentials import ANY_RANK, OWNER, Credentials, is_loopback, name_of_rank
+from rayzero.security.issuer import issuer
+from rayzero.security.metrics_access import MetricsAccess
+from rayzero.telemetry.guard import Protection
+from rayzero.telemetry.scrape import Viewer
+
+__all__ = ["Certificates"]
+
+
+class Certificates:
+    """The token and the credentials of one run, and what opens its exporters. They stay with the driver, and travel as
+    arguments of actors alone.
+
+    Knows ranks and owners by number; not their processes, nor when they get newer ones."""
+
+    def __init__(self, run: str, security: SecurityConfig, access: MetricsAccess | None = None) -> None:
+        """``access``: to the run's metrics; None: everybody has it. Raises ConfigError if files of the user's cannot be
+        used."""
+        self.token = secrets.token_hex(32)  # owners require it in every call
+        self._issuer = issuer(run, security)
+        self._access = access
+
+    def of_owner(self, owner: int) -> Credentials | None:
+        """What an owner shows to ranks and other owners; None: it uses no TLS."""
+        return None if self._issuer is None else self._issuer.issue(optimizer_name(owner), [OWNER])
+
+    def of_rank(self, rank: int | None) -> Credentials | None:
+        """What a rank shows to owners; None: it uses no TLS. ``rank``: None: any."""
+        who, name = ("any rank", ANY_RANK) if rank is None else (rank_name(rank), name_of_rank(rank))
+        return None if self._issuer is None else self._issuer.issue(who, [name])
+
+    def of_exporter(self, host: str, bind: str) -> Protection | None:
+        """What an exporter that listens on ``host`` asks of its clients; None: nothing. ``bind``: of
+        ``TelemetryConfig``."""
+        if self._access is None:
+            return None
+        return protection_at(host, bind, self._access.given, self._access.own)
+
+    @property
+    def viewer(self) -> Viewer:
+        """What opens the run's exporters to the coordinator's live page."""
+        return Viewer() if self._access is None else self._access.viewer
+
+    def refresh(self) -> bool:
+        """Whether there is something newer for everybody than before. Called once a minute. Raises ConfigError if files
+        of the user's cannot be used."""
+        access = self._access is not None and self._access.refresh()
+        return (self._issuer is not None and self._issuer.refresh()) or access
+
+    @property
+    def warnings(self) -> list[str]:
+        """Which certificates of the user's may end before the run."""
+        sources = [source for source in (self._issuer, self._access) if source is not None]
+        return [source.warning for source in sources if source.warning is not None]
+
+
+def protection_at(host: str, bind: str, given: Protection | None, own: Protection | None) -> Protection | None:
+    """What an exporter that listens on ``host`` asks of its clients; None: nothing. ``bind``: of ``TelemetryConfig``.
+    ``given``: what the web config says, ``own``: what only the run's own tools can show."""
+    if given is not None:
+        return given
+    return own if bind == "auto" and not is_loopback(host) else None

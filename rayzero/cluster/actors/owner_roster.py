@@ -1,0 +1,142 @@
+"""Who the owners of a run are: the settings of each, also of those that come later, and where it listens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from rayzero.cluster.actors.certificates import Certificates
+from rayzero.cluster.nodes.resources import ResourcePlan
+from rayzero.cluster.processes.owner_process import OwnerSettings
+from rayzero.cluster.processes.process_exporter import LOOPBACK
+from rayzero.cluster.processes.remains import Remains
+from rayzero.cluster.run import optimizer_name, rank_name
+from rayzero.config import TelemetryConfig
+from rayzero.protocol.ownership import Ownership
+
+__all__ = ["OwnerRoster", "plan_owners"]
+
+
+def plan_owners(
+    plan: ResourcePlan,
+    certificates: Certificates,
+    *,
+    memory: int | None,
+    share: Path | None,
+    stream_bytes: int,
+    telemetry: TelemetryConfig,
+    network: str | None = None,
+    beside_ranks: str | None = None,
+    replaces_members: bool = False,
+    succeeds: bool = False,
+    ownership: Ownership | None = None,
+    remains: Remains | None = None,
+) -> dict[str, OwnerSettings]:
+    """Each owner's settings by the name of its process, in order of owner index: optimizer actors, then the owners
+    beside ranks.
+
+    memory: bytes each may allocate; None: what its host has. beside_ranks: the device on which owners beside the ranks
+    have their states; None: there are none. replaces_members: whoever dies is started again. succeeds: they take over
+    what an earlier run has left, ownership: who owned what there, if that run had changed its owners. The others: see
+    ``OwnerSettings``."""
+    beside = plan.num_workers if beside_ranks is not None else 0
+
+    def settings(owner: int, threads: int, device: str) -> OwnerSettings:
+        return OwnerSettings(
+            owner=owner,
+            num_owners=plan.num_optimizers + beside,
+            threads=threads,
+            memory_budget=memory,
+            share=share,
+            stream_bytes=stream_bytes,
+            norms_every=telemetry.norms_every if telemetry.enabled else None,
+            device=device,
+            ownership=ownership,
+            replaces_members=replaces_members,
+            succeeds=succeeds,
+            token=certificates.token,
+            tls=certificates.of_owner(owner),
+            network=network,
+            remains=remains,
+        )
+
+    alone = range(plan.num_optimizers)
+    found = {optimizer_name(owner): settings(owner, plan.optimizer.threads, "cpu") for owner in alone}
+    for rank in range(beside):
+        assert beside_ranks is not None, "there are owners beside ranks"
+        found[rank_name(rank)] = settings(plan.num_optimizers + rank, plan.worker.threads, beside_ranks)
+    return found
+
+
+class OwnerRoster:
+    """The owners of one run by the names of their processes: "optimizer 0", and "rank 0" for one beside a rank.
+
+    Knows settings and addresses; not actors, nor who lives."""
+
+    def __init__(self, planned: Mapping[str, OwnerSettings], certificates: Certificates) -> None:
+        """``planned``: see ``plan_owners``. ``certificates``: with those of owners that come later."""
+        self._settings, self._certificates = dict(planned), certificates
+        self._hosts: dict[str, str] = {}
+        self.num_beside = sum(who.startswith("rank") for who in planned)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all of them, in order of owner index."""
+        return [*map(optimizer_name, range(len(self._settings) - self.num_beside)), *self.beside]
+
+    @property
+    def beside(self) -> list[str]:
+        """Of those beside ranks."""
+        return list(map(rank_name, range(self.num_beside)))
+
+    def of(self, who: str) -> OwnerSettings | None:
+        """The settings of a process; None: it is no owner."""
+        return self._settings.get(who)
+
+    def of_successor(self, who: str) -> OwnerSettings:
+        """The settings of a process that takes the place of this owner, which has died."""
+        settings = self._settings[who]
+        return replace(settings, succeeds=True, tls=self._certificates.of_owner(settings.owner))
+
+    def of_joining(self, owner: int, ownership: Ownership) -> OwnerSettings:
+        """The settings of a process that becomes an owner in the epoch of ``ownership``."""
+        return replace(
+            self._settings[optimizer_name(0)],
+            owner=owner,
+            num_owners=ownership.num_owners + self.num_beside,
+            ownership=ownership,
+            succeeds=True,
+            tls=self._certificates.of_owner(owner),
+        )
+
+    def enter(self, settings: OwnerSettings, host: str) -> None:
+        """A process that has joined is an owner, and listens on ``host``."""
+        who = optimizer_name(settings.owner)
+        self._settings[who], self._hosts[who] = settings, host
+
+    def leave(self, who: str) -> OwnerSettings:
+        """A process is no owner any more. Returns the settings that it had."""
+        self._hosts.pop(who, None)
+        return self._settings.pop(who)
+
+    def begin_epoch(self, ownership: Ownership, num_owners: int) -> None:
+        """Whoever takes the place of an owner from now on belongs to the epoch of ``ownership``. ``num_owners``: those
+        beside ranks included."""
+        for who in self._settings.keys() - set(self.beside):
+            self._settings[who] = replace(self._settings[who], num_owners=num_owners, ownership=ownership)
+
+    # ---- where they listen
+
+    def host(self, who: str) -> str:
+        """Where an owner listens."""
+        return self._hosts[who]
+
+    def listen(self, hosts: Mapping[str, str]) -> None:
+        """These owners listen there."""
+        self._hosts |= hosts
+
+    @property
+    def on_loopback(self) -> list[str]:
+        """Those that no other node reaches."""
+        return [who for who, host in self._hosts.items() if host == LOOPBACK]

@@ -1,0 +1,497 @@
+"""Creates, calls, stops and ends the actors of one run. Nothing outside of this folder creates them.
+
+The driver owns every actor, so none outlives it: Ray kills them when the driver is gone, and its janitor removes what
+they leave (cluster/janitor.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+
+from rayzero.cluster.actors.calls import (
+    ANSWER_S,
+    START_S,
+    STOP_S,
+    actor_class,
+    ask,
+    ask_config,
+    control,
+    failure_of_call,
+)
+from rayzero.cluster.actors.certificates import Certificates
+from rayzero.cluster.actors.exporters import Exporters, plan_exporters
+from rayzero.cluster.actors.local_processes import KILL_S, LocalProcesses
+from rayzero.cluster.actors.named_coordinator import make_coordinator
+from rayzero.cluster.actors.owner_roster import OwnerRoster
+from rayzero.cluster.actors.spares import Spares
+from rayzero.cluster.continuation import Former, take_over
+from rayzero.cluster.files.metrics_log import MetricsLog
+from rayzero.cluster.interrupts import shielded
+from rayzero.cluster.janitor import Janitor, KeptStates
+from rayzero.cluster.loop import PackedLoop
+from rayzero.cluster.nodes.open_files import too_few_files
+from rayzero.cluster.nodes.owner_places import OwnerPlaces, Place, hosts
+from rayzero.cluster.nodes.placement import Placement
+from rayzero.cluster.nodes.reachability import require_reached
+from rayzero.cluster.nodes.session import alive_nodes, answered, ray_answers
+from rayzero.cluster.processes.coordinator import this_process
+from rayzero.cluster.processes.optimizer_actor import OptimizerActor
+from rayzero.cluster.processes.owner_process import OwnerSettings
+from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings, Renewed
+from rayzero.cluster.processes.rank_worker import RankSettings, RankWorker
+from rayzero.cluster.run import Member, Routing, RunState, optimizer_name, rank_name
+from rayzero.config import TelemetryConfig
+from rayzero.errors import ConfigError
+from rayzero.protocol.ownership import Ownership
+from rayzero.slabs.sweep import sweep
+from rayzero.telemetry.discovery import Target
+from rayzero.telemetry.recorder import Measurements
+
+__all__ = ["Joining", "RunActors"]
+
+log = logging.getLogger(__name__)
+
+_COORDINATOR = "coordinator"
+_DRIVER = "the driver"
+
+
+@dataclass(slots=True, kw_only=True)
+class Joining:
+    """A process that becomes an owner in the next epoch."""
+
+    who: str
+    actor: Any
+    settings: OwnerSettings
+    node: str
+    host: str | None  # where it listens; None: at its node's address
+    exporter: ExporterSettings | None
+    place: Place
+    member: Member | None = None  # once it has answered
+    target: Target | None = None
+
+    @property
+    def process(self) -> str:
+        """The name of its process until then: another one may have its own."""
+        return f"{self.who} (joins)"
+
+
+class RunActors:
+    """The coordinator, owners and rank workers of one run; leaving the ``with`` block ends them all.
+
+    Knows actors and how to call them; not what a failure means for the run (supervision.py)."""
+
+    def __init__(
+        self,
+        run: str,
+        placement: Placement,
+        certificates: Certificates,
+        log: MetricsLog | None = None,
+        *,
+        cpus_are_set: bool = False,
+    ) -> None:
+        """``log``: where the coordinator writes the ranks' reports; None if ranks report to another library.
+        ``cpus_are_set``: see ``OwnerPlaces``."""
+        self._run, self._placement, self._log = run, placement, log
+        self.places = OwnerPlaces(placement, cpus_are_set)  # freed by: end()
+        self.certificates = certificates
+        self.exporters = Exporters({}, "auto", certificates)
+        self._share: Path | None = None  # directory of the slabs that owners and ranks make
+        self.local = LocalProcesses()  # freed by: end()
+        self.members: dict[str, Member] = {}
+        self.coordinator: Any = None
+        self.coordinator_life = ""
+        self.owners: dict[str, Any] = {}  # by name
+        self.ranks: dict[str, Any] = {}
+        self._roster = OwnerRoster({}, certificates)
+        self._joining: list[Joining] = []  # owners of the next epoch
+        self._parted: dict[Any, Place | None] = {}  # owner without shards, which ends -> its place
+        self.spares = Spares(0, (), self._make_spare)
+
+    def __enter__(self) -> RunActors:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with shielded():
+            self.end(politely=kind is None)
+
+    # ---- start --------------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        owners: Mapping[str, OwnerSettings],
+        *,
+        share: Path | None,
+        slab_dir: Path,
+        telemetry: TelemetryConfig,
+        max_failures: int = 0,
+        keep: KeptStates | None = None,
+        former: Former | None = None,
+        discovery_dir: Path | None = None,
+        warm_spares: int = 0,
+    ) -> Routing:
+        """Create every actor, open the owners' ports and all exporters, register them with the coordinator; returns the
+        routing table.
+
+        owners: see ``plan_owners``. share: directory of shared memory, None: none. slab_dir: where it would be.
+        max_failures: how often whoever dies may be started again (``start_owner``, ``start_rank``; the coordinator by
+        Ray). keep: what stays in shared memory if this process is killed. former: what an earlier run has left there.
+        discovery_dir: where the run will be announced to Prometheus; None: nowhere.
+
+        Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken, or
+        when a process may not open as many files as so many ranks and owners need.
+        """
+        self.coordinator = make_coordinator(self._run, self._log, max_failures)
+        self._share = share
+        self._roster = OwnerRoster(owners, self.certificates)
+        for owner in range(self._placement.plan.num_optimizers):
+            self._make_owner(owner)
+        for rank in range(self._placement.plan.num_workers):
+            self._make_rank(rank)
+        hellos = {who: self._become(who, telemetry.measure_bandwidth) for who in self.owners}
+        hellos |= {who: control(actor.hello).remote() for who, actor in self.ranks.items()}
+        self.members = self.ask({_COORDINATOR: self.coordinator.hello.remote(), **hellos}, START_S)
+        self.coordinator_life = self.ask({_COORDINATOR: self.coordinator.life.remote()}, ANSWER_S)[_COORDINATOR]
+        lead = {_COORDINATOR: self.members.pop(_COORDINATOR)}
+        why = self.too_few_files(len(self.owners), {**lead, _DRIVER: this_process(_DRIVER)})
+        if why is not None:
+            raise ConfigError(why)
+        self.local.give_janitor(Janitor(share, discovery_dir, keep=keep))
+        self._find_processes({**lead, **self.members})
+        if telemetry.enabled:
+            exporters = plan_exporters(self._run, {**lead, **self.members}, telemetry, slab_dir)
+            self.exporters = Exporters(exporters, telemetry.bind, self.certificates)
+            self._open_exporters()
+        routing = self._open_ports()
+        if share is not None and former is not None:
+            take_over(share, former)
+        self.spares = Spares(warm_spares, [self.members[who].node for who in self.owners], self._make_spare)
+        self.spares.fill()
+        return routing
+
+    def too_few_files(self, num_owners: int, others: Mapping[str, Member]) -> str | None:
+        """Why this run cannot have so many optimizer actors, by what its processes may open; see the function.
+        ``others``: processes beside those of now."""
+        return too_few_files({**self.members, **others}, len(self.ranks), num_owners, self._roster.num_beside)
+
+    @property
+    def _serving(self) -> dict[str, Any]:
+        """The actors that owners are in, by name, in order of owner index."""
+        return {who: self.handle(who) for who in self._roster.names}
+
+    def _make_owner(self, owner: int) -> Any:
+        who = optimizer_name(owner)
+        self.owners[who] = actor_class(OptimizerActor).options(**self.places.options(owner)).remote()
+        return self.owners[who]
+
+    def _become(self, who: str, measure_bandwidth: bool) -> Any:
+        """Make a process an owner; returns the call that answers with a Member."""
+        bind = self._placement.plan.bind_numa
+        become = control(self.owners[who].become)
+        return become.remote(self._roster.of(who), measure_bandwidth=measure_bandwidth, bind_numa=bind)
+
+    def _make_spare(self, owner: int) -> tuple[Any, list[Any]]:
+        actor = actor_class(OptimizerActor).options(**self._placement.spare_options(owner)).remote()
+        return actor, [control(actor.hello).remote(), actor.watch.remote()]
+
+    def _make_rank(self, rank: int) -> Any:
+        threads = self._placement.plan.worker.threads
+        options = self._placement.worker_options(rank)
+        who = rank_name(rank)
+        self.ranks[who] = actor_class(RankWorker).options(**options).remote(rank, threads, self._roster.of(who))
+        return self.ranks[who]
+
+    def _find_processes(self, everyone: Mapping[str, Member]) -> None:
+        """Note the processes that are on this node."""
+        self.local.find(everyone, ray.get_runtime_context().get_node_id())
+
+    def _open_ports(self) -> Routing:
+        nodes = {member.node for member in self.members.values()}
+        # ranks of another library may be on any host
+        one_node = len(nodes) == 1 and (bool(self.ranks) or len(alive_nodes()) == 1)
+        serving = self._serving
+        self._roster.listen({who: LOOPBACK if one_node else self.members[who].host for who in serving})
+        opened = {who: control(actor.serve).remote(self._roster.host(who)) for who, actor in serving.items()}
+        addresses = tuple(ask_config(self._run, opened, self.members, START_S).values())
+        if not one_node:
+            self._require_reached(addresses)
+        self.ask({who: control(a.connect_peers).remote(addresses) for who, a in serving.items()}, START_S)
+        return self.enlist(addresses)
+
+    def _open_exporters(self) -> None:
+        own = self.exporters.of(_COORDINATOR)
+        calls = {_COORDINATOR: self.coordinator.open_exporter.remote(own, self.certificates.viewer)}
+        for who, actor in {**self.owners, **self.ranks}.items():
+            calls[who] = control(actor.open_exporter).remote(self.exporters.of(who), self.coordinator)
+        self.exporters.opened(ask_config(self._run, calls, self.members, ANSWER_S).values())
+
+    def _require_reached(self, addresses: Sequence[str]) -> None:
+        """Raise ConfigError if one host of the run does not reach an owner, its port for calls or that for tensors; one
+        process a host tries."""
+        asked = {who: control(actor.tensor_address).remote() for who, actor in self._serving.items()}
+        tensors = {address: who for who, address in self.ask(asked, ANSWER_S).items() if address is not None}
+        everywhere = [*addresses, *tensors]
+        calls = {who: control(self.handle(who).unreachable).remote(everywhere) for who in self._one_a_node()}
+        answers = self.ask(calls, START_S)
+        owners = dict(zip(addresses, self._roster.names, strict=True))
+        require_reached({self.members[who].host: failed for who, failed in answers.items()}, owners, tensors)
+
+    def hosts_without(self, file: Path) -> list[str]:
+        """The run's hosts that do not see a file of the driver's; one process a host looks."""
+        members = self._one_a_node()
+        if len(members) < 2:
+            return []
+        calls = {who: control(self.handle(who).sees).remote(str(file)) for who in members}
+        return sorted(self.members[who].host for who, sees in self.ask(calls, ANSWER_S).items() if not sees)
+
+    def _one_a_node(self) -> list[str]:
+        """A rank or an owner on each node that has any."""
+        return list({self.members[who].node: who for who in (*self.owners, *self.ranks)}.values())
+
+    # ---- while it runs ------------------------------------------------------------------------------------------
+
+    def run_loops(self, settings: Sequence[RankSettings], packed_loop: PackedLoop) -> dict[Any, str]:
+        """Start every rank's loop. Returns call -> the rank's name; a call lasts until its loop ends. ``settings``: one
+        per rank."""
+        calls: dict[Any, str] = {}
+        for own in settings:
+            calls |= self.run_loop(own, packed_loop)
+        return calls
+
+    def run_loop(self, settings: RankSettings, packed_loop: PackedLoop) -> dict[Any, str]:
+        """Start one rank's loop; see ``run_loops``."""
+        who = rank_name(settings.rank)
+        own = replace(settings, tls=self.certificates.of_rank(settings.rank))
+        return {self.ranks[who].run.remote(own, packed_loop, self.coordinator): who}
+
+    # ---- members that are replaced ------------------------------------------------------------------------------
+
+    def start_owner(self, owner: int) -> Any:
+        """Start another process as this owner, or take a spare of its node; the dead one's place in the cluster is its
+        place. Returns the call that answers once it serves, with (member, address, exporter's target)."""
+        who = optimizer_name(owner)
+        spare = self.spares.give(self.members[who].node)
+        actor = self.owners[who] = spare or self._make_owner(owner)
+        bind = self._placement.plan.bind_numa
+        place = self._roster.host(who), self.exporters.of(who), self.coordinator
+        return control(actor.take_place).remote(self._roster.of_successor(who), bind, *place)
+
+    # ---- other owners -------------------------------------------------------------------------------------------
+
+    def join_owner(self, owner: int, ownership: Ownership, node: str) -> tuple[Joining, Any]:
+        """Start a process on ``node`` (id) that becomes an owner in the epoch of ``ownership``. Returns the call that
+        answers once it serves, as ``start_owner``'s."""
+        there = {int(who.partition(" ")[2]): self.members[who].node for who in self.owners}
+        settings = self._roster.of_joining(owner, ownership)
+        place = self.places.find(owner, node, there, {each.node: each.place for each in self._joining})
+        exporter = self._exporter_of(owner, node)
+        joining = Joining(
+            who=optimizer_name(owner),
+            actor=actor_class(OptimizerActor).options(**place.options).remote(),
+            settings=settings,
+            node=node,
+            host=LOOPBACK if self._roster.on_loopback else None,  # elsewhere, all listen at their nodes' addresses
+            exporter=exporter,
+            place=place,
+        )
+        self._joining.append(joining)
+        ask = control(joining.actor.take_place)
+        bind = self._placement.plan.bind_numa
+        return joining, ask.remote(settings, bind, joining.host, exporter, self.coordinator)
+
+    def listen_at_nodes(self, addresses: Sequence[str]) -> tuple[str, ...]:
+        """Let every owner be reached from other nodes. ``addresses``: those of now. Returns those that serve; blocks.
+        Raises ConfigError if one does not answer."""
+        listening = self._roster.on_loopback
+        opened = {who: control(self.handle(who).listen).remote(self.members[who].host) for who in listening}
+        try:
+            found = dict(zip(opened, ray.get(list(opened.values()), timeout=ANSWER_S), strict=True))
+        except ray.exceptions.RayError as error:
+            why = str(error).partition("\n")[0]
+            raise ConfigError(f"an optimizer does not listen at its node's address: {why}; ask again") from error
+        self._roster.listen({who: self.members[who].host for who in found})
+        return tuple(found.get(who, address) for who, address in zip(self._roster.names, addresses, strict=True))
+
+    def _exporter_of(self, owner: int, node: str) -> ExporterSettings | None:
+        """The exporter of an owner that joins on ``node``; None without telemetry."""
+        if not self.exporters.targets:
+            return None
+        address = next(host.address for host in hosts() if host.id == node)
+        beside_first = node == self.members[optimizer_name(0)].node
+        coming = [each.exporter for each in self._joining if each.exporter is not None]
+        return self.exporters.for_owner(owner, address, beside_first=beside_first, coming=coming)
+
+    def joined(self, joining: Joining, member: Member, target: Target | None) -> None:
+        """An owner that joins has answered. It has no shards before ``enter``."""
+        joining.member, joining.target = member, target
+        self._find_processes({joining.process: member})
+
+    def end_joining(self) -> None:
+        """Owners that were to join are not needed: end their processes. Returns when those on this node are gone: the
+        next ones would find what they have prepared."""
+        for joining in self._joining:
+            ray.kill(joining.actor)
+            self.local.let_end(joining.process)
+            self.places.free(joining.place)
+        self.local.await_ending(STOP_S)
+        self._joining = []
+
+    def enter(self, ownership: Ownership, addresses: Sequence[str]) -> None:
+        """The next epoch stands: whoever joins is an owner from now on, also in the place of another one, which parts;
+        and whoever takes an owner's place later belongs to it."""
+        joining, self._joining = self._joining, []
+        for each in joining:
+            assert each.member is not None, f"{each.who} has not answered"
+            if each.who in self.owners:
+                self._drop(each.who)
+            self.owners[each.who], self.members[each.who] = each.actor, each.member
+            self._roster.enter(each.settings, each.host or each.member.host)
+            if each.exporter is not None:
+                self.exporters.enter(each.exporter, each.target)
+            self.places.take(each.settings.owner, each.place)
+            self.local.rename(each.process, each.who)
+        self._roster.begin_epoch(ownership, len(addresses))
+
+    def part(self, actor: Any, owner: int) -> None:
+        """End the process of an owner that has no shards any more."""
+        who = optimizer_name(owner)
+        if self.owners.get(who) is actor:
+            self._drop(who)
+        control(actor.stop).remote()
+        actor.__ray_terminate__.remote()
+        self.places.free(self._parted.get(actor))
+
+    def _drop(self, who: str) -> None:
+        """The process that was an owner is none any more."""
+        actor = self.owners.pop(who)
+        self._parted[actor] = self.places.take(self._roster.leave(who).owner, None)
+        self.exporters.leave(who)
+        del self.members[who]
+        self.local.let_end(who)
+
+    def enlist(self, addresses: Sequence[str]) -> Routing:
+        """Enter who the run's processes are now where they are known. Returns the routing table."""
+        told = self.coordinator.enlist.remote(list(self.members.values()), addresses, self.exporters.targets)
+        routing: Routing = self.ask({_COORDINATOR: told}, ANSWER_S)[_COORDINATOR]
+        return routing
+
+    def take_spare(self, call: Any) -> None:
+        """Take a call of ``spares.calls`` that has ended."""
+        member = self.spares.take(call)
+        if member is not None:
+            self._find_processes({member.who: member})
+
+    def start_rank(self, rank: int) -> Any:
+        """Start another process as this rank. Returns the call that answers once it is there, as ``start_owner``'s."""
+        who = rank_name(rank)
+        return control(self._make_rank(rank).take_place).remote(self.exporters.of(who), self.coordinator)
+
+    def took_place(self, who: str, member: Member, target: Target | None, addresses: Sequence[str]) -> Routing:
+        """A new process has answered: enter it where the run's processes are known. Returns the routing table with
+        ``addresses``."""
+        before = self.members[who]
+        self.members[who] = member
+        self._find_processes({who: member})
+        if target is not None:
+            self.exporters.opened([target])
+        log.info("%s is pid %d now, it was pid %d", who, member.pid, before.pid)
+        return self.enlist(addresses)
+
+    def resume_coordinator(self, routing: Routing) -> int:
+        """Ray has started another coordinator: tell it what the last one knew. Returns its process id."""
+        known = list(self.members.values()), routing, self.exporters.targets
+        again = self.exporters.again(_COORDINATOR), self.certificates.viewer
+        told = self.coordinator.resume.remote(*known, *again)
+        member: Member = self.ask({_COORDINATOR: told}, ANSWER_S)[_COORDINATOR]
+        self._find_processes({_COORDINATOR: member})
+        return member.pid
+
+    def tell(self, who: str, method: str, *arguments: Any) -> Any:
+        """Call a method of a member while its loop or its service lasts; returns the call. What a dead one does not
+        answer, the call that lasts as long as its process reports."""
+        return control(getattr(self.handle(who), method)).remote(*arguments)
+
+    def handle(self, who: str) -> Any:
+        """The actor of a member."""
+        return self.owners.get(who) or self.ranks[who]
+
+    def move(self, state: RunState, error: str | None = None) -> None:
+        """Set the run's state at the coordinator."""
+        self.ask({_COORDINATOR: self.coordinator.move.remote(state, error)}, ANSWER_S)
+
+    def renew(self, who: str) -> Any:
+        """Send a member, or the coordinator, its newest certificates. Returns the call."""
+        exporter = self.exporters.of(who)
+        metrics = None if exporter is None else exporter.protection
+        if who == _COORDINATOR:
+            return self.coordinator.renew.remote(Renewed(metrics=metrics, viewer=self.certificates.viewer))
+        owner = self._roster.of(who)
+        serves = None if owner is None else self.certificates.of_owner(owner.owner)
+        if who in self.owners:
+            return control(self.owners[who].renew).remote(Renewed(tls=serves, metrics=metrics))
+        rank = self.certificates.of_rank(int(who.partition(" ")[2]))
+        return control(self.ranks[who].renew).remote(Renewed(tls=rank, beside=serves, metrics=metrics))
+
+    @property
+    def everybody(self) -> list[str]:
+        """The coordinator and the members, by name."""
+        return [_COORDINATOR, *self.members]
+
+    def ask(self, calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The answers to calls already made, by process. Raises RunFailedError, naming the process that failed or is
+        late."""
+        return ask(self._run, calls, self.members, timeout_s)
+
+    def has_lost_host(self, who: str | None = None) -> bool:
+        """Whether the node of a member (None: of this process) has left the cluster."""
+        host = ray.get_runtime_context().get_node_id() if who is None else self.members[who].node
+        return all(node["NodeID"] != host for node in ray.nodes() if node["Alive"])
+
+    # ---- end ----------------------------------------------------------------------------------------------------
+
+    def stop_ranks(self, loops: Mapping[Any, str], reason: str) -> list[Any]:
+        """Ask every rank to end its loop, and kill those that do not within ``STOP_S``. Returns the calls that
+        ended."""
+        told = [control(rank.stop).remote(reason) for rank in self.ranks.values()]
+        ready, stuck = answered(list(loops), STOP_S)
+        for loop in stuck:
+            ray.kill(self.ranks[loops[loop]])
+        del told
+        return ready
+
+    def stop_owners(self, timeout_s: float = ANSWER_S) -> dict[str, Measurements]:
+        """Close every owner that answers within ``timeout_s``. Returns each one's measurements, except those of owners
+        beside ranks."""
+        calls = {who: control(owner.stop).remote() for who, owner in self.owners.items()}
+        beside = [control(self.ranks[who].stop_owner).remote() for who in self._roster.beside if who in self.ranks]
+        ready, _ = answered([*calls.values(), *beside], timeout_s)
+        return {who: ray.get(call) for who, call in calls.items() if call in ready and not failure_of_call(who, call)}
+
+    def end(self, *, politely: bool) -> None:
+        """End every actor; returns when those on this node are gone. Idempotent.
+
+        ``politely``: let their exit handlers run (the user's loop may have set some), for at most ``STOP_S``."""
+        actors = [*self.ranks.values(), *self.owners.values(), *(each.actor for each in self._joining), *self._parted]
+        actors += [*self.spares.actors, self.coordinator]
+        alive = [actor for actor in actors if actor is not None]
+        if politely:
+            asked = [actor.__ray_terminate__.remote() for actor in (*self.ranks.values(), *self.owners.values())]
+            self.local.await_all(STOP_S)
+            del asked
+        for actor in alive:
+            ray.kill(actor)
+        self.local.kill_stopped()
+        self.local.see_gone(KILL_S if ray_answers() else 0.0)  # a Ray that is gone kills nobody
+        self.places.close()
+        self._joining, self._parted = [], {}
+        self.coordinator, self.owners, self.ranks = None, {}, {}
+        self.spares = Spares(0, (), self._make_spare)
+        if self._share is not None and self._share.is_dir():
+            sweep(self._share)  # slabs of killed processes on this node; other nodes have janitors (slabs/janitor.py)
+        self.local.close()

@@ -1,0 +1,96 @@
+"""What each owner of a run is told of itself: at the start, in a dead one's place, and in the next epoch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayzero.cluster.actors.certificates import Certificates
+from rayzero.cluster.actors.owner_roster import OwnerRoster, plan_owners
+from rayzero.cluster.nodes.resources import ResourcePlan, Share
+from rayzero.cluster.processes.process_exporter import LOOPBACK
+from rayzero.config import SecurityConfig, TelemetryConfig
+from rayzero.layout.rescale import Rescale
+from rayzero.protocol.ownership import Ownership
+
+PLAN = ResourcePlan(
+    worker=Share(cpus=2, gpus=0, threads=2),
+    optimizer=Share(cpus=3, gpus=0, threads=3),
+    num_workers=2,
+    num_optimizers=3,
+    groups=(),
+    bind_numa=False,
+)
+SHARE = Path("/dev/shm")
+
+
+def planned(certificates: Certificates, **others: Any) -> Any:
+    given = {"memory": 1 << 30, "share": SHARE, "stream_bytes": 1 << 18, "telemetry": TelemetryConfig(norms_every=5)}
+    return plan_owners(PLAN, certificates, **given | others)
+
+
+@pytest.fixture
+def certificates() -> Certificates:
+    return Certificates("demo", SecurityConfig())
+
+
+def test_optimizers_come_first_and_owners_beside_ranks_have_the_ranks_device_and_threads(
+    certificates: Certificates,
+) -> None:
+    found = planned(certificates, beside_ranks="cuda:0", succeeds=True, replaces_members=True, network="10.0.0.0/8")
+    assert [(who, own.owner, own.num_owners, own.threads, own.device) for who, own in found.items()] == [
+        ("optimizer 0", 0, 5, 3, "cpu"),
+        ("optimizer 1", 1, 5, 3, "cpu"),
+        ("optimizer 2", 2, 5, 3, "cpu"),
+        ("rank 0", 3, 5, 2, "cuda:0"),
+        ("rank 1", 4, 5, 2, "cuda:0"),
+    ]
+    for own in found.values():
+        assert (own.token, own.share, own.norms_every) == (certificates.token, SHARE, 5)
+        assert (own.succeeds, own.replaces_members, own.network) == (True, True, "10.0.0.0/8")
+        assert own.tls is not None
+    assert OwnerRoster(found, certificates).names == list(found)
+
+
+def test_nobody_measures_norms_without_telemetry(certificates: Certificates) -> None:
+    found = planned(certificates, telemetry=TelemetryConfig(norms_every=5, enabled=False))
+    assert [own.norms_every for own in found.values()] == [None] * 3
+
+
+def test_a_successor_is_told_so_and_gets_its_own_certificate(certificates: Certificates) -> None:
+    found = planned(certificates)
+    roster = OwnerRoster(found, certificates)
+    successor = roster.of_successor("optimizer 1")
+    assert replace(successor, succeeds=False, tls=None) == replace(found["optimizer 1"], tls=None)
+    assert successor.succeeds
+    assert successor.tls not in (None, found["optimizer 1"].tls)
+    assert roster.of("optimizer 1") == found["optimizer 1"], "until it has the place"
+
+
+def test_the_next_epoch_is_that_of_all_who_take_a_place_later(certificates: Certificates) -> None:
+    roster = OwnerRoster(planned(certificates, beside_ranks="cpu"), certificates)
+    roster.listen(dict.fromkeys(roster.names, LOOPBACK))
+    next_one = Ownership(3).then(Rescale.to(4, 3))
+    joins = roster.of_joining(3, next_one)
+    assert (joins.owner, joins.num_owners, joins.ownership, joins.succeeds) == (3, 6, next_one, True)
+    roster.enter(joins, "10.0.0.7")
+    roster.begin_epoch(next_one, 6)
+    assert roster.names == ["optimizer 0", "optimizer 1", "optimizer 2", "optimizer 3", "rank 0", "rank 1"]
+    assert (roster.host("optimizer 3"), "optimizer 3" in roster.on_loopback) == ("10.0.0.7", False)
+    for who in roster.names[:4]:
+        assert (roster.of_successor(who).num_owners, roster.of_successor(who).ownership) == (6, next_one)
+    beside = roster.of("rank 0")
+    assert beside is not None
+    assert (beside.num_owners, beside.ownership) == (5, None), "a rank that dies ends the run"
+    assert roster.leave("optimizer 3").owner == 3
+    assert (len(roster.names), roster.of("optimizer 3")) == (5, None)
+
+
+def test_who_listens_at_its_node_is_not_on_loopback_any_more(certificates: Certificates) -> None:
+    roster = OwnerRoster(planned(certificates), certificates)
+    roster.listen(dict.fromkeys(roster.names, LOOPBACK))
+    roster.listen({"optimizer 0": "10.0.0.7", "optimizer 2": "10.0.0.8"})
+    assert roster.on_loopback == ["optimizer 1"]
