@@ -122,8 +122,8 @@ def train(host: Host, folder: Path, address: str, *settings: str) -> Training:
 
 def shut(a: Host, b: Host) -> None:
     """Put a firewall before ``b``, which lets Ray's connections through: Ray has its ports already. Who connects from
-    ``a`` to a process of a run gets no answer."""
-    ports_of_a, ports_of_b = range(40_000, 41_000), range(50_000, 51_000)
+    ``a`` to a process of a run gets no answer. Other hosts have other ports, and notice nothing."""
+    ports_of_a, ports_of_b = range(20_000, 21_000), range(21_000, 22_000)
     a.give_ports(ports_of_a)
     b.give_ports(ports_of_b)
     b.drop_answers(ports_of_b, ports_of_a)

@@ -98,7 +98,7 @@ def net(
 
 def tensor_address(server: OwnerServer) -> str:
     """Where a server's ranks open their connections for tensors."""
-    found = server.tensor_address
+    found = server.tensor_address(server.address)
     assert found is not None
     return found
 

@@ -623,7 +623,7 @@ def test_a_connection_that_is_not_there_is_a_broken_link() -> None:
 
 def test_a_run_without_connections_names_no_port_for_them() -> None:
     with serving(stream_bytes=NEVER_BESIDE) as (server,):
-        assert server.tensor_address is None
+        assert server.tensor_address(server.address) is None
 
 
 def test_a_rank_may_have_so_many_connections() -> None:

@@ -30,6 +30,7 @@ from rayzero.cluster.actors.exporters import Exporters, plan_exporters
 from rayzero.cluster.actors.local_processes import KILL_S, LocalProcesses
 from rayzero.cluster.actors.named_coordinator import make_coordinator
 from rayzero.cluster.actors.owner_roster import OwnerRoster
+from rayzero.cluster.actors.reach_trial import Listener, ReachTrial, Tries
 from rayzero.cluster.actors.spares import Spares
 from rayzero.cluster.continuation import Former, take_over
 from rayzero.cluster.files.metrics_log import MetricsLog
@@ -39,7 +40,6 @@ from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.nodes.open_files import too_few_files
 from rayzero.cluster.nodes.owner_places import OwnerPlaces, Place, hosts
 from rayzero.cluster.nodes.placement import Placement
-from rayzero.cluster.nodes.reachability import require_reached
 from rayzero.cluster.nodes.session import alive_nodes, answered, ray_answers
 from rayzero.cluster.processes.coordinator import this_process
 from rayzero.cluster.processes.optimizer_actor import OptimizerActor
@@ -232,15 +232,18 @@ class RunActors:
         self.exporters.opened(ask_config(self._run, calls, self.members, ANSWER_S).values())
 
     def _require_reached(self, addresses: Sequence[str]) -> None:
-        """Raise ConfigError if one host of the run does not reach an owner, its port for calls or that for tensors; one
-        process a host tries."""
-        asked = {who: control(actor.tensor_address).remote() for who, actor in self._serving.items()}
-        tensors = {address: who for who, address in self.ask(asked, ANSWER_S).items() if address is not None}
-        everywhere = [*addresses, *tensors]
-        calls = {who: control(self.handle(who).unreachable).remote(everywhere) for who in self._one_a_node()}
-        answers = self.ask(calls, START_S)
-        owners = dict(zip(addresses, self._roster.names, strict=True))
-        require_reached({self.members[who].host: failed for who, failed in answers.items()}, owners, tensors)
+        """Raise ConfigError if one host of the run does not reach an owner; one process a host tries."""
+        listeners = self._listeners(addresses)
+        tries = (Tries(who, self.members[who].host, self.handle(who), listeners) for who in self._one_a_node())
+        trial = ReachTrial(tries)
+        self.ask({who: call for call, who in trial.calls.items()}, START_S)
+        for call in trial.calls:
+            trial.take(call)
+        trial.require()
+
+    def _listeners(self, addresses: Sequence[str]) -> tuple[Listener, ...]:
+        named = zip(self._roster.names, addresses, strict=True)
+        return tuple(Listener(who, address, self.handle(who)) for who, address in named)
 
     def hosts_without(self, file: Path) -> list[str]:
         """The run's hosts that do not see a file of the driver's; one process a host looks."""
@@ -251,8 +254,8 @@ class RunActors:
         return sorted(self.members[who].host for who, sees in self.ask(calls, ANSWER_S).items() if not sees)
 
     def _one_a_node(self) -> list[str]:
-        """A rank or an owner on each node that has any."""
-        return list({self.members[who].node: who for who in (*self.owners, *self.ranks)}.values())
+        """An owner on each node that has any, or else a rank, whose loop may be busy."""
+        return list({self.members[who].node: who for who in (*self.ranks, *self.owners)}.values())
 
     # ---- while it runs ------------------------------------------------------------------------------------------
 
@@ -331,6 +334,18 @@ class RunActors:
         """An owner that joins has answered. It has no shards before ``enter``."""
         joining.member, joining.target = member, target
         self._find_processes({joining.process: member})
+
+    def try_to_reach(self, joining: Joining, address: str, addresses: Sequence[str]) -> ReachTrial:
+        """Have other hosts connect to an owner that joins, and that one to the others. ``address``: its own;
+        ``addresses``: those of the owners of now."""
+        assert joining.member is not None, f"{joining.who} has not answered"
+        if joining.host == LOOPBACK:  # all are on one host
+            return ReachTrial([])
+        new = Listener(joining.who, address, joining.actor)
+        others = [who for who in self._one_a_node() if self.members[who].node != joining.node]
+        tries = [Tries(who, self.members[who].host, self.handle(who), (new,)) for who in others]
+        back = Tries(joining.process, joining.member.host, joining.actor, self._listeners(addresses))
+        return ReachTrial([*tries, back])
 
     def end_joining(self) -> None:
         """Owners that were to join are not needed: end their processes. Returns when those on this node are gone: the

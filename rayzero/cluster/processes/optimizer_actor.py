@@ -81,9 +81,9 @@ class OptimizerActor:
         """Start serving on a free port of ``host``; the address for ranks and other owners."""
         return self._served.serve(host)
 
-    def tensor_address(self) -> str | None:
+    def tensor_address(self, address: str) -> str | None:
         """See ``OwnerServer.tensor_address``."""
-        return self._served.tensor_address()
+        return self._served.tensor_address(address)
 
     def listen(self, host: str) -> str:
         """Serve on a free port of ``host``, too, for processes on other nodes; the address there."""
@@ -131,9 +131,10 @@ class OptimizerActor:
         """See ``OwnerServer.abandon``."""
         self._served.abandon()
 
-    def unreachable(self, addresses: Sequence[str]) -> dict[str, str]:
-        """Those owners' addresses that this host does not reach, and why."""
-        return unreachable(addresses)
+    def unreachable(self, addresses: Sequence[str], *tensors: str | None) -> dict[str, str]:
+        """Those owners' addresses that this host does not reach, and why. ``tensors``: more of them, where there are
+        any."""
+        return unreachable([*addresses, *filter(None, tensors)])
 
     def sees(self, path: str) -> bool:
         """Whether a file that the driver has written is on this host, too."""

@@ -80,10 +80,10 @@ class ServedOwner:
         )
         return self._server.address
 
-    def tensor_address(self) -> str | None:
+    def tensor_address(self, address: str) -> str | None:
         """See ``OwnerServer.tensor_address``."""
         assert self._server is not None, "serve() comes first"
-        return self._server.tensor_address
+        return self._server.tensor_address(address)
 
     def listen(self, host: str) -> str:
         """Serve on a free port of ``host``, too; the address there."""

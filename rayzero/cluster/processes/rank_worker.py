@@ -94,9 +94,10 @@ class RankWorker:
         """Who and where this is."""
         return this_process(rank_name(self._rank))
 
-    def unreachable(self, addresses: Sequence[str]) -> dict[str, str]:
-        """Those owners' addresses that this host does not reach, and why."""
-        return unreachable(addresses)
+    def unreachable(self, addresses: Sequence[str], *tensors: str | None) -> dict[str, str]:
+        """Those owners' addresses that this host does not reach, and why. ``tensors``: more of them, where there are
+        any."""
+        return unreachable([*addresses, *filter(None, tensors)])
 
     def sees(self, path: str) -> bool:
         """Whether a file that the driver has written is on this host, too."""
@@ -139,9 +140,9 @@ class RankWorker:
             if self._table is not None:
                 self._table.succeed(owner, address)
 
-    def tensor_address(self) -> str | None:
+    def tensor_address(self, address: str) -> str | None:
         """See ``OwnerServer.tensor_address``."""
-        return self._beside.tensor_address()
+        return self._beside.tensor_address(address)
 
     def listen(self, host: str) -> str:
         """See ``ServedOwner.listen``."""

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from rayzero.cluster.actors.calls import ANSWER_S, START_S, control
+from rayzero.cluster.actors.reach_trial import ReachTrial
 from rayzero.cluster.actors.run_actors import Joining, RunActors
 from rayzero.cluster.nodes.owner_places import check_memory, check_nodes, choose, hosts, is_placed
 from rayzero.cluster.run import Rescaled, Routing, actor_name, optimizer_name
@@ -91,6 +92,14 @@ class _Change:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A process that joins and is up, while the run's hosts try to reach it."""
+
+    address: str
+    trial: ReachTrial
+
+
 class Rescaling:
     """Carries out what the Controller says of a change of the owners.
 
@@ -124,6 +133,7 @@ class Rescaling:
         self._change: _Change | None = None
         self._joining: dict[Process, Joining] = {}
         self._starts: dict[Any, tuple[Process, float]] = {}  # call -> who joins, when it was made
+        self._arrivals: dict[Process, _Arrival] = {}  # of those that are up
         self._watched: dict[Any, Process] = {}  # call -> who joins, as long as it lives
         self._dead: set[Process] = set()  # of those that join
         self._handles: dict[Process, Any] = {}  # of those that take part in the change
@@ -251,7 +261,8 @@ class Rescaling:
     @property
     def calls(self) -> list[Any]:
         """The calls to wait for; give those that end to ``take``."""
-        return [*self._starts, *self._watched, *self._asked]
+        trials = [call for arrival in self._arrivals.values() for call in arrival.trial.calls]
+        return [*self._starts, *self._watched, *trials, *self._asked]
 
     def take(self, call: Any) -> bool:
         """One of ``calls`` has ended. False: it is none of them."""
@@ -266,7 +277,11 @@ class Rescaling:
         elif call in self._asked:
             self._take_answer(call, *self._asked.pop(call))
         else:
-            return False
+            tried = [process for process, arrival in self._arrivals.items() if call in arrival.trial.calls]
+            for process in tried:
+                self._arrivals[process].trial.take(call)
+                self._let_in(process)
+            return bool(tried)
         return True
 
     def _take_start(self, call: Any, process: Process) -> None:
@@ -285,7 +300,21 @@ class Rescaling:
             return
         self._watched[joining.actor.watch.remote()] = process
         self._progress(f"{self._change}: {len(self._watched)} of {len(self._joining)} new processes are up")
-        self._perform(self._controller.ready(process.member, process.life, address))
+        trial = self._actors.try_to_reach(joining, address, self._controller.addresses)
+        self._arrivals[process] = _Arrival(address, trial)
+        self._let_in(process)
+
+    def _let_in(self, process: Process) -> None:
+        """Once all have tried to reach a process that joins: what stands in the next epoch cannot be given up."""
+        if self._arrivals[process].trial.calls:
+            return
+        arrival = self._arrivals.pop(process)
+        try:
+            arrival.trial.require()
+        except ConfigError as error:
+            self._perform(self._controller.refused(process, Step.START, str(error)))
+        else:
+            self._perform(self._controller.ready(process.member, process.life, arrival.address))
 
     def _take_answer(self, call: Any, process: Process, step: Step) -> None:
         try:
@@ -366,6 +395,7 @@ class Rescaling:
     def _abandon(self, owners: Sequence[Process], why: str) -> None:
         """Whoever has not answered yet still will, and is released then."""
         self._starts, self._watched, self._joining, self._handles, self._dead = {}, {}, {}, {}, set()
+        self._arrivals = {}
         told = [self._actors.tell(actor_name(owner.member), "abandon") for owner in owners]
         if told:  # before another attempt asks anything
             ray.wait(told, num_returns=len(told), timeout=ANSWER_S)

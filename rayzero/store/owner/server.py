@@ -145,13 +145,12 @@ class OwnerServer:
             log.warning("optimizer %d listens on %s without TLS", self._owner, address)
         return address
 
-    @property
-    def tensor_address(self) -> str | None:
-        """Where clients that know this owner by its ``address`` make connections for tensors; None: nothing is large
-        enough for one."""
+    def tensor_address(self, address: str) -> str | None:
+        """Where clients that know this owner by ``address`` make connections for tensors; None: nothing is large enough
+        for one."""
         if self._terms.stream_bytes >= NEVER_BESIDE:
             return None
-        host = self.address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
         return _joined(host, self._tensors.port_at(host))
 
     async def _listen(self, host: str, port: int) -> str:
