@@ -10,17 +10,14 @@ from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from rayzero.concurrency.futures import DONE, chain, fail, settled, then
-from rayzero.concurrency.processes import this_process
+from rayzero.concurrency.futures import DONE, settled, then
 from rayzero.config.zero import HostFetch, HostPush, HostVoice, speaks_for_host
 from rayzero.errors import (
     ConfigError,
     EpochOverError,
-    HandshakeError,
     RayZeroError,
     StateLostError,
     UnsupportedError,
@@ -29,7 +26,7 @@ from rayzero.kernels.rank_sum import summed_with
 from rayzero.memory.malloc import keep_some_buffers
 from rayzero.protocol.gathers import UnitGathers
 from rayzero.protocol.gradient_sum import FormerRank
-from rayzero.protocol.messages import LOOP_STEPS, PROTOCOL_VERSION, Attached, LoopState, ModelSpec, Pushed
+from rayzero.protocol.messages import LOOP_STEPS, Attached, LoopState, ModelSpec, Pushed
 from rayzero.protocol.ownership import Ownership
 from rayzero.quantities import format_bytes
 from rayzero.security.credentials import Identity
@@ -40,7 +37,8 @@ from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.gathers.host_gathers import Host, join_gathers
 from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.links.channel import QUICK_S, BrokenLinkError, Channel
-from rayzero.store.rank.links.owner_link import OwnerLink, say_goodbye
+from rayzero.store.rank.links.handshake import Handshake
+from rayzero.store.rank.links.owner_link import OwnerLink, answers_of, say_goodbye
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
 from rayzero.store.rank.memory.host_ranks import HostRanks
 from rayzero.store.rank.memory.relay_memory import RelayMemory, join_memory
@@ -68,12 +66,6 @@ from rayzero.store.wire.rpc import from_failure
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 log = logging.getLogger(__name__)
-
-_LEASE = 0.5
-"""Of ``stall_timeout``: how long a rank's link may be down before owners that cannot see its process take it for gone.
-So the others, who wait for that rank, hear the reason before their own wait counts as stalled, and by default (300 s)
-it is far longer than the 20 s after which either end notices a link that swallows everything."""
-
 
 _MAKING_S = 120.0
 """How long another rank of the host may take to make memory for what comes from elsewhere: tens of seconds for a large
@@ -175,6 +167,7 @@ class RemoteConnection:
             )
             for owner, address in enumerate(addresses)
         ]
+        self._handshake = Handshake(rank, self._links, stall_timeout)
         self._keep_pushed = outlives_owners and keep_pushed
         self._board = PublishBoard()
         self._watch = StallWatch(rank, stall_timeout)
@@ -219,15 +212,9 @@ class RemoteConnection:
         self._windows: UnitWindows | None = None
         self._gradients: GradientRegion | None = None
         self._lead: RemoteLead | None = None  # after attach
-        self._greeted = False  # an owner may know this rank, so leave() tells all of them
         self._plan: SharedPlan | None = None  # after attach
         self._repeats: RepeatedPushes | None = None  # after attach, if this rank keeps what it pushes
         self._came_back: int | None = None  # the step with which it did, while memory of its former lives is there
-        self._spec = b""  # the model's, as JSON; it is sent only where an owner needs it
-        self._attaching: pb.AttachRequest | None = None  # what every owner, and every successor, is asked
-        self._sharing: pb.ShareRequest | None = None  # the same, of those of this host
-        self._offered: Mapping[int, pb.SharedFiles] = {}  # by owner of this host
-        self._successors: dict[int, Any] = {}  # by owner, what its last successor has answered
         self._keeps: list[pb.KeepRequest] = []  # what the keeper has of the loop's state, for a successor
 
     # ---- handshake
@@ -236,16 +223,14 @@ class RemoteConnection:
         """Shake hands with every owner; see ``Connection.attach``."""
         if self._lead is None:
             self._summed = self._summed_with(spec)
-        answers = self._shake_hands(spec)
+        self._shake_hands(spec)
         plan = SharedPlan.of(spec, len(self._links), self._ownership)
-        step = answers[plan.shard_map.owner(0)].step
+        step = self._handshake.answers[plan.shard_map.owner(0)].step
         if self._lead is None:
-            offers = {link.owner: answer.shared for link, answer in zip(self._links, answers, strict=True)}
-            ours = {owner: files for owner, files in offers.items() if files.control}
             try:
-                self._join_host(plan, ours, step, page_lock)
+                self._join_host(plan, step, page_lock)
             except RayZeroError:
-                self._check_successors(answers)  # the cause, if what an owner offered has gone with it
+                self._handshake.check_successors()  # the cause, if what an owner offered has gone with it
                 self._shake_hands(spec)  # fails with the cause, if it has gone because the next epoch has begun there
                 raise
             if self._gradients is None and self._keep_pushed:
@@ -257,16 +242,19 @@ class RemoteConnection:
             self._repeats, self._plan = self._repeated(plan, former), plan
             if self.life:
                 self._push_again()
-            self._check_successors(answers)
-        return self._joined(plan, answers, step, page_lock)
+            self._handshake.check_successors()
+        return self._joined(plan, page_lock)
 
-    def _joined(self, plan: SharedPlan, answers: Sequence[Any], step: int, page_lock: torch.device | None) -> Joined:
+    def _joined(self, plan: SharedPlan, page_lock: torch.device | None) -> Joined:
         if self._senders:
             keep_some_buffers()  # message buffers would otherwise be fresh pages each time
         assert self._lead is not None
+        answers = self._handshake.answers
         return Joined(
             attached=Attached(
-                version=answers[0].version, needs_load=any(answer.needs_load for answer in answers), step=step
+                version=answers[0].version,
+                needs_load=any(answer.needs_load for answer in answers),
+                step=answers[plan.shard_map.owner(0)].step,
             ),
             spec=plan.spec,
             shard_map=plan.shard_map,
@@ -283,78 +271,14 @@ class RemoteConnection:
             transport="+".join(sorted({way.transport for way in self._transfers}, reverse=True)),
         )
 
-    def _shake_hands(self, spec: ModelSpec, told: tuple[int, pb.Told] | None = None) -> list[Any]:
-        """Attach to every owner; returns answers by owner. Raises HandshakeError unless kernel and version agree.
+    def _shake_hands(self, spec: ModelSpec, told: tuple[int, pb.Told] | None = None) -> None:
+        """Attach to every owner; see ``Handshake.attach``."""
+        host = host_identity(self._share) if self._share is not None and self._shares else ""
+        self._handshake.attach(spec, host=host, summed=self._summed, voice=self._voice_of(spec), told=told)
 
-        told: the lead's index, and what it has to know of what this rank has told another lead."""
-        self._greeted = True
-        # an owner allocates, or restores a checkpoint, before it answers: it has at least as long as any other call
-        deadline_s = max(QUICK_S, self.stall_timeout)
-        self._spec = translate.spec_to_bytes(spec)
-        request = pb.AttachRequest(
-            protocol_version=PROTOCOL_VERSION,
-            rank=self.rank,
-            spec_digest=translate.spec_digest(self._spec),
-            layout_digest=spec.layout.digest,
-            num_owners=len(self._links),
-            host=host_identity(self._share) if self._share is not None and self._shares else "",
-            process=translate.process_to_pb(this_process()),
-            lease_s=self.stall_timeout * _LEASE,
-            summed=self._summed,
-            voice=self._voice_of(spec),
-        )
-        asked = {}
-        self._attaching = request
-        for link in self._links:
-            link.open()
-            mine = _to_owner(request, link.owner)
-            if told is not None and link.owner == told[0]:
-                mine.told.CopyFrom(told[1])
-            asked[link] = self._greet(link, mine, deadline_s)
-        answers = self._all(asked, deadline_s)
-        self._require_same("kernel", [answer.kernel for answer in answers])
-        self._require_same("version", [answer.version for answer in answers])
-        return answers
-
-    def _greet(self, link: OwnerLink, request: pb.AttachRequest, deadline_s: float) -> Future[Any]:
-        """Attach to one owner, and again with the whole spec if it needs that; does not block."""
-        greeted = Future[Any]()
-
-        def answered(asked: Future[Any]) -> None:
-            if asked.exception() is None and asked.result().needs_spec:
-                chain(link.ask("Attach", self._whole(request), deadline_s), greeted)
-            else:
-                chain(asked, greeted)
-
-        link.ask("Attach", request, deadline_s).add_done_callback(answered)
-        return greeted
-
-    def _whole(self, request: pb.AttachRequest) -> pb.AttachRequest:
-        whole = pb.AttachRequest(spec=self._spec)
-        whole.MergeFrom(request)
-        return whole
-
-    def _all(self, asked: Mapping[OwnerLink, Future[Any]], deadline_s: float) -> list[Any]:
-        """The answers of several owners, by owner; blocks. Raises StallError if a link is down all that time."""
-        futures.wait(asked.values(), deadline_s + 1.0)
-        for link, answer in asked.items():
-            if not answer.done() and (down := link.down()) is not None:
-                fail(answer, down)
-        return [answer.result() for answer in asked.values()]
-
-    def _require_same(self, what: str, values: Sequence[Any]) -> None:
-        for link, value in zip(self._links, values, strict=True):
-            if value != values[0]:
-                raise HandshakeError(
-                    f"{self._links[0].name} has {what} {values[0]!r}, {link.name} has {value!r}: "
-                    "all owners of a run must agree"
-                )
-
-    def _join_host(
-        self, plan: SharedPlan, offers: Mapping[int, pb.SharedFiles], step: int, page_lock: torch.device | None
-    ) -> None:
-        """Share memory with the owners of this host. ``offers``: the files that each of them offers, by owner.
-        ``step``: the open one."""
+    def _join_host(self, plan: SharedPlan, step: int, page_lock: torch.device | None) -> None:
+        """Share memory with the owners of this host. ``step``: the open one."""
+        offers = self._handshake.offers
         away = [link.owner for link in self._links if link.owner not in offers]
         if self._share_with_all and away:
             raise UnsupportedError(
@@ -508,13 +432,7 @@ class RemoteConnection:
                 copies=self._fetches,
                 recorder=self.recorder,
             )
-        controls = {owner: files.control for owner, files in offers.items()}
-        files = translate.paths_to_pb(shared.offer())
-        request = pb.ShareRequest(rank=self.rank, files=files, controls=controls, back_at=back_at)
-        self._sharing, self._offered = request, offers
-        deadline_s = max(QUICK_S, self.stall_timeout)
-        links = [self._links[owner] for owner in offers]
-        self._all({link: link.ask("Share", request, deadline_s) for link in links}, deadline_s)
+        self._handshake.share(shared.offer(), back_at)
 
     def join_gathers(self, spec: ModelSpec, device: str) -> UnitGathers | None:
         """See ``Connection.join_gathers``."""
@@ -576,11 +494,11 @@ class RemoteConnection:
         self._shares_with_owners, self._summed, self._host = self._shares, before._summed, before._host
         lead, told = plan.shard_map.owner(0), self._lead.told()
         self._lead.enter(self._links[lead], self._shared, self._watch)  # first: its successor is told the same
-        answers = self._shake_hands(plan.spec, (lead, told))
+        self._shake_hands(plan.spec, (lead, told))
+        answers, offers = self._handshake.answers, self._handshake.offers
         for link, answer in zip(self._links, answers, strict=True):
             if answer.needs_load:
-                raise self._lacks_values(link)
-        offers = {link.owner: a.shared for link, a in zip(self._links, answers, strict=True) if a.shared.control}
+                raise self._handshake.lost_values(link)
         away = [link.owner for link in self._links if link.owner not in offers]
         elsewhere = {} if self._windows is None or self._windows.page_locked else self._elsewhere(away)
         if self._shared is not None:
@@ -598,8 +516,8 @@ class RemoteConnection:
             if not self._keep_pushed:
                 raise self._kept_nothing(self._links[owner])
         self._push_again()
-        self._check_successors(answers)
-        return self._joined(plan, answers, answers[lead].step, page_lock=None)
+        self._handshake.check_successors()
+        return self._joined(plan, page_lock=None)
 
     def _keep_again(self) -> None:
         """Give the loop's state to the owner that keeps it now."""
@@ -621,51 +539,30 @@ class RemoteConnection:
         """Shake hands with a successor, which has taken over its predecessor's memory, and give it again what this rank
         has sent and only the predecessor had. Raises StateLostError if it lacks values that the predecessor had,
         or if this rank has not kept what it pushed."""
-        if self._attaching is None:
+        if not self._handshake.has_begun:
             return
         if self._plan is not None and link.owner in self._senders and not self._keep_pushed:
             raise self._kept_nothing(link)
-        deadline_s = max(QUICK_S, self.stall_timeout)
-        request = _to_owner(self._attaching, link.owner)
-        request.told.SetInParent()
+        told = None
         if self._lead is not None and self._lead.is_over(link):
             if self._voice is not None:
                 self._voice.drop()
-            request.told.CopyFrom(self._lead.told())
-        answer = channel.answer(channel.start("Attach", request, deadline_s))
-        if answer.needs_spec:
-            answer = channel.answer(channel.start("Attach", self._whole(request), deadline_s))
-        self._successors[link.owner] = answer
+            told = self._lead.told()
+        self._handshake.greet(link, channel, told)
+        deadline_s = max(QUICK_S, self.stall_timeout)
         for kept in self._keeps if link is self._keeper else ():
             channel.answer(channel.start("Keep", kept, deadline_s))
-        offered = self._offered.get(link.owner)
-        lacks = answer.needs_load or (offered is not None and answer.shared != offered)
-        if self._plan is not None and lacks:
-            raise self._lacks_values(link)
-        if offered is not None:
-            channel.answer(channel.start("Share", self._sharing, deadline_s))
+        if self._plan is not None:
+            self._handshake.require_values(link)
+        self._handshake.share_again(link, channel)
         self._wires[link.owner].stage_again(channel, self.stall_timeout)
-        if offered is None and self._repeats is not None:
+        if link.owner in self._senders and self._repeats is not None:
             self._repeats.send(link.owner, channel)
-
-    def _check_successors(self, answers: Sequence[Any]) -> None:
-        """Raise StateLostError if an owner has died since it answered, and its successor has other memory.
-        ``_rejoin`` sees that from then on. ``answers``: by owner, those that this rank went on with."""
-        for owner, now in list(self._successors.items()):
-            before = answers[owner]
-            if (before.shared.control and now.shared != before.shared) or (now.needs_load and not before.needs_load):
-                raise self._lacks_values(self._links[owner])
 
     def _kept_nothing(self, link: OwnerLink) -> StateLostError:
         return StateLostError(
             f"optimizer {link.owner} has died, and rank {self.rank}, which reaches it over gRPC, has kept nothing "
             "that it pushed: resume from the newest checkpoint; keep_pushed=True lets a run go on"
-        )
-
-    def _lacks_values(self, link: OwnerLink) -> StateLostError:
-        return StateLostError(
-            f"rank {self.rank}: {link.name} has died before it had published every first value, and its successor "
-            "lacks some: start the run again"
         )
 
     def _repeated(self, plan: SharedPlan, former: FormerRank = NOTHING) -> RepeatedPushes | None:
@@ -693,13 +590,7 @@ class RemoteConnection:
             left = former_ranks(plan, f"rank {self.rank}", self._shared.directory, step - 1).get(self.rank)
             if left is not None:
                 return left
-        assert self._attaching is not None
-        self._attaching.lost_before = step
-        deadline_s = max(QUICK_S, self.stall_timeout)
-        links = [self._links[owner] for owner in self._senders]
-        self._all(
-            {link: self._greet(link, _to_owner(self._attaching, link.owner), deadline_s) for link in links}, deadline_s
-        )
+        self._handshake.admit_loss(self._senders, before=step)
         return NOTHING
 
     def _push_again(self) -> None:
@@ -715,7 +606,7 @@ class RemoteConnection:
         stays down."""
         deadline_s, channel = max(QUICK_S, self.stall_timeout), None
         while self._repeats is not None:
-            channel = self._all({link: link.when_open(after=channel)}, deadline_s)[0]
+            channel = answers_of({link: link.when_open(after=channel)}, deadline_s)[0]
             try:
                 self._repeats.send(link.owner, channel)
                 return
@@ -801,7 +692,7 @@ class RemoteConnection:
         self._closing.set()
         if self._voice_line is not None:
             self._voice_line.close()  # what the voice has not said yet, this rank says itself, before it leaves
-        if self._greeted:
+        if self._handshake.has_begun:
             say_goodbye(self._links, reason)
         self._board.fail(closed_error(self.rank))
         self._order.fail(closed_error(self.rank))
@@ -835,10 +726,3 @@ def _size_of(directory: Path) -> int:
     """Bytes of the file system of a directory, used or not."""
     found = os.statvfs(directory)
     return found.f_blocks * found.f_frsize
-
-
-def _to_owner(request: pb.AttachRequest, owner: int) -> pb.AttachRequest:
-    mine = pb.AttachRequest()
-    mine.CopyFrom(request)
-    mine.owner = owner
-    return mine
