@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from rayzero.concurrency.futures import DONE, settled, then
+from rayzero.concurrency.futures import settled
 from rayzero.config.zero import HostFetch, HostPush, HostVoice, speaks_for_host
 from rayzero.errors import (
     ConfigError,
@@ -26,7 +26,7 @@ from rayzero.kernels.rank_sum import summed_with
 from rayzero.memory.malloc import keep_some_buffers
 from rayzero.protocol.gathers import UnitGathers
 from rayzero.protocol.gradient_sum import FormerRank
-from rayzero.protocol.messages import LOOP_STEPS, Attached, LoopState, ModelSpec, Pushed
+from rayzero.protocol.messages import Attached, LoopState, ModelSpec, Pushed
 from rayzero.protocol.ownership import Ownership
 from rayzero.quantities import format_bytes
 from rayzero.security.credentials import Identity
@@ -39,6 +39,7 @@ from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.links.channel import QUICK_S, BrokenLinkError, Channel
 from rayzero.store.rank.links.handshake import Handshake
 from rayzero.store.rank.links.owner_link import OwnerLink, answers_of, say_goodbye
+from rayzero.store.rank.loop_states import LoopStates
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
 from rayzero.store.rank.memory.host_ranks import HostRanks
 from rayzero.store.rank.memory.relay_memory import RelayMemory, join_memory
@@ -58,7 +59,6 @@ from rayzero.store.rank.voice.notices import HostNotices
 from rayzero.store.rank.voice.speaker import Voice
 from rayzero.store.shm.former_ranks import former_ranks
 from rayzero.store.shm.host_sums import GradientBytes, adding_threads
-from rayzero.store.shm.loop_slab import loop_slabs
 from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.same_host import host_identity
 from rayzero.store.wire import translate
@@ -214,8 +214,7 @@ class RemoteConnection:
         self._lead: RemoteLead | None = None  # after attach
         self._plan: SharedPlan | None = None  # after attach
         self._repeats: RepeatedPushes | None = None  # after attach, if this rank keeps what it pushes
-        self._came_back: int | None = None  # the step with which it did, while memory of its former lives is there
-        self._keeps: list[pb.KeepRequest] = []  # what the keeper has of the loop's state, for a successor
+        self._loop: LoopStates | None = None  # after attach
 
     # ---- handshake
 
@@ -238,7 +237,16 @@ class RemoteConnection:
             link = self._links[plan.shard_map.owner(0)]
             self._lead = RemoteLead(link, self._shared, self._watch, self.epochs)  # freed by: free()
             self._open_voice(plan)
-            former, self._came_back = (self._former(plan, step), step) if self.life else (NOTHING, None)
+            self._loop = LoopStates(
+                self.rank,
+                self._keeper,
+                plan,
+                self._shared,
+                self._share,
+                maps=self._keeper.owner not in self._senders,
+                back_at=step if self.life else None,
+            )
+            former = self._former(plan, step) if self.life else NOTHING
             self._repeats, self._plan = self._repeated(plan, former), plan
             if self.life:
                 self._push_again()
@@ -487,13 +495,15 @@ class RemoteConnection:
         Raises as ``attach`` does, and StateLostError if an owner lacks what this rank has not kept."""
         assert before._plan is not None
         assert before._lead is not None
+        assert before._loop is not None
         plan = SharedPlan.of(before._plan.spec, len(self._links), self._ownership)
         self._shared, self._windows, self._gradients = before._shared, before._windows, before._gradients
-        self._lead, self._keeps, self._shares = before._lead, before._keeps, before._shares_with_owners
-        self._came_back, self._relay = before._came_back, before._relay
+        self._lead, self._loop, self._shares = before._lead, before._loop, before._shares_with_owners
+        self._relay = before._relay
         self._shares_with_owners, self._summed, self._host = self._shares, before._summed, before._host
         lead, told = plan.shard_map.owner(0), self._lead.told()
         self._lead.enter(self._links[lead], self._shared, self._watch)  # first: its successor is told the same
+        self._loop.enter(self._keeper)
         self._shake_hands(plan.spec, (lead, told))
         answers, offers = self._handshake.answers, self._handshake.offers
         for link, answer in zip(self._links, answers, strict=True):
@@ -511,23 +521,13 @@ class RemoteConnection:
         self._want_sums()
         self._open_voice(plan)
         self._repeats, self._plan = self._repeated(plan), plan
-        self._keep_again()
+        self._loop.give_all(plan, maps=self._keeper.owner not in self._senders)
         for owner in self._senders:
             if not self._keep_pushed:
                 raise self._kept_nothing(self._links[owner])
         self._push_again()
         self._handshake.check_successors()
         return self._joined(plan, page_lock=None)
-
-    def _keep_again(self) -> None:
-        """Give the loop's state to the owner that keeps it now."""
-        path, states = (None, []) if self._shared is None else self._shared.kept()
-        if path is not None and self._keeper.owner not in self._senders:
-            self._keeps = [pb.KeepRequest(rank=self.rank, slab=path)]
-        elif path is not None:
-            self._keeps = [pb.KeepRequest(rank=self.rank, state=translate.loop_state_to_pb(each)) for each in states]
-        for kept in self._keeps:
-            self._keeper.ask("Keep", kept).result()
 
     # ---- successors of owners
 
@@ -549,9 +549,8 @@ class RemoteConnection:
                 self._voice.drop()
             told = self._lead.told()
         self._handshake.greet(link, channel, told)
-        deadline_s = max(QUICK_S, self.stall_timeout)
-        for kept in self._keeps if link is self._keeper else ():
-            channel.answer(channel.start("Keep", kept, deadline_s))
+        if self._loop is not None and self._loop.is_with(link):
+            self._loop.give(channel, max(QUICK_S, self.stall_timeout))
         if self._plan is not None:
             self._handshake.require_values(link)
         self._handshake.share_again(link, channel)
@@ -621,44 +620,18 @@ class RemoteConnection:
     # ---- the loop's state
 
     def keep(self, state: LoopState) -> Future[None]:
-        """See ``Connection.keep``. Owner ``rank`` mod K keeps it: it maps this rank's slab, or gets the bytes. A rank
-        that shares memory writes its slab in any case: the next life finds it, also if that owner dies too."""
-        link = self._keeper
-        new = None if self._shared is None else self._shared.keep(state)
-        if self._shared is not None and self._came_back is not None and state.step >= self._came_back + 3:
-            # a step is decided behind theirs, so all that they pushed is applied, and this one's loop has newer states
-            self._shared.remove_former_lives()
-            self._came_back = None
-        if self._shared is not None and link.owner not in self._senders:
-            if new is not None:  # rare: the owner maps it before this rank may die
-                self._keeps = [pb.KeepRequest(rank=self.rank, slab=new)]
-                link.ask("Keep", self._keeps[0]).result()
-            return DONE
-        request = pb.KeepRequest(rank=self.rank, state=translate.loop_state_to_pb(state))
-        self._keeps = [*(kept for kept in self._keeps if kept.state.step >= state.step - 1), request]
-        return then(link.ask("Keep", request), lambda _: None)
+        """See ``Connection.keep``."""
+        assert self._loop is not None
+        return self._loop.keep(state)
 
     def kept(self) -> list[LoopState]:
         """See ``Connection.kept``."""
-        answer = self._keeper.ask("GetKept", pb.GetKeptRequest(rank=self.rank)).result()
-        states = [*self._left_here(), *map(translate.loop_state_from_pb, answer.states)]
-        parts = {(state.step, state.part): state for state in states}
-        oldest = max((step for step, _ in parts), default=0) - LOOP_STEPS
-        return [state for (step, _), state in sorted(parts.items()) if step > oldest]
-
-    def _left_here(self) -> list[LoopState]:
-        """The states that earlier lives of this rank have left in shared memory, if their keeper is elsewhere."""
-        if self._share is None or self._plan is None or self._keeper.owner not in self._senders:
-            return []
-        found = loop_slabs(self._plan, f"rank {self.rank}", self._share, lambda rank: rank == self.rank)
-        states = [state for slab in found.get(self.rank, []) for state in slab.states()]
-        for slab in found.get(self.rank, []):
-            slab.close()
-        return states
+        assert self._loop is not None
+        return self._loop.kept()
 
     @property
     def _keeper(self) -> OwnerLink:
-        """The owner that keeps this rank's loop state."""
+        """The owner that keeps the states of this rank's loop."""
         return self._links[self.rank % len(self._links)]
 
     # ---- notices
