@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from rayzero.concurrency.futures import settled
-from rayzero.config.zero import HostFetch, HostPush, HostVoice, speaks_for_host
+from rayzero.config.zero import HostFetch, HostPush, HostVoice
 from rayzero.errors import (
     ConfigError,
     EpochOverError,
@@ -54,9 +54,7 @@ from rayzero.store.rank.transfers.relayed import RelayedTransfers
 from rayzero.store.rank.transfers.repeated_pushes import NOTHING, RepeatedPushes
 from rayzero.store.rank.transfers.shared import SharedTransfers
 from rayzero.store.rank.transfers.wire import WireOptions, WireTransfers, transfer_threads
-from rayzero.store.rank.voice.line import VoiceLine, voice_address
-from rayzero.store.rank.voice.notices import HostNotices
-from rayzero.store.rank.voice.speaker import Voice
+from rayzero.store.rank.voice.participant import VoiceParticipant
 from rayzero.store.shm.former_ranks import former_ranks
 from rayzero.store.shm.host_sums import GradientBytes, adding_threads
 from rayzero.store.shm.plan import SharedPlan
@@ -195,10 +193,18 @@ class RemoteConnection:
         self._senders: dict[int, GradientSender] = {wire.owner: wire for wire in self._wires}
         self._share, self._share_with_all = share, share_with_all
         self._token, self._host_push, self._ranks_here = token, host_push, tuple(ranks_here)
-        self._host_voice, self._model, self._epoch = host_voice, model, epoch
-        self._voice: Voice | None = None  # after attach, if this rank speaks for its host. freed by: end(), leave()
-        self._voice_line: VoiceLine | None = None  # after attach, to the voice. freed by: end(), leave()
-        self._host_notices: HostNotices | None = None  # after attach, what this rank hears from the voice
+        self._model = model
+        self._voice = VoiceParticipant(  # freed by: end(), leave(), and _join()
+            host_voice,
+            rank,
+            self._ranks_here,
+            share,
+            key=token,
+            model=model,
+            epoch=epoch,
+            life=life,
+            stall_timeout=stall_timeout,
+        )
         self._fetches_here = host_fetch != "never"
         self._summed: tuple[int, ...] = ()  # after attach: whose gradients come elsewhere as one sum
         self._host: HostRanks | None = None  # the same, if there are any. freed by: free()
@@ -282,7 +288,7 @@ class RemoteConnection:
     def _shake_hands(self, spec: ModelSpec, told: tuple[int, pb.Told] | None = None) -> None:
         """Attach to every owner; see ``Handshake.attach``."""
         host = host_identity(self._share) if self._share is not None and self._shares else ""
-        self._handshake.attach(spec, host=host, summed=self._summed, voice=self._voice_of(spec), told=told)
+        self._handshake.attach(spec, host=host, summed=self._summed, voice=self._voice.who_speaks(spec), told=told)
 
     def _join_host(self, plan: SharedPlan, step: int, page_lock: torch.device | None) -> None:
         """Share memory with the owners of this host. ``step``: the open one."""
@@ -365,47 +371,18 @@ class RemoteConnection:
             if self._senders:
                 log.info("rank %d: gradients of ranks %s leave this host as one sum", self.rank, list(self._summed))
 
-    def _voice_of(self, spec: ModelSpec) -> int | None:
-        """The rank of this host that asks the lead for all of them; None: each asks itself."""
-        speaks = speaks_for_host(self._host_voice, len(self._ranks_here), spec.world_size)
-        return min(self._ranks_here) if speaks and self._share is not None else None
-
     def _open_voice(self, plan: SharedPlan) -> None:
         """Ask the lead through the voice of this host, if the lead is elsewhere, and hear through it of other owners
         that are; and be it, if this rank is the one."""
-        voice, lead = self._voice_of(plan.spec), plan.shard_map.owner(0)
-        if voice is None or not self._senders:
-            return
-        assert self._share is not None
-        address = voice_address(
-            self._token, plan.spec.run, plan.spec.lineage, self._model, self._epoch, host_identity(self._share), voice
-        )
-        away = {owner: self._links[owner] for owner in self._senders}
-        if voice == self.rank:
-            try:
-                self._voice = Voice(address, self.rank, self._ranks_here, self._links[lead], self.stall_timeout, away)
-            except OSError as error:
-                log.warning("rank %d cannot speak for its host, whose ranks ask themselves: %s", self.rank, error)
-        else:
-            self._host_notices = HostNotices(away, self._board)
-        self._voice_line = VoiceLine(address, self.rank, self.life, self._host_notices)
-        if lead in away:
-            assert self._lead is not None
-            self._lead.speak_through(self._voice_line)
-
-    def _close_voice(self) -> None:
-        """Ask through nobody any more, and speak for nobody; after the links are closed. Idempotent."""
-        if self._voice_line is not None:
-            self._voice_line.close()
-        if self._voice is not None:
-            self._voice.close()
+        assert self._lead is not None
+        lead, away = self._links[plan.shard_map.owner(0)], {owner: self._links[owner] for owner in self._senders}
+        self._lead.speak_through(self._voice.open(plan.spec, lead, away, self._board))
 
     def _join(self) -> None:
         """Wait for the threads of links and of the line to the voice, once these are closed."""
         for link in self._links:
             link.join()
-        if self._voice_line is not None:
-            self._voice_line.join()
+        self._voice.join()
 
     def _elsewhere(self, away: Sequence[int]) -> dict[int, Arena]:
         """What this host has of the parameters of the owners ``away``, by owner."""
@@ -479,7 +456,7 @@ class RemoteConnection:
             self._host_fetches.end(over)
         for link in self._links:
             link.close()
-        self._close_voice()
+        self._voice.close()
         self._watch.close(over)
 
     def retire(self) -> None:
@@ -545,8 +522,7 @@ class RemoteConnection:
             raise self._kept_nothing(link)
         told = None
         if self._lead is not None and self._lead.is_over(link):
-            if self._voice is not None:
-                self._voice.drop()
+            self._voice.drop()
             told = self._lead.told()
         self._handshake.greet(link, channel, told)
         if self._loop is not None and self._loop.is_with(link):
@@ -637,11 +613,9 @@ class RemoteConnection:
     # ---- notices
 
     def _hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
-        if self._voice is not None and link.owner in self._senders:
-            self._voice.pass_on(link.owner, notice.published)  # first: what follows here may take a while
+        self._voice.pass_on(link, notice)  # first: what follows here may take a while
         self._board.publish(link.owner, translate.published_from_pb(notice))
-        if self._host_notices is not None and notice.HasField("process"):
-            self._host_notices.reopened(link.owner)
+        self._voice.heard(link, notice)
         if notice.HasField("abort"):
             log.debug("rank %d: %s ends the run: %s", self.rank, link.name, notice.abort.message)
             self._board.release(link.owner, from_failure(notice.abort))
@@ -663,8 +637,7 @@ class RemoteConnection:
     def leave(self, reason: str) -> None:
         """Tell the owners and end every wait; see ``Connection.leave``."""
         self._closing.set()
-        if self._voice_line is not None:
-            self._voice_line.close()  # what the voice has not said yet, this rank says itself, before it leaves
+        self._voice.leave()  # what the voice has not said yet, this rank says itself, before it leaves
         if self._handshake.has_begun:
             say_goodbye(self._links, reason)
         self._board.fail(closed_error(self.rank))
@@ -673,7 +646,7 @@ class RemoteConnection:
             self._host_fetches.end(closed_error(self.rank))
         for link in self._links:
             link.close()  # an attach in another thread fails
-        self._close_voice()
+        self._voice.close()
         self._watch.close()  # after the links, so that no unanswered question holds up its thread
 
     def free(self) -> None:
