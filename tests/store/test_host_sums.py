@@ -337,7 +337,7 @@ def test_no_stream_is_opened_to_send_again_what_needs_not_go_any_more(stack: Exi
     """Owners refuse an empty one: found by a rank that came back twice."""
     place = Place(stack, [0, 0])
     [rank, _] = place.start(make_spec(2))
-    wire = rank.store.connection._wires[0]  # type: ignore[attr-defined]
+    wire = rank.store.connection._ways.wires[0]  # type: ignore[attr-defined]
     channel = wire._link.channel()
     wire.push_again(channel, lambda: iter(()), 0, 1.0)
     assert sum(place.pushed()) == 0

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,6 @@ from rayzero.errors import (
     ConfigError,
     EpochOverError,
     RayZeroError,
-    StateLostError,
     UnsupportedError,
 )
 from rayzero.kernels.rank_sum import summed_with
@@ -32,13 +29,13 @@ from rayzero.quantities import format_bytes
 from rayzero.security.credentials import Identity
 from rayzero.slabs.arena import Arena
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.connection import GradientSender, Joined, Transfers
+from rayzero.store.rank.connection import Joined
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.gathers.host_gathers import Host, join_gathers
 from rayzero.store.rank.lead_line import RemoteLead
-from rayzero.store.rank.links.channel import QUICK_S, BrokenLinkError, Channel
+from rayzero.store.rank.links.channel import QUICK_S, Channel
 from rayzero.store.rank.links.handshake import Handshake
-from rayzero.store.rank.links.owner_link import OwnerLink, answers_of, say_goodbye
+from rayzero.store.rank.links.owner_link import OwnerLink, say_goodbye
 from rayzero.store.rank.loop_states import LoopStates
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
 from rayzero.store.rank.memory.host_ranks import HostRanks
@@ -46,15 +43,12 @@ from rayzero.store.rank.memory.relay_memory import RelayMemory, join_memory
 from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.rank.publish_board import PublishBoard
-from rayzero.store.rank.push_order import PushOrder
 from rayzero.store.rank.stall import StallWatch
 from rayzero.store.rank.store import closed_error
-from rayzero.store.rank.transfers.host_fetches import HostFetches
-from rayzero.store.rank.transfers.relayed import RelayedTransfers
-from rayzero.store.rank.transfers.repeated_pushes import NOTHING, RepeatedPushes
-from rayzero.store.rank.transfers.shared import SharedTransfers
-from rayzero.store.rank.transfers.wire import WireOptions, WireTransfers, transfer_threads
+from rayzero.store.rank.transfers.repeated_pushes import NOTHING, RepeatedPushes, nothing_kept
+from rayzero.store.rank.transfers.wire import WireOptions
 from rayzero.store.rank.voice.participant import VoiceParticipant
+from rayzero.store.rank.ways import Ways
 from rayzero.store.shm.former_ranks import former_ranks
 from rayzero.store.shm.host_sums import GradientBytes, adding_threads
 from rayzero.store.shm.plan import SharedPlan
@@ -169,28 +163,15 @@ class RemoteConnection:
         self._keep_pushed = outlives_owners and keep_pushed
         self._board = PublishBoard()
         self._watch = StallWatch(rank, stall_timeout)
-        self._order = PushOrder()
-        self._closing = threading.Event()
-        self._fetches, streams = transfer_threads(len(addresses), rank, "fetch")
-        self._pushes, _ = transfer_threads(len(addresses), rank, "push")
-        self._wires = [
-            WireTransfers(
-                link,
-                fetches=self._fetches,
-                pushes=self._pushes,
-                board=self._board,
-                order=self._order,
-                watch=self._watch,
-                closing=self._closing,
-                lead_says=self._lead_says,
-                options=options,
-                recorder=self.recorder,
-                streams=streams,
-            )
-            for link in self._links
-        ]
-        self._transfers: list[Transfers] = list(self._wires)  # by owner
-        self._senders: dict[int, GradientSender] = {wire.owner: wire for wire in self._wires}
+        self._ways = Ways(  # freed by: retire() and free()
+            rank,
+            self._links,
+            options,
+            board=self._board,
+            watch=self._watch,
+            lead_says=self._lead_says,
+            recorder=self.recorder,
+        )
         self._share, self._share_with_all = share, share_with_all
         self._token, self._host_push, self._ranks_here = token, host_push, tuple(ranks_here)
         self._model = model
@@ -209,9 +190,7 @@ class RemoteConnection:
         self._summed: tuple[int, ...] = ()  # after attach: whose gradients come elsewhere as one sum
         self._host: HostRanks | None = None  # the same, if there are any. freed by: free()
         self._join_memory = partial(join_memory, host_fetch, key=token, model=model, who=f"rank {rank}")
-        self._chunk_bytes = chunk_bytes
         self._relay: RelayMemory | None = None  # after attach, if this host keeps what comes from elsewhere
-        self._host_fetches: HostFetches | None = None  # the same; freed by: retire() and free()
         self._shares = True  # with owners of this host: a rank that began without any goes on without
         self._shares_with_owners = False  # or has shared
         self._shared: SharedRank | None = None  # after attach, if an owner of this host shares memory
@@ -249,7 +228,7 @@ class RemoteConnection:
                 plan,
                 self._shared,
                 self._share,
-                maps=self._keeper.owner not in self._senders,
+                maps=self._keeper.owner not in self._ways.senders,
                 back_at=step if self.life else None,
             )
             former = self._former(plan, step) if self.life else NOTHING
@@ -260,7 +239,7 @@ class RemoteConnection:
         return self._joined(plan, page_lock)
 
     def _joined(self, plan: SharedPlan, page_lock: torch.device | None) -> Joined:
-        if self._senders:
+        if self._ways.senders:
             keep_some_buffers()  # message buffers would otherwise be fresh pages each time
         assert self._lead is not None
         answers = self._handshake.answers
@@ -272,17 +251,17 @@ class RemoteConnection:
             ),
             spec=plan.spec,
             shard_map=plan.shard_map,
-            transfers=self._transfers,
-            senders=self._senders,
+            transfers=self._ways.transfers,
+            senders=self._ways.senders,
             lead=self._lead,
             windows=self._windows,
-            fetches=self._host_fetches,
+            fetches=self._ways.fetches,
             host=self._host,
             gradients=self._gradients,
-            keeps_pushed=self._keep_pushed and bool(self._senders),
+            keeps_pushed=self._keep_pushed and bool(self._ways.senders),
             gradient_tier="shm" if self._shared is not None else "ram" if page_lock is None else "pinned",
             kernel=answers[0].kernel,
-            transport="+".join(sorted({way.transport for way in self._transfers}, reverse=True)),
+            transport=self._ways.transport,
         )
 
     def _shake_hands(self, spec: ModelSpec, told: tuple[int, pb.Told] | None = None) -> None:
@@ -311,7 +290,8 @@ class RemoteConnection:
             self._share_with_host(plan, offers, step, page_lock, elsewhere)
         elif elsewhere:
             self._windows = UnitWindows(plan, elsewhere, page_lock=None)  # freed by: free()
-        self._fetch_for_host(plan, away)
+        if self._relay is not None:
+            self._ways.relay(self._relay, plan.spec.layout.units, self._windows)
 
     def _summed_with(self, spec: ModelSpec) -> tuple[int, ...]:
         """The ranks of this host, itself included, with which this one adds its gradients before they travel; empty:
@@ -352,7 +332,7 @@ class RemoteConnection:
         for owner, files in offers.items():
             shared.meet(owner, translate.paths_from_pb(files))
         if offers:
-            self._share_memory(shared, offers, back_at=step if self.life else None)
+            self._share_memory(shared, back_at=step if self.life else None)
             self._shares_with_owners = True
         if offers or elsewhere:
             self._windows = shared.windows(elsewhere)  # freed by: free()
@@ -367,15 +347,15 @@ class RemoteConnection:
     def _want_sums(self) -> None:
         """Let the ranks of this host whose gradients leave it as one sum find each other, if any leave it."""
         if self._host is not None:
-            self._host.want(sums=bool(self._senders))
-            if self._senders:
+            self._host.want(sums=bool(self._ways.senders))
+            if self._ways.senders:
                 log.info("rank %d: gradients of ranks %s leave this host as one sum", self.rank, list(self._summed))
 
     def _open_voice(self, plan: SharedPlan) -> None:
         """Ask the lead through the voice of this host, if the lead is elsewhere, and hear through it of other owners
         that are; and be it, if this rank is the one."""
         assert self._lead is not None
-        lead, away = self._links[plan.shard_map.owner(0)], {owner: self._links[owner] for owner in self._senders}
+        lead, away = self._links[plan.shard_map.owner(0)], {owner: self._links[owner] for owner in self._ways.senders}
         self._lead.speak_through(self._voice.open(plan.spec, lead, away, self._board))
 
     def _join(self) -> None:
@@ -388,35 +368,10 @@ class RemoteConnection:
         """What this host has of the parameters of the owners ``away``, by owner."""
         return {} if self._relay is None else dict.fromkeys(away, self._relay.shards)
 
-    def _fetch_for_host(self, plan: SharedPlan, away: Sequence[int]) -> None:
-        """Reach the owners of other hosts through the host's memory for what comes from there, if there is any."""
-        if self._relay is None:
-            return
-        self._host_fetches = HostFetches(self.rank, self._relay, self._watch, chunk_bytes=self._chunk_bytes)
-        for owner in away:
-            self._transfers[owner] = RelayedTransfers(
-                self._wires[owner],
-                plan.spec.layout.units,
-                self._host_fetches,
-                self._windows,
-                board=self._board,
-                copies=self._fetches,
-                recorder=self.recorder,
-            )
-
-    def _share_memory(self, shared: SharedRank, offers: Mapping[int, pb.SharedFiles], back_at: int | None) -> None:
+    def _share_memory(self, shared: SharedRank, back_at: int | None) -> None:
         """Reach the owners of this host, whose files are mapped, through shared memory, and let them map this
         rank's."""
-        for owner in offers:
-            del self._senders[owner]
-            self._transfers[owner] = SharedTransfers(
-                owner,
-                shared,
-                self._wires[owner],
-                board=self._board,
-                copies=self._fetches,
-                recorder=self.recorder,
-            )
+        self._ways.share(self._handshake.offers, shared)
         self._handshake.share(shared.offer(), back_at)
 
     def join_gathers(self, spec: ModelSpec, device: str) -> UnitGathers | None:
@@ -449,11 +404,8 @@ class RemoteConnection:
     def end(self) -> None:
         """The epoch of these owners is over: end every wait and call. Idempotent."""
         over = EpochOverError(f"rank {self.rank}: other owners have taken over")
-        self._closing.set()
         self._board.fail(over)
-        self._order.fail(over)
-        if self._host_fetches is not None:
-            self._host_fetches.end(over)
+        self._ways.end(over)
         for link in self._links:
             link.close()
         self._voice.close()
@@ -461,11 +413,8 @@ class RemoteConnection:
 
     def retire(self) -> None:
         """End every transfer and thread, after ``end``. What this rank has itself stays, for the next connection."""
-        for pool in (self._fetches, self._pushes):
-            pool.shutdown(wait=True)
+        self._ways.close()
         self._join()
-        if self._host_fetches is not None:
-            self._host_fetches.close()
 
     def take_over(self, before: RemoteConnection) -> Joined:
         """Shake hands with the owners of this epoch, and go on where ``before``, which is retired, has ended; blocks.
@@ -491,17 +440,18 @@ class RemoteConnection:
         if self._shared is not None:
             memories = {owner: translate.paths_from_pb(files) for owner, files in offers.items()}
             self._shared.enter(plan, memories, self._board, elsewhere)
-            self._share_memory(self._shared, offers, back_at=answers[lead].step if self.life else None)
+            self._share_memory(self._shared, back_at=answers[lead].step if self.life else None)
         elif self._windows is not None:
             self._windows.enter(plan, elsewhere)
-        self._fetch_for_host(plan, away)
+        if self._relay is not None:
+            self._ways.relay(self._relay, plan.spec.layout.units, self._windows)
         self._want_sums()
         self._open_voice(plan)
         self._repeats, self._plan = self._repeated(plan), plan
-        self._loop.give_all(plan, maps=self._keeper.owner not in self._senders)
-        for owner in self._senders:
+        self._loop.give_all(plan, maps=self._keeper.owner not in self._ways.senders)
+        for owner in self._ways.senders:
             if not self._keep_pushed:
-                raise self._kept_nothing(self._links[owner])
+                raise nothing_kept(self.rank, owner)
         self._push_again()
         self._handshake.check_successors()
         return self._joined(plan, page_lock=None)
@@ -518,8 +468,8 @@ class RemoteConnection:
         or if this rank has not kept what it pushed."""
         if not self._handshake.has_begun:
             return
-        if self._plan is not None and link.owner in self._senders and not self._keep_pushed:
-            raise self._kept_nothing(link)
+        if self._plan is not None and link.owner in self._ways.senders and not self._keep_pushed:
+            raise nothing_kept(self.rank, link.owner)
         told = None
         if self._lead is not None and self._lead.is_over(link):
             self._voice.drop()
@@ -530,15 +480,9 @@ class RemoteConnection:
         if self._plan is not None:
             self._handshake.require_values(link)
         self._handshake.share_again(link, channel)
-        self._wires[link.owner].stage_again(channel, self.stall_timeout)
-        if link.owner in self._senders and self._repeats is not None:
+        self._ways.wires[link.owner].stage_again(channel, self.stall_timeout)
+        if link.owner in self._ways.senders and self._repeats is not None:
             self._repeats.send(link.owner, channel)
-
-    def _kept_nothing(self, link: OwnerLink) -> StateLostError:
-        return StateLostError(
-            f"optimizer {link.owner} has died, and rank {self.rank}, which reaches it over gRPC, has kept nothing "
-            "that it pushed: resume from the newest checkpoint; keep_pushed=True lets a run go on"
-        )
 
     def _repeated(self, plan: SharedPlan, former: FormerRank = NOTHING) -> RepeatedPushes | None:
         """What owners elsewhere may have to get again; None: nothing is kept for them."""
@@ -548,9 +492,9 @@ class RemoteConnection:
             self.rank,
             plan,
             self._gradients,
-            self._wires,
+            self._ways.wires,
             self._board,
-            self._order,
+            self._ways.order,
             self.stall_timeout,
             former,
             self._host,
@@ -565,28 +509,13 @@ class RemoteConnection:
             left = former_ranks(plan, f"rank {self.rank}", self._shared.directory, step - 1).get(self.rank)
             if left is not None:
                 return left
-        self._handshake.admit_loss(self._senders, before=step)
+        self._handshake.admit_loss(self._ways.senders, before=step)
         return NOTHING
 
     def _push_again(self) -> None:
-        """Send again what owners elsewhere may lack, to all of them at once; blocks."""
-        sending = [self._pushes.submit(self._push_again_to, self._links[owner]) for owner in self._senders]
-        futures.wait(sending)
-        for each in sending:
-            each.result()
-
-    def _push_again_to(self, link: OwnerLink) -> None:
-        """Send again what an owner may lack, over whatever channel is open. If that breaks, all of it goes over the
-        next one: who answers there may be a successor, which drops what it has already. Raises StallError if the link
-        stays down."""
-        deadline_s, channel = max(QUICK_S, self.stall_timeout), None
-        while self._repeats is not None:
-            channel = answers_of({link: link.when_open(after=channel)}, deadline_s)[0]
-            try:
-                self._repeats.send(link.owner, channel)
-                return
-            except BrokenLinkError as error:
-                link.broke(channel, error)
+        """Send again what owners elsewhere may lack; blocks."""
+        if self._repeats is not None:
+            self._repeats.send_all([self._links[owner] for owner in self._ways.senders], self._ways.pushes)
 
     def announce(self, unit: int, pushed: Pushed) -> None:
         """See ``Connection.announce``."""
@@ -636,14 +565,12 @@ class RemoteConnection:
 
     def leave(self, reason: str) -> None:
         """Tell the owners and end every wait; see ``Connection.leave``."""
-        self._closing.set()
+        self._ways.give_up()
         self._voice.leave()  # what the voice has not said yet, this rank says itself, before it leaves
         if self._handshake.has_begun:
             say_goodbye(self._links, reason)
         self._board.fail(closed_error(self.rank))
-        self._order.fail(closed_error(self.rank))
-        if self._host_fetches is not None:
-            self._host_fetches.end(closed_error(self.rank))
+        self._ways.end(closed_error(self.rank))
         for link in self._links:
             link.close()  # an attach in another thread fails
         self._voice.close()
@@ -657,11 +584,8 @@ class RemoteConnection:
             self._shared.close(closed_error(self.rank))
         if self._lead is not None:
             self._lead.close()
-        for pool in (self._fetches, self._pushes):
-            pool.shutdown(wait=True)
+        self._ways.close()
         self._join()
-        if self._host_fetches is not None:
-            self._host_fetches.close()
         if self._relay is not None:
             self._relay.close()
         if self._host is not None:
