@@ -100,7 +100,7 @@ def test_only_the_lead_hears_what_another_lead_was_told() -> None:
 def test_memory_is_shared_with_owners_that_offer_theirs_and_with_their_successors() -> None:
     elsewhere, here = Owner(0, answer()), Owner(1, answer(shared=HERE))
     handshake = shaken(elsewhere, here)
-    assert handshake.offers == {1: HERE}
+    assert handshake.offers == {1: SharedPaths("/dev/shm/control", ("/dev/shm/params",))}
     handshake.share(SharedPaths("/dev/shm/rank", ("/dev/shm/grads",)), back_at=7)
     assert [method for method, _ in elsewhere.asked] == ["open", "Attach"]
     _, shared = here.asked[-1]

@@ -21,7 +21,7 @@ from rayzero.protocol.messages import ModelSpec
 from rayzero.slabs.slab import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
-from rayzero.store.rank import remote
+from rayzero.store.rank.memory import rank_memory
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.rank.transfers.parts import Sending
@@ -141,7 +141,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_the_bits_are_those_of_ranks_that_push_alone(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch, case: str, threads: int
 ) -> None:
-    monkeypatch.setattr(remote, "adding_threads", lambda cores, ranks, *, on_gpu: threads)
+    monkeypatch.setattr(rank_memory, "adding_threads", lambda cores, ranks, *, on_gpu: threads)
     spec = make_spec(**CASES[case])
     clip = (0.01,) if case in ("bf16", "accumulation") else ()
     found = []
@@ -326,7 +326,7 @@ def test_a_directory_that_is_too_small_leaves_each_rank_alone(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = Place(stack, [0, 0])
-    monkeypatch.setattr("rayzero.store.rank.remote._size_of", lambda directory: 4096)
+    monkeypatch.setattr("rayzero.store.rank.memory.rank_memory._size_of", lambda directory: 4096)
     ranks = place.start(make_spec(2))
     assert not any(map(summed, ranks))
     assert "leave it rank by rank" in caplog.text

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -13,21 +12,13 @@ import torch
 
 from rayzero.concurrency.futures import settled
 from rayzero.config.zero import HostFetch, HostPush, HostVoice
-from rayzero.errors import (
-    ConfigError,
-    EpochOverError,
-    RayZeroError,
-    UnsupportedError,
-)
-from rayzero.kernels.rank_sum import summed_with
+from rayzero.errors import ConfigError, EpochOverError, RayZeroError, UnsupportedError
 from rayzero.memory.malloc import keep_some_buffers
 from rayzero.protocol.gathers import UnitGathers
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import Attached, LoopState, ModelSpec, Pushed
 from rayzero.protocol.ownership import Ownership
-from rayzero.quantities import format_bytes
 from rayzero.security.credentials import Identity
-from rayzero.slabs.arena import Arena
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.connection import Joined
 from rayzero.store.rank.epochs import Epochs
@@ -37,11 +28,7 @@ from rayzero.store.rank.links.channel import QUICK_S, Channel
 from rayzero.store.rank.links.handshake import Handshake
 from rayzero.store.rank.links.owner_link import OwnerLink, say_goodbye
 from rayzero.store.rank.loop_states import LoopStates
-from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
-from rayzero.store.rank.memory.host_ranks import HostRanks
-from rayzero.store.rank.memory.relay_memory import RelayMemory, join_memory
-from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
-from rayzero.store.rank.memory.unit_windows import UnitWindows
+from rayzero.store.rank.memory.rank_memory import RankMemory
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.stall import StallWatch
 from rayzero.store.rank.store import closed_error
@@ -49,19 +36,12 @@ from rayzero.store.rank.transfers.repeated_pushes import NOTHING, RepeatedPushes
 from rayzero.store.rank.transfers.wire import WireOptions
 from rayzero.store.rank.voice.participant import VoiceParticipant
 from rayzero.store.rank.ways import Ways
-from rayzero.store.shm.former_ranks import former_ranks
-from rayzero.store.shm.host_sums import GradientBytes, adding_threads
 from rayzero.store.shm.plan import SharedPlan
-from rayzero.store.shm.same_host import host_identity
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import from_failure
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 log = logging.getLogger(__name__)
-
-_MAKING_S = 120.0
-"""How long another rank of the host may take to make memory for what comes from elsewhere: tens of seconds for a large
-model. Whoever else holds the directory's lock keeps ranks from sharing it, and from nothing more."""
 
 
 class RemoteConnection:
@@ -173,8 +153,7 @@ class RemoteConnection:
             recorder=self.recorder,
         )
         self._share, self._share_with_all = share, share_with_all
-        self._token, self._host_push, self._ranks_here = token, host_push, tuple(ranks_here)
-        self._model = model
+        self._token, self._model, self._ranks_here = token, model, tuple(ranks_here)
         self._voice = VoiceParticipant(  # freed by: end(), leave(), and _join()
             host_voice,
             rank,
@@ -186,16 +165,18 @@ class RemoteConnection:
             life=life,
             stall_timeout=stall_timeout,
         )
-        self._fetches_here = host_fetch != "never"
-        self._summed: tuple[int, ...] = ()  # after attach: whose gradients come elsewhere as one sum
-        self._host: HostRanks | None = None  # the same, if there are any. freed by: free()
-        self._join_memory = partial(join_memory, host_fetch, key=token, model=model, who=f"rank {rank}")
-        self._relay: RelayMemory | None = None  # after attach, if this host keeps what comes from elsewhere
-        self._shares = True  # with owners of this host: a rank that began without any goes on without
-        self._shares_with_owners = False  # or has shared
-        self._shared: SharedRank | None = None  # after attach, if an owner of this host shares memory
-        self._windows: UnitWindows | None = None
-        self._gradients: GradientRegion | None = None
+        self._memory = RankMemory(  # freed by: free()
+            rank,
+            share,
+            life=life,
+            key=token,
+            model=model,
+            ranks=self._ranks_here,
+            host_fetch=host_fetch,
+            host_push=host_push,
+            keeps_pushed=self._keep_pushed,
+            patience_s=max(QUICK_S, stall_timeout),
+        )
         self._lead: RemoteLead | None = None  # after attach
         self._plan: SharedPlan | None = None  # after attach
         self._repeats: RepeatedPushes | None = None  # after attach, if this rank keeps what it pushes
@@ -205,38 +186,84 @@ class RemoteConnection:
 
     def attach(self, spec: ModelSpec, *, page_lock: torch.device | None) -> Joined:
         """Shake hands with every owner; see ``Connection.attach``."""
-        if self._lead is None:
-            self._summed = self._summed_with(spec)
-        self._shake_hands(spec)
         plan = SharedPlan.of(spec, len(self._links), self._ownership)
-        step = self._handshake.answers[plan.shard_map.owner(0)].step
+        if self._lead is None:
+            self._memory.choose_sums(plan)
+        self._shake_hands(plan, self._memory.identity)
         if self._lead is None:
             try:
-                self._join_host(plan, step, page_lock)
+                self._join_host(plan, page_lock)
             except RayZeroError:
                 self._handshake.check_successors()  # the cause, if what an owner offered has gone with it
-                self._shake_hands(spec)  # fails with the cause, if it has gone because the next epoch has begun there
+                # fails with the cause, if it has gone because the next epoch has begun there
+                self._shake_hands(plan, self._memory.identity)
                 raise
-            if self._gradients is None and self._keep_pushed:
-                self._gradients = GradientRegion(spec, gradient_memory(spec, pinned_for=page_lock))
-            link = self._links[plan.shard_map.owner(0)]
-            self._lead = RemoteLead(link, self._shared, self._watch, self.epochs)  # freed by: free()
-            self._open_voice(plan)
-            self._loop = LoopStates(
-                self.rank,
-                self._keeper,
-                plan,
-                self._shared,
-                self._share,
-                maps=self._keeper.owner not in self._ways.senders,
-                back_at=step if self.life else None,
-            )
-            former = self._former(plan, step) if self.life else NOTHING
-            self._repeats, self._plan = self._repeated(plan, former), plan
-            if self.life:
-                self._push_again()
+            self._begin(plan)
             self._handshake.check_successors()
         return self._joined(plan, page_lock)
+
+    def _shake_hands(self, plan: SharedPlan, host: str, told: tuple[int, pb.Told] | None = None) -> None:
+        """Attach to every owner; see ``Handshake.attach``."""
+        voice = self._voice.who_speaks(plan.spec)
+        self._handshake.attach(plan.spec, host=host, summed=self._memory.summed, voice=voice, told=told)
+
+    def _join_host(self, plan: SharedPlan, page_lock: torch.device | None) -> None:
+        """Share memory with the owners and the other ranks of this host."""
+        offers = self._handshake.offers
+        away = [link.owner for link in self._links if link.owner not in offers]
+        if self._share_with_all and away:
+            raise UnsupportedError(
+                f"transport='shm', but optimizers {away} share no memory with rank {self.rank}: use 'auto'"
+            )
+        if self._share is not None:
+            ways = {"shared memory": list(offers), "gRPC (another host or container)": away}
+            said = ", ".join(f"{way} to optimizers {owners}" for way, owners in ways.items() if owners)
+            log.info("rank %d: %s", self.rank, said)
+        self._memory.meet(plan, offers, away, page_lock)
+        self._share_memory(plan)
+        self._memory.open(plan, away, self._board, page_lock)
+        self._relay(plan)
+
+    def _share_memory(self, plan: SharedPlan) -> None:
+        """Reach the owners of this host through shared memory, and let them map this rank's."""
+        shared = self._memory.shared
+        if shared is not None:
+            self._ways.share(self._handshake.offers, shared)
+            self._handshake.share(shared.offer(), back_at=self._open_step(plan) if self.life else None)
+
+    def _relay(self, plan: SharedPlan) -> None:
+        """Fetch what owners elsewhere publish once for this host, if it has memory for that."""
+        if self._memory.relay is not None:
+            self._ways.relay(self._memory.relay, plan.spec.layout.units, self._memory.windows)
+
+    def _open_step(self, plan: SharedPlan) -> int:
+        return self._handshake.answers[plan.shard_map.owner(0)].step
+
+    def _begin(self, plan: SharedPlan) -> None:
+        """Be connected to the lead and the keeper, and send again what a former life had pushed."""
+        link, step = self._links[plan.shard_map.owner(0)], self._open_step(plan)
+        self._lead = RemoteLead(link, self._memory.shared, self._watch, self.epochs)  # freed by: free()
+        self._open_voice(plan)
+        self._loop = LoopStates(
+            self.rank,
+            self._keeper,
+            plan,
+            self._memory.shared,
+            self._share,
+            maps=self._keeper.owner not in self._ways.senders,
+            back_at=step if self.life else None,
+        )
+        former = self._former(plan, step) if self.life else NOTHING
+        self._repeats, self._plan = self._repeated(plan, former), plan
+        if self.life:
+            self._push_again()
+
+    def _open_voice(self, plan: SharedPlan) -> None:
+        """Ask the lead through the voice of this host, if the lead is elsewhere, and hear through it of other owners
+        that are; and be it, if this rank is the one."""
+        assert self._lead is not None
+        lead, away = self._links[plan.shard_map.owner(0)], {owner: self._links[owner] for owner in self._ways.senders}
+        self._lead.speak_through(self._voice.open(plan.spec, lead, away, self._board))
 
     def _joined(self, plan: SharedPlan, page_lock: torch.device | None) -> Joined:
         if self._ways.senders:
@@ -247,132 +274,22 @@ class RemoteConnection:
             attached=Attached(
                 version=answers[0].version,
                 needs_load=any(answer.needs_load for answer in answers),
-                step=answers[plan.shard_map.owner(0)].step,
+                step=self._open_step(plan),
             ),
             spec=plan.spec,
             shard_map=plan.shard_map,
             transfers=self._ways.transfers,
             senders=self._ways.senders,
             lead=self._lead,
-            windows=self._windows,
+            windows=self._memory.windows,
             fetches=self._ways.fetches,
-            host=self._host,
-            gradients=self._gradients,
+            host=self._memory.host,
+            gradients=self._memory.gradients,
             keeps_pushed=self._keep_pushed and bool(self._ways.senders),
-            gradient_tier="shm" if self._shared is not None else "ram" if page_lock is None else "pinned",
+            gradient_tier="shm" if self._memory.shared is not None else "ram" if page_lock is None else "pinned",
             kernel=answers[0].kernel,
             transport=self._ways.transport,
         )
-
-    def _shake_hands(self, spec: ModelSpec, told: tuple[int, pb.Told] | None = None) -> None:
-        """Attach to every owner; see ``Handshake.attach``."""
-        host = host_identity(self._share) if self._share is not None and self._shares else ""
-        self._handshake.attach(spec, host=host, summed=self._summed, voice=self._voice.who_speaks(spec), told=told)
-
-    def _join_host(self, plan: SharedPlan, step: int, page_lock: torch.device | None) -> None:
-        """Share memory with the owners of this host. ``step``: the open one."""
-        offers = self._handshake.offers
-        away = [link.owner for link in self._links if link.owner not in offers]
-        if self._share_with_all and away:
-            raise UnsupportedError(
-                f"transport='shm', but optimizers {away} share no memory with rank {self.rank}: use 'auto'"
-            )
-        if self._share is None:
-            return
-        ways = {"shared memory": list(offers), "gRPC (another host or container)": away}
-        said = ", ".join(f"{way} to optimizers {owners}" for way, owners in ways.items() if owners)
-        log.info("rank %d: %s", self.rank, said)
-        self._relay = self._join_memory(  # freed by: free()
-            plan=plan, away=away, directory=self._share, patience_s=min(_MAKING_S, max(QUICK_S, self.stall_timeout))
-        )
-        elsewhere = {} if page_lock is not None else self._elsewhere(away)
-        if offers or self._summed:
-            self._share_with_host(plan, offers, step, page_lock, elsewhere)
-        elif elsewhere:
-            self._windows = UnitWindows(plan, elsewhere, page_lock=None)  # freed by: free()
-        if self._relay is not None:
-            self._ways.relay(self._relay, plan.spec.layout.units, self._windows)
-
-    def _summed_with(self, spec: ModelSpec) -> tuple[int, ...]:
-        """The ranks of this host, itself included, with which this one adds its gradients before they travel; empty:
-        its own travel alone. The same for all of them, so it depends on nothing that they may see differently."""
-        if self._host_push == "never" or self._share is None:
-            return ()
-        ranks = summed_with(self.rank, self._ranks_here)
-        gain = GradientBytes.of(spec.layout.units, spec.accumulation_steps).sums_gain(len(ranks))
-        if not ranks or (self._host_push == "auto" and not gain):
-            return ()
-        needed = len(self._ranks_here) * sum(SharedPlan.of(spec, len(self._links), self._ownership).gradients().slabs)
-        needed += sum(unit.size_bytes for unit in spec.layout.units) if self._fetches_here else 0
-        if self._host_push == "auto" and needed > _size_of(self._share):
-            log.warning(
-                "rank %d: the gradients of this host leave it rank by rank, because %s is too small for %s; set "
-                "slab_dir to a larger one",
-                self.rank,
-                self._share,
-                format_bytes(needed),
-            )
-            return ()
-        return ranks
-
-    def _share_with_host(
-        self,
-        plan: SharedPlan,
-        offers: Mapping[int, pb.SharedFiles],
-        step: int,
-        page_lock: torch.device | None,
-        elsewhere: Mapping[int, Arena],
-    ) -> None:
-        assert self._share is not None
-        if page_lock is not None and (doubt := doubt_of_locks(plan, list(offers))) is not None:
-            log.warning("rank %d: %s", self.rank, doubt)
-        shared = self._shared = SharedRank(  # freed by: free()
-            self.rank, plan, self._share, life=self.life, key=self._token, page_lock=page_lock
-        )
-        for owner, files in offers.items():
-            shared.meet(owner, translate.paths_from_pb(files))
-        if offers:
-            self._share_memory(shared, back_at=step if self.life else None)
-            self._shares_with_owners = True
-        if offers or elsewhere:
-            self._windows = shared.windows(elsewhere)  # freed by: free()
-        if self._summed:
-            cores = len(os.sched_getaffinity(0))
-            threads = adding_threads(cores, len(self._ranks_here), on_gpu=page_lock is not None)
-            self._host = HostRanks(shared, plan, self._summed, self._token, threads)  # freed by: free()
-            self._want_sums()
-        self._gradients = GradientRegion(plan.spec, shared.gradients())
-        shared.listen(self._board)
-
-    def _want_sums(self) -> None:
-        """Let the ranks of this host whose gradients leave it as one sum find each other, if any leave it."""
-        if self._host is not None:
-            self._host.want(sums=bool(self._ways.senders))
-            if self._ways.senders:
-                log.info("rank %d: gradients of ranks %s leave this host as one sum", self.rank, list(self._summed))
-
-    def _open_voice(self, plan: SharedPlan) -> None:
-        """Ask the lead through the voice of this host, if the lead is elsewhere, and hear through it of other owners
-        that are; and be it, if this rank is the one."""
-        assert self._lead is not None
-        lead, away = self._links[plan.shard_map.owner(0)], {owner: self._links[owner] for owner in self._ways.senders}
-        self._lead.speak_through(self._voice.open(plan.spec, lead, away, self._board))
-
-    def _join(self) -> None:
-        """Wait for the threads of links and of the line to the voice, once these are closed."""
-        for link in self._links:
-            link.join()
-        self._voice.join()
-
-    def _elsewhere(self, away: Sequence[int]) -> dict[int, Arena]:
-        """What this host has of the parameters of the owners ``away``, by owner."""
-        return {} if self._relay is None else dict.fromkeys(away, self._relay.shards)
-
-    def _share_memory(self, shared: SharedRank, back_at: int | None) -> None:
-        """Reach the owners of this host, whose files are mapped, through shared memory, and let them map this
-        rank's."""
-        self._ways.share(self._handshake.offers, shared)
-        self._handshake.share(shared.offer(), back_at)
 
     def join_gathers(self, spec: ModelSpec, device: str) -> UnitGathers | None:
         """See ``Connection.join_gathers``."""
@@ -416,6 +333,12 @@ class RemoteConnection:
         self._ways.close()
         self._join()
 
+    def _join(self) -> None:
+        """Wait for the threads of links and of the line to the voice, once these are closed."""
+        for link in self._links:
+            link.join()
+        self._voice.join()
+
     def take_over(self, before: RemoteConnection) -> Joined:
         """Shake hands with the owners of this epoch, and go on where ``before``, which is retired, has ended; blocks.
         Raises as ``attach`` does, and StateLostError if an owner lacks what this rank has not kept."""
@@ -423,29 +346,19 @@ class RemoteConnection:
         assert before._lead is not None
         assert before._loop is not None
         plan = SharedPlan.of(before._plan.spec, len(self._links), self._ownership)
-        self._shared, self._windows, self._gradients = before._shared, before._windows, before._gradients
-        self._lead, self._loop, self._shares = before._lead, before._loop, before._shares_with_owners
-        self._relay = before._relay
-        self._shares_with_owners, self._summed, self._host = self._shares, before._summed, before._host
+        self._memory, self._lead, self._loop = before._memory, before._lead, before._loop
         lead, told = plan.shard_map.owner(0), self._lead.told()
-        self._lead.enter(self._links[lead], self._shared, self._watch)  # first: its successor is told the same
+        self._lead.enter(self._links[lead], self._memory.shared, self._watch)  # first: its successor is told the same
         self._loop.enter(self._keeper)
-        self._shake_hands(plan.spec, (lead, told))
-        answers, offers = self._handshake.answers, self._handshake.offers
-        for link, answer in zip(self._links, answers, strict=True):
+        self._shake_hands(plan, self._memory.identity if self._memory.shares else "", (lead, told))
+        for link, answer in zip(self._links, self._handshake.answers, strict=True):
             if answer.needs_load:
                 raise self._handshake.lost_values(link)
+        offers = self._handshake.offers
         away = [link.owner for link in self._links if link.owner not in offers]
-        elsewhere = {} if self._windows is None or self._windows.page_locked else self._elsewhere(away)
-        if self._shared is not None:
-            memories = {owner: translate.paths_from_pb(files) for owner, files in offers.items()}
-            self._shared.enter(plan, memories, self._board, elsewhere)
-            self._share_memory(self._shared, back_at=answers[lead].step if self.life else None)
-        elif self._windows is not None:
-            self._windows.enter(plan, elsewhere)
-        if self._relay is not None:
-            self._ways.relay(self._relay, plan.spec.layout.units, self._windows)
-        self._want_sums()
+        self._memory.enter(plan, offers, away, self._board)
+        self._share_memory(plan)
+        self._relay(plan)
         self._open_voice(plan)
         self._repeats, self._plan = self._repeated(plan), plan
         self._loop.give_all(plan, maps=self._keeper.owner not in self._ways.senders)
@@ -486,31 +399,27 @@ class RemoteConnection:
 
     def _repeated(self, plan: SharedPlan, former: FormerRank = NOTHING) -> RepeatedPushes | None:
         """What owners elsewhere may have to get again; None: nothing is kept for them."""
-        if self._gradients is None:
+        if self._memory.gradients is None:
             return None
         return RepeatedPushes(
             self.rank,
             plan,
-            self._gradients,
+            self._memory.gradients,
             self._ways.wires,
             self._board,
             self._ways.order,
             self.stall_timeout,
             former,
-            self._host,
+            self._memory.host,
         )
 
     def _former(self, plan: SharedPlan, step: int) -> FormerRank:
         """What this rank had pushed of the last decided step before it died: an owner elsewhere that has died too may
         not have applied it. If nothing is left, those owners are told. ``step``: the open one."""
-        if self._host is not None and self._host.has(step - 1):
-            return NOTHING  # what the ranks of this host have left is added again
-        if self._shared is not None and self._keep_pushed and self._host is None:
-            left = former_ranks(plan, f"rank {self.rank}", self._shared.directory, step - 1).get(self.rank)
-            if left is not None:
-                return left
-        self._handshake.admit_loss(self._ways.senders, before=step)
-        return NOTHING
+        left = self._memory.left(plan, step - 1)
+        if left is None:
+            self._handshake.admit_loss(self._ways.senders, before=step)
+        return NOTHING if left is None else left
 
     def _push_again(self) -> None:
         """Send again what owners elsewhere may lack; blocks."""
@@ -519,8 +428,8 @@ class RemoteConnection:
 
     def announce(self, unit: int, pushed: Pushed) -> None:
         """See ``Connection.announce``."""
-        if self._shared is not None:
-            self._shared.announce(unit, pushed)
+        if self._memory.shared is not None:
+            self._memory.shared.announce(unit, pushed)
 
     # ---- the loop's state
 
@@ -552,8 +461,8 @@ class RemoteConnection:
     def _lost(self, link: OwnerLink, error: RayZeroError) -> None:
         """The owner will never answer again: every wait fails, because nothing would end it."""
         self._board.fail(error)
-        if self._shared is not None:
-            self._shared.lost(link.owner, error)
+        if self._memory.shared is not None:
+            self._memory.shared.lost(link.owner, error)
 
     def _lead_says(self, timeout_s: float) -> Future[str]:
         """Ask the lead whom the step waits for."""
@@ -578,21 +487,8 @@ class RemoteConnection:
 
     def free(self) -> None:
         """Release everything; see ``Connection.free``."""
-        if self._windows is not None:
-            self._windows.close()
-        if self._shared is not None:
-            self._shared.close(closed_error(self.rank))
-        if self._lead is not None:
-            self._lead.close()
         self._ways.close()
         self._join()
-        if self._relay is not None:
-            self._relay.close()
-        if self._host is not None:
-            self._host.close()
-
-
-def _size_of(directory: Path) -> int:
-    """Bytes of the file system of a directory, used or not."""
-    found = os.statvfs(directory)
-    return found.f_blocks * found.f_frsize
+        self._memory.close(closed_error(self.rank))
+        if self._lead is not None:
+            self._lead.close()

@@ -117,9 +117,10 @@ class Handshake:
                 )
 
     @property
-    def offers(self) -> dict[int, pb.SharedFiles]:
-        """By owner of this host, the files that it offers."""
-        return {owner: answer.shared for owner, answer in enumerate(self.answers) if answer.shared.control}
+    def offers(self) -> dict[int, SharedPaths]:
+        """By owner of this host, the memory that it offers."""
+        found = {owner: answer.shared for owner, answer in enumerate(self.answers) if answer.shared.control}
+        return {owner: translate.paths_from_pb(files) for owner, files in found.items()}
 
     def share(self, memory: SharedPaths, back_at: int | None) -> None:
         """Let every owner that offers memory map this rank's, too; blocks. ``back_at``: the step with which a rank goes
@@ -127,7 +128,7 @@ class Handshake:
         offers, files = self.offers, translate.paths_to_pb(memory)
         controls = {owner: offered.control for owner, offered in offers.items()}
         request = pb.ShareRequest(rank=self._rank, files=files, controls=controls, back_at=back_at)
-        self._sharing, self._shared = request, offers
+        self._sharing, self._shared = request, {owner: self.answers[owner].shared for owner in offers}
         links = [self._links[owner] for owner in offers]
         answers_of({link: link.ask("Share", request, self._deadline_s) for link in links}, self._deadline_s)
 
