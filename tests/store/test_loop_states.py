@@ -13,9 +13,9 @@ from rayzero.concurrency.futures import settled
 from rayzero.errors import StoreClosedError
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, LoopState, MeanInput
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.rank.history.loop_history import LoopHistory, newest
 from rayzero.store.rank.links.channel import Channel
 from rayzero.store.rank.links.owner_link import OwnerLink
-from rayzero.store.rank.loop_states import LoopStates, newest
 from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.shm.former_ranks import remove_former_lives
 from rayzero.store.shm.loop_slab import LoopSlab
@@ -103,9 +103,9 @@ class Keeper:
 
 def states_of(
     keeper: Keeper, shared: SharedRank | None = None, directory: Path | None = None, **how: Any
-) -> LoopStates:
+) -> LoopHistory:
     said = {"maps": False, "back_at": None} | how
-    return LoopStates(1, cast(OwnerLink, keeper), PLAN, shared, directory, **said)
+    return LoopHistory(1, cast(OwnerLink, keeper), PLAN, shared, directory, **said)
 
 
 PLAN = SharedPlan.of(make_spec(world_size=2), 1)

@@ -13,11 +13,11 @@ from rayzero.concurrency.futures import failed, settled
 from rayzero.errors import StallError
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import Contribution, Published, Pushed
+from rayzero.store.rank.history.repeated_pushes import NOTHING, RepeatedPushes
 from rayzero.store.rank.links.channel import BrokenLinkError, Channel
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.push_order import PushOrder
-from rayzero.store.rank.transfers.repeated_pushes import NOTHING, RepeatedPushes
 from rayzero.store.rank.transfers.wire import PushedUnit, WireTransfers
 from rayzero.store.shm.plan import SharedPlan
 

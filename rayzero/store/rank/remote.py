@@ -23,16 +23,16 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.connection import Joined
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.gathers.host_gathers import Host, join_gathers
+from rayzero.store.rank.history.loop_history import LoopHistory
+from rayzero.store.rank.history.repeated_pushes import NOTHING, RepeatedPushes, nothing_kept
 from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.links.channel import QUICK_S, Channel
 from rayzero.store.rank.links.handshake import Handshake
 from rayzero.store.rank.links.owner_link import OwnerLink, say_goodbye
-from rayzero.store.rank.loop_states import LoopStates
 from rayzero.store.rank.memory.rank_memory import RankMemory
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.stall import StallWatch
 from rayzero.store.rank.store import closed_error
-from rayzero.store.rank.transfers.repeated_pushes import NOTHING, RepeatedPushes, nothing_kept
 from rayzero.store.rank.transfers.wire import WireOptions
 from rayzero.store.rank.voice.participant import VoiceParticipant
 from rayzero.store.rank.ways import Ways
@@ -180,7 +180,7 @@ class RemoteConnection:
         self._lead: RemoteLead | None = None  # after attach
         self._plan: SharedPlan | None = None  # after attach
         self._repeats: RepeatedPushes | None = None  # after attach, if this rank keeps what it pushes
-        self._loop: LoopStates | None = None  # after attach
+        self._loop: LoopHistory | None = None  # after attach
 
     # ---- handshake
 
@@ -244,7 +244,7 @@ class RemoteConnection:
         link, step = self._links[plan.shard_map.owner(0)], self._open_step(plan)
         self._lead = RemoteLead(link, self._memory.shared, self._watch, self.epochs)  # freed by: free()
         self._open_voice(plan)
-        self._loop = LoopStates(
+        self._loop = LoopHistory(
             self.rank,
             self._keeper,
             plan,

@@ -17,7 +17,7 @@ from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.wire import translate
 
 
-class LoopStates:
+class LoopHistory:
     """What one rank has kept of its loop, and where. It goes on with the owners of the next epoch.
 
     Its *keeper*, one owner, maps the rank's slab or gets the bytes. A rank that shares memory writes its slab in any
