@@ -9,8 +9,7 @@ import pytest
 from rayzero.concurrency.processes import ProcessIdentity
 from rayzero.errors import HandshakeError, StateLostError
 from rayzero.store.owner import handlers
-from rayzero.store.rank import remote
-from rayzero.store.rank.links import owner_link
+from rayzero.store.rank.links import handshake, owner_link
 from store.proxy import Proxy
 from store.test_grpc import connected, serving
 from store.toy import make_spec, masters, random_grads, start, take_step
@@ -18,7 +17,7 @@ from store.toy import make_spec, masters, random_grads, start, take_step
 
 @pytest.fixture
 def machines(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``machines(name, ...)``: from now on, owners (handlers) or ranks (remote) that begin in this process are on a
+    """``machines(name, ...)``: from now on, owners (handlers) or ranks (handshake) that begin in this process are on a
     machine that nobody else sees into."""
 
     def be(name: str, *whose: Any) -> None:
@@ -60,12 +59,12 @@ def test_a_rank_that_comes_back_without_what_it_knew_is_refused_and_does_not_hin
     """The owner still takes the connection of the one before for open. (A run that replaces ranks says that one is
     lost, and gives the next another life: tests/store/test_lives.py.)"""
     spec = make_spec(1)
-    machines("first boot", remote)
+    machines("first boot", handshake)
     with serving() as (owner,), Proxy(owner.address) as proxy, connected([proxy]) as (before,):
         ranks = start([before], spec)
         take_step(ranks, [random_grads(spec, 1)], 0.5)
         proxy.freeze()
-        machines("second boot", remote)
+        machines("second boot", handshake)
         with connected([owner]) as (after,), pytest.raises(HandshakeError, match="but this run replaces no ranks"):
             after.attach(spec)
         proxy.come_back(owner.address)

@@ -21,7 +21,7 @@ from rayzero.protocol.messages import ModelSpec
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
-from rayzero.store.rank import remote
+from rayzero.store.rank.memory import rank_memory
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.rank.transfers.parts import Sending
@@ -141,7 +141,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_the_bits_are_those_of_ranks_that_push_alone(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch, case: str, threads: int
 ) -> None:
-    monkeypatch.setattr(remote, "adding_threads", lambda cores, ranks, *, on_gpu: threads)
+    monkeypatch.setattr(rank_memory, "adding_threads", lambda cores, ranks, *, on_gpu: threads)
     spec = make_spec(**CASES[case])
     clip = (0.01,) if case in ("bf16", "accumulation") else ()
     found = []
@@ -326,7 +326,7 @@ def test_a_directory_that_is_too_small_leaves_each_rank_alone(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = Place(stack, [0, 0])
-    monkeypatch.setattr("rayzero.store.rank.remote._size_of", lambda directory: 4096)
+    monkeypatch.setattr("rayzero.store.rank.memory.rank_memory._size_of", lambda directory: 4096)
     ranks = place.start(make_spec(2))
     assert not any(map(summed, ranks))
     assert "leave it rank by rank" in caplog.text
@@ -337,7 +337,7 @@ def test_no_stream_is_opened_to_send_again_what_needs_not_go_any_more(stack: Exi
     """Owners refuse an empty one: found by a rank that came back twice."""
     place = Place(stack, [0, 0])
     [rank, _] = place.start(make_spec(2))
-    wire = rank.store.connection._wires[0]  # type: ignore[attr-defined]
+    wire = rank.store.connection._ways.wires[0]  # type: ignore[attr-defined]
     channel = wire._link.channel()
     wire.push_again(channel, lambda: iter(()), 0, 1.0)
     assert sum(place.pushed()) == 0

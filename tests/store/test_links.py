@@ -20,7 +20,7 @@ from rayzero.concurrency.backoff import backoff
 from rayzero.concurrency.processes import ProcessIdentity
 from rayzero.errors import RankLeftError, StallError, StoreClosedError, StoreError, TransferError
 from rayzero.store.owner.calls.running_calls import RunningCalls
-from rayzero.store.rank import remote
+from rayzero.store.rank.links import handshake
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
@@ -423,7 +423,7 @@ def test_the_lead_names_an_owner_that_dies_to_ranks_that_cannot_see_it(monkeypat
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks say that they are processes of another host."""
-    monkeypatch.setattr(remote, "this_process", lambda: ProcessIdentity("another host", 1, 1))
+    monkeypatch.setattr(handshake, "this_process", lambda: ProcessIdentity("another host", 1, 1))
 
 
 def test_a_rank_of_another_host_whose_link_stays_down_is_gone_after_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from rayzero.concurrency.futures import settled
+from rayzero.errors import StoreClosedError
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, LoopState, MeanInput
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.rank.history.loop_history import LoopHistory, newest
+from rayzero.store.rank.links.channel import Channel
+from rayzero.store.rank.links.owner_link import OwnerLink
+from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.shm.former_ranks import remove_former_lives
 from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.plan import SharedPlan, life_of, of_lineage, rank_incarnation
+from rayzero.store.wire import translate
 from store.stores import StoreFactory
 from store.toy import WAIT, make_spec, random_grads, start, take_step
 
@@ -62,3 +73,107 @@ def test_the_number_of_means_is_known(make_stores: StoreFactory) -> None:
         assert stores[0].means == 0
         stores[0].mean(MeanInput(values=(1.0,), weight=1.0)).result(WAIT)
         assert stores[0].means == 1
+
+
+# ---- a rank's end, alone
+
+
+class Keeper:
+    """An owner that keeps what it gets: the link to it and the channel at the same time."""
+
+    def __init__(self) -> None:
+        self.states: list[LoopState] = []
+        self.slabs: list[str] = []
+
+    def start(self, method: str, request: Any, timeout_s: float = 1.0) -> Any:
+        if method == "GetKept":
+            return pb.GetKeptResponse(states=map(translate.loop_state_to_pb, self.states))
+        if request.HasField("slab"):
+            self.slabs.append(request.slab)
+        else:
+            self.states.append(translate.loop_state_from_pb(request.state))
+        return pb.KeepResponse()
+
+    def answer(self, started: Any) -> Any:
+        return started
+
+    def ask(self, method: str, request: Any) -> Future[Any]:
+        return settled(self.start(method, request))
+
+
+def states_of(
+    keeper: Keeper, shared: SharedRank | None = None, directory: Path | None = None, **how: Any
+) -> LoopHistory:
+    said = {"maps": False, "back_at": None} | how
+    return LoopHistory(1, cast(OwnerLink, keeper), PLAN, shared, directory, **said)
+
+
+PLAN = SharedPlan.of(make_spec(world_size=2), 1)
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[SharedRank]:
+    made = SharedRank(1, PLAN, tmp_path, life=1)
+    yield made
+    made.close(StoreClosedError("closed"))
+
+
+def test_a_successor_gets_what_the_loop_may_go_back_to() -> None:
+    first, successor = Keeper(), Keeper()
+    loop = states_of(first)
+    for step in range(1, 5):
+        loop.keep(state(step)).result(WAIT)
+    assert loop.is_with(cast(OwnerLink, first))
+    loop.give(cast(Channel, successor), WAIT)
+    assert first.states == [state(step) for step in (1, 2, 3, 4)]
+    assert successor.states == [state(3), state(4)]
+
+
+def test_a_keeper_that_maps_the_slab_gets_its_name_once(shared: SharedRank) -> None:
+    keeper, successor = Keeper(), Keeper()
+    loop = states_of(keeper, shared, maps=True)
+    for step in range(1, 4):
+        loop.keep(state(step)).result(WAIT)
+    loop.give(cast(Channel, successor), WAIT)
+    path, kept = shared.kept()
+    assert keeper.slabs == successor.slabs == [path]
+    assert (keeper.states, successor.states) == ([], [])
+    assert sorted(kept, key=lambda each: each.step) == [state(step) for step in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("maps", [True, False])
+def test_a_keeper_of_the_next_epoch_gets_everything(maps: bool, shared: SharedRank) -> None:
+    before, now = Keeper(), Keeper()
+    loop = states_of(before, shared, maps=not maps)
+    for step in (1, 2, 3):
+        loop.keep(state(step)).result(WAIT)
+    loop.enter(cast(OwnerLink, now))
+    assert not loop.is_with(cast(OwnerLink, before))
+    loop.give_all(PLAN, maps=maps)
+    assert now.slabs == [shared.kept()[0]] * maps
+    assert sorted(each.step for each in now.states) == [1, 2, 3] * (not maps)
+    loop.keep(state(4)).result(WAIT)
+    assert [each.step for each in now.states[3:]] == [4] * (not maps)
+
+
+def test_what_a_former_life_has_left_goes_once_nobody_needs_it(shared: SharedRank, tmp_path: Path) -> None:
+    """It is found beside what the keeper has until a step is decided behind those of that life."""
+    left = LoopSlab.create(PLAN, 1, rank_incarnation(0), 100, tmp_path)
+    left.write(state(5))
+    left.slab.close(unlink=False)  # as if its process were killed
+    keeper = Keeper()
+    keeper.states = [state(4), state(6)]
+    loop = states_of(keeper, shared, tmp_path, back_at=6)
+    assert loop.kept() == [state(4), state(5), state(6)]
+    there = []
+    for step in (7, 8, 9):
+        loop.keep(state(step)).result(WAIT)
+        there.append(any(life_of(facts.incarnation) == 0 for _, facts in of_lineage(PLAN.spec, tmp_path)))
+    assert there == [True, True, False]
+
+
+def test_only_the_newest_steps_count_each_part_once() -> None:
+    older = LoopState(step=4, part=AT_COMMIT, content=b"older")
+    found = newest([older, state(6, AT_FORWARD), state(2), state(6), state(4), state(3)])
+    assert found == [state(4), state(6), state(6, AT_FORWARD)]
+    assert newest([]) == []

@@ -66,7 +66,7 @@ def host(world_size: int = RANKS, **options: Any) -> Iterator[tuple[list[Rank], 
 
 
 def voice_of(stores: Stores) -> Voice:
-    found: Voice = stores[0].connection._voice  # type: ignore[attr-defined]
+    found: Voice = stores[0].connection._voice.speaker  # type: ignore[attr-defined]
     return found
 
 
@@ -219,9 +219,9 @@ def test_a_voice_that_fails_lets_the_ranks_ask_themselves(monkeypatch: pytest.Mo
 
 def test_without_a_voice_ranks_ask_themselves(calls: Counter[str]) -> None:
     with over_grpc(2, 1, host_voice="always") as stores:
-        stores[1].connection._ranks_here = (1, 5)  # type: ignore[attr-defined]  # it takes rank 1 for the voice
+        stores[1].connection._voice._ranks = (1, 5)  # type: ignore[attr-defined]  # it takes rank 1 for the voice
         ranks = start(stores, make_spec(2))
-        voice: Voice = stores[1].connection._voice  # type: ignore[attr-defined]
+        voice: Voice = stores[1].connection._voice.speaker  # type: ignore[attr-defined]
         voice.close()
         voice_of(stores).close()
         one_step(ranks, 0)
@@ -233,7 +233,7 @@ def test_a_rank_that_dies_takes_nothing_along() -> None:
     with over_grpc(2, 1, host_voice="always") as stores:
         ranks = start(stores, make_spec(2))
         one_step(ranks, 0)
-        stores[1].connection._voice_line._line.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+        stores[1].connection._voice.line._line.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
         until(lambda: len(voice_of(stores)._guests) == 1)
         one_step(ranks, 1)
         assert len(voice_of(stores)._guests) == 2, "its line is open again"

@@ -40,7 +40,7 @@ def connection(stores: Stores, rank: int) -> Any:
 
 def muted(stores: Stores, rank: int) -> set[int]:
     """The owners whose streams a rank has asked to be silent."""
-    return set(connection(stores, rank)._host_notices._muted)
+    return set(connection(stores, rank)._voice.notices._muted)
 
 
 STREAMS: dict[tuple[int, int], PublishStream] = {}  # by owner (its ``PublishStreams``) and rank
@@ -163,7 +163,7 @@ def test_a_voice_whose_link_to_one_owner_is_down_passes_on_the_others(monkeypatc
 def test_a_rank_whose_link_is_open_again_mutes_the_new_stream(told: Counter[tuple[int, int]]) -> None:
     with host() as (ranks, stores):
         all_muted(stores, {0, 1})
-        link, notices = connection(stores, 1)._links[0], connection(stores, 1)._host_notices
+        link, notices = connection(stores, 1)._links[0], connection(stores, 1)._voice.notices
         opened, asked = link._openings, notices._numbers[0]
         link.channel().give_up()
         until(lambda: link._openings > opened and notices._numbers[0] > asked)

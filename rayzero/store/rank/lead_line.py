@@ -23,7 +23,7 @@ from rayzero.protocol.messages import (
 )
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.epochs import Epochs
-from rayzero.store.rank.lead_history import LeadHistory
+from rayzero.store.rank.history.lead_history import LeadHistory
 from rayzero.store.rank.links.long_poll import LongPoll
 from rayzero.store.rank.links.owner_link import OwnerLink
 from rayzero.store.rank.memory.shared_memory import SharedRank

@@ -3,81 +3,45 @@
 from __future__ import annotations
 
 import logging
-import os
-import threading
-from collections.abc import Mapping, Sequence
-from concurrent import futures
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from rayzero.concurrency.futures import DONE, chain, fail, settled, then
-from rayzero.concurrency.processes import this_process
-from rayzero.config.zero import HostFetch, HostPush, HostVoice, speaks_for_host
-from rayzero.errors import (
-    ConfigError,
-    EpochOverError,
-    HandshakeError,
-    RayZeroError,
-    StateLostError,
-    UnsupportedError,
-)
-from rayzero.kernels.rank_sum import summed_with
+from rayzero.concurrency.futures import settled
+from rayzero.config.zero import HostFetch, HostPush, HostVoice
+from rayzero.errors import ConfigError, EpochOverError, RayZeroError, UnsupportedError
 from rayzero.memory.malloc import keep_some_buffers
 from rayzero.protocol.gathers import UnitGathers
 from rayzero.protocol.gradient_sum import FormerRank
-from rayzero.protocol.messages import LOOP_STEPS, PROTOCOL_VERSION, Attached, LoopState, ModelSpec, Pushed
+from rayzero.protocol.messages import Attached, LoopState, ModelSpec, Pushed
 from rayzero.protocol.ownership import Ownership
-from rayzero.quantities import format_bytes
 from rayzero.security.credentials import Identity
-from rayzero.slabs.arena import Arena
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.connection import GradientSender, Joined, Transfers
+from rayzero.store.rank.connection import Joined
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.gathers.host_gathers import Host, join_gathers
+from rayzero.store.rank.history.loop_history import LoopHistory
+from rayzero.store.rank.history.repeated_pushes import NOTHING, RepeatedPushes, nothing_kept
 from rayzero.store.rank.lead_line import RemoteLead
-from rayzero.store.rank.links.channel import QUICK_S, BrokenLinkError, Channel
+from rayzero.store.rank.links.channel import QUICK_S, Channel
+from rayzero.store.rank.links.handshake import Handshake
 from rayzero.store.rank.links.owner_link import OwnerLink, say_goodbye
-from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
-from rayzero.store.rank.memory.host_ranks import HostRanks
-from rayzero.store.rank.memory.relay_memory import RelayMemory, join_memory
-from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
-from rayzero.store.rank.memory.unit_windows import UnitWindows
+from rayzero.store.rank.memory.rank_memory import RankMemory
 from rayzero.store.rank.publish_board import PublishBoard
-from rayzero.store.rank.push_order import PushOrder
 from rayzero.store.rank.stall import StallWatch
 from rayzero.store.rank.store import closed_error
-from rayzero.store.rank.transfers.host_fetches import HostFetches
-from rayzero.store.rank.transfers.relayed import RelayedTransfers
-from rayzero.store.rank.transfers.repeated_pushes import NOTHING, RepeatedPushes
-from rayzero.store.rank.transfers.shared import SharedTransfers
-from rayzero.store.rank.transfers.wire import WireOptions, WireTransfers, transfer_threads
-from rayzero.store.rank.voice.line import VoiceLine, voice_address
-from rayzero.store.rank.voice.notices import HostNotices
-from rayzero.store.rank.voice.speaker import Voice
-from rayzero.store.shm.former_ranks import former_ranks
-from rayzero.store.shm.host_sums import GradientBytes, adding_threads
-from rayzero.store.shm.loop_slab import loop_slabs
+from rayzero.store.rank.transfers.wire import WireOptions
+from rayzero.store.rank.voice.participant import VoiceParticipant
+from rayzero.store.rank.ways import Ways
 from rayzero.store.shm.plan import SharedPlan
-from rayzero.store.shm.same_host import host_identity
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import from_failure
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 log = logging.getLogger(__name__)
-
-_LEASE = 0.5
-"""Of ``stall_timeout``: how long a rank's link may be down before owners that cannot see its process take it for gone.
-So the others, who wait for that rank, hear the reason before their own wait counts as stalled, and by default (300 s)
-it is far longer than the 20 s after which either end notices a link that swallows everything."""
-
-
-_MAKING_S = 120.0
-"""How long another rank of the host may take to make memory for what comes from elsewhere: tens of seconds for a large
-model. Whoever else holds the directory's lock keeps ranks from sharing it, and from nothing more."""
 
 
 class RemoteConnection:
@@ -175,346 +139,157 @@ class RemoteConnection:
             )
             for owner, address in enumerate(addresses)
         ]
+        self._handshake = Handshake(rank, self._links, stall_timeout)
         self._keep_pushed = outlives_owners and keep_pushed
         self._board = PublishBoard()
         self._watch = StallWatch(rank, stall_timeout)
-        self._order = PushOrder()
-        self._closing = threading.Event()
-        self._fetches, streams = transfer_threads(len(addresses), rank, "fetch")
-        self._pushes, _ = transfer_threads(len(addresses), rank, "push")
-        self._wires = [
-            WireTransfers(
-                link,
-                fetches=self._fetches,
-                pushes=self._pushes,
-                board=self._board,
-                order=self._order,
-                watch=self._watch,
-                closing=self._closing,
-                lead_says=self._lead_says,
-                options=options,
-                recorder=self.recorder,
-                streams=streams,
-            )
-            for link in self._links
-        ]
-        self._transfers: list[Transfers] = list(self._wires)  # by owner
-        self._senders: dict[int, GradientSender] = {wire.owner: wire for wire in self._wires}
+        self._ways = Ways(  # freed by: retire() and free()
+            rank,
+            self._links,
+            options,
+            board=self._board,
+            watch=self._watch,
+            lead_says=self._lead_says,
+            recorder=self.recorder,
+        )
         self._share, self._share_with_all = share, share_with_all
-        self._token, self._host_push, self._ranks_here = token, host_push, tuple(ranks_here)
-        self._host_voice, self._model, self._epoch = host_voice, model, epoch
-        self._voice: Voice | None = None  # after attach, if this rank speaks for its host. freed by: end(), leave()
-        self._voice_line: VoiceLine | None = None  # after attach, to the voice. freed by: end(), leave()
-        self._host_notices: HostNotices | None = None  # after attach, what this rank hears from the voice
-        self._fetches_here = host_fetch != "never"
-        self._summed: tuple[int, ...] = ()  # after attach: whose gradients come elsewhere as one sum
-        self._host: HostRanks | None = None  # the same, if there are any. freed by: free()
-        self._join_memory = partial(join_memory, host_fetch, key=token, model=model, who=f"rank {rank}")
-        self._chunk_bytes = chunk_bytes
-        self._relay: RelayMemory | None = None  # after attach, if this host keeps what comes from elsewhere
-        self._host_fetches: HostFetches | None = None  # the same; freed by: retire() and free()
-        self._shares = True  # with owners of this host: a rank that began without any goes on without
-        self._shares_with_owners = False  # or has shared
-        self._shared: SharedRank | None = None  # after attach, if an owner of this host shares memory
-        self._windows: UnitWindows | None = None
-        self._gradients: GradientRegion | None = None
+        self._token, self._model, self._ranks_here = token, model, tuple(ranks_here)
+        self._voice = VoiceParticipant(  # freed by: end(), leave(), and _join()
+            host_voice,
+            rank,
+            self._ranks_here,
+            share,
+            key=token,
+            model=model,
+            epoch=epoch,
+            life=life,
+            stall_timeout=stall_timeout,
+        )
+        self._memory = RankMemory(  # freed by: free()
+            rank,
+            share,
+            life=life,
+            key=token,
+            model=model,
+            ranks=self._ranks_here,
+            host_fetch=host_fetch,
+            host_push=host_push,
+            keeps_pushed=self._keep_pushed,
+            patience_s=max(QUICK_S, stall_timeout),
+        )
         self._lead: RemoteLead | None = None  # after attach
-        self._greeted = False  # an owner may know this rank, so leave() tells all of them
         self._plan: SharedPlan | None = None  # after attach
         self._repeats: RepeatedPushes | None = None  # after attach, if this rank keeps what it pushes
-        self._came_back: int | None = None  # the step with which it did, while memory of its former lives is there
-        self._spec = b""  # the model's, as JSON; it is sent only where an owner needs it
-        self._attaching: pb.AttachRequest | None = None  # what every owner, and every successor, is asked
-        self._sharing: pb.ShareRequest | None = None  # the same, of those of this host
-        self._offered: Mapping[int, pb.SharedFiles] = {}  # by owner of this host
-        self._successors: dict[int, Any] = {}  # by owner, what its last successor has answered
-        self._keeps: list[pb.KeepRequest] = []  # what the keeper has of the loop's state, for a successor
+        self._loop: LoopHistory | None = None  # after attach
 
     # ---- handshake
 
     def attach(self, spec: ModelSpec, *, page_lock: torch.device | None) -> Joined:
         """Shake hands with every owner; see ``Connection.attach``."""
-        if self._lead is None:
-            self._summed = self._summed_with(spec)
-        answers = self._shake_hands(spec)
         plan = SharedPlan.of(spec, len(self._links), self._ownership)
-        step = answers[plan.shard_map.owner(0)].step
         if self._lead is None:
-            offers = {link.owner: answer.shared for link, answer in zip(self._links, answers, strict=True)}
-            ours = {owner: files for owner, files in offers.items() if files.control}
+            self._memory.choose_sums(plan)
+        self._shake_hands(plan, self._memory.identity)
+        if self._lead is None:
             try:
-                self._join_host(plan, ours, step, page_lock)
+                self._join_host(plan, page_lock)
             except RayZeroError:
-                self._check_successors(answers)  # the cause, if what an owner offered has gone with it
-                self._shake_hands(spec)  # fails with the cause, if it has gone because the next epoch has begun there
+                self._handshake.check_successors()  # the cause, if what an owner offered has gone with it
+                # fails with the cause, if it has gone because the next epoch has begun there
+                self._shake_hands(plan, self._memory.identity)
                 raise
-            if self._gradients is None and self._keep_pushed:
-                self._gradients = GradientRegion(spec, gradient_memory(spec, pinned_for=page_lock))
-            link = self._links[plan.shard_map.owner(0)]
-            self._lead = RemoteLead(link, self._shared, self._watch, self.epochs)  # freed by: free()
-            self._open_voice(plan)
-            former, self._came_back = (self._former(plan, step), step) if self.life else (NOTHING, None)
-            self._repeats, self._plan = self._repeated(plan, former), plan
-            if self.life:
-                self._push_again()
-            self._check_successors(answers)
-        return self._joined(plan, answers, step, page_lock)
+            self._begin(plan)
+            self._handshake.check_successors()
+        return self._joined(plan, page_lock)
 
-    def _joined(self, plan: SharedPlan, answers: Sequence[Any], step: int, page_lock: torch.device | None) -> Joined:
-        if self._senders:
-            keep_some_buffers()  # message buffers would otherwise be fresh pages each time
-        assert self._lead is not None
-        return Joined(
-            attached=Attached(
-                version=answers[0].version, needs_load=any(answer.needs_load for answer in answers), step=step
-            ),
-            spec=plan.spec,
-            shard_map=plan.shard_map,
-            transfers=self._transfers,
-            senders=self._senders,
-            lead=self._lead,
-            windows=self._windows,
-            fetches=self._host_fetches,
-            host=self._host,
-            gradients=self._gradients,
-            keeps_pushed=self._keep_pushed and bool(self._senders),
-            gradient_tier="shm" if self._shared is not None else "ram" if page_lock is None else "pinned",
-            kernel=answers[0].kernel,
-            transport="+".join(sorted({way.transport for way in self._transfers}, reverse=True)),
-        )
+    def _shake_hands(self, plan: SharedPlan, host: str, told: tuple[int, pb.Told] | None = None) -> None:
+        """Attach to every owner; see ``Handshake.attach``."""
+        voice = self._voice.who_speaks(plan.spec)
+        self._handshake.attach(plan.spec, host=host, summed=self._memory.summed, voice=voice, told=told)
 
-    def _shake_hands(self, spec: ModelSpec, told: tuple[int, pb.Told] | None = None) -> list[Any]:
-        """Attach to every owner; returns answers by owner. Raises HandshakeError unless kernel and version agree.
-
-        told: the lead's index, and what it has to know of what this rank has told another lead."""
-        self._greeted = True
-        # an owner allocates, or restores a checkpoint, before it answers: it has at least as long as any other call
-        deadline_s = max(QUICK_S, self.stall_timeout)
-        self._spec = translate.spec_to_bytes(spec)
-        request = pb.AttachRequest(
-            protocol_version=PROTOCOL_VERSION,
-            rank=self.rank,
-            spec_digest=translate.spec_digest(self._spec),
-            layout_digest=spec.layout.digest,
-            num_owners=len(self._links),
-            host=host_identity(self._share) if self._share is not None and self._shares else "",
-            process=translate.process_to_pb(this_process()),
-            lease_s=self.stall_timeout * _LEASE,
-            summed=self._summed,
-            voice=self._voice_of(spec),
-        )
-        asked = {}
-        self._attaching = request
-        for link in self._links:
-            link.open()
-            mine = _to_owner(request, link.owner)
-            if told is not None and link.owner == told[0]:
-                mine.told.CopyFrom(told[1])
-            asked[link] = self._greet(link, mine, deadline_s)
-        answers = self._all(asked, deadline_s)
-        self._require_same("kernel", [answer.kernel for answer in answers])
-        self._require_same("version", [answer.version for answer in answers])
-        return answers
-
-    def _greet(self, link: OwnerLink, request: pb.AttachRequest, deadline_s: float) -> Future[Any]:
-        """Attach to one owner, and again with the whole spec if it needs that; does not block."""
-        greeted = Future[Any]()
-
-        def answered(asked: Future[Any]) -> None:
-            if asked.exception() is None and asked.result().needs_spec:
-                chain(link.ask("Attach", self._whole(request), deadline_s), greeted)
-            else:
-                chain(asked, greeted)
-
-        link.ask("Attach", request, deadline_s).add_done_callback(answered)
-        return greeted
-
-    def _whole(self, request: pb.AttachRequest) -> pb.AttachRequest:
-        whole = pb.AttachRequest(spec=self._spec)
-        whole.MergeFrom(request)
-        return whole
-
-    def _all(self, asked: Mapping[OwnerLink, Future[Any]], deadline_s: float) -> list[Any]:
-        """The answers of several owners, by owner; blocks. Raises StallError if a link is down all that time."""
-        futures.wait(asked.values(), deadline_s + 1.0)
-        for link, answer in asked.items():
-            if not answer.done() and (down := link.down()) is not None:
-                fail(answer, down)
-        return [answer.result() for answer in asked.values()]
-
-    def _require_same(self, what: str, values: Sequence[Any]) -> None:
-        for link, value in zip(self._links, values, strict=True):
-            if value != values[0]:
-                raise HandshakeError(
-                    f"{self._links[0].name} has {what} {values[0]!r}, {link.name} has {value!r}: "
-                    "all owners of a run must agree"
-                )
-
-    def _join_host(
-        self, plan: SharedPlan, offers: Mapping[int, pb.SharedFiles], step: int, page_lock: torch.device | None
-    ) -> None:
-        """Share memory with the owners of this host. ``offers``: the files that each of them offers, by owner.
-        ``step``: the open one."""
+    def _join_host(self, plan: SharedPlan, page_lock: torch.device | None) -> None:
+        """Share memory with the owners and the other ranks of this host."""
+        offers = self._handshake.offers
         away = [link.owner for link in self._links if link.owner not in offers]
         if self._share_with_all and away:
             raise UnsupportedError(
                 f"transport='shm', but optimizers {away} share no memory with rank {self.rank}: use 'auto'"
             )
-        if self._share is None:
-            return
-        ways = {"shared memory": list(offers), "gRPC (another host or container)": away}
-        said = ", ".join(f"{way} to optimizers {owners}" for way, owners in ways.items() if owners)
-        log.info("rank %d: %s", self.rank, said)
-        self._relay = self._join_memory(  # freed by: free()
-            plan=plan, away=away, directory=self._share, patience_s=min(_MAKING_S, max(QUICK_S, self.stall_timeout))
+        if self._share is not None:
+            ways = {"shared memory": list(offers), "gRPC (another host or container)": away}
+            said = ", ".join(f"{way} to optimizers {owners}" for way, owners in ways.items() if owners)
+            log.info("rank %d: %s", self.rank, said)
+        self._memory.meet(plan, offers, away, page_lock)
+        self._share_memory(plan)
+        self._memory.open(plan, away, self._board, page_lock)
+        self._relay(plan)
+
+    def _share_memory(self, plan: SharedPlan) -> None:
+        """Reach the owners of this host through shared memory, and let them map this rank's."""
+        shared = self._memory.shared
+        if shared is not None:
+            self._ways.share(self._handshake.offers, shared)
+            self._handshake.share(shared.offer(), back_at=self._open_step(plan) if self.life else None)
+
+    def _relay(self, plan: SharedPlan) -> None:
+        """Fetch what owners elsewhere publish once for this host, if it has memory for that."""
+        if self._memory.relay is not None:
+            self._ways.relay(self._memory.relay, plan.spec.layout.units, self._memory.windows)
+
+    def _open_step(self, plan: SharedPlan) -> int:
+        return self._handshake.answers[plan.shard_map.owner(0)].step
+
+    def _begin(self, plan: SharedPlan) -> None:
+        """Be connected to the lead and the keeper, and send again what a former life had pushed."""
+        link, step = self._links[plan.shard_map.owner(0)], self._open_step(plan)
+        self._lead = RemoteLead(link, self._memory.shared, self._watch, self.epochs)  # freed by: free()
+        self._open_voice(plan)
+        self._loop = LoopHistory(
+            self.rank,
+            self._keeper,
+            plan,
+            self._memory.shared,
+            self._share,
+            maps=self._keeper.owner not in self._ways.senders,
+            back_at=step if self.life else None,
         )
-        elsewhere = {} if page_lock is not None else self._elsewhere(away)
-        if offers or self._summed:
-            self._share_with_host(plan, offers, step, page_lock, elsewhere)
-        elif elsewhere:
-            self._windows = UnitWindows(plan, elsewhere, page_lock=None)  # freed by: free()
-        self._fetch_for_host(plan, away)
-
-    def _summed_with(self, spec: ModelSpec) -> tuple[int, ...]:
-        """The ranks of this host, itself included, with which this one adds its gradients before they travel; empty:
-        its own travel alone. The same for all of them, so it depends on nothing that they may see differently."""
-        if self._host_push == "never" or self._share is None:
-            return ()
-        ranks = summed_with(self.rank, self._ranks_here)
-        gain = GradientBytes.of(spec.layout.units, spec.accumulation_steps).sums_gain(len(ranks))
-        if not ranks or (self._host_push == "auto" and not gain):
-            return ()
-        needed = len(self._ranks_here) * sum(SharedPlan.of(spec, len(self._links), self._ownership).gradients().slabs)
-        needed += sum(unit.size_bytes for unit in spec.layout.units) if self._fetches_here else 0
-        if self._host_push == "auto" and needed > _size_of(self._share):
-            log.warning(
-                "rank %d: the gradients of this host leave it rank by rank, because %s is too small for %s; set "
-                "slab_dir to a larger one",
-                self.rank,
-                self._share,
-                format_bytes(needed),
-            )
-            return ()
-        return ranks
-
-    def _share_with_host(
-        self,
-        plan: SharedPlan,
-        offers: Mapping[int, pb.SharedFiles],
-        step: int,
-        page_lock: torch.device | None,
-        elsewhere: Mapping[int, Arena],
-    ) -> None:
-        assert self._share is not None
-        if page_lock is not None and (doubt := doubt_of_locks(plan, list(offers))) is not None:
-            log.warning("rank %d: %s", self.rank, doubt)
-        shared = self._shared = SharedRank(  # freed by: free()
-            self.rank, plan, self._share, life=self.life, key=self._token, page_lock=page_lock
-        )
-        for owner, files in offers.items():
-            shared.meet(owner, translate.paths_from_pb(files))
-        if offers:
-            self._share_memory(shared, offers, back_at=step if self.life else None)
-            self._shares_with_owners = True
-        if offers or elsewhere:
-            self._windows = shared.windows(elsewhere)  # freed by: free()
-        if self._summed:
-            cores = len(os.sched_getaffinity(0))
-            threads = adding_threads(cores, len(self._ranks_here), on_gpu=page_lock is not None)
-            self._host = HostRanks(shared, plan, self._summed, self._token, threads)  # freed by: free()
-            self._want_sums()
-        self._gradients = GradientRegion(plan.spec, shared.gradients())
-        shared.listen(self._board)
-
-    def _want_sums(self) -> None:
-        """Let the ranks of this host whose gradients leave it as one sum find each other, if any leave it."""
-        if self._host is not None:
-            self._host.want(sums=bool(self._senders))
-            if self._senders:
-                log.info("rank %d: gradients of ranks %s leave this host as one sum", self.rank, list(self._summed))
-
-    def _voice_of(self, spec: ModelSpec) -> int | None:
-        """The rank of this host that asks the lead for all of them; None: each asks itself."""
-        speaks = speaks_for_host(self._host_voice, len(self._ranks_here), spec.world_size)
-        return min(self._ranks_here) if speaks and self._share is not None else None
+        former = self._former(plan, step) if self.life else NOTHING
+        self._repeats, self._plan = self._repeated(plan, former), plan
+        if self.life:
+            self._push_again()
 
     def _open_voice(self, plan: SharedPlan) -> None:
         """Ask the lead through the voice of this host, if the lead is elsewhere, and hear through it of other owners
         that are; and be it, if this rank is the one."""
-        voice, lead = self._voice_of(plan.spec), plan.shard_map.owner(0)
-        if voice is None or not self._senders:
-            return
-        assert self._share is not None
-        address = voice_address(
-            self._token, plan.spec.run, plan.spec.lineage, self._model, self._epoch, host_identity(self._share), voice
+        assert self._lead is not None
+        lead, away = self._links[plan.shard_map.owner(0)], {owner: self._links[owner] for owner in self._ways.senders}
+        self._lead.speak_through(self._voice.open(plan.spec, lead, away, self._board))
+
+    def _joined(self, plan: SharedPlan, page_lock: torch.device | None) -> Joined:
+        if self._ways.senders:
+            keep_some_buffers()  # message buffers would otherwise be fresh pages each time
+        assert self._lead is not None
+        answers = self._handshake.answers
+        return Joined(
+            attached=Attached(
+                version=answers[0].version,
+                needs_load=any(answer.needs_load for answer in answers),
+                step=self._open_step(plan),
+            ),
+            spec=plan.spec,
+            shard_map=plan.shard_map,
+            transfers=self._ways.transfers,
+            senders=self._ways.senders,
+            lead=self._lead,
+            windows=self._memory.windows,
+            fetches=self._ways.fetches,
+            host=self._memory.host,
+            gradients=self._memory.gradients,
+            keeps_pushed=self._keep_pushed and bool(self._ways.senders),
+            gradient_tier="shm" if self._memory.shared is not None else "ram" if page_lock is None else "pinned",
+            kernel=answers[0].kernel,
+            transport=self._ways.transport,
         )
-        away = {owner: self._links[owner] for owner in self._senders}
-        if voice == self.rank:
-            try:
-                self._voice = Voice(address, self.rank, self._ranks_here, self._links[lead], self.stall_timeout, away)
-            except OSError as error:
-                log.warning("rank %d cannot speak for its host, whose ranks ask themselves: %s", self.rank, error)
-        else:
-            self._host_notices = HostNotices(away, self._board)
-        self._voice_line = VoiceLine(address, self.rank, self.life, self._host_notices)
-        if lead in away:
-            assert self._lead is not None
-            self._lead.speak_through(self._voice_line)
-
-    def _close_voice(self) -> None:
-        """Ask through nobody any more, and speak for nobody; after the links are closed. Idempotent."""
-        if self._voice_line is not None:
-            self._voice_line.close()
-        if self._voice is not None:
-            self._voice.close()
-
-    def _join(self) -> None:
-        """Wait for the threads of links and of the line to the voice, once these are closed."""
-        for link in self._links:
-            link.join()
-        if self._voice_line is not None:
-            self._voice_line.join()
-
-    def _elsewhere(self, away: Sequence[int]) -> dict[int, Arena]:
-        """What this host has of the parameters of the owners ``away``, by owner."""
-        return {} if self._relay is None else dict.fromkeys(away, self._relay.shards)
-
-    def _fetch_for_host(self, plan: SharedPlan, away: Sequence[int]) -> None:
-        """Reach the owners of other hosts through the host's memory for what comes from there, if there is any."""
-        if self._relay is None:
-            return
-        self._host_fetches = HostFetches(self.rank, self._relay, self._watch, chunk_bytes=self._chunk_bytes)
-        for owner in away:
-            self._transfers[owner] = RelayedTransfers(
-                self._wires[owner],
-                plan.spec.layout.units,
-                self._host_fetches,
-                self._windows,
-                board=self._board,
-                copies=self._fetches,
-                recorder=self.recorder,
-            )
-
-    def _share_memory(self, shared: SharedRank, offers: Mapping[int, pb.SharedFiles], back_at: int | None) -> None:
-        """Reach the owners of this host, whose files are mapped, through shared memory, and let them map this
-        rank's."""
-        for owner in offers:
-            del self._senders[owner]
-            self._transfers[owner] = SharedTransfers(
-                owner,
-                shared,
-                self._wires[owner],
-                board=self._board,
-                copies=self._fetches,
-                recorder=self.recorder,
-            )
-        controls = {owner: files.control for owner, files in offers.items()}
-        files = translate.paths_to_pb(shared.offer())
-        request = pb.ShareRequest(rank=self.rank, files=files, controls=controls, back_at=back_at)
-        self._sharing, self._offered = request, offers
-        deadline_s = max(QUICK_S, self.stall_timeout)
-        links = [self._links[owner] for owner in offers]
-        self._all({link: link.ask("Share", request, deadline_s) for link in links}, deadline_s)
 
     def join_gathers(self, spec: ModelSpec, device: str) -> UnitGathers | None:
         """See ``Connection.join_gathers``."""
@@ -546,70 +321,53 @@ class RemoteConnection:
     def end(self) -> None:
         """The epoch of these owners is over: end every wait and call. Idempotent."""
         over = EpochOverError(f"rank {self.rank}: other owners have taken over")
-        self._closing.set()
         self._board.fail(over)
-        self._order.fail(over)
-        if self._host_fetches is not None:
-            self._host_fetches.end(over)
+        self._ways.end(over)
         for link in self._links:
             link.close()
-        self._close_voice()
+        self._voice.close()
         self._watch.close(over)
 
     def retire(self) -> None:
         """End every transfer and thread, after ``end``. What this rank has itself stays, for the next connection."""
-        for pool in (self._fetches, self._pushes):
-            pool.shutdown(wait=True)
+        self._ways.close()
         self._join()
-        if self._host_fetches is not None:
-            self._host_fetches.close()
+
+    def _join(self) -> None:
+        """Wait for the threads of links and of the line to the voice, once these are closed."""
+        for link in self._links:
+            link.join()
+        self._voice.join()
 
     def take_over(self, before: RemoteConnection) -> Joined:
         """Shake hands with the owners of this epoch, and go on where ``before``, which is retired, has ended; blocks.
         Raises as ``attach`` does, and StateLostError if an owner lacks what this rank has not kept."""
         assert before._plan is not None
         assert before._lead is not None
+        assert before._loop is not None
         plan = SharedPlan.of(before._plan.spec, len(self._links), self._ownership)
-        self._shared, self._windows, self._gradients = before._shared, before._windows, before._gradients
-        self._lead, self._keeps, self._shares = before._lead, before._keeps, before._shares_with_owners
-        self._came_back, self._relay = before._came_back, before._relay
-        self._shares_with_owners, self._summed, self._host = self._shares, before._summed, before._host
+        self._memory, self._lead, self._loop = before._memory, before._lead, before._loop
         lead, told = plan.shard_map.owner(0), self._lead.told()
-        self._lead.enter(self._links[lead], self._shared, self._watch)  # first: its successor is told the same
-        answers = self._shake_hands(plan.spec, (lead, told))
-        for link, answer in zip(self._links, answers, strict=True):
+        self._lead.enter(self._links[lead], self._memory.shared, self._watch)  # first: its successor is told the same
+        self._loop.enter(self._keeper)
+        self._shake_hands(plan, self._memory.identity if self._memory.shares else "", (lead, told))
+        for link, answer in zip(self._links, self._handshake.answers, strict=True):
             if answer.needs_load:
-                raise self._lacks_values(link)
-        offers = {link.owner: a.shared for link, a in zip(self._links, answers, strict=True) if a.shared.control}
+                raise self._handshake.lost_values(link)
+        offers = self._handshake.offers
         away = [link.owner for link in self._links if link.owner not in offers]
-        elsewhere = {} if self._windows is None or self._windows.page_locked else self._elsewhere(away)
-        if self._shared is not None:
-            memories = {owner: translate.paths_from_pb(files) for owner, files in offers.items()}
-            self._shared.enter(plan, memories, self._board, elsewhere)
-            self._share_memory(self._shared, offers, back_at=answers[lead].step if self.life else None)
-        elif self._windows is not None:
-            self._windows.enter(plan, elsewhere)
-        self._fetch_for_host(plan, away)
-        self._want_sums()
+        self._memory.enter(plan, offers, away, self._board)
+        self._share_memory(plan)
+        self._relay(plan)
         self._open_voice(plan)
         self._repeats, self._plan = self._repeated(plan), plan
-        self._keep_again()
-        for owner in self._senders:
+        self._loop.give_all(plan, maps=self._keeper.owner not in self._ways.senders)
+        for owner in self._ways.senders:
             if not self._keep_pushed:
-                raise self._kept_nothing(self._links[owner])
+                raise nothing_kept(self.rank, owner)
         self._push_again()
-        self._check_successors(answers)
-        return self._joined(plan, answers, answers[lead].step, page_lock=None)
-
-    def _keep_again(self) -> None:
-        """Give the loop's state to the owner that keeps it now."""
-        path, states = (None, []) if self._shared is None else self._shared.kept()
-        if path is not None and self._keeper.owner not in self._senders:
-            self._keeps = [pb.KeepRequest(rank=self.rank, slab=path)]
-        elif path is not None:
-            self._keeps = [pb.KeepRequest(rank=self.rank, state=translate.loop_state_to_pb(each)) for each in states]
-        for kept in self._keeps:
-            self._keeper.ask("Keep", kept).result()
+        self._handshake.check_successors()
+        return self._joined(plan, page_lock=None)
 
     # ---- successors of owners
 
@@ -621,163 +379,81 @@ class RemoteConnection:
         """Shake hands with a successor, which has taken over its predecessor's memory, and give it again what this rank
         has sent and only the predecessor had. Raises StateLostError if it lacks values that the predecessor had,
         or if this rank has not kept what it pushed."""
-        if self._attaching is None:
+        if not self._handshake.has_begun:
             return
-        if self._plan is not None and link.owner in self._senders and not self._keep_pushed:
-            raise self._kept_nothing(link)
-        deadline_s = max(QUICK_S, self.stall_timeout)
-        request = _to_owner(self._attaching, link.owner)
-        request.told.SetInParent()
+        if self._plan is not None and link.owner in self._ways.senders and not self._keep_pushed:
+            raise nothing_kept(self.rank, link.owner)
+        told = None
         if self._lead is not None and self._lead.is_over(link):
-            if self._voice is not None:
-                self._voice.drop()
-            request.told.CopyFrom(self._lead.told())
-        answer = channel.answer(channel.start("Attach", request, deadline_s))
-        if answer.needs_spec:
-            answer = channel.answer(channel.start("Attach", self._whole(request), deadline_s))
-        self._successors[link.owner] = answer
-        for kept in self._keeps if link is self._keeper else ():
-            channel.answer(channel.start("Keep", kept, deadline_s))
-        offered = self._offered.get(link.owner)
-        lacks = answer.needs_load or (offered is not None and answer.shared != offered)
-        if self._plan is not None and lacks:
-            raise self._lacks_values(link)
-        if offered is not None:
-            channel.answer(channel.start("Share", self._sharing, deadline_s))
-        self._wires[link.owner].stage_again(channel, self.stall_timeout)
-        if offered is None and self._repeats is not None:
+            self._voice.drop()
+            told = self._lead.told()
+        self._handshake.greet(link, channel, told)
+        if self._loop is not None and self._loop.is_with(link):
+            self._loop.give(channel, max(QUICK_S, self.stall_timeout))
+        if self._plan is not None:
+            self._handshake.require_values(link)
+        self._handshake.share_again(link, channel)
+        self._ways.wires[link.owner].stage_again(channel, self.stall_timeout)
+        if link.owner in self._ways.senders and self._repeats is not None:
             self._repeats.send(link.owner, channel)
-
-    def _check_successors(self, answers: Sequence[Any]) -> None:
-        """Raise StateLostError if an owner has died since it answered, and its successor has other memory.
-        ``_rejoin`` sees that from then on. ``answers``: by owner, those that this rank went on with."""
-        for owner, now in list(self._successors.items()):
-            before = answers[owner]
-            if (before.shared.control and now.shared != before.shared) or (now.needs_load and not before.needs_load):
-                raise self._lacks_values(self._links[owner])
-
-    def _kept_nothing(self, link: OwnerLink) -> StateLostError:
-        return StateLostError(
-            f"optimizer {link.owner} has died, and rank {self.rank}, which reaches it over gRPC, has kept nothing "
-            "that it pushed: resume from the newest checkpoint; keep_pushed=True lets a run go on"
-        )
-
-    def _lacks_values(self, link: OwnerLink) -> StateLostError:
-        return StateLostError(
-            f"rank {self.rank}: {link.name} has died before it had published every first value, and its successor "
-            "lacks some: start the run again"
-        )
 
     def _repeated(self, plan: SharedPlan, former: FormerRank = NOTHING) -> RepeatedPushes | None:
         """What owners elsewhere may have to get again; None: nothing is kept for them."""
-        if self._gradients is None:
+        if self._memory.gradients is None:
             return None
         return RepeatedPushes(
             self.rank,
             plan,
-            self._gradients,
-            self._wires,
+            self._memory.gradients,
+            self._ways.wires,
             self._board,
-            self._order,
+            self._ways.order,
             self.stall_timeout,
             former,
-            self._host,
+            self._memory.host,
         )
 
     def _former(self, plan: SharedPlan, step: int) -> FormerRank:
         """What this rank had pushed of the last decided step before it died: an owner elsewhere that has died too may
         not have applied it. If nothing is left, those owners are told. ``step``: the open one."""
-        if self._host is not None and self._host.has(step - 1):
-            return NOTHING  # what the ranks of this host have left is added again
-        if self._shared is not None and self._keep_pushed and self._host is None:
-            left = former_ranks(plan, f"rank {self.rank}", self._shared.directory, step - 1).get(self.rank)
-            if left is not None:
-                return left
-        assert self._attaching is not None
-        self._attaching.lost_before = step
-        deadline_s = max(QUICK_S, self.stall_timeout)
-        links = [self._links[owner] for owner in self._senders]
-        self._all(
-            {link: self._greet(link, _to_owner(self._attaching, link.owner), deadline_s) for link in links}, deadline_s
-        )
-        return NOTHING
+        left = self._memory.left(plan, step - 1)
+        if left is None:
+            self._handshake.admit_loss(self._ways.senders, before=step)
+        return NOTHING if left is None else left
 
     def _push_again(self) -> None:
-        """Send again what owners elsewhere may lack, to all of them at once; blocks."""
-        sending = [self._pushes.submit(self._push_again_to, self._links[owner]) for owner in self._senders]
-        futures.wait(sending)
-        for each in sending:
-            each.result()
-
-    def _push_again_to(self, link: OwnerLink) -> None:
-        """Send again what an owner may lack, over whatever channel is open. If that breaks, all of it goes over the
-        next one: who answers there may be a successor, which drops what it has already. Raises StallError if the link
-        stays down."""
-        deadline_s, channel = max(QUICK_S, self.stall_timeout), None
-        while self._repeats is not None:
-            channel = self._all({link: link.when_open(after=channel)}, deadline_s)[0]
-            try:
-                self._repeats.send(link.owner, channel)
-                return
-            except BrokenLinkError as error:
-                link.broke(channel, error)
+        """Send again what owners elsewhere may lack; blocks."""
+        if self._repeats is not None:
+            self._repeats.send_all([self._links[owner] for owner in self._ways.senders], self._ways.pushes)
 
     def announce(self, unit: int, pushed: Pushed) -> None:
         """See ``Connection.announce``."""
-        if self._shared is not None:
-            self._shared.announce(unit, pushed)
+        if self._memory.shared is not None:
+            self._memory.shared.announce(unit, pushed)
 
     # ---- the loop's state
 
     def keep(self, state: LoopState) -> Future[None]:
-        """See ``Connection.keep``. Owner ``rank`` mod K keeps it: it maps this rank's slab, or gets the bytes. A rank
-        that shares memory writes its slab in any case: the next life finds it, also if that owner dies too."""
-        link = self._keeper
-        new = None if self._shared is None else self._shared.keep(state)
-        if self._shared is not None and self._came_back is not None and state.step >= self._came_back + 3:
-            # a step is decided behind theirs, so all that they pushed is applied, and this one's loop has newer states
-            self._shared.remove_former_lives()
-            self._came_back = None
-        if self._shared is not None and link.owner not in self._senders:
-            if new is not None:  # rare: the owner maps it before this rank may die
-                self._keeps = [pb.KeepRequest(rank=self.rank, slab=new)]
-                link.ask("Keep", self._keeps[0]).result()
-            return DONE
-        request = pb.KeepRequest(rank=self.rank, state=translate.loop_state_to_pb(state))
-        self._keeps = [*(kept for kept in self._keeps if kept.state.step >= state.step - 1), request]
-        return then(link.ask("Keep", request), lambda _: None)
+        """See ``Connection.keep``."""
+        assert self._loop is not None
+        return self._loop.keep(state)
 
     def kept(self) -> list[LoopState]:
         """See ``Connection.kept``."""
-        answer = self._keeper.ask("GetKept", pb.GetKeptRequest(rank=self.rank)).result()
-        states = [*self._left_here(), *map(translate.loop_state_from_pb, answer.states)]
-        parts = {(state.step, state.part): state for state in states}
-        oldest = max((step for step, _ in parts), default=0) - LOOP_STEPS
-        return [state for (step, _), state in sorted(parts.items()) if step > oldest]
-
-    def _left_here(self) -> list[LoopState]:
-        """The states that earlier lives of this rank have left in shared memory, if their keeper is elsewhere."""
-        if self._share is None or self._plan is None or self._keeper.owner not in self._senders:
-            return []
-        found = loop_slabs(self._plan, f"rank {self.rank}", self._share, lambda rank: rank == self.rank)
-        states = [state for slab in found.get(self.rank, []) for state in slab.states()]
-        for slab in found.get(self.rank, []):
-            slab.close()
-        return states
+        assert self._loop is not None
+        return self._loop.kept()
 
     @property
     def _keeper(self) -> OwnerLink:
-        """The owner that keeps this rank's loop state."""
+        """The owner that keeps the states of this rank's loop."""
         return self._links[self.rank % len(self._links)]
 
     # ---- notices
 
     def _hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
-        if self._voice is not None and link.owner in self._senders:
-            self._voice.pass_on(link.owner, notice.published)  # first: what follows here may take a while
+        self._voice.pass_on(link, notice)  # first: what follows here may take a while
         self._board.publish(link.owner, translate.published_from_pb(notice))
-        if self._host_notices is not None and notice.HasField("process"):
-            self._host_notices.reopened(link.owner)
+        self._voice.heard(link, notice)
         if notice.HasField("abort"):
             log.debug("rank %d: %s ends the run: %s", self.rank, link.name, notice.abort.message)
             self._board.release(link.owner, from_failure(notice.abort))
@@ -785,8 +461,8 @@ class RemoteConnection:
     def _lost(self, link: OwnerLink, error: RayZeroError) -> None:
         """The owner will never answer again: every wait fails, because nothing would end it."""
         self._board.fail(error)
-        if self._shared is not None:
-            self._shared.lost(link.owner, error)
+        if self._memory.shared is not None:
+            self._memory.shared.lost(link.owner, error)
 
     def _lead_says(self, timeout_s: float) -> Future[str]:
         """Ask the lead whom the step waits for."""
@@ -798,47 +474,21 @@ class RemoteConnection:
 
     def leave(self, reason: str) -> None:
         """Tell the owners and end every wait; see ``Connection.leave``."""
-        self._closing.set()
-        if self._voice_line is not None:
-            self._voice_line.close()  # what the voice has not said yet, this rank says itself, before it leaves
-        if self._greeted:
+        self._ways.give_up()
+        self._voice.leave()  # what the voice has not said yet, this rank says itself, before it leaves
+        if self._handshake.has_begun:
             say_goodbye(self._links, reason)
         self._board.fail(closed_error(self.rank))
-        self._order.fail(closed_error(self.rank))
-        if self._host_fetches is not None:
-            self._host_fetches.end(closed_error(self.rank))
+        self._ways.end(closed_error(self.rank))
         for link in self._links:
             link.close()  # an attach in another thread fails
-        self._close_voice()
+        self._voice.close()
         self._watch.close()  # after the links, so that no unanswered question holds up its thread
 
     def free(self) -> None:
         """Release everything; see ``Connection.free``."""
-        if self._windows is not None:
-            self._windows.close()
-        if self._shared is not None:
-            self._shared.close(closed_error(self.rank))
+        self._ways.close()
+        self._join()
+        self._memory.close(closed_error(self.rank))
         if self._lead is not None:
             self._lead.close()
-        for pool in (self._fetches, self._pushes):
-            pool.shutdown(wait=True)
-        self._join()
-        if self._host_fetches is not None:
-            self._host_fetches.close()
-        if self._relay is not None:
-            self._relay.close()
-        if self._host is not None:
-            self._host.close()
-
-
-def _size_of(directory: Path) -> int:
-    """Bytes of the file system of a directory, used or not."""
-    found = os.statvfs(directory)
-    return found.f_blocks * found.f_frsize
-
-
-def _to_owner(request: pb.AttachRequest, owner: int) -> pb.AttachRequest:
-    mine = pb.AttachRequest()
-    mine.CopyFrom(request)
-    mine.owner = owner
-    return mine

@@ -14,11 +14,11 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -42,10 +42,10 @@ from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _LEAVE_S = 5.0  # deadline of Leave
 _FIRST_S = 3.0  # how long an owner that has never answered may be out of reach, if it gets no successor
-
-
 _NOBODY = ProcessIdentity("", 0, 0)  # no process has been met yet
 
 
@@ -388,6 +388,16 @@ class _Ask:
     def _again(self, channel: Channel, broken: BrokenLinkError) -> None:
         self._link.broke(channel, broken)
         self._link.when_open(after=channel).add_done_callback(self._begin)
+
+
+def answers_of(asked: Mapping[OwnerLink, Future[T]], timeout_s: float) -> list[T]:
+    """The answers of several owners, in the order of ``asked``; blocks. ``timeout_s``: of each call. Raises the first
+    error, or LinkDownError if a link is down all that time."""
+    futures.wait(asked.values(), timeout_s + 1.0)
+    for link, answer in asked.items():
+        if not answer.done() and (down := link.down()) is not None:
+            fail(answer, down)
+    return [answer.result() for answer in asked.values()]
 
 
 def say_goodbye(links: Sequence[OwnerLink], reason: str) -> None:

@@ -3,14 +3,18 @@ an owner of the next epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Executor
 
 from torch import Tensor
 
+from rayzero.errors import StateLostError
 from rayzero.layout.model_layout import Shard
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import Contribution, Pushed
-from rayzero.store.rank.links.channel import Channel
+from rayzero.store.rank.links.channel import QUICK_S, BrokenLinkError, Channel
+from rayzero.store.rank.links.owner_link import OwnerLink, answers_of
 from rayzero.store.rank.memory.gradient_region import GradientRegion
 from rayzero.store.rank.memory.host_ranks import HostRanks
 from rayzero.store.rank.publish_board import PublishBoard
@@ -76,6 +80,26 @@ class RepeatedPushes:
             size = sum(4 * shard.numel for unit in units for shard in shards[unit])  # as fp32, at most
             self._wires[owner].push_again(channel, pushes, size, self._timeout_s)
 
+    def send_all(self, links: Iterable[OwnerLink], threads: Executor) -> None:
+        """Send several owners at once what they may lack; blocks. Raises the first error."""
+        sending = [threads.submit(self._send_over, link) for link in links]
+        futures.wait(sending)
+        for each in sending:
+            each.result()
+
+    def _send_over(self, link: OwnerLink) -> None:
+        """Send an owner what it may lack, over whatever channel is open. If that breaks, all of it goes over the next
+        one: who answers there may be a successor, which drops what it has already. Raises StallError if the link stays
+        down."""
+        deadline_s, channel = max(QUICK_S, self._timeout_s), None
+        while True:
+            channel = answers_of({link: link.when_open(after=channel)}, deadline_s)[0]
+            try:
+                self.send(link.owner, channel)
+                return
+            except BrokenLinkError as error:
+                link.broke(channel, error)
+
     def _send_sums(self, host: HostRanks, owner: int, channel: Channel, shards: Mapping[int, list[Shard]]) -> None:
         """The same of sums."""
         mine = [unit for unit in sorted(shards) if host.sends(unit)]
@@ -118,3 +142,11 @@ class RepeatedPushes:
             sum_of=0 if alone else pushed.count,
         )
         return PushedUnit(unit=layout, shards=shards, contribution=contribution, values=sums)
+
+
+def nothing_kept(rank: int, owner: int) -> StateLostError:
+    """The error of a rank that would have to send an owner again what it has not kept."""
+    return StateLostError(
+        f"optimizer {owner} has died, and rank {rank}, which reaches it over gRPC, has kept nothing that it pushed: "
+        "resume from the newest checkpoint; keep_pushed=True lets a run go on"
+    )

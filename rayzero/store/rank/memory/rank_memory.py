@@ -1,0 +1,206 @@
+"""What one rank has in common with its host: its gradients and the owners' parameters, what comes from elsewhere once
+for all ranks, and the gradients that leave as one sum. It stays when other owners take over."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from rayzero.config.zero import HostFetch, HostPush
+from rayzero.errors import RayZeroError
+from rayzero.kernels.rank_sum import summed_with
+from rayzero.protocol.gradient_sum import FormerRank
+from rayzero.protocol.messages import SharedPaths
+from rayzero.quantities import format_bytes
+from rayzero.slabs.arena import Arena
+from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
+from rayzero.store.rank.memory.host_ranks import HostRanks
+from rayzero.store.rank.memory.relay_memory import RelayMemory, join_memory
+from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
+from rayzero.store.rank.memory.unit_windows import UnitWindows
+from rayzero.store.rank.publish_board import PublishBoard
+from rayzero.store.shm.former_ranks import former_ranks
+from rayzero.store.shm.host_sums import GradientBytes, adding_threads
+from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.same_host import host_identity
+
+log = logging.getLogger(__name__)
+
+_MAKING_S = 120.0
+"""How long another rank of the host may take to make memory for what comes from elsewhere: tens of seconds for a large
+model. Whoever else holds the directory's lock keeps ranks from sharing it, and from nothing more."""
+
+
+class RankMemory:
+    """The memory of one rank that others map, and theirs that it maps. Each part is None until ``meet`` and ``open``
+    have found a use for it.
+
+    Knows who maps what; not links, transfers or steps."""
+
+    def __init__(
+        self,
+        rank: int,
+        directory: Path | None,
+        *,
+        life: int,
+        key: str,
+        model: int,
+        ranks: Sequence[int],
+        host_fetch: HostFetch,
+        host_push: HostPush,
+        keeps_pushed: bool,
+        patience_s: float,
+    ) -> None:
+        """``directory``: of shared memory; None: nothing is shared. ``life``: how often the rank has died and come
+        back. ``key``: a secret that all ranks of one start of a run have, and no others. ``model``: the prepared
+        model's number. ``ranks``: of this host. ``host_fetch``, ``host_push``: see ``ZeroConfig``. ``keeps_pushed``:
+        gradients stay in memory until they are published, also if no owner reads them there. ``patience_s``: how long
+        another process may keep this one waiting."""
+        self._rank, self._directory, self._life, self._key, self._model = rank, directory, life, key, model
+        self._ranks, self._host_fetch, self._host_push = ranks, host_fetch, host_push
+        self._keeps_pushed, self._patience_s = keeps_pushed, min(_MAKING_S, patience_s)
+        self.summed: tuple[int, ...] = ()  # the ranks whose gradients come elsewhere as one sum
+        self.shares = False  # with owners of this host; a rank that began without any goes on without
+        self.shared: SharedRank | None = None  # with owners, or other ranks. freed by: close()
+        self.relay: RelayMemory | None = None  # if this host keeps what comes from elsewhere. freed by: close()
+        self.windows: UnitWindows | None = None  # freed by: close()
+        self.host: HostRanks | None = None  # those of ``summed``. freed by: close()
+        self.gradients: GradientRegion | None = None
+
+    @property
+    def identity(self) -> str:
+        """Equal in processes that can map each other's memory; "" if this one shares none."""
+        return host_identity(self._directory) if self._directory is not None else ""
+
+    def choose_sums(self, plan: SharedPlan) -> None:
+        """Set ``summed``: the ranks of this host, itself included, with which this one adds its gradients before they
+        travel; empty: its own travel alone. The same for all of them, so it depends on nothing that they may see
+        differently."""
+        if self._host_push == "never" or self._directory is None:
+            return
+        ranks, layout = summed_with(self._rank, self._ranks), plan.spec.layout
+        gain = GradientBytes.of(layout.units, plan.spec.accumulation_steps).sums_gain(len(ranks))
+        if not ranks or (self._host_push == "auto" and not gain):
+            return
+        needed = len(self._ranks) * sum(plan.gradients().slabs)
+        needed += sum(unit.size_bytes for unit in layout.units) if self._host_fetch != "never" else 0
+        if self._host_push == "auto" and needed > _size_of(self._directory):
+            log.warning(
+                "rank %d: the gradients of this host leave it rank by rank, because %s is too small for %s; set "
+                "slab_dir to a larger one",
+                self._rank,
+                self._directory,
+                format_bytes(needed),
+            )
+            return
+        self.summed = ranks
+
+    # ---- owners
+
+    def meet(
+        self,
+        plan: SharedPlan,
+        offers: Mapping[int, SharedPaths],
+        away: Sequence[int],
+        page_lock: torch.device | None,
+    ) -> None:
+        """Map what owners of this host offer, and join the host's memory for what owners ``away`` publish.
+        ``page_lock``: see ``ParameterStore.attach``. Raises HandshakeError if an offer is not from this run,
+        MemoryPlanError if there is no room."""
+        if self._directory is None:
+            return
+        who = f"rank {self._rank}"
+        self.relay = join_memory(
+            self._host_fetch,
+            plan,
+            away,
+            self._key,
+            self._model,
+            self._directory,
+            who=who,
+            patience_s=self._patience_s,
+        )
+        if not offers and not self.summed:
+            return
+        if page_lock is not None and (doubt := doubt_of_locks(plan, list(offers))) is not None:
+            log.warning("%s: %s", who, doubt)
+        self.shared = SharedRank(self._rank, plan, self._directory, life=self._life, key=self._key, page_lock=page_lock)
+        for owner, memory in offers.items():
+            self.shared.meet(owner, memory)
+        self.shares = bool(offers)
+
+    def open(self, plan: SharedPlan, away: Sequence[int], board: PublishBoard, page_lock: torch.device | None) -> None:
+        """Begin to use what ``meet`` has mapped, once the owners of this host have mapped this rank's. ``board``: hears
+        what they publish."""
+        elsewhere = {} if page_lock is not None else self._elsewhere(away)
+        if self.shared is not None:
+            if self.shares or elsewhere:
+                self.windows = self.shared.windows(elsewhere)
+            if self.summed:
+                cores = len(os.sched_getaffinity(0))
+                threads = adding_threads(cores, len(self._ranks), on_gpu=page_lock is not None)
+                self.host = HostRanks(self.shared, plan, self.summed, self._key, threads)
+                self._want_sums(away)
+            self.gradients = GradientRegion(plan.spec, self.shared.gradients())
+            self.shared.listen(board)
+        elif elsewhere:
+            self.windows = UnitWindows(plan, elsewhere, page_lock=None)
+        if self.gradients is None and self._keeps_pushed:
+            self.gradients = GradientRegion(plan.spec, gradient_memory(plan.spec, pinned_for=page_lock))
+
+    def enter(
+        self, plan: SharedPlan, offers: Mapping[int, SharedPaths], away: Sequence[int], board: PublishBoard
+    ) -> None:
+        """Go on with the owners of the next epoch; see ``meet`` and ``open``."""
+        elsewhere = {} if self.windows is None or self.windows.page_locked else self._elsewhere(away)
+        if self.shared is not None:
+            self.shared.enter(plan, offers, board, elsewhere)
+        elif self.windows is not None:
+            self.windows.enter(plan, elsewhere)
+        self._want_sums(away)
+
+    def _elsewhere(self, away: Sequence[int]) -> dict[int, Arena]:
+        """What this host has of the parameters of the owners ``away``, by owner."""
+        return {} if self.relay is None else dict.fromkeys(away, self.relay.shards)
+
+    def _want_sums(self, away: Sequence[int]) -> None:
+        """Let the ranks of this host whose gradients leave it as one sum find each other, if any leave it."""
+        if self.host is not None:
+            self.host.want(sums=bool(away))
+            if away:
+                log.info("rank %d: gradients of ranks %s leave this host as one sum", self._rank, list(self.summed))
+
+    # ---- a former life
+
+    def left(self, plan: SharedPlan, step: int) -> FormerRank | None:
+        """What this rank's former life had pushed of ``step``, the last decided one; None: nothing of it is left here.
+        It may be part of sums, which the ranks of this host make again: then there is nothing to send."""
+        if self.host is not None:
+            return FormerRank({}, ()) if self.host.has(step) else None
+        if self.shared is None or not self._keeps_pushed:
+            return None
+        return former_ranks(plan, f"rank {self._rank}", self.shared.directory, step).get(self._rank)
+
+    # ---- the end
+
+    def close(self, error: RayZeroError) -> None:
+        """Release everything, once nothing moves bytes any more. Questions to a lead of this host fail with ``error``.
+        Idempotent."""
+        if self.windows is not None:
+            self.windows.close()
+        if self.shared is not None:
+            self.shared.close(error)
+        if self.relay is not None:
+            self.relay.close()
+        if self.host is not None:
+            self.host.close()
+
+
+def _size_of(directory: Path) -> int:
+    """Bytes of the file system of a directory, used or not."""
+    found = os.statvfs(directory)
+    return found.f_blocks * found.f_frsize

@@ -1,0 +1,115 @@
+"""Which way leads from a rank to each owner: over gRPC, through the owner's memory, or through what its host has."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from rayzero.errors import RayZeroError
+from rayzero.layout.model_layout import UnitLayout
+from rayzero.store.rank.connection import GradientSender, Transfers
+from rayzero.store.rank.links.owner_link import OwnerLink
+from rayzero.store.rank.memory.relay_memory import RelayMemory
+from rayzero.store.rank.memory.shared_memory import SharedRank
+from rayzero.store.rank.memory.unit_windows import UnitWindows
+from rayzero.store.rank.publish_board import PublishBoard
+from rayzero.store.rank.push_order import PushOrder
+from rayzero.store.rank.stall import Describe, StallWatch
+from rayzero.store.rank.transfers.host_fetches import HostFetches
+from rayzero.store.rank.transfers.relayed import RelayedTransfers
+from rayzero.store.rank.transfers.shared import SharedTransfers
+from rayzero.store.rank.transfers.wire import WireOptions, WireTransfers, transfer_threads
+from rayzero.telemetry.recorder import Recorder
+
+
+class Ways:
+    """The ways from one rank to the owners of an epoch, and the threads that move bytes. All lead over gRPC at first.
+
+    Knows which way leads to which owner; not why, or what travels."""
+
+    def __init__(
+        self,
+        rank: int,
+        links: Sequence[OwnerLink],
+        options: WireOptions,
+        *,
+        board: PublishBoard,
+        watch: StallWatch,
+        lead_says: Describe,
+        recorder: Recorder,
+    ) -> None:
+        """``links``: by owner. ``lead_says``: asks the lead whom the step waits for."""
+        self._rank, self._options, self._board, self._watch, self._recorder = rank, options, board, watch, recorder
+        self._closing = threading.Event()
+        self._fetches, streams = transfer_threads(len(links), rank, "fetch")
+        self.pushes, _ = transfer_threads(len(links), rank, "push")
+        self.order = PushOrder()
+        self.wires = [
+            WireTransfers(
+                link,
+                fetches=self._fetches,
+                pushes=self.pushes,
+                board=board,
+                order=self.order,
+                watch=watch,
+                closing=self._closing,
+                lead_says=lead_says,
+                options=options,
+                recorder=recorder,
+                streams=streams,
+            )
+            for link in links
+        ]
+        self.transfers: list[Transfers] = list(self.wires)  # by owner
+        self.senders: dict[int, GradientSender] = {wire.owner: wire for wire in self.wires}
+        self.fetches: HostFetches | None = None  # after relay. freed by: close()
+
+    def share(self, owners: Iterable[int], shared: SharedRank) -> None:
+        """Reach owners of this host, whose files are mapped, through shared memory."""
+        for owner in owners:
+            del self.senders[owner]
+            self.transfers[owner] = SharedTransfers(
+                owner,
+                shared,
+                self.wires[owner],
+                board=self._board,
+                copies=self._fetches,
+                recorder=self._recorder,
+            )
+
+    def relay(self, memory: RelayMemory, units: Sequence[UnitLayout], windows: UnitWindows | None) -> None:
+        """Fetch what owners elsewhere publish once for the whole host, into its memory. ``windows``: over that."""
+        self.fetches = HostFetches(self._rank, memory, self._watch, chunk_bytes=self._options.chunk_bytes)
+        for owner in self.senders:
+            self.transfers[owner] = RelayedTransfers(
+                self.wires[owner],
+                units,
+                self.fetches,
+                windows,
+                board=self._board,
+                copies=self._fetches,
+                recorder=self._recorder,
+            )
+
+    @property
+    def transport(self) -> str:
+        """The run's transport, as metrics call it: "shm", "grpc", or "shm+grpc"."""
+        return "+".join(sorted({way.transport for way in self.transfers}, reverse=True))
+
+    def give_up(self) -> None:
+        """Repeat nothing any more after a pause."""
+        self._closing.set()
+
+    def end(self, error: RayZeroError) -> None:
+        """End every wait for a turn, or for another rank of the host, with ``error``. Idempotent."""
+        self.give_up()
+        self.order.fail(error)
+        if self.fetches is not None:
+            self.fetches.end(error)
+
+    def close(self) -> None:
+        """End every transfer and thread, after ``end`` and once the links are closed. Idempotent."""
+        for pool in (self._fetches, self.pushes):
+            pool.shutdown(wait=True)
+        if self.fetches is not None:
+            self.fetches.close()

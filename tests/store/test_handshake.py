@@ -1,0 +1,154 @@
+"""What a rank asks owners and their successors, and which answers it refuses: without a socket."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, cast
+
+import pytest
+
+from rayzero.concurrency.futures import settled
+from rayzero.errors import HandshakeError, StateLostError
+from rayzero.protocol.messages import SharedPaths
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.rank.links.channel import Channel
+from rayzero.store.rank.links.handshake import Handshake
+from rayzero.store.rank.links.owner_link import OwnerLink
+
+from .toy import make_spec
+
+HERE = pb.SharedFiles(control="/dev/shm/control", tensors=["/dev/shm/params"])
+
+
+class Owner:
+    """An owner that answers at once, or its successor: the link to it and the channel at the same time."""
+
+    def __init__(self, owner: int, answer: pb.AttachResponse, *, knows_spec: bool = True) -> None:
+        self.owner, self.name, self.knows_spec = owner, f"optimizer {owner}", knows_spec
+        self.answers_with = answer
+        self.asked: list[tuple[str, Any]] = []
+
+    def open(self) -> None:
+        self.asked.append(("open", None))
+
+    def start(self, method: str, request: Any, timeout_s: float) -> Any:
+        copied = type(request)()
+        copied.CopyFrom(request)
+        self.asked.append((method, copied))
+        if method != "Attach":
+            return pb.ShareResponse()
+        return self.answers_with if self.knows_spec or request.spec else pb.AttachResponse(needs_spec=True)
+
+    def answer(self, started: Any) -> Any:
+        return started
+
+    def ask(self, method: str, request: Any, timeout_s: float) -> Future[Any]:
+        return settled(self.start(method, request, timeout_s))
+
+
+def answer(**fields: Any) -> pb.AttachResponse:
+    return pb.AttachResponse(**{"version": 3, "kernel": "avx2"} | fields)
+
+
+def shaken(*owners: Owner, **said: Any) -> Handshake:
+    handshake = Handshake(1, cast(list[OwnerLink], list(owners)), stall_timeout=60.0)
+    assert not handshake.has_begun
+    handshake.attach(make_spec(), **{"host": "here", "summed": (0, 1), "voice": 0} | said)
+    return handshake
+
+
+def meet(handshake: Handshake, owner: int, successor: Owner, told: pb.Told | None = None) -> None:
+    links = {link.owner: link for link in handshake._links}
+    handshake.greet(links[owner], cast(Channel, successor), told)
+    handshake.require_values(links[owner])
+    handshake.share_again(links[owner], cast(Channel, successor))
+
+
+def test_every_owner_is_asked_the_same_under_its_own_number() -> None:
+    first, second = Owner(0, answer()), Owner(1, answer())
+    handshake = shaken(first, second)
+    assert [method for method, _ in first.asked] == ["open", "Attach"]
+    asked = [request for _, request in (first.asked[1], second.asked[1])]
+    assert [request.owner for request in asked] == [0, 1]
+    assert (asked[0].lease_s, asked[0].summed, asked[0].voice, asked[0].host) == (30.0, [0, 1], 0, "here")
+    asked[1].owner = 0
+    assert asked[0] == asked[1]
+    assert not asked[0].spec
+    assert list(handshake.answers) == [answer(), answer()]
+
+
+def test_only_an_owner_that_does_not_know_the_spec_gets_it() -> None:
+    first, second = Owner(0, answer(), knows_spec=False), Owner(1, answer())
+    shaken(first, second)
+    sent = [bool(request.spec) for _, request in first.asked[1:]]
+    assert sent == [False, True]
+    assert len(second.asked) == 2
+
+
+@pytest.mark.parametrize(("field", "other"), [("kernel", "torch"), ("version", 4)])
+def test_owners_that_disagree_are_refused_by_name(field: str, other: str | int) -> None:
+    with pytest.raises(HandshakeError, match=f"optimizer 0 has {field} .*, optimizer 2 has {other!r}"):
+        shaken(Owner(0, answer()), Owner(1, answer()), Owner(2, answer(**{field: other})))
+
+
+def test_only_the_lead_hears_what_another_lead_was_told() -> None:
+    owners, told = [Owner(0, answer()), Owner(1, answer())], pb.Told(steps=[pb.Told.Step(step=5)])
+    shaken(*owners, told=(1, told))
+    assert [request.told for request in (owner.asked[1][1] for owner in owners)] == [pb.Told(), told]
+
+
+def test_memory_is_shared_with_owners_that_offer_theirs_and_with_their_successors() -> None:
+    elsewhere, here = Owner(0, answer()), Owner(1, answer(shared=HERE))
+    handshake = shaken(elsewhere, here)
+    assert handshake.offers == {1: SharedPaths("/dev/shm/control", ("/dev/shm/params",))}
+    handshake.share(SharedPaths("/dev/shm/rank", ("/dev/shm/grads",)), back_at=7)
+    assert [method for method, _ in elsewhere.asked] == ["open", "Attach"]
+    _, shared = here.asked[-1]
+    assert (dict(shared.controls), shared.files.control, shared.back_at) == ({1: HERE.control}, "/dev/shm/rank", 7)
+
+    successors = [Owner(0, answer()), Owner(1, answer(shared=HERE))]
+    for owner, successor in enumerate(successors):
+        meet(handshake, owner, successor)
+    assert [method for method, _ in successors[0].asked] == ["Attach"]
+    assert successors[1].asked[1] == ("Share", shared)
+    handshake.check_successors()
+
+
+def test_a_successor_is_asked_what_its_predecessor_was_and_told_that_it_is_one() -> None:
+    owner, successor = Owner(0, answer()), Owner(0, answer(), knows_spec=False)
+    handshake = shaken(owner)
+    handshake.admit_loss([0], before=4)
+    told = pb.Told(steps=[pb.Told.Step(step=5)])
+    meet(handshake, 0, successor, told)
+    expected = pb.AttachRequest()
+    expected.CopyFrom(owner.asked[-1][1])
+    assert expected.lost_before == 4
+    expected.told.CopyFrom(told)
+    assert successor.asked[0] == ("Attach", expected)
+    assert successor.asked[1][1].spec
+    meet(handshake, 0, successor)
+    assert successor.asked[-1][1].HasField("told")
+
+
+OTHER = pb.SharedFiles(control="/dev/shm/other")
+
+
+@pytest.mark.parametrize(
+    "now", [answer(shared=HERE, needs_load=True), answer(shared=OTHER), answer()], ids=["values", "files", "no memory"]
+)
+def test_a_successor_without_what_its_predecessor_had_is_the_end(now: pb.AttachResponse) -> None:
+    handshake = shaken(Owner(0, answer(shared=HERE)))
+    handshake.share(SharedPaths("/dev/shm/rank", ()), back_at=None)
+    with pytest.raises(StateLostError, match=r"rank 1: optimizer 0 has died before .* start the run again"):
+        meet(handshake, 0, Owner(0, now))
+    with pytest.raises(StateLostError, match="optimizer 0 has died"):
+        handshake.check_successors()
+
+
+def test_an_owner_that_dies_before_any_value_is_loaded_has_lost_none() -> None:
+    """It is seen once the rank has attached: until then both need the values."""
+    handshake = shaken(Owner(0, answer(needs_load=True)))
+    handshake.greet(handshake._links[0], cast(Channel, Owner(0, answer(needs_load=True))), None)
+    handshake.check_successors()
+    with pytest.raises(StateLostError):
+        handshake.require_values(handshake._links[0])

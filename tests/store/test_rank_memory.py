@@ -1,0 +1,229 @@
+"""What one rank has in common with its host, for every kind of neighbour: without a link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayzero.errors import EpochOverError, StoreClosedError
+from rayzero.protocol.messages import Contribution, FinishReport, SharedPaths
+from rayzero.store.owner.hosted import HostedModels
+from rayzero.store.rank.memory import rank_memory
+from rayzero.store.rank.memory.rank_memory import RankMemory
+from rayzero.store.rank.publish_board import PublishBoard
+from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.signals import available
+
+from .toy import WAIT, make_spec
+
+pytestmark = pytest.mark.skipif(available() is not None, reason="no memory that ranks share here")
+
+OWNERS = 2
+SPEC = make_spec(world_size=4, shard_numel=1024)
+PLAN = SharedPlan.of(SPEC, OWNERS)
+UNITS = SPEC.layout.units
+CLOSED = StoreClosedError("closed")
+
+Make = Callable[..., RankMemory]
+
+
+@pytest.fixture
+def stack(slab_dir: Path) -> Iterator[ExitStack]:
+    """Ends before ``slab_dir`` does."""
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
+def make(stack: ExitStack, slab_dir: Path) -> Make:
+    def made(rank: int = 0, **how: Any) -> RankMemory:
+        said = {"life": 0, "key": "a secret", "model": 0, "ranks": (0, 1), "patience_s": WAIT, "keeps_pushed": True}
+        said |= {"host_fetch": "never", "host_push": "never", "directory": slab_dir} | how
+        found = RankMemory(rank, said.pop("directory"), **said)
+        stack.callback(found.close, CLOSED)
+        return found
+
+    return made
+
+
+def joined(memory: RankMemory, offers: dict[int, SharedPaths], board: PublishBoard | None = None) -> RankMemory:
+    """``memory`` after all that happens at attach."""
+    away = [owner for owner in range(OWNERS) if owner not in offers]
+    memory.choose_sums(PLAN)
+    memory.meet(PLAN, offers, away, None)
+    memory.open(PLAN, away, board or PublishBoard(), None)
+    return memory
+
+
+def owner_of(stack: ExitStack, directory: Path, owner: int) -> SharedPaths:
+    """What an owner in this process offers."""
+    models = HostedModels(owner, OWNERS, share=directory)
+    stack.callback(models.close)
+    hosted = models[0]
+    hosted.service.attach(0, SPEC, own_gradients=True)
+    assert hosted.shared is not None
+    return hosted.shared.offer()
+
+
+# ---- whose gradients are added up
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "summed"),
+    [
+        (1, {"host_push": "always"}, (0, 1)),
+        (1, {"host_push": "auto"}, (0, 1)),
+        (1, {"host_push": "never"}, ()),
+        (1, {"host_push": "always", "directory": None}, ()),
+        (1, {"host_push": "always", "ranks": (1,)}, ()),
+        (2, {"host_push": "always", "ranks": (0, 2)}, ()),  # a gap
+        (1, {"host_push": "auto", "room": 4096}, ()),
+        (1, {"host_push": "always", "room": 4096}, (0, 1)),  # it fails when it takes the memory, with the sum
+    ],
+)
+def test_whose_gradients_leave_as_one_sum(
+    rank: int, how: dict[str, Any], summed: tuple[int, ...], make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = how.pop("room", 1 << 40)
+    monkeypatch.setattr(rank_memory, "_size_of", lambda _: room)
+    memory = make(rank, **how)
+    memory.choose_sums(PLAN)
+    assert memory.summed == summed
+
+
+def test_what_the_host_keeps_of_parameters_needs_room_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = 2 * sum(PLAN.gradients().slabs)
+    monkeypatch.setattr(rank_memory, "_size_of", lambda _: gradients)
+    alone, relays = make(host_push="auto"), make(host_push="auto", host_fetch="auto")
+    for memory in (alone, relays):
+        memory.choose_sums(PLAN)
+    assert (alone.summed, relays.summed) == ((0, 1), ())
+
+
+# ---- what there is
+
+
+ELSEWHERE: tuple[int, ...] = ()
+ALL = {"shared", "relay", "windows", "host", "gradients"}
+
+
+@pytest.mark.parametrize(
+    ("here", "how", "there"),
+    [
+        (ELSEWHERE, {"directory": None}, {"gradients"}),
+        (ELSEWHERE, {"directory": None, "keeps_pushed": False}, set()),
+        (ELSEWHERE, {"host_fetch": "always"}, {"relay", "windows", "gradients"}),
+        (ELSEWHERE, {"host_push": "always"}, {"shared", "host", "gradients"}),
+        (ELSEWHERE, {"host_fetch": "always", "host_push": "always"}, ALL),
+        ((0,), {"keeps_pushed": False}, {"shared", "windows", "gradients"}),
+        ((0,), {"host_fetch": "always"}, {"shared", "relay", "windows", "gradients"}),
+        ((0, 1), {"host_fetch": "always"}, {"shared", "windows", "gradients"}),
+    ],
+)
+def test_what_a_rank_has_depends_on_its_neighbours(
+    here: Sequence[int], how: dict[str, Any], there: set[str], make: Make, stack: ExitStack, slab_dir: Path
+) -> None:
+    memory = joined(make(**how), {owner: owner_of(stack, slab_dir, owner) for owner in here})
+    assert {name for name in ALL if getattr(memory, name) is not None} == there
+    assert memory.shares == bool(here)
+    if "windows" in there:
+        assert memory.windows is not None
+        whole = {unit.index for unit in UNITS if memory.windows.tensor(unit.index) is not None}
+        assert whole == shown(here, relayed=memory.relay is not None)
+
+
+def shown(here: Sequence[int], *, relayed: bool) -> set[int]:
+    """The units all of whose shards are in memory of the host."""
+    away = {shard.unit for owner in range(OWNERS) if owner not in here for shard in PLAN.shards_of(owner)}
+    return {unit.index for unit in UNITS if relayed or unit.index not in away}
+
+
+def test_nothing_is_left_of_a_rank_that_has_closed(make: Make, slab_dir: Path) -> None:
+    memories = [joined(make(rank, host_fetch="always", host_push="always"), {}) for rank in range(2)]
+    assert len(list(slab_dir.iterdir())) > 4
+    for memory in memories:
+        memory.close(CLOSED)
+        memory.close(CLOSED)
+    assert list(slab_dir.iterdir()) == []
+
+
+# ---- other owners
+
+
+def test_gradients_and_windows_go_on_with_other_owners(make: Make, stack: ExitStack, slab_dir: Path) -> None:
+    """Owner 1, whose memory the rank had, is elsewhere by now."""
+    offers = {owner: owner_of(stack, slab_dir, owner) for owner in range(OWNERS)}
+    memory = joined(make(), offers)
+    assert memory.windows is not None
+    assert memory.shared is not None
+    gradients, windows = memory.gradients, memory.windows
+    assert {unit.index for unit in UNITS if windows.tensor(unit.index) is not None} == shown((0, 1), relayed=False)
+    asked = memory.shared.ask_lead("GetDecision", b"")
+    assert asked is not None
+    memory.enter(PLAN, {0: offers[0]}, [1], PublishBoard())
+    assert (memory.gradients is gradients, memory.windows is windows, memory.shares) == (True, True, True)
+    assert {unit.index for unit in UNITS if windows.tensor(unit.index) is not None} == shown((0,), relayed=False)
+    with pytest.raises(EpochOverError, match="the lead was another one before"):
+        asked.result(WAIT)
+
+
+# ---- a former life
+
+
+def push(memory: RankMemory, step: int) -> None:
+    assert memory.gradients is not None
+    assert memory.shared is not None
+    for unit in UNITS:
+        full = b"\xff" * ((len(unit.slots) + 7) // 8)
+        contribution = Contribution(step=step, attempt=0, rank=0, unit=unit.index, seq=0, presence=full)
+        pushed = memory.gradients.put(contribution, torch.full((unit.numel,), float(step + 1)))
+        assert pushed is not None
+        memory.shared.announce(unit.index, pushed)
+
+
+def died(memory: RankMemory) -> None:
+    """Leave its slabs, as if its process were killed."""
+    assert memory.shared is not None
+    for slab in (memory.shared._control, *memory.shared._gradients.slabs):
+        slab.close(unlink=False)
+
+
+@pytest.mark.parametrize(("step", "keeps_pushed", "is_left"), [(4, True, True), (3, True, False), (4, False, False)])
+def test_a_rank_finds_what_its_former_life_has_pushed(
+    step: int, keeps_pushed: bool, is_left: bool, make: Make, stack: ExitStack, slab_dir: Path
+) -> None:
+    offers = {0: owner_of(stack, slab_dir, 0)}
+    before = joined(make(), offers)
+    push(before, 4)
+    died(before)
+    now = joined(make(life=1, keeps_pushed=keeps_pushed), offers)
+    left = now.left(PLAN, step)
+    assert (left is not None) == is_left
+    if left is not None:
+        assert [(unit, pushed.step) for unit, pushed in left.pushed] == [(unit.index, 4) for unit in UNITS]
+        assert all(left.gradients[unit.index].max() == 5 for unit in UNITS)
+
+
+def test_what_is_part_of_sums_is_not_sent_again(make: Make) -> None:
+    """As long as every rank of the host still has it."""
+    members = [joined(make(rank, host_push="always"), {}) for rank in range(2)]
+    for member in members:
+        member.enter(PLAN, {}, range(OWNERS), PublishBoard())  # each finds the others
+    assert members[0].left(PLAN, 2) is None
+    for rank, member in enumerate(members):
+        assert member.host is not None
+        member.host.finished(FinishReport(rank=rank, step=2, attempt=0, counts=(0,) * len(UNITS)))
+    left = members[0].left(PLAN, 2)
+    assert left is not None
+    assert (left.pushed, left.gradients) == ((), {})
+
+
+def test_a_rank_that_shares_nothing_has_left_nothing(make: Make) -> None:
+    assert joined(make(directory=None), {}).left(PLAN, 0) is None
+    assert make(directory=None).identity == ""
+    assert make().identity == make(1).identity != ""

@@ -1,0 +1,146 @@
+"""What a rank sends again to owners that may lack it, and over which channel: without a socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+import torch
+
+from rayzero.concurrency.futures import failed, settled
+from rayzero.errors import StallError
+from rayzero.protocol.gradient_sum import FormerRank
+from rayzero.protocol.messages import Contribution, Published, Pushed
+from rayzero.store.rank.history.repeated_pushes import NOTHING, RepeatedPushes
+from rayzero.store.rank.links.channel import BrokenLinkError, Channel
+from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
+from rayzero.store.rank.publish_board import PublishBoard
+from rayzero.store.rank.push_order import PushOrder
+from rayzero.store.rank.transfers.wire import PushedUnit, WireTransfers
+from rayzero.store.shm.plan import SharedPlan
+
+from .toy import WAIT, make_spec
+
+OWNERS = 2
+PLAN = SharedPlan.of(make_spec(), OWNERS)
+UNITS = PLAN.spec.layout.units
+
+
+def everything(unit: int) -> bytes:
+    return b"\xff" * ((len(UNITS[unit].slots) + 7) // 8)
+
+
+class Wire:
+    """Takes what is sent; a channel may break."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Any, list[PushedUnit], int]] = []
+        self.broken: set[Any] = set()
+
+    def push_again(
+        self, channel: Any, pushes: Callable[[], Iterator[PushedUnit]], size_bytes: int, timeout_s: float
+    ) -> None:
+        if channel in self.broken:
+            raise BrokenLinkError(f"{channel} broke")
+        self.sent.append((channel, list(pushes()), size_bytes))
+
+
+class Link:
+    """A link whose channels break one after the other."""
+
+    def __init__(self, owner: int, *channels: str) -> None:
+        self.owner, self.name, self.left = owner, f"optimizer {owner}", list(channels)
+        self.broke_at: list[Any] = []
+
+    def when_open(self, after: Any = None) -> Future[Any]:
+        left = self.left[self.left.index(after) + 1 :] if after is not None else self.left
+        return settled(left[0]) if left else failed(StallError(f"{self.name}: its link is down"))
+
+    def broke(self, channel: Any, error: Exception) -> None:
+        self.broke_at.append(channel)
+
+
+class Rank:
+    """A rank that has pushed."""
+
+    def __init__(self, former: FormerRank = NOTHING) -> None:
+        self.gradients = GradientRegion(PLAN.spec, gradient_memory(PLAN.spec, pinned_for=None))
+        self.board, self.order, self.wires = PublishBoard(), PushOrder(), [Wire() for _ in range(OWNERS)]
+        wires = cast(list[WireTransfers], self.wires)
+        self.repeats = RepeatedPushes(3, PLAN, self.gradients, wires, self.board, self.order, WAIT, former)
+
+    def push(self, unit: int, step: int) -> None:
+        """Gradients of step + unit, but for padding."""
+        contribution = Contribution(step=step, attempt=0, rank=3, unit=unit, seq=0, presence=everything(unit))
+        self.gradients.put(contribution, torch.full((UNITS[unit].numel,), float(step + unit)))
+
+    def publish(self, unit: int, version: int) -> None:
+        for owner in range(OWNERS):
+            shards = [shard.index for shard in PLAN.shards_of(owner) if shard.unit == unit]
+            self.board.publish(owner, [Published(shard, version, version) for shard in shards])
+
+    def send(self, owner: int) -> list[tuple[int, int]]:
+        """(step, unit) of what goes there."""
+        self.repeats.send(owner, cast(Channel, "channel"))
+        return [(each.contribution.step, each.unit.index) for _, sent, _ in self.wires[owner].sent for each in sent]
+
+
+def test_an_owner_gets_again_what_it_has_not_published() -> None:
+    rank = Rank()
+    for unit in range(3):
+        rank.push(unit, 5)
+    rank.publish(1, 6)
+    for owner in range(OWNERS):
+        owned = {shard.unit for shard in PLAN.shards_of(owner)}
+        assert rank.send(owner) == [(5, unit) for unit in (0, 2) if unit in owned]
+        [(_, sent, size)] = rank.wires[owner].sent
+        assert size == sum(4 * shard.numel for each in sent for shard in each.shards)
+        for each in sent:
+            assert {PLAN.shard_map.owner(shard.index) for shard in each.shards} == {owner}
+            for shard in each.shards:
+                mine = slice(shard.start, shard.stop)
+                assert each.values[mine].equal(rank.gradients.flats[each.unit.index][mine])
+                assert each.values[shard.start] == 5 + each.unit.index
+
+
+def test_what_a_former_life_has_pushed_of_decided_steps_goes_first() -> None:
+    left = torch.ones(UNITS[1].numel)
+    pushed = Pushed(step=4, attempt=0, count=1, presence=everything(1))
+    rank = Rank(FormerRank({1: left}, ((1, pushed),)))
+    rank.push(0, 5)
+    owner = next(owner for owner in range(OWNERS) if {0, 1} <= {shard.unit for shard in PLAN.shards_of(owner)})
+    assert rank.send(owner) == [(4, 1), (5, 0)]
+    rank.wires[owner].sent.clear()
+    rank.publish(1, 5)
+    assert rank.send(owner) == [(5, 0)]
+
+
+def test_no_stream_is_opened_for_an_owner_that_lacks_nothing() -> None:
+    rank = Rank()
+    assert rank.send(0) == []
+    rank.push(0, 2)
+    rank.publish(0, 3)
+    assert rank.send(0) == []
+    assert rank.wires[0].sent == []
+
+
+def test_all_owners_are_sent_to_over_whatever_channel_is_open_then() -> None:
+    rank = Rank()
+    rank.push(0, 1)
+    rank.wires[1].broken = {"first", "second"}
+    links = [Link(0, "first"), Link(1, "first", "second", "third")]
+    with ThreadPoolExecutor(2) as threads:
+        rank.repeats.send_all(cast(Any, links), threads)
+    assert [link.broke_at for link in links] == [[], ["first", "second"]]
+    assert [[channel for channel, _, _ in wire.sent] for wire in rank.wires] == [["first"], ["third"]]
+
+
+def test_a_link_that_stays_down_is_named_once_all_others_have_ended() -> None:
+    rank = Rank()
+    rank.push(0, 1)
+    rank.wires[0].broken = {"first"}
+    with ThreadPoolExecutor(1) as threads, pytest.raises(StallError, match="optimizer 0: its link is down"):
+        rank.repeats.send_all(cast(Any, [Link(0, "first"), Link(1, "first")]), threads)
+    assert len(rank.wires[1].sent) == 1
