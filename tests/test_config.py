@@ -360,6 +360,11 @@ def test_overrides_set_nested_values_read_as_yaml() -> None:
     assert settings == {"zero": {"precision": "fp32", "shard_bytes": 512}, "steps": 10}
 
 
+@pytest.mark.parametrize("text", ["3e-4x", "1e5_files", "1e5.txt", "1e-3 and more"])
+def test_text_that_begins_like_a_number_is_text(text: str) -> None:
+    assert apply_overrides({}, [f"data={text}"]) == {"data": text}
+
+
 def test_an_override_fills_a_group_that_a_file_leaves_empty() -> None:
     changed = apply_overrides({"run": None, "zero": {"x": None}}, ["run.telemetry.port=9100", "zero.x.y=1"])
     assert changed == {"run": {"telemetry": {"port": 9100}}, "zero": {"x": {"y": 1}}}
@@ -373,6 +378,8 @@ def test_an_override_fills_a_group_that_a_file_leaves_empty() -> None:
         ("a..b=3", "must look like key=value"),
         ("steps.x=3", "steps is 10, not a group of settings"),
         ("a=[1", "not valid YAML"),
+        ("data=2026-13-45", "not valid YAML: month must be in 1..12; put text into quotes"),
+        ("a=!!int x", "not valid YAML"),
     ],
 )
 def test_a_wrong_override_is_one_line(override: str, part: str) -> None:
