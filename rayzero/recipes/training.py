@@ -34,7 +34,7 @@ from rayzero.recipes.model import build_model
 from rayzero.recipes.plan_check import PLAN_STEPS, PlanCheck, measure_hardware
 from rayzero.recipes.planning import RecipePlan, RecipeWork, bytes_on_one_host, plan_recipe, recipe_work, reserve
 from rayzero.recipes.plot import LOSS_PICTURE, draw_losses
-from rayzero.recipes.progress import progress_line
+from rayzero.recipes.progress import progress_line, show_addresses
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.run_log import StepRow, StepRows, read_rows
 from rayzero.recipes.samples import SAMPLES
@@ -219,9 +219,7 @@ def _fit(
             if check is not None:
                 check.started(record)
             if record["telemetry"] is not None:
-                console.print(f"metrics    {record['telemetry']['http_sd']} (Prometheus http_sd)", soft_wrap=True)
-                if record["telemetry"]["page"] is not None:
-                    console.print(f"live page  {record['telemetry']['page']}", soft_wrap=True)
+                show_addresses(record["telemetry"], console)
 
         scaling = recipe.scaling if prepared.work is None else reserve(prepared.work)
         flops = None if prepared.work is None else prepared.work.step_flops
@@ -235,7 +233,7 @@ def _plan_check(prepared: Prepared, hardware: Hardware | None, run_dir: Path, co
         return None
 
     def say(block: str) -> None:
-        console.print(block, highlight=False, soft_wrap=True)
+        console.print(block, highlight=False, soft_wrap=True, markup=False)
 
     return PlanCheck(prepared.work, hardware, run_dir, say)
 
