@@ -32,7 +32,15 @@ from rayzero.recipes.export import export_model
 from rayzero.recipes.lm import STEP_FLOPS, train_loop
 from rayzero.recipes.model import build_model
 from rayzero.recipes.plan_check import PLAN_STEPS, PlanCheck, measure_hardware
-from rayzero.recipes.planning import RecipePlan, RecipeWork, bytes_on_one_host, plan_recipe, recipe_work, reserve
+from rayzero.recipes.planning import (
+    RecipePlan,
+    RecipeWork,
+    bytes_on_one_host,
+    check_window,
+    plan_recipe,
+    recipe_work,
+    reserve,
+)
 from rayzero.recipes.plot import LOSS_PICTURE, draw_losses
 from rayzero.recipes.progress import progress_line, show_addresses
 from rayzero.recipes.recipe import RecipeConfig
@@ -96,6 +104,7 @@ def _work(recipe: RecipeConfig, corpus: Corpus, imported: Imported) -> RecipeWor
     except UnsupportedError as error:
         log.warning("Ray is not asked to reserve memory: %s", error)
         return None
+    check_window(work)
     check_budgets(bytes_on_one_host(work), recipe.zero)  # on more hosts, owners need as much
     return work
 
