@@ -104,6 +104,15 @@ def test_numbers_that_ray_or_the_kernel_cannot_count_are_refused(name: str):
     assert getattr(RunConfig(**{name: 10**9}), name) == 10**9
 
 
+@pytest.mark.parametrize(
+    ("network", "near"),
+    [("10.0.0.7/24", "10.0.0.0/24"), ("fd00::1/64", "fd00::/64"), ("10.0.0.0/33", "10.0.0.0/8 or fd00::/8")],
+)
+def test_a_network_that_is_none_is_told_which_one_it_may_mean(network: str, near: str) -> None:
+    said = error_line(lambda: RunConfig(network=network))
+    assert f"network is '{network}' but must be a network such as {near} (" in said
+
+
 def test_spares_of_a_run_that_replaces_nobody_are_refused() -> None:
     line = error_line(lambda: RunConfig(warm_spares=2, max_failures=0))
     assert "warm_spares is 2 but max_failures is 0, so nobody is replaced" in line
