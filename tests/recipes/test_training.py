@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,15 @@ def test_a_budget_without_room_for_the_root_and_one_more_unit_is_refused_with_th
     prepare_run(tight.replace(zero={"gpu_param_memory_budget": 47_104}))
     with pytest.raises(MemoryPlanError, match=r"no room for unit 'blocks.0' .*; set it to at least 47,104"):
         run_ranks(lambda _: train_loop(tight.model_dump(mode="json")), world_size=1, run_dir=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("change", "error"), [({"data": "/nowhere"}, DataError), ({"tokenizer": "/nowhere.json"}, ConfigError)]
+)
+def test_a_file_that_a_rank_does_not_find_is_told_with_its_host(recipe, tmp_path, change, error):
+    said = f"/nowhere.* \\(on host {re.escape(socket.gethostname())}; every host needs the files of the recipe"
+    with pytest.raises(error, match=said):
+        run_ranks(lambda _: train_loop(recipe.replace(**change).model_dump(mode="json")), 1, run_dir=tmp_path / "run")
 
 
 @pytest.mark.parametrize(
