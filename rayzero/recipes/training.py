@@ -116,7 +116,8 @@ def _resume_step(recipe: RecipeConfig, model: nn.Module) -> int:
             _check_same_model(checkpoint, model)
     if start.step >= recipe.steps and start.continuation is None:
         raise ConfigError(
-            f"steps is {recipe.steps} and {start.checkpoint} has done {start.step}: nothing is left to do"
+            f"steps is {recipe.steps} and {start.checkpoint} has done {start.step}: nothing is left to do; "
+            "more steps take --steps"
         )
     return start.step
 

@@ -33,7 +33,7 @@ def here(tmp_path, monkeypatch):
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(simulation, "measure_here", lambda _: pytest.fail("three minutes"))
-    with pytest.raises(ConfigError, match="there is no folder .*/nowhere that can be written to"):
+    with pytest.raises(ConfigError, match=r"there is no folder .*/nowhere that can be written to"):
         simulation.main(["--save", str(tmp_path / "nowhere" / "here.json")])
 
 
