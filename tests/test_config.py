@@ -104,6 +104,15 @@ def test_numbers_that_ray_or_the_kernel_cannot_count_are_refused(name: str):
     assert getattr(RunConfig(**{name: 10**9}), name) == 10**9
 
 
+@pytest.mark.parametrize(
+    ("network", "near"),
+    [("10.0.0.7/24", "10.0.0.0/24"), ("fd00::1/64", "fd00::/64"), ("10.0.0.0/33", "10.0.0.0/8 or fd00::/8")],
+)
+def test_a_network_that_is_none_is_told_which_one_it_may_mean(network: str, near: str) -> None:
+    said = error_line(lambda: RunConfig(network=network))
+    assert f"network is '{network}' but must be a network such as {near} (" in said
+
+
 def test_spares_of_a_run_that_replaces_nobody_are_refused() -> None:
     line = error_line(lambda: RunConfig(warm_spares=2, max_failures=0))
     assert "warm_spares is 2 but max_failures is 0, so nobody is replaced" in line
@@ -360,6 +369,11 @@ def test_overrides_set_nested_values_read_as_yaml() -> None:
     assert settings == {"zero": {"precision": "fp32", "shard_bytes": 512}, "steps": 10}
 
 
+@pytest.mark.parametrize("text", ["3e-4x", "1e5_files", "1e5.txt", "1e-3 and more"])
+def test_text_that_begins_like_a_number_is_text(text: str) -> None:
+    assert apply_overrides({}, [f"data={text}"]) == {"data": text}
+
+
 def test_an_override_fills_a_group_that_a_file_leaves_empty() -> None:
     changed = apply_overrides({"run": None, "zero": {"x": None}}, ["run.telemetry.port=9100", "zero.x.y=1"])
     assert changed == {"run": {"telemetry": {"port": 9100}}, "zero": {"x": {"y": 1}}}
@@ -373,6 +387,8 @@ def test_an_override_fills_a_group_that_a_file_leaves_empty() -> None:
         ("a..b=3", "must look like key=value"),
         ("steps.x=3", "steps is 10, not a group of settings"),
         ("a=[1", "not valid YAML"),
+        ("data=2026-13-45", "not valid YAML: month must be in 1..12; put text into quotes"),
+        ("a=!!int x", "not valid YAML"),
     ],
 )
 def test_a_wrong_override_is_one_line(override: str, part: str) -> None:

@@ -1,6 +1,6 @@
 """Measures what the simulation needs to know of this machine, and compares simulated steps with real ones.
 
-    rayzero bench simulation --save here.json                          # measure this machine, about two minutes
+    rayzero bench simulation --save here.json                          # measure this machine, about three minutes
     rayzero bench simulation --load here.json --compare [--cases 4]    # real steps against simulated ones
     rayzero bench simulation --load here.json --lead lead.json --save here.json    # what hundreds of ranks cost a lead
 
@@ -98,7 +98,7 @@ class Compared:
 
 
 def measure_here(cores: int) -> Measured:
-    """Calibrate: two minutes."""
+    """Calibrate: about three minutes."""
     machine = measure_machine(cores, owner_threads=1)
     transports: tuple[Transport, ...] = get_args(Transport)
     return Measured(
@@ -198,12 +198,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command: measure and print. Raises ConfigError for a case that does not exist."""
+    """Run the command: measure and print. Raises ConfigError for a case that does not exist, or a file to write that
+    cannot be in its folder."""
     args = parser().parse_args(argv)
     every = cases()
     chosen = range(len(every)) if args.cases is None else args.cases
     if wrong := [number for number in chosen if number not in range(len(every))]:
         raise ConfigError(f"--cases has {wrong}, but there are only 0 to {len(every) - 1}")
+    if args.save and not os.access(args.save.parent, os.W_OK):
+        raise ConfigError(f"--save is {args.save}, but there is no folder {args.save.parent} that can be written to")
     here = Measured.read(args.load) if args.load else measure_here(args.cores)
     here = here if args.lead is None else with_lead(here, args.lead)
     if args.save:

@@ -220,8 +220,8 @@ def _manifest_text(directory: Path) -> str:
     path = directory / MANIFEST
     if not directory.is_dir():
         beside = [found.name for found in checkpoint_folders(directory.parent)]
-        there = f"its folder has {', '.join(beside)}" if beside else "its folder has none either"
-        raise CheckpointError(f"no checkpoint at {directory}: {there}")
+        there = f"checkpoints in {directory.parent}: {', '.join(beside)}" if beside else "there is no such folder"
+        raise CheckpointError(f"no checkpoint at {directory}; {there}")
     try:
         return read_text(path, at_most=_MAX_MANIFEST, follow_links=False)
     except FileNotFoundError:

@@ -82,13 +82,21 @@ def section_of(error: type[RayZeroError]) -> str:
     return public.__name__.lower()
 
 
+def _of_a_file(error: OSError) -> ConfigError | None:
+    """The error as bad input; None if it is about no file."""
+    if error.filename is None or error.strerror is None:
+        return None
+    return ConfigError(f"cannot use {os.fsdecode(error.filename)}: {error.strerror}")
+
+
 def main() -> None:
-    """Run the command line. A RayZeroError becomes one line on stderr, with the address of the section about its class;
-    ``RAYZERO_DEBUG=1`` shows its traceback."""
+    """Run the command line. A RayZeroError becomes one line on stderr, with the address of the section about its class,
+    and so does a file that cannot be used (another user's, on a full disk); ``RAYZERO_DEBUG=1`` shows its traceback."""
     try:
         app()
-    except RayZeroError as error:
-        if os.environ.get("RAYZERO_DEBUG") == "1":
+    except (RayZeroError, OSError) as raised:
+        error = raised if isinstance(raised, RayZeroError) else _of_a_file(raised)
+        if error is None or os.environ.get("RAYZERO_DEBUG") == "1":
             raise
         said = str(error).partition("\n")[0]
         print(f"rayzero: {said} (see {ERRORS}#{section_of(type(error))})", file=sys.stderr)

@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from rayzero.cli.text.slabs import dead_run_lines, slab_lines, slab_sum, swept
-from rayzero.quantities import count
+from rayzero.quantities import count, format_bytes
 
 GIB = 1 << 30
 _OWNERS = 8  # of the run for which open files are counted
@@ -164,8 +164,10 @@ def shared_memory(slab_dir: Path) -> Finding:
     usage = shutil.disk_usage(slab_dir)
     with tempfile.TemporaryFile(dir=slab_dir) as file:
         os.posix_fallocate(file.fileno(), 0, 1 << 20)
-    detail = f"{slab_dir} {usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f} GiB, writable"
-    return Finding(name="shared memory", ok=usage.free >= _LEAST_SHM, detail=detail)
+    detail, enough = f"{slab_dir} {usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f} GiB, writable", True
+    if usage.free < _LEAST_SHM:
+        detail, enough = f"{detail}; at least {format_bytes(_LEAST_SHM)} are needed: docker --shm-size", False
+    return Finding(name="shared memory", ok=enough, detail=detail)
 
 
 def slabs(slab_dir: Path) -> Finding:

@@ -47,7 +47,7 @@ def plan(
 
     Options that are left out are measured on this host. The exit code is 2 if the run cannot fit."""
     from rayzero.plan.tiers import check_budgets, check_fits, check_gathers
-    from rayzero.recipes.planning import plan_recipe
+    from rayzero.recipes.planning import check_window, plan_recipe
 
     speeds = {"flops": flops, "link": link, "memory": memory, "network": network}
     sizes = dict(zip(_SIZES, (gpu_memory, host_memory, shm), strict=True))
@@ -59,6 +59,7 @@ def plan(
     hardware = _hardware(work, hosts, gpus, speeds, large)
     planned = plan_recipe(work, hardware, figures)
     typer.echo(json.dumps(planned.to_json()) if as_json else format_plan(planned))
+    check_window(work)
     check_gathers(planned.bytes, work.recipe.zero)
     check_budgets(planned.bytes, work.recipe.zero)
     check_fits(planned.bytes, hardware)

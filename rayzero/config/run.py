@@ -32,6 +32,14 @@ MAX_NAME_BYTES = 128
 """The most bytes of a run's name in UTF-8: every slab of shared memory has the name in its header, with this room."""
 
 
+def _network_of(address: str) -> str | None:
+    """The network of an address with a prefix, such as 10.0.0.7/24; None if it is none."""
+    try:
+        return str(ipaddress.ip_interface(address).network)
+    except ValueError:
+        return None
+
+
 class ScalingConfig(ConfigModel):
     """Says how many processes a run has and what each may use."""
 
@@ -250,7 +258,8 @@ class RunConfig(ConfigModel):
             try:
                 ipaddress.ip_network(value)
             except ValueError as error:
-                raise ValueError(f"must be a network such as 10.0.0.0/8 or fd00::/8 ({error})") from None
+                near = _network_of(value) or "10.0.0.0/8 or fd00::/8"
+                raise ValueError(f"must be a network such as {near} ({error})") from None
         return value
 
     @field_validator("storage_path")

@@ -32,7 +32,7 @@ class _Dumper(yaml.SafeDumper):
 
 for _side in (_Loader, _Dumper):
     _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+"), list("-+.0123456789")
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$"), list("-+.0123456789")
     )
 
 
@@ -49,6 +49,8 @@ def _parse_yaml(text: str, source: str) -> Any:
         where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"{source}{where}: not valid YAML: {' '.join(problem.split())}") from None
+    except ValueError as error:  # text that looks like a date, or has a tag, and is no such value
+        raise ConfigError(f"{source}: not valid YAML: {error}; put text into quotes") from None
     except RecursionError:
         raise ConfigError(f"{source}: not valid YAML: it is nested too deeply") from None
 

@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from rayzero.concurrency.threads import use_torch_threads
+from rayzero.errors import ConfigError
 from rayzero.lanes.link_speed import measure_link
 from rayzero.memory.process_memory import host_limits
 
@@ -53,19 +54,30 @@ def measure_here(dtype: torch.dtype, working_set: int, slab_dir: Path, on_gpu: b
     """Measure this host by itself: matrix products and memory, each the best of a few short rounds (a second or two).
 
     working_set: bytes that an update walks through. Memory speed is measured on as many, because caches are faster and
-        threads take time to start. on_gpu: measure a GPU; None: if there is one."""
+        threads take time to start. on_gpu: measure a GPU; None: if there is one.
+
+    Raises ConfigError if slab_dir is no folder that this process can look at."""
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
     device = torch.device("cuda" if on_gpu else "cpu")
     return Hardware(
         hosts=Hosts(gpus_each=torch.cuda.device_count() if on_gpu else 0),
         device_bytes=torch.cuda.get_device_properties(0).total_memory if on_gpu else None,
         host_bytes=host_limits().available,
-        shm_bytes=shutil.disk_usage(slab_dir).free,
+        shm_bytes=_room_in(slab_dir),
         flops=_product_speed(device, dtype),
         link=measure_link(device, _LARGEST).to_device if on_gpu else float("inf"),
         network=float("inf"),
         memory=max(_memory_speed(size) for size in (min(max(working_set, 1 << 20), _LARGEST), _LARGEST // 4)),
     )
+
+
+def _room_in(slab_dir: Path) -> int:
+    try:
+        return shutil.disk_usage(slab_dir).free
+    except OSError as error:
+        raise ConfigError(
+            f"zero.slab_dir is {str(slab_dir)!r}: {error.strerror}; name a folder in memory, such as /dev/shm"
+        ) from error
 
 
 def _product_speed(device: torch.device, dtype: torch.dtype) -> float:

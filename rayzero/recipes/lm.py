@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import socket
 import time
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -30,8 +31,9 @@ from rayzero.engine.context import RankContext
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.meta import empty_parameters
 from rayzero.engine.stats import count_tokens
+from rayzero.errors import ConfigError, DataError
 from rayzero.protocol.messages import CheckpointInfo, Decision
-from rayzero.recipes.data.batch import Batch, Place, Prompt
+from rayzero.recipes.data.batch import Batch, Corpus, Place, Prompt
 from rayzero.recipes.data.sources import recipe_corpus
 from rayzero.recipes.data.text import batch_seed
 from rayzero.recipes.flops import FlopRate
@@ -218,6 +220,15 @@ class TrainedTokens:
         self.total = state["total"]
 
 
+def _corpus_here(recipe: RecipeConfig, context: RankContext) -> Corpus:
+    """What the rank trains on. The process that started the run has read the same, so an error names the host."""
+    try:
+        return recipe_corpus(recipe, context.rank, context.world_size)
+    except (DataError, ConfigError) as error:
+        where = f"on host {socket.gethostname()}; every host needs the files of the recipe at the same paths"
+        raise type(error)(f"{error} ({where})") from error
+
+
 class LanguageModelRun:
     """One rank's training: model, optimizer, schedule and text, and the loop over them.
 
@@ -228,7 +239,7 @@ class LanguageModelRun:
         self.recipe = recipe
         self.context = context
         self.flop_rate = FlopRate(context.recorder, step_flops, context.device, recipe.zero_config.precision)
-        self.corpus = recipe_corpus(recipe, context.rank, context.world_size)
+        self.corpus = _corpus_here(recipe, context)
         streamed = recipe.init_from is not None or context.resume is not None
         with empty_parameters() if streamed else nullcontext():
             model = build_model(recipe, self.corpus.vocab_size)

@@ -18,6 +18,7 @@ import torch
 
 from rayzero.cluster.files.run_dir import read_record
 from rayzero.cluster.files.viewer_file import read_viewer
+from rayzero.errors import ConfigError
 from rayzero.files import parse_json, read_text, replace_file
 from rayzero.plan.comparison import Comparison, compare_bytes, compare_step, format_comparisons
 from rayzero.plan.hardware import Hardware, Hosts
@@ -49,8 +50,8 @@ def measure_hardware(work: RecipeWork) -> Hardware | None:
             return None
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:  # its CUDA context ends with it
             return apart.submit(recipe_hardware, work, on_gpu=True).result()
-    except (RuntimeError, OSError) as error:
-        log.warning("the least step time is not known, because this host's speed cannot be measured (%s)", error)
+    except (RuntimeError, OSError, ConfigError) as error:
+        log.warning("nothing is planned, because this host cannot be measured: %s", error)
         return None
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -20,6 +21,13 @@ def describe_row(row: StepRow) -> str:
     """``loss 2.31  val 2.40  12.3k tok/s  0.61 GiB``."""
     validation = "" if row.validation_loss is None else f"  val {row.validation_loss:.3f}"
     return f"loss {row.loss:.3f}{validation}  {row.tokens_per_second:,.0f} tok/s  {row.memory_bytes / GIB:.2f} GiB/rank"
+
+
+def show_addresses(telemetry: Mapping[str, Any], console: Console) -> None:
+    """Print where the numbers of a run are, as ``run.json`` has it."""
+    lines = [f"metrics    {telemetry['http_sd']} (Prometheus http_sd)"]
+    lines += [] if telemetry["page"] is None else [f"live page  {telemetry['page']}"]
+    console.print("\n".join(lines), soft_wrap=True, markup=False)  # the brackets of an IPv6 address are no markup
 
 
 class ProgressLine:

@@ -32,9 +32,17 @@ from rayzero.recipes.export import export_model
 from rayzero.recipes.lm import STEP_FLOPS, train_loop
 from rayzero.recipes.model import build_model
 from rayzero.recipes.plan_check import PLAN_STEPS, PlanCheck, measure_hardware
-from rayzero.recipes.planning import RecipePlan, RecipeWork, bytes_on_one_host, plan_recipe, recipe_work, reserve
+from rayzero.recipes.planning import (
+    RecipePlan,
+    RecipeWork,
+    bytes_on_one_host,
+    check_window,
+    plan_recipe,
+    recipe_work,
+    reserve,
+)
 from rayzero.recipes.plot import LOSS_PICTURE, draw_losses
-from rayzero.recipes.progress import progress_line
+from rayzero.recipes.progress import progress_line, show_addresses
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.run_log import StepRow, StepRows, read_rows
 from rayzero.recipes.samples import SAMPLES
@@ -96,6 +104,7 @@ def _work(recipe: RecipeConfig, corpus: Corpus, imported: Imported) -> RecipeWor
     except UnsupportedError as error:
         log.warning("Ray is not asked to reserve memory: %s", error)
         return None
+    check_window(work)
     check_budgets(bytes_on_one_host(work), recipe.zero)  # on more hosts, owners need as much
     return work
 
@@ -107,7 +116,8 @@ def _resume_step(recipe: RecipeConfig, model: nn.Module) -> int:
             _check_same_model(checkpoint, model)
     if start.step >= recipe.steps and start.continuation is None:
         raise ConfigError(
-            f"steps is {recipe.steps} and {start.checkpoint} has done {start.step}: nothing is left to do"
+            f"steps is {recipe.steps} and {start.checkpoint} has done {start.step}: nothing is left to do; "
+            "more steps take --steps"
         )
     return start.step
 
@@ -219,9 +229,7 @@ def _fit(
             if check is not None:
                 check.started(record)
             if record["telemetry"] is not None:
-                console.print(f"metrics    {record['telemetry']['http_sd']} (Prometheus http_sd)", soft_wrap=True)
-                if record["telemetry"]["page"] is not None:
-                    console.print(f"live page  {record['telemetry']['page']}", soft_wrap=True)
+                show_addresses(record["telemetry"], console)
 
         scaling = recipe.scaling if prepared.work is None else reserve(prepared.work)
         flops = None if prepared.work is None else prepared.work.step_flops
@@ -235,7 +243,7 @@ def _plan_check(prepared: Prepared, hardware: Hardware | None, run_dir: Path, co
         return None
 
     def say(block: str) -> None:
-        console.print(block, highlight=False, soft_wrap=True)
+        console.print(block, highlight=False, soft_wrap=True, markup=False)
 
     return PlanCheck(prepared.work, hardware, run_dir, say)
 

@@ -121,9 +121,10 @@ def _check(
     except x509.ExtensionNotFound:
         names = set()
     if missing := [name for name in (OWNER, ANY_RANK) if name not in names]:
+        lacks = f"lacks the DNS name{'s' * (len(missing) - 1)} {' and '.join(missing)}"
         raise ConfigError(
-            f"run.security.certificate: {config.certificate} lacks the DNS name {' and '.join(missing)}; every process "
-            "of the run shows it, so it needs both"
+            f"run.security.certificate: {config.certificate} {lacks}; every process of the run shows it, so it needs "
+            f"{OWNER} and {ANY_RANK}"
         )
     if len(chain) == 1 and not any(_has_signed(authority, certificate) for authority in believed):
         raise ConfigError(

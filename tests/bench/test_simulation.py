@@ -31,6 +31,12 @@ def here(tmp_path, monkeypatch):
     return path
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(simulation, "measure_here", lambda _: pytest.fail("three minutes"))
+    with pytest.raises(ConfigError, match=r"there is no folder .*/nowhere that can be written to"):
+        simulation.main(["--save", str(tmp_path / "nowhere" / "here.json")])
+
+
 def test_it_measures_and_compares_a_case(here, monkeypatch, capsys):
     found = Measured.from_json(json.loads(here.read_text()))
     assert found.to_json() == json.loads(here.read_text())

@@ -59,6 +59,13 @@ def test_a_look_at_this_machine_finds_nothing_broken(check):
     assert found.detail
 
 
+def test_too_little_shared_memory_says_how_much_is_needed(monkeypatch):
+    monkeypatch.setattr(sys.modules["rayzero.cli.doctor"], "_LEAST_SHM", 1 << 50)
+    found = guarded(partial(shared_memory, SHM))
+    assert found.ok is False
+    assert found.detail.endswith(", writable; at least 1024 TiB are needed: docker --shm-size")
+
+
 def test_the_step_over_grpc_is_a_real_one():
     found = step_over_grpc()
     assert found.ok

@@ -51,6 +51,12 @@ def test_a_plan_for_this_host_as_json(rayzero: Callable[..., Ended]) -> None:
     assert planned["bound"]["seconds"] == max(planned["bound"][name] for name in ("compute", "update"))
 
 
+def test_a_slab_dir_that_is_not_there_is_refused_in_one_line(rayzero: Callable[..., Ended]) -> None:
+    done = rayzero("zero.slab_dir=/nowhere")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "zero.slab_dir is '/nowhere': No such file or directory; name a folder in memory" in done.stderr
+
+
 def test_a_plan_counts_the_models_tensors() -> None:
     here = ["--memory", "10", "--flops", "1"]
     done = CliRunner().invoke(app, ["plan", *SMALL, *here], catch_exceptions=False)

@@ -187,6 +187,25 @@ def test_an_error_names_the_section_about_its_class(trained):
     assert misspelt.endswith(" (see docs/reference/errors.md#configerror)\n")
 
 
+def test_a_file_that_cannot_be_used_is_one_line(tmp_path, monkeypatch, capsys):
+    """Such as another user's; root, who may run this, has the right to all of those."""
+    monkeypatch.setattr("rayzero.cli.app", lambda: (tmp_path / ("x" * 300)).stat())
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = f"rayzero: cannot use {tmp_path}/{'x' * 300}: File name too long (see {ERRORS}#configerror)\n"
+    assert capsys.readouterr().err == said
+
+
+def test_an_error_of_the_system_that_is_about_no_file_keeps_its_traceback(monkeypatch):
+    def fail():
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr("rayzero.cli.app", fail)
+    with pytest.raises(ConnectionResetError):
+        main()
+
+
 @pytest.mark.parametrize("kind", PUBLIC)
 def test_every_public_error_has_a_section_that_the_command_line_names(kind, monkeypatch, capsys):
     def fail():

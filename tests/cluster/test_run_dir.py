@@ -329,6 +329,11 @@ def test_a_closed_directory_is_free_and_a_fresh_one_can_be_withdrawn(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_in_the_place_of_a_runs_folder_has_no_record(tmp_path):
+    (tmp_path / "text.txt").write_text("no run")
+    assert read_record(tmp_path / "text.txt") is None
+
+
 @pytest.mark.parametrize("text", ["{}", "[]", '{"run": "x", "state": 3, "started_at": 0, "driver": {}}'])
 def test_a_record_without_what_it_must_have_is_named(tmp_path, text):
     (tmp_path / "run.json").write_text(text)

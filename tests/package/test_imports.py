@@ -37,6 +37,16 @@ def run(code: str, cwd: Path, **environment: str) -> tuple[set[str], str]:
     return set(json.loads(modules)), said
 
 
+def test_a_python_without_the_packages_is_named_with_what_it_lacks() -> None:
+    """Each Python finds rayzero in a clone; -S leaves out what is installed."""
+    command = [sys.executable, "-S", "-m", "rayzero", "doctor"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env={}, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"rayzero: {sys.executable} has no typer; type scripts/setup, then .venv/bin/rayzero (docs/install.md)\n"
+    )
+
+
 def test_import_loads_nothing_else(tmp_path: Path) -> None:
     bare, ours = (run(code, tmp_path)[0] for code in ("", "import rayzero; dir(rayzero); rayzero.__version__"))
     standard = {name for name in ours - bare if name.partition(".")[0] in sys.stdlib_module_names}

@@ -148,3 +148,9 @@ def test_the_host_is_measured_as_what_its_ranks_compute_on(work) -> None:
     assert found.flops > 1e8
     on_gpu = work.recipe.replace(scaling={"use_gpu": True})
     assert pickle.loads(pickle.dumps(replace(work, recipe=on_gpu))).layout == work.layout, "it travels to a process"
+
+
+def test_a_slab_dir_that_is_not_there_is_named_in_place_of_a_plan(work, caplog) -> None:
+    wrong = replace(work, recipe=work.recipe.replace(zero={"slab_dir": "/nowhere"}))
+    assert measure_hardware(wrong) is None
+    assert "zero.slab_dir is '/nowhere': No such file or directory; name a folder in memory" in caplog.text

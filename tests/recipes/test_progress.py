@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from rayzero.recipes.progress import ProgressLine, progress_line
+from rayzero.recipes.progress import ProgressLine, progress_line, show_addresses
 from rayzero.recipes.run_log import StepRow
 
 
@@ -47,3 +47,13 @@ def test_a_long_line_that_is_written_beside_the_bar_is_not_broken_in_two() -> No
     with progress_line(console, total=3, done=0):
         print(f"starting from step 60, with {path}", file=sys.stderr)
     assert f"with {path}\n" in out.getvalue()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[fd00:88::1]"])
+def test_addresses_are_shown_as_they_are(host: str) -> None:
+    out = io.StringIO()
+    told = {"http_sd": f"http://{host}:9100/sd", "page": f"http://{host}:9100/"}
+    show_addresses(told, Console(file=out, width=20))
+    show_addresses(told | {"page": None}, Console(file=out, width=20))
+    metrics, page = f"metrics    http://{host}:9100/sd (Prometheus http_sd)\n", f"live page  http://{host}:9100/\n"
+    assert out.getvalue() == metrics + page + metrics

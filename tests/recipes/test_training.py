@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,11 @@ from saved import save_checkpoint
 
 from rayzero.cluster.files.run_lock import RunLock
 from rayzero.errors import CheckpointError, ConfigError, DataError, MemoryPlanError, UnsupportedError
+from rayzero.recipes.lm import train_loop
 from rayzero.recipes.model import build_model
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.training import prepare_run, run_prepared
+from rayzero.testing import run_ranks
 
 
 @pytest.fixture
@@ -35,13 +39,33 @@ def test_a_transformers_model_is_measured_without_allocating_it(recipe, tmp_path
     pytest.importorskip("transformers")
     huge = {"model_type": "gpt2", "n_layer": 6, "n_head": 96, "n_embd": 49152, "n_positions": 64, "vocab_size": 256}
     (tmp_path / "config.json").write_text(json.dumps(huge))
-    roomy = {"cpu_memory_budget": "4TiB", "max_cpu_memory_mb": 1 << 23}
+    roomy = {"cpu_memory_budget": "4TiB", "gpu_param_memory_budget": "4TiB", "max_cpu_memory_mb": 1 << 23}
     assert prepare_run(recipe.replace(model=f"hf:{tmp_path / 'config.json'}", zero=roomy)).num_params > 170e9
 
 
 def test_too_little_memory_for_an_owner_is_told_with_the_sum_before_anything_starts(recipe):
     with pytest.raises(MemoryPlanError, match=r"optimizer 0 of 2 needs .* = .*master .* cpu_memory_budget is 16 KiB"):
         prepare_run(recipe.replace(zero={"cpu_memory_budget": "16KiB"}))
+
+
+def test_a_budget_without_room_for_the_root_and_one_more_unit_is_refused_with_the_least_that_has(recipe, tmp_path):
+    """The least is what the engine itself asks for when it has too little."""
+    tight = recipe.replace(zero={"gpu_param_memory_budget": 47_103}, scaling={"num_workers": 1, "num_optimizers": 1})
+    said = r"the root unit \(33,280 bytes\) and one more \(up to 13,824\) at once; set it to at least 47,104$"
+    with pytest.raises(MemoryPlanError, match=said):
+        prepare_run(tight)
+    prepare_run(tight.replace(zero={"gpu_param_memory_budget": 47_104}))
+    with pytest.raises(MemoryPlanError, match=r"no room for unit 'blocks.0' .*; set it to at least 47,104"):
+        run_ranks(lambda _: train_loop(tight.model_dump(mode="json")), world_size=1, run_dir=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("change", "error"), [({"data": "/nowhere"}, DataError), ({"tokenizer": "/nowhere.json"}, ConfigError)]
+)
+def test_a_file_that_a_rank_does_not_find_is_told_with_its_host(recipe, tmp_path, change, error):
+    said = f"/nowhere.* \\(on host {re.escape(socket.gethostname())}; every host needs the files of the recipe"
+    with pytest.raises(error, match=said):
+        run_ranks(lambda _: train_loop(recipe.replace(**change).model_dump(mode="json")), 1, run_dir=tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ BOTH = (OWNER, ANY_RANK)
         (BOTH, 1, certificate_as_key, r"^run.security.key: .*key.pem has no private key in PEM without a password"),
         (BOTH, -0.01, unchanged, r"security.certificate: .* was valid until .* UTC; renew it"),
         ((OWNER,), 1, unchanged, r"lacks the DNS name rank.rayzero"),
-        (("localhost",), 1, unchanged, r"lacks the DNS name owner.rayzero and rank.rayzero"),
+        (("localhost",), 1, unchanged, r"lacks the DNS names owner.rayzero and rank.rayzero"),
     ],
 )
 def test_files_that_no_process_could_use_are_refused(

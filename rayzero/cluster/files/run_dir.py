@@ -239,7 +239,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
     """``run.json`` of a run directory; None if there is none. Raises ConfigError if the file is not a run's record."""
     try:
         record = parse_json(read_text(path / RECORD, at_most=_MAX_RECORD))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # there is no run, whatever else is there
         return None
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path / RECORD}: {error}") from error
