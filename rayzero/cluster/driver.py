@@ -33,7 +33,7 @@ from rayzero.elastic.controller import (
     still_outlived,
     wait_before_restart,
 )
-from rayzero.errors import RayZeroError, RunFailedError
+from rayzero.errors import ConfigError, RayZeroError, RunFailedError
 from rayzero.protocol.ownership import Ownership, device_owners
 from rayzero.quantities import count
 from rayzero.telemetry.discovery import service_discovery
@@ -188,6 +188,7 @@ def _start(request: RunRequest, plan: ResourcePlan, actors: RunActors, journal: 
         discovery_dir=request.run.discovery_dir if request.run.telemetry.enabled else None,
         warm_spares=request.run.warm_spares,
     )
+    _see_storage(request, actors)
     journal.members = list(actors.members.values())
     journal.latest = {rank: report for rank, report in journal.latest.items() if rank_name(rank) in actors.members}
     journal.measured = {who: measured for who, measured in journal.measured.items() if who in actors.members}
@@ -205,12 +206,21 @@ def _start(request: RunRequest, plan: ResourcePlan, actors: RunActors, journal: 
             "metrics are readable for rayzero top and rayzero trace alone, because they cross the network; set "
             "run.telemetry.web_config for Prometheus, or run.telemetry.bind=node for everybody"
         )
-    if without := actors.hosts_without(request.directory.path / RECORD):
-        request.on_phase(
-            f"{', '.join(without)} cannot see {request.directory.path}, so no checkpoint can be completed; set "
-            "run.storage_path to a folder that all hosts share"
-        )
     request.on_phase("every process is up; starting the training loops")
+
+
+def _see_storage(request: RunRequest, actors: RunActors) -> None:
+    """Say which hosts do not see the run's folder. Raises ConfigError if the loop is known to save checkpoints."""
+    without = actors.hosts_without(request.directory.path / RECORD)
+    if not without:
+        return
+    why = (
+        f"{', '.join(without)} cannot see {request.directory.path}, so no checkpoint can be completed; set "
+        "run.storage_path to a folder that all hosts share"
+    )
+    if request.saves_checkpoints:
+        raise ConfigError(why)
+    request.on_phase(why)
 
 
 def _kept(request: RunRequest) -> KeptStates | None:

@@ -34,6 +34,7 @@ class RunRequest:
     directory: RunDirectory
     access: MetricsAccess | None  # to the run's metrics; None: it serves none
     make_row: MakeRow  # rows of metrics.jsonl from reports
+    saves_checkpoints: bool  # whether the loop surely does
     settings: Mapping[str, Any]  # what loggers show as the run's, by dotted names
     on_report: OnReport | None
     on_phase: OnPhase  # called with each phase, while the run starts

@@ -80,6 +80,8 @@ class ZeroTrainer:
             stderr, with the seconds since ``fit()`` was called.
         make_row: returns the row of ``metrics.jsonl`` that a report completes, or None; called with every report of
             every rank, in the coordinator's process. By default each report is a row.
+        saves_checkpoints: whether the loop surely saves some: then a host that does not see the run's folder is refused
+            at the start; otherwise it is only named.
 
     Creating one checks the settings; nothing is started or written before ``fit()``.
     """
@@ -96,6 +98,7 @@ class ZeroTrainer:
         on_start: Callable[[dict[str, Any]], None] | None = None,
         on_phase: OnPhase | None = None,
         make_row: MakeRow = row_of_report,
+        saves_checkpoints: bool = False,
     ) -> None:
         self._zero = zero_config or ZeroConfig()
         self._scaling = scaling_config or ScalingConfig()
@@ -104,6 +107,7 @@ class ZeroTrainer:
         self._on_start = on_start
         self._on_phase = on_phase
         self._make_row = make_row
+        self._saves_checkpoints = saves_checkpoints
         self._zero.require_supported()
         if self._zero.transport == "inproc":
             raise UnsupportedError(
@@ -216,6 +220,7 @@ class ZeroTrainer:
             directory=directory,
             access=self._access,
             make_row=self._make_row,
+            saves_checkpoints=self._saves_checkpoints,
             settings=self._settings,
             on_report=self._on_report,
             on_phase=self._on_phase or PhaseLines(),

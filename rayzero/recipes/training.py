@@ -266,6 +266,7 @@ def make_trainer(
         on_report=on_report,
         on_start=on_start,
         make_row=StepRows(),
+        saves_checkpoints=True,  # one after the last step at least
     )
 
 

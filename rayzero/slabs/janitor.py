@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from rayzero.concurrency.survivor import Maker, Survivor
-from rayzero.slabs.sweep import FoundSlab, list_slabs, sweep
+from rayzero.slabs.sweep import list_slabs, sweep
 
 __all__ = ["SlabJanitor", "clear_up"]
 
@@ -36,15 +36,17 @@ class SlabJanitor:
 
 def clear_up(directory: Path, run: str, patience_s: float) -> None:
     """Remove what dead processes of a run have left, once a successor would have come. Returns when nothing is left."""
-    time.sleep(patience_s)
-    sweep(directory)
-    while any(_is_dead(slab, run) for slab in list_slabs(directory)):
+    if _has_dead(directory, run):
+        time.sleep(patience_s)
+        sweep(directory)
+    while _has_dead(directory, run):
         time.sleep(_LOOK_S)
         sweep(directory)
 
 
-def _is_dead(slab: FoundSlab, run: str) -> bool:
-    return not slab.alive and slab.header is not None and slab.header.facts.run == run
+def _has_dead(directory: Path, run: str) -> bool:
+    slabs = [slab for slab in list_slabs(directory) if slab.header is not None and slab.header.facts.run == run]
+    return any(not slab.alive for slab in slabs)
 
 
 def main() -> None:

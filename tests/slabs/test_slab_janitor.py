@@ -81,6 +81,12 @@ def test_it_removes_what_its_dead_maker_has_left_after_its_patience(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_it_waits_for_nobody_if_nothing_is_left(tmp_path: Path, makers: list) -> None:
+    found, _ = start(makers, tmp_path, 3600.0)
+    makers[0].kill()
+    assert ended(found)
+
+
 def test_a_child_that_holds_its_makers_pipe_does_not_keep_it_waiting(tmp_path: Path, makers: list) -> None:
     """Such as a loader's worker process."""
     found, child = start(makers, tmp_path, 0.0, "fork")
