@@ -229,11 +229,12 @@ def test_an_error_of_one_module_alone_has_the_section_of_its_base():
 
 
 def test_a_ray_that_does_not_answer_at_ray_address_is_refused(tmp_path, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-    monkeypatch.setenv("RAY_ADDRESS", address)
     (tmp_path / "text.txt").write_bytes(b"to be or not to be. " * 100)
-    message = refused("train", "--run-dir", "r", "data=text.txt", *SMALL, cwd=tmp_path)
+    with socket.socket() as taken:  # nobody listens there
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        message = refused("train", "--run-dir", "r", "data=text.txt", *SMALL, cwd=tmp_path)
     assert f"RAY_ADDRESS is '{address}', but no Ray answers there (Connection refused)" in message
 
 

@@ -44,9 +44,9 @@ def answering() -> Iterator[str]:
 @contextmanager
 def deserted() -> Iterator[str]:
     """An address where nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-    yield address
+    with socket.socket() as taken:  # so that nobody else gets the port meanwhile
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
 def test_without_variable_and_file_a_ray_is_started(noted: Path) -> None:

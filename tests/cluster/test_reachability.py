@@ -49,7 +49,7 @@ def test_a_host_without_an_address_in_the_network_is_refused_by_name() -> None:
         address_to_serve("optimizer 1", "10.0.0.4", "172.16.0.0/12", OWN)
 
 
-@pytest.mark.parametrize("network", ["10.0.0.1/8", "eth0", "", "10.0.0.0/99"])
+@pytest.mark.parametrize("network", ["eth0", "", "10.0.0.0/99"])
 def test_what_is_no_network_is_refused(network: str) -> None:
     with pytest.raises(ConfigError, match=r"network is .* but must be a network such as 10.0.0.0/8 or fd00::/8"):
         RunConfig(network=network)
@@ -65,10 +65,10 @@ def test_this_hosts_addresses_are_those_that_it_can_listen_at() -> None:
 
 
 def test_what_does_not_answer_is_named_with_its_reason() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_server(("127.0.0.1", 0)) as gone:
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as gone:
+        gone.bind(("127.0.0.1", 0))
         there = f"127.0.0.1:{listening.getsockname()[1]}"
         nobody = f"127.0.0.1:{gone.getsockname()[1]}"
-        gone.close()
         assert unreachable([there, nobody]) == {nobody: "Connection refused"}
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as listening:
         assert unreachable([f"[::1]:{listening.getsockname()[1]}"]) == {}
