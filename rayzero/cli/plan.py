@@ -46,8 +46,8 @@ def plan(
     """Show a run's bytes by tier and phase, and the least time of a step, on the machines that the options describe.
 
     Options that are left out are measured on this host. The exit code is 2 if the run cannot fit."""
-    from rayzero.plan.tiers import check_budgets, check_fits, check_gathers
-    from rayzero.recipes.planning import check_window, plan_recipe
+    from rayzero.plan.tiers import check_budgets, check_fits, check_gathers, check_window
+    from rayzero.recipes.planning import plan_recipe
 
     speeds = {"flops": flops, "link": link, "memory": memory, "network": network}
     sizes = dict(zip(_SIZES, (gpu_memory, host_memory, shm), strict=True))
@@ -59,7 +59,7 @@ def plan(
     hardware = _hardware(work, hosts, gpus, speeds, large)
     planned = plan_recipe(work, hardware, figures)
     typer.echo(json.dumps(planned.to_json()) if as_json else format_plan(planned))
-    check_window(work)
+    check_window(work.layout, work.root, work.recipe.zero)
     check_gathers(planned.bytes, work.recipe.zero)
     check_budgets(planned.bytes, work.recipe.zero)
     check_fits(planned.bytes, hardware)

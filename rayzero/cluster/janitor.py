@@ -20,15 +20,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import psutil
 
-from rayzero.concurrency.survivor import Maker, Survivor
+from rayzero.concurrency.survivor import Maker, Survivor, process_born
 from rayzero.slabs.hold import Hold
 from rayzero.slabs.sweep import sweep
 
-__all__ = ["Janitor", "KeptStates", "clear_up"]
+__all__ = ["Janitor", "KeptStates", "clear_up", "wait_or_kill"]
 
 _ENDS_S = 30.0  # how long Ray may take to end the actors of a driver that is gone
 _KILL_S = 20.0  # how long the kernel may take to free a killed process
@@ -89,17 +88,22 @@ def clear_up(
     if discovery_dir is not None:
         with suppress(OSError):  # the next start removes what stays, as below
             _sweep_announcements(discovery_dir)
-    _, stay = psutil.wait_procs(list(processes), timeout=ends_s)
-    for process in stay:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(stay, timeout=_KILL_S)
+    wait_or_kill(processes, ends_s, _KILL_S)
     if hold is not None and slab_dir is not None and keep is not None:
         _wait_for_a_driver(hold, slab_dir, keep)
         hold.close()
     if slab_dir is not None and slab_dir.is_dir():
         with suppress(OSError):
             sweep(slab_dir)
+
+
+def wait_or_kill(processes: Iterable[psutil.Process], ends_s: float, dies_s: float) -> None:
+    """Wait ``ends_s`` until processes have ended, kill those that stay, and wait ``dies_s`` for the kernel."""
+    _, stay = psutil.wait_procs(list(processes), timeout=ends_s)
+    for process in stay:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(stay, timeout=dies_s)
 
 
 def _hold(slab_dir: Path | None, keep: KeptStates | None) -> Hold | None:
@@ -126,17 +130,6 @@ def _sweep_announcements(folder: Path) -> None:
     sweep_announcements(folder)
 
 
-def _watched(told: Iterable[list[Any]]) -> list[psutil.Process]:
-    """The processes that still exist, without new ones that have their pids."""
-    found = []
-    for pid, born in told:
-        with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            if process.create_time() == born:
-                found.append(process)
-    return found
-
-
 def main() -> None:
     """Read the driver's pipe to its end."""
     driver = Maker(sys.argv)
@@ -145,7 +138,8 @@ def main() -> None:
     keep = None if kept is None else KeptStates(**kept)
     processes: list[psutil.Process] = []
     for told in driver.told():
-        processes = _watched(told)
+        found = (process_born(pid, born) for pid, born in told)
+        processes = [process for process in found if process is not None]
     clear_up(processes, slab_dir, discovery_dir, keep=keep)
 
 

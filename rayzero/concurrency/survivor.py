@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any
 
 import psutil
 
-__all__ = ["Maker", "Survivor"]
+__all__ = ["Maker", "Survivor", "process_born"]
 
 # a shell's background jobs read nothing unless told what; a reader of the maker's output must not wait for one
 _DETACH = 'exec 3<&0; "$@" <&3 3<&- >/dev/null & echo $!'
@@ -37,10 +36,11 @@ class Survivor:
 
     def __init__(self, module: str, *arguments: str, detached: bool) -> None:
         """``module``: whose main makes a ``Maker`` and gets these arguments from it. ``detached``: the survivor is
-        nobody's child, because Ray kills those of an actor's process with it. Raises OSError."""
+        not a child of the maker, because Ray kills an actor's children with the actor. Raises OSError."""
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        program = [sys.executable, "-m", module, *_identity(psutil.Process()), *arguments]
+        own = psutil.Process()
+        program = [sys.executable, "-m", module, str(own.pid), repr(own.create_time()), *arguments]
         reads, writes = os.pipe()
         self.pipe = os.fdopen(writes, "w")  # freed by: close()
         start = ["sh", "-c", _DETACH, "sh"] if detached else []
@@ -58,7 +58,9 @@ class Survivor:
         finally:
             os.close(reads)
         self.pid = int(self._child.communicate()[0]) if detached else self._child.pid
-        self._identity = _identity_of(self.pid)
+        self._process: psutil.Process | None = None  # it has ended
+        with suppress(psutil.NoSuchProcess):
+            self._process = psutil.Process(self.pid)
 
     def tell(self, what: Any) -> None:
         """Send what ``Maker.told`` yields: of JSON's types."""
@@ -73,8 +75,8 @@ class Survivor:
         self.tell(_DONE)
         with suppress(OSError):  # it was killed
             self.pipe.close()
-        if not _ends(self._identity, _END_S):
-            os.kill(self.pid, signal.SIGKILL)
+        if self._process is not None and not _ends(self._process, _END_S):
+            self._process.kill()
         self._child.wait()
 
 
@@ -83,7 +85,7 @@ class Maker:
 
     def __init__(self, arguments: list[str]) -> None:
         """``arguments``: ``sys.argv`` of the survivor."""
-        self._identity = arguments[1], arguments[2]
+        self._process = process_born(int(arguments[1]), float(arguments[2]))
         self.arguments = arguments[3:]
 
     def told(self) -> Iterator[Any]:
@@ -94,13 +96,14 @@ class Maker:
                 raise SystemExit
             yield told
         # the kernel closes a dying process's files before it counts as dead; until then others still take it for alive
-        _ends(self._identity, _DIES_S)
+        if self._process is not None:
+            _ends(self._process, _DIES_S)
 
     def _lines(self) -> Iterator[bytes]:
         """The whole lines of the pipe. A maker that was killed may have written half of one more."""
         pipe, rest = sys.stdin.fileno(), b""
         while True:
-            gone = not _lives(self._identity)
+            gone = self._process is None or not _lives(self._process)
             ready, _, _ = select.select([pipe], [], [], 0 if gone else _LOOK_S)
             came = os.read(pipe, _READ_BYTES) if ready else b""
             if not came and (ready or gone):
@@ -109,36 +112,27 @@ class Maker:
             yield from lines
 
 
-_Identity = tuple[str, str]  # pid and time of birth: another process may have the pid later
+def process_born(pid: int, born: float) -> psutil.Process | None:
+    """The process with this pid and ``create_time``; None: it has ended, and another one may have its pid."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        if process.create_time() == born:
+            return process
+    return None
 
 
-def _identity(process: psutil.Process) -> _Identity:
-    return str(process.pid), repr(process.create_time())
+def _lives(process: psutil.Process) -> bool:
+    """False also of a process that has ended, and whose parent has not asked how. Not by a pidfd (processes.py): where
+    these are forbidden, a janitor has to know it, too."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
-def _identity_of(pid: int) -> _Identity | None:
-    """None: it has ended."""
-    try:
-        return _identity(psutil.Process(pid))
-    except psutil.NoSuchProcess:
-        return None
-
-
-def _lives(identity: _Identity | None) -> bool:
-    """False also of a process that has ended, and whose parent has not asked how."""
-    if identity is None:
-        return False
-    try:
-        process = psutil.Process(int(identity[0]))
-        return _identity(process) == identity and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _ends(identity: _Identity | None, patience_s: float) -> bool:
+def _ends(process: psutil.Process, patience_s: float) -> bool:
     """Whether a process ends so soon."""
     deadline = time.monotonic() + patience_s
-    while _lives(identity):
+    while _lives(process):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)

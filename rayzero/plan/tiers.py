@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -402,6 +402,20 @@ def check_budgets(run: RunBytes, zero: ZeroConfig) -> None:
     if (budget := zero.cpu_memory_budget) is not None:
         for owner in run.owners:
             check_budget(owner, budget)
+
+
+def check_window(layout: ModelLayout, root: Collection[int], zero: ZeroConfig) -> None:
+    """Raise MemoryPlanError if ``gpu_param_memory_budget`` has no room for the root's units and the largest other one,
+    which a forward uses at once. root: numbers of units."""
+    sizes = [buffer_bytes(unit.size_bytes) for unit in layout.units]
+    own = sum(sizes[unit] for unit in root)
+    needed = own + max((size for unit, size in enumerate(sizes) if unit not in root), default=0)
+    budget = zero.gpu_param_memory_budget
+    if needed > budget:
+        raise MemoryPlanError(
+            f"zero.gpu_param_memory_budget is {count(budget, 'byte')}, but a forward uses the root unit ({own:,} "
+            f"bytes) and one more (up to {needed - own:,}) at once; set it to at least {needed:,}"
+        )
 
 
 def check_gathers(run: RunBytes, zero: ZeroConfig) -> None:

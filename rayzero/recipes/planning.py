@@ -15,11 +15,9 @@ from rayzero.engine.activations import policy_of
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
 from rayzero.engine.units.inventory import ModelParameters, ModelParameterStats
 from rayzero.engine.units.partition import ROOT
-from rayzero.errors import MemoryPlanError
 from rayzero.kernels import adam_states
 from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout
-from rayzero.memory.pool import buffer_bytes
 from rayzero.memory.process_memory import process_memory
 from rayzero.plan.activations import Offload
 from rayzero.plan.bound import StepBound, StepTraffic, bound_step, step_traffic
@@ -28,7 +26,6 @@ from rayzero.plan.programs import Imported, Programs
 from rayzero.plan.simulated import simulate_step
 from rayzero.plan.tiers import RunBytes, plan_bytes, ranks_together, shares_memory
 from rayzero.plan.work import Work, measure_work
-from rayzero.quantities import count
 from rayzero.recipes.lm import next_token_loss
 from rayzero.recipes.model import build_model
 from rayzero.recipes.recipe import RecipeConfig
@@ -38,7 +35,6 @@ from rayzero.simulation.machines import Measured
 __all__ = [
     "RecipePlan",
     "RecipeWork",
-    "check_window",
     "plan_recipe",
     "recipe_bytes",
     "recipe_hardware",
@@ -202,20 +198,6 @@ def recipe_bytes(work: RecipeWork, hosts: Hosts) -> RunBytes:
         measures_norms=telemetry.enabled and telemetry.norms_every is not None,
         outlives_owners=recipe.run.max_failures > 0 and shares_memory(recipe.zero_config),
     )
-
-
-def check_window(work: RecipeWork) -> None:
-    """Raise MemoryPlanError if ``gpu_param_memory_budget`` has no room for the root's units and the largest other one,
-    which a forward uses at once."""
-    sizes = [buffer_bytes(unit.size_bytes) for unit in work.layout.units]
-    root = sum(sizes[unit] for unit in work.root)
-    needed = root + max((size for unit, size in enumerate(sizes) if unit not in work.root), default=0)
-    budget = work.recipe.zero.gpu_param_memory_budget
-    if needed > budget:
-        raise MemoryPlanError(
-            f"zero.gpu_param_memory_budget is {count(budget, 'byte')}, but a forward uses the root unit ({root:,} "
-            f"bytes) and one more (up to {needed - root:,}) at once; set it to at least {needed:,}"
-        )
 
 
 def _state_bytes(recipe: RecipeConfig) -> float:

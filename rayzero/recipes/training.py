@@ -25,7 +25,7 @@ from rayzero.files import replace_file
 from rayzero.memory.process_memory import ProcessMemory
 from rayzero.plan.hardware import Hardware
 from rayzero.plan.programs import Imported
-from rayzero.plan.tiers import check_budgets
+from rayzero.plan.tiers import check_budgets, check_window
 from rayzero.recipes.data.batch import Corpus
 from rayzero.recipes.data.sources import recipe_corpus
 from rayzero.recipes.export import export_model
@@ -36,7 +36,6 @@ from rayzero.recipes.planning import (
     RecipePlan,
     RecipeWork,
     bytes_on_one_host,
-    check_window,
     plan_recipe,
     recipe_work,
     reserve,
@@ -104,7 +103,7 @@ def _work(recipe: RecipeConfig, corpus: Corpus, imported: Imported) -> RecipeWor
     except UnsupportedError as error:
         log.warning("Ray is not asked to reserve memory: %s", error)
         return None
-    check_window(work)
+    check_window(work.layout, work.root, recipe.zero)
     check_budgets(bytes_on_one_host(work), recipe.zero)  # on more hosts, owners need as much
     return work
 

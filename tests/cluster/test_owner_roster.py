@@ -1,4 +1,4 @@
-"""What each owner of a run is told of itself: at the start, in a dead one's place, and in the next epoch."""
+"""Each owner gets its settings: at the start, as the successor of a dead one, and in the next epoch."""
 
 from __future__ import annotations
 

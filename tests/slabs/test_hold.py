@@ -30,12 +30,17 @@ signal.pause()
 """
 
 
+def made(directory: Path, *, run: str = "demo", lineage: str = "one") -> Slab:
+    """A slab whose maker lives until it is closed."""
+    facts = SlabFacts(
+        run=run, role="grads", index=0, incarnation=7, layout_digest="ab" * 16, kernel="", lineage=lineage
+    )
+    return Slab.create(lay_out_slab(facts, [("data", 4096, 0)]), directory)
+
+
 def leave(directory: Path, lineage: str) -> Path:
     """A slab whose maker is gone."""
-    facts = SlabFacts(
-        run="demo", role="grads", index=0, incarnation=7, layout_digest="ab" * 16, kernel="", lineage=lineage
-    )
-    slab = Slab.create(lay_out_slab(facts, [("data", 4096, 0)]), directory)
+    slab = made(directory, lineage=lineage)
     slab.close(unlink=False)
     assert slab.path is not None
     return slab.path

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from rayzero.slabs import janitor
-from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.janitor import SlabJanitor, clear_up
-from rayzero.slabs.slab import Slab
+
+from .test_hold import leave, made
 
 MAKER = """
 import json, os, sys
@@ -32,12 +32,6 @@ if child != 0:
 sys.stdin.readline()
 janitor.close()
 """
-
-
-def left_by(run: str, directory: Path) -> Slab:
-    """A slab whose maker lives until it is closed."""
-    facts = SlabFacts(run=run, role="grads", index=0, incarnation=7, layout_digest="ab" * 16, kernel="", lineage="one")
-    return Slab.create(lay_out_slab(facts, [("data", 4096, 0)]), directory)
 
 
 @pytest.fixture
@@ -73,7 +67,7 @@ def ended(process: psutil.Process) -> bool:
 def test_it_removes_what_its_dead_maker_has_left_after_its_patience(tmp_path: Path, makers: list) -> None:
     found, _ = start(makers, tmp_path, 1.0)
     assert psutil.Process(makers[0].pid).children() == [], "Ray would kill them with an actor"
-    left_by("demo", tmp_path).close(unlink=False)
+    leave(tmp_path, "one")
     began = time.monotonic()
     makers[0].kill()
     assert ended(found)
@@ -91,7 +85,7 @@ def test_a_child_that_holds_its_makers_pipe_does_not_keep_it_waiting(tmp_path: P
     """Such as a loader's worker process."""
     found, child = start(makers, tmp_path, 0.0, "fork")
     assert child is not None
-    left_by("demo", tmp_path).close(unlink=False)
+    leave(tmp_path, "one")
     makers[0].kill()
     try:
         assert ended(found)
@@ -103,7 +97,7 @@ def test_a_child_that_holds_its_makers_pipe_does_not_keep_it_waiting(tmp_path: P
 
 def test_a_maker_that_ends_well_takes_it_along_and_removes_what_others_have_left(tmp_path: Path, makers: list) -> None:
     found, _ = start(makers, tmp_path, 3600.0)
-    left_by("demo", tmp_path).close(unlink=False)
+    leave(tmp_path, "one")
     makers[0].communicate("end\n", timeout=30)
     assert makers[0].returncode == 0
     assert ended(found)
@@ -119,8 +113,8 @@ def test_a_janitor_that_was_killed_disturbs_nobody(tmp_path: Path) -> None:
 
 def test_slabs_stay_while_a_process_of_their_run_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(janitor, "_LOOK_S", 0.01)
-    left_by("demo", tmp_path).close(unlink=False)
-    lives, other = left_by("demo", tmp_path), left_by("other", tmp_path)
+    leave(tmp_path, "one")
+    lives, other = made(tmp_path), made(tmp_path, run="other")
     waits = threading.Thread(target=clear_up, args=(tmp_path, "demo", 0.0))
     waits.start()
     waits.join(0.2)

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import psutil
 
-from rayzero.cluster.janitor import Janitor
+from rayzero.cluster.janitor import Janitor, wait_or_kill
 from rayzero.cluster.run import Member
 from rayzero.cluster.supervision import Failure
 from rayzero.concurrency.processes import is_stopped
@@ -103,11 +103,7 @@ class LocalProcesses:
 
     def see_gone(self, patience_s: float) -> None:
         """Wait ``patience_s`` until all are gone, and kill those that are not. Nobody is known after that."""
-        _, left = psutil.wait_procs([*self._processes.values(), *self._ending], timeout=patience_s)
-        for process in left:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(left, timeout=_END_S)
+        wait_or_kill([*self._processes.values(), *self._ending], patience_s, _END_S)
         self._processes, self._ending = {}, []
 
     def close(self) -> None:
