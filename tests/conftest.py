@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from multiprocessing import forkserver
 
@@ -36,6 +37,16 @@ def _keep() -> None:
     took 0.2-1 s."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_ray_without_the_mark(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Many of Ray's functions start a Ray where there is none: ten seconds, and the tests that come later join it."""
+    yield
+    ray = sys.modules.get("ray")
+    if ray is not None and request.node.get_closest_marker("ray") is None and ray.is_initialized():
+        ray.shutdown()
+        pytest.fail("a test without the mark ray has started a Ray")
 
 
 @pytest.fixture(scope="session")

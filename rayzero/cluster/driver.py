@@ -175,7 +175,7 @@ def _start(request: RunRequest, plan: ResourcePlan, actors: RunActors, journal: 
         replaces_members=request.run.max_failures > 0,
         succeeds=former is not None and former.continued,
         ownership=ownership_of(request.directory.start),
-        remains=remains_of(request),
+        remains=remains_of(request, actors),
     )
     journal.routing = actors.start(
         owners,

@@ -117,7 +117,7 @@ class GroupOwners:
     def _start(self, former: Former | None) -> None:
         certificates = Certificates(self._run, self._security or SecurityConfig())
         self._actors = RunActors(self._run, self._placement, certificates)
-        self._remains = Remains.of_run(self._run, replaces=True)
+        self._remains = Remains.of_run(self._run, self._actors.driver_node, replaces=True)
         telemetry = TelemetryConfig(enabled=False)
         owners = plan_owners(
             self._placement.plan,

@@ -47,7 +47,7 @@ class EndedRun:
         self.coordinator = SimpleNamespace(
             next_reports=SimpleNamespace(remote=self._take_unread), end_news=SimpleNamespace(remote=lambda: None)
         )
-        self.coordinator_life = "life"
+        self.coordinator_life, self.driver_node = "life", "node"
         self.everybody: list[str] = []
         self.owners: dict[str, Any] = {}
         self.certificates, self.local = SimpleNamespace(warnings=[]), LocalProcesses()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -209,7 +210,7 @@ class RunActors:
 
     def _find_processes(self, everyone: Mapping[str, Member]) -> None:
         """Note the processes that are on this node."""
-        self.local.find(everyone, ray.get_runtime_context().get_node_id())
+        self.local.find(everyone, self.driver_node)
 
     def _open_ports(self) -> Routing:
         nodes = {member.node for member in self.members.values()}
@@ -453,6 +454,11 @@ class RunActors:
         rank = self.certificates.of_rank(int(who.partition(" ")[2]))
         return control(self.ranks[who].renew).remote(Renewed(tls=rank, beside=serves, metrics=metrics))
 
+    @cached_property
+    def driver_node(self) -> str:
+        """The id of this process's node."""
+        return str(ray.get_runtime_context().get_node_id())
+
     @property
     def everybody(self) -> list[str]:
         """The coordinator and the members, by name."""
@@ -465,7 +471,7 @@ class RunActors:
 
     def has_lost_host(self, who: str | None = None) -> bool:
         """Whether the node of a member (None: of this process) has left the cluster."""
-        host = ray.get_runtime_context().get_node_id() if who is None else self.members[who].node
+        host = self.driver_node if who is None else self.members[who].node
         return all(node["NodeID"] != host for node in ray.nodes() if node["Alive"])
 
     # ---- end ----------------------------------------------------------------------------------------------------

@@ -24,10 +24,9 @@ class Remains:
     needed_s: float  # how long a successor may take to come
 
     @classmethod
-    def of_run(cls, run: str, *, replaces: bool) -> Remains:
-        """Those of a run whose driver is this process. ``replaces``: whoever dies is started again."""
-        here = ray.get_runtime_context().get_node_id()
-        return cls(run=run, driver_node=here, needed_s=_SUCCEEDS_S if replaces else 0.0)
+    def of_run(cls, run: str, driver_node: str, *, replaces: bool) -> Remains:
+        """Those of a run. ``replaces``: whoever dies is started again."""
+        return cls(run=run, driver_node=driver_node, needed_s=_SUCCEEDS_S if replaces else 0.0)
 
     def janitor(self, share: Path | None) -> SlabJanitor | None:
         """For the calling process, which makes slabs in ``share``. None: it needs none on the driver's node, or without

@@ -47,9 +47,9 @@ def ownership_of(start: StartPoint) -> Ownership | None:
     return None if start.continuation is None else start.continuation.ownership
 
 
-def remains_of(request: RunRequest) -> Remains:
+def remains_of(request: RunRequest, actors: RunActors) -> Remains:
     """What becomes of what killed processes of a run leave on hosts other than this one."""
-    return Remains.of_run(request.run.name, replaces=request.run.max_failures > 0)
+    return Remains.of_run(request.run.name, actors.driver_node, replaces=request.run.max_failures > 0)
 
 
 def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> list[RankSettings]:
@@ -57,7 +57,7 @@ def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> 
     goes_on = start.continuation
     names = [actor_name(MemberId(Kind.RANK, rank)) for rank in range(request.scaling.num_workers)]
     nodes = [actors.members[name].node for name in names]
-    remains = remains_of(request)
+    remains = remains_of(request, actors)
     return [
         RankSettings(
             rank=rank,
