@@ -7,14 +7,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from rayzero.cluster.nodes.numa import bind
-from rayzero.cluster.nodes.reachability import unreachable
 from rayzero.cluster.processes.coordinator import this_process
+from rayzero.cluster.processes.member_process import MemberProcess
 from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
 from rayzero.cluster.run import Load, Member, optimizer_name
@@ -41,7 +40,7 @@ __all__ = ["OptimizerActor"]
 _PLAN_STEPS = 20  # after which every page has been used
 
 
-class OptimizerActor:
+class OptimizerActor(MemberProcess):
     """One owner, alone in its process.
 
     It starts without a place: ``become`` or ``take_place`` says which owner it is, ``serve`` opens the port, and
@@ -72,27 +71,6 @@ class OptimizerActor:
         self._settings, self._owner = settings, ServedOwner(settings, self._recorder)
         return self.hello()
 
-    @property
-    def _served(self) -> ServedOwner:
-        assert self._owner is not None, "become() comes first"
-        return self._owner
-
-    def serve(self, host: str) -> str:
-        """Start serving on a free port of ``host``; the address for ranks and other owners."""
-        return self._served.serve(host)
-
-    def tensor_address(self, address: str) -> str | None:
-        """See ``OwnerServer.tensor_address``."""
-        return self._served.tensor_address(address)
-
-    def listen(self, host: str) -> str:
-        """Serve on a free port of ``host``, too, for processes on other nodes; the address there."""
-        return self._served.listen(host)
-
-    def connect_peers(self, addresses: Sequence[str]) -> None:
-        """Set the addresses of all owners, its own included. Call it before the first rank attaches."""
-        self._served.connect_peers(addresses)
-
     def take_place(
         self,
         settings: OwnerSettings,
@@ -119,26 +97,9 @@ class OptimizerActor:
         """Another owner has died; its successor is at ``address``."""
         self._served.succeed(owner, address)
 
-    def lose(self, rank: int, life: int) -> None:
-        """A rank has died and comes back in ``life``."""
-        self._served.lose(rank, life)
-
     def carry_out(self, step: Step, arguments: Sequence[Any]) -> Any:
         """See ``ServedOwner.carry_out``."""
         return self._served.carry_out(step, arguments)
-
-    def abandon(self) -> None:
-        """See ``OwnerServer.abandon``."""
-        self._served.abandon()
-
-    def unreachable(self, addresses: Sequence[str], *tensors: str | None) -> dict[str, str]:
-        """Those owners' addresses that this host does not reach, and why. ``tensors``: more of them, where there are
-        any."""
-        return unreachable([*addresses, *filter(None, tensors)])
-
-    def sees(self, path: str) -> bool:
-        """Whether a file that the driver has written is on this host, too."""
-        return Path(path).exists()
 
     def open_exporter(self, settings: ExporterSettings, coordinator: Any) -> Target:
         """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""

@@ -14,8 +14,8 @@ import torch
 
 from rayzero.cluster.loop import PackedLoop, unpack_loop
 from rayzero.cluster.nodes.numa import bind, cpus_near_gpu
-from rayzero.cluster.nodes.reachability import unreachable
 from rayzero.cluster.processes.coordinator import Received, this_process
+from rayzero.cluster.processes.member_process import MemberProcess
 from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
 from rayzero.cluster.processes.remains import Remains
@@ -66,7 +66,7 @@ class RankSettings:
     remains: Remains | None = None  # what becomes of its slabs if it is killed; None: others see to them
 
 
-class RankWorker:
+class RankWorker(MemberProcess):
     """One rank: a context, the user's loop in it and the channel for its reports; also an owner, if part of the
     optimizer stays on the rank's device."""
 
@@ -85,36 +85,14 @@ class RankWorker:
         self._channel: ReportChannel | None = None
         self._exporter: ProcessExporter | None = None  # open to the end: a loop that has returned still shows
 
-    @property
-    def _beside(self) -> ServedOwner:
-        assert self._owner is not None, "there is no owner beside this rank"
-        return self._owner
-
     def hello(self) -> Member:
         """Who and where this is."""
         return this_process(rank_name(self._rank))
-
-    def unreachable(self, addresses: Sequence[str], *tensors: str | None) -> dict[str, str]:
-        """Those owners' addresses that this host does not reach, and why. ``tensors``: more of them, where there are
-        any."""
-        return unreachable([*addresses, *filter(None, tensors)])
-
-    def sees(self, path: str) -> bool:
-        """Whether a file that the driver has written is on this host, too."""
-        return Path(path).exists()
 
     def open_exporter(self, settings: ExporterSettings, coordinator: Any) -> Target:
         """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""
         self._exporter = ProcessExporter(settings, self._recorder, coordinator=coordinator)
         return self._exporter.target
-
-    def serve(self, host: str) -> str:
-        """Start serving as the owner beside this rank; see ``ServedOwner.serve``."""
-        return self._beside.serve(host)
-
-    def connect_peers(self, addresses: Sequence[str]) -> None:
-        """See ``ServedOwner.connect_peers``."""
-        self._beside.connect_peers(addresses)
 
     def take_place(self, exporter: ExporterSettings | None, coordinator: Any) -> tuple[Member, str, Target | None]:
         """Begin in the place of a rank that has died: who this is, no address, and its exporter."""
@@ -128,7 +106,7 @@ class RankWorker:
             elif new.tls is not None:
                 self._identity = Identity(new.tls)
         if new.beside is not None:
-            self._beside.renew(new.beside)
+            self._served.renew(new.beside)
         if new.metrics is not None and self._exporter is not None:
             self._exporter.renew(new.metrics)
 
@@ -140,27 +118,15 @@ class RankWorker:
             if self._table is not None:
                 self._table.succeed(owner, address)
 
-    def tensor_address(self, address: str) -> str | None:
-        """See ``OwnerServer.tensor_address``."""
-        return self._beside.tensor_address(address)
-
-    def listen(self, host: str) -> str:
-        """See ``ServedOwner.listen``."""
-        return self._beside.listen(host)
-
-    def abandon(self) -> None:
-        """See ``OwnerServer.abandon``."""
-        self._beside.abandon()
-
     def succeed_beside(self, owner: int, address: str) -> None:
         """Tell the owner beside this rank what ``succeed`` tells the rank."""
-        self._beside.succeed(owner, address)
+        self._served.succeed(owner, address)
 
     def carry_out(self, step: Step, arguments: Sequence[Any]) -> Any:
         """Take a step of a change of the owners. As a rank, go over to other ones: the addresses and the ownership of
         the next epoch (``OwnerTable.go_over``). The other steps are those of the owner beside it."""
         if step is not Step.CHANGE:
-            return self._beside.carry_out(step, arguments)
+            return self._served.carry_out(step, arguments)
         addresses, ownership = arguments
         with self._moving:
             self._owners, self._successors = (addresses, ownership), []
@@ -173,10 +139,6 @@ class RankWorker:
         """What this rank has done so far."""
         steps = self._recorder.timing(STEP_SECONDS)
         return Load(steps.count, steps.total, self._recorder.total(EXPOSED_WAIT_SECONDS, cause="optimizer"))
-
-    def lose(self, rank: int, life: int) -> None:
-        """See ``ServedOwner.lose``."""
-        self._beside.lose(rank, life)
 
     def stop_owner(self) -> None:
         """End the owner beside this rank, if there is one: after every rank's loop. Idempotent."""
