@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from rayzero.cluster.nodes.reachability import unreachable
 from rayzero.cluster.processes.owner_process import ServedOwner
@@ -55,5 +55,5 @@ class MemberProcess:
         return unreachable([*addresses, *filter(None, tensors)])
 
     def sees(self, path: str) -> bool:
-        """Whether a file that the driver has written is on this host, too."""
-        return Path(path).exists()
+        """Whether a file that the driver has written is on this host, too, where this process may look."""
+        return os.path.exists(path)  # Path.exists() raises what a folder without permission does
