@@ -215,8 +215,8 @@ def _see_storage(request: RunRequest, actors: RunActors) -> None:
     if not without:
         return
     why = (
-        f"{', '.join(without)} cannot see {request.directory.path}, so no checkpoint can be completed; set "
-        "run.storage_path to a folder that all hosts share"
+        f"{', '.join(without)} cannot see {request.directory.path}, so no checkpoint can be completed in it; set "
+        "run.storage_path to a folder that all hosts share, the driver's too"
     )
     if request.saves_checkpoints:
         raise ConfigError(why)

@@ -81,7 +81,7 @@ def test_a_host_that_does_not_share_the_runs_folder_is_refused_at_the_start(
     training = train(a, tmp_path, two_hosts.address)
     said = training.driver.communicate(timeout=100)[0]
     assert training.driver.returncode == 2
-    assert f"{b.address} cannot see {folder}, so no checkpoint can be completed; set run.storage_path" in said
+    assert f"{b.address} cannot see {folder}, so no checkpoint can be completed in it; set run.storage_path" in said
     assert slabs_on(b) == 0
 
 

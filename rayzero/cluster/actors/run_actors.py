@@ -247,12 +247,12 @@ class RunActors:
         return tuple(Listener(who, address, self.handle(who)) for who, address in named)
 
     def hosts_without(self, file: Path) -> list[str]:
-        """The run's hosts that do not see a file of the driver's; one process a host looks."""
-        members = self._one_a_node()
-        if len(members) < 2:
+        """The run's hosts that do not see a file of the driver's; one process looks on each but the driver's own."""
+        elsewhere = [who for who in self._one_a_node() if self.members[who].node != self.driver_node]
+        if not elsewhere:
             return []
-        calls = {who: control(self.handle(who).sees).remote(str(file)) for who in members}
-        return sorted(self.members[who].host for who, sees in self.ask(calls, ANSWER_S).items() if not sees)
+        calls = {who: control(self.handle(who).sees).remote(str(file)) for who in elsewhere}
+        return sorted({self.members[who].host for who, sees in self.ask(calls, ANSWER_S).items() if not sees})
 
     def _one_a_node(self) -> list[str]:
         """An owner on each node that has any, or else a rank, whose loop may be busy."""
