@@ -94,6 +94,10 @@ class OwnerRoster:
         """The settings of a process; None: it is no owner."""
         return self._settings.get(who)
 
+    def number(self, who: str) -> int:
+        """The index of an owner."""
+        return self._settings[who].owner
+
     def of_successor(self, who: str) -> OwnerSettings:
         """The settings of a process that takes the place of this owner, which has died."""
         settings = self._settings[who]

@@ -291,7 +291,7 @@ class RunActors:
     def join_owner(self, owner: int, ownership: Ownership, node: str) -> tuple[Joining, Any]:
         """Start a process on ``node`` (id) that becomes an owner in the epoch of ``ownership``. Returns the call that
         answers once it serves, as ``start_owner``'s."""
-        there = {int(who.partition(" ")[2]): self.members[who].node for who in self.owners}
+        there = {self._roster.number(who): self.members[who].node for who in self.owners}
         settings = self._roster.of_joining(owner, ownership)
         place = self.places.find(owner, node, there, {each.node: each.place for each in self._joining})
         exporter = self._exporter_of(owner, node)
