@@ -42,9 +42,10 @@ def _keep() -> None:
 @pytest.fixture(autouse=True)
 def no_ray_without_the_mark(request: pytest.FixtureRequest) -> Iterator[None]:
     """Many of Ray's functions start a Ray where there is none: ten seconds, and the tests that come later join it."""
+    began = "ray" not in sys.modules or not sys.modules["ray"].is_initialized()  # else tests with the mark share it
     yield
     ray = sys.modules.get("ray")
-    if ray is not None and request.node.get_closest_marker("ray") is None and ray.is_initialized():
+    if began and ray is not None and request.node.get_closest_marker("ray") is None and ray.is_initialized():
         ray.shutdown()
         pytest.fail("a test without the mark ray has started a Ray")
 
