@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,19 @@ import ray
 
 from rayzero.cluster.actors.calls import control
 from rayzero.cluster.nodes.reachability import require_reached
+from rayzero.cluster.supervision import failure_of
+from rayzero.errors import ConfigError
 
 __all__ = ["Listener", "ReachTrial", "Tries"]
+
+_DEATHS = (  # of a process, or of its node
+    ray.exceptions.RayActorError,
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.LocalRayletDiedError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.ObjectLostError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,35 +45,61 @@ class Tries:
 
 
 class ReachTrial:
-    """Calls in which processes try to connect to owners. Once none is left, ``require`` says what came of them."""
+    """Calls in which processes try to connect to owners. Once none is left, ``require`` says what came of them.
+
+    Owners say their ports for tensors first. Ray sends an actor its calls in order: a try that waited for a port would
+    hold up every later call to whoever tries."""
 
     def __init__(self, tries: Iterable[Tries]) -> None:
         """Each owner is reached if its port for calls is, and that for tensors."""
-        all_of = list(tries)
-        self._owners = {to.address: to for each in all_of for to in each.listeners}
-        self._tensors = {at: control(to.actor.tensor_address).remote(at) for at, to in self._owners.items()}
+        self._tries = list(tries)
+        owners = {to.address: to for each in self._tries for to in each.listeners}
+        self._owners = {at: to.who for at, to in owners.items()}
+        self._asked = {control(to.actor.tensor_address).remote(at): to for at, to in owners.items()}
+        self._tensors: dict[str, str | None] = {}  # address of an owner that has answered -> that for tensors, if any
         self._calls: dict[Any, Tries] = {}
-        for each in all_of:
-            known = [to.address for to in each.listeners]
-            call = control(each.actor.unreachable).remote(known, *(self._tensors[at] for at in known))
-            self._calls[call] = each
-        self._failed: dict[str, Mapping[str, str]] = {}
+        self._failed: dict[str, dict[str, str]] = {}  # host -> address -> why
+        self._raised: list[str] = []  # who could not try or be tried, and why
 
     @property
     def calls(self) -> dict[Any, str]:
         """Those that have not been taken, and who is to answer."""
-        return {call: each.who for call, each in self._calls.items()}
+        return {call: each.who for each_of in (self._asked, self._calls) for call, each in each_of.items()}
 
     def take(self, call: Any) -> None:
-        """One of ``calls`` has ended."""
-        each = self._calls.pop(call)
-        with suppress(ray.exceptions.RayError):  # somebody has died, which another call reports
-            self._failed[each.host] = ray.get(call)
+        """One of ``calls`` has ended; others may begin."""
+        if call in self._asked:
+            owner = self._asked.pop(call)
+            if self._has_answer(call, owner.who):
+                self._tensors[owner.address] = ray.get(call)
+            if not self._asked:
+                self._begin()
+        else:
+            each = self._calls.pop(call)
+            if self._has_answer(call, each.who):
+                self._failed.setdefault(each.host, {}).update(ray.get(call))  # a host may have several nodes
+
+    def _begin(self) -> None:
+        """Let all try the owners that have answered."""
+        for each in self._tries:
+            answered = [to.address for to in each.listeners if to.address in self._tensors]
+            tensors = [self._tensors[at] for at in answered]
+            self._calls[control(each.actor.unreachable).remote([*answered, *filter(None, tensors)])] = each
+
+    def _has_answer(self, call: Any, who: str) -> bool:
+        """Whether it is not the process's death, which another call reports, nor what it has raised."""
+        try:
+            ray.get(call)
+        except ray.exceptions.RayError as error:
+            if not isinstance(error, _DEATHS):
+                raised = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+                self._raised.append(f"{who} {failure_of(who, raised).what}")
+            return False
+        return True
 
     def require(self) -> None:
-        """Raise ConfigError, naming both ends, if a host does not reach an owner."""
-        if not any(self._failed.values()):
-            return
-        owners = {at: to.who for at, to in self._owners.items()}
-        tensors = {ray.get(call): self._owners[at].who for at, call in self._tensors.items()}
-        require_reached(self._failed, owners, tensors)
+        """Raise ConfigError, naming both ends, if a host does not reach an owner, or a process could not try."""
+        tensors = {at: self._owners[owner] for owner, at in self._tensors.items() if at is not None}
+        require_reached(self._failed, self._owners, tensors)
+        if self._raised:
+            raise ConfigError(f"it is not known whether all hosts reach all optimizers: {self._raised[0]}; ask again")

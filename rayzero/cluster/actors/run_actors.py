@@ -237,9 +237,10 @@ class RunActors:
         listeners = self._listeners(addresses)
         tries = (Tries(who, self.members[who].host, self.handle(who), listeners) for who in self._one_a_node())
         trial = ReachTrial(tries)
-        self.ask({who: call for call, who in trial.calls.items()}, START_S)
-        for call in trial.calls:
-            trial.take(call)
+        while calls := trial.calls:
+            self.ask({who: call for call, who in calls.items()}, START_S)
+            for call in calls:
+                trial.take(call)
         trial.require()
 
     def _listeners(self, addresses: Sequence[str]) -> tuple[Listener, ...]:

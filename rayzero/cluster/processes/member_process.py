@@ -49,10 +49,9 @@ class MemberProcess:
 
     # ---- the host
 
-    def unreachable(self, addresses: Sequence[str], *tensors: str | None) -> dict[str, str]:
-        """Those owners' addresses that this host does not reach, and why. ``tensors``: more of them, where there are
-        any."""
-        return unreachable([*addresses, *filter(None, tensors)])
+    def unreachable(self, addresses: Sequence[str]) -> dict[str, str]:
+        """Those owners' addresses that this host does not reach, and why."""
+        return unreachable(addresses)
 
     def sees(self, path: str) -> bool:
         """Whether a file that the driver has written is on this host, too, where this process may look."""
