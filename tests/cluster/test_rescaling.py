@@ -18,9 +18,27 @@ from rayzero.cluster.upkeep.rescaling import Rescaling
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.elastic import reform
 from rayzero.elastic.controller import Controller
+from rayzero.elastic.members import Kind, MemberId, Process
 from rayzero.elastic.reform import Step
 from rayzero.elastic.requests import ScaleRequest
+from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import Prepared
+
+
+@dataclass
+class Trial:
+    """In place of ``ReachTrial``."""
+
+    calls: dict[str, str] = field(default_factory=dict)  # whose they are
+    failed: str | None = None
+
+    def take(self, call: str) -> None:
+        del self.calls[call]
+
+    def require(self) -> None:
+        assert not self.calls, "not all have tried"
+        if self.failed is not None:
+            raise ConfigError(self.failed)
 
 
 @dataclass
@@ -35,6 +53,7 @@ class Actors:
     )
     ended: int = 0
     limits: dict[tuple[int, tuple[str, ...]], str] = field(default_factory=dict)  # what ``too_few_files`` says
+    trial: Trial = field(default_factory=Trial)  # of the next one that joins
 
     def too_few_files(self, num_owners: int, others: dict[str, Any]) -> str | None:
         return self.limits.get((num_owners, tuple(others)))
@@ -46,7 +65,11 @@ class Actors:
         self.coordinator = SimpleNamespace(rescaled=SimpleNamespace(remote=lambda *_: None))
 
     def join_owner(self, index: int, ownership: Any, node: str) -> tuple[Any, str]:
-        return SimpleNamespace(actor=f"actor {index}", member=None), f"start of optimizer {index}"
+        actor = SimpleNamespace(watch=SimpleNamespace(remote=lambda: f"watch of optimizer {index}"))
+        return SimpleNamespace(actor=actor, member=None), f"start of optimizer {index}"
+
+    def try_to_reach(self, joining: Any, address: str, addresses: Any) -> Trial:
+        return self.trial
 
     def handle(self, who: str) -> str:
         return f"handle of {who}"
@@ -115,6 +138,14 @@ class Run:
         self.answers[call] = answer
         assert self.rescaling.take(call)
 
+    def process(self, owner: int) -> Process:
+        return Process(MemberId(Kind.OWNER, owner), 0)
+
+    def come_up(self, owner: int, trial: Trial) -> None:
+        """An owner that joins is up, and others try to reach it."""
+        self.actors.trial = trial
+        self.take(f"start of optimizer {owner}", (SimpleNamespace(node="n", host="10.0.0.1", pid=7), "c", None))
+
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
@@ -143,11 +174,54 @@ def test_more_owners_than_a_process_may_connect_to_are_refused_before_any_starts
 def test_an_owner_that_may_open_too_few_files_does_not_join(run: Run) -> None:
     run.actors.limits[3, ("optimizer 2",)] = "it may have too few files open"
     run.scale(3)
-    member = SimpleNamespace(node="n", host="10.0.0.1", pid=7)
-    run.take("start of optimizer 2", (member, "c", None))
+    run.come_up(2, Trial())
     assert [one.failed for one in run.outcomes] == ["optimizer 2: it may have too few files open"]
     assert run.actors.ended == 1
     assert not run.rescaling._watched
+
+
+def test_the_lead_stops_for_an_owner_that_joins_once_all_have_reached_it(run: Run) -> None:
+    """What stands in the next epoch cannot be given up."""
+    run.scale(3)
+    run.come_up(2, Trial({"a": "rank 0", "b": "optimizer 0"}))
+    for call in ("a", "b"):
+        assert not run.rescaling._asked
+        assert call in run.rescaling.calls
+        run.take(call)
+    assert set(run.rescaling._asked.values()) == {(run.process(owner), Step.HOLD) for owner in (0, 1)}
+    assert run.controller.coming.num_owners == 3
+
+
+def test_an_owner_that_a_host_does_not_reach_ends_the_change_and_the_others_may_go_on_trying(run: Run) -> None:
+    run.scale(4)
+    run.come_up(2, Trial({"a": "rank 0"}, failed="the host a cannot connect to it"))
+    run.come_up(3, Trial({"b": "rank 0"}))
+    run.take("a")
+    assert [one.failed for one in run.outcomes] == ["optimizer 2: the host a cannot connect to it"]
+    assert run.actors.ended == 1
+    assert run.rescaling.calls == []
+    assert not run.rescaling.take("b"), "nobody waits for it any more"
+
+
+def test_a_trial_that_does_not_end_is_refused_once_by_the_names_of_who_is_awaited(run: Run) -> None:
+    """One of them may be stopped on another host, where nobody sees it."""
+    large, small = run.scale(4), run.scale(3)
+    run.come_up(2, Trial({"a": "optimizer 0", "b": "rank 0"}))
+    run.come_up(3, Trial({"c": "rank 0"}))
+    run.take("a")
+    run.rescaling.give_up_late(time.monotonic() + START_S - 1)
+    assert not run.outcomes
+    run.rescaling.give_up_late(time.monotonic() + START_S + 1)
+    assert [(one.id, one.failed) for one in run.outcomes] == [
+        (
+            large.id,
+            f"optimizer 2: rank 0 gave no answer within {START_S + 1:.0f} s to whether the run's hosts reach each "
+            "other; see whether they are stopped, and ask again",
+        )
+    ]
+    assert run.rescaling._change is not None
+    assert run.rescaling._change.request == small
+    assert run.rescaling.calls == ["start of optimizer 2"]
 
 
 def test_what_refuses_a_step_is_named_in_one_line(run: Run) -> None:

@@ -98,6 +98,7 @@ class _Arrival:
 
     address: str
     trial: ReachTrial
+    since: float  # monotonic seconds
 
 
 class Rescaling:
@@ -301,7 +302,7 @@ class Rescaling:
         self._watched[joining.actor.watch.remote()] = process
         self._progress(f"{self._change}: {len(self._watched)} of {len(self._joining)} new processes are up")
         trial = self._actors.try_to_reach(joining, address, self._controller.addresses)
-        self._arrivals[process] = _Arrival(address, trial)
+        self._arrivals[process] = _Arrival(address, trial, time.monotonic())
         self._let_in(process)
 
     def _let_in(self, process: Process) -> None:
@@ -337,13 +338,23 @@ class Rescaling:
         self._progress(f"{self._change}: {process.member} is ready; {moved} have another owner by now")
 
     def give_up_late(self, now: float) -> None:
-        """Processes that are to join may find no place, or take too long to start; Ray does not say which."""
+        """Processes that are to join may find no place, or take too long to start; Ray does not say which. And whoever
+        tries to reach them may be stopped."""
         patience_s = max(START_S, self._scaling.placement_timeout)
         late = [call for call, (_, began) in self._starts.items() if now - began > patience_s]
         for call in late:
             if call in self._starts:  # else an earlier one of them has ended the change
                 process, began = self._starts.pop(call)
                 why = f"it was not up within {now - began:.0f} s; it needs {self._actors.places.needs}"
+                self._perform(self._controller.refused(process, Step.START, why))
+        untried = [process for process, arrival in self._arrivals.items() if now - arrival.since > START_S]
+        for process in untried:
+            if process in self._arrivals:  # as above
+                arrival = self._arrivals.pop(process)
+                why = (
+                    f"{', '.join(arrival.trial.calls.values())} gave no answer within {now - arrival.since:.0f} s to "
+                    "whether the run's hosts reach each other; see whether they are stopped, and ask again"
+                )
                 self._perform(self._controller.refused(process, Step.START, why))
 
     # ---- actions
