@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from rayzero.cluster.actors import run_actors as module
 from rayzero.cluster.actors.reach_trial import Tries
@@ -21,16 +22,34 @@ from rayzero.errors import ConfigError
 FOLDER = Path("/shared/run")
 
 
+@dataclass(eq=False)
+class Call:
+    answer: Any
+
+
 @dataclass
 class Actor:
-    """A process of a host that sees the run's folder, or not. A call is its own answer."""
+    """A process on a host that sees the run's folder, or not, and reaches others, or not."""
 
     seeing: bool = True
+    reaching: bool = True
 
     @property
     def sees(self) -> Any:
-        method = SimpleNamespace(remote=lambda path: self.seeing and Path(path).parent == FOLDER)
-        return SimpleNamespace(options=lambda **_: method)
+        return _method(lambda path: self.seeing and Path(path).parent == FOLDER)
+
+    @property
+    def tensor_address(self) -> Any:
+        return _method(lambda address: f"{address} for tensors")
+
+    @property
+    def unreachable(self) -> Any:
+        return _method(lambda addresses: {} if self.reaching else dict.fromkeys(addresses, "Connection refused"))
+
+
+def _method(answer: Callable[[Any], Any]) -> Any:
+    method = SimpleNamespace(remote=lambda argument: Call(answer(argument)))
+    return SimpleNamespace(options=lambda **_: method)
 
 
 def run_on(ranks: Sequence[str], owners: Sequence[str], *, without: Sequence[str] = ()) -> RunActors:
@@ -45,7 +64,7 @@ def run_on(ranks: Sequence[str], owners: Sequence[str], *, without: Sequence[str
     handles = {who: Actor(node not in without) for who, node in nodes.items()}
     actors.ranks = {who: actor for who, actor in handles.items() if who.startswith("rank")}
     actors.owners = {who: actor for who, actor in handles.items() if who.startswith("optimizer")}
-    actors.ask = lambda calls, timeout_s: dict(calls)  # type: ignore[method-assign]
+    actors.ask = lambda calls, timeout_s: {who: call.answer for who, call in calls.items()}  # type: ignore[method-assign]
     actors._roster = SimpleNamespace(names=list(actors.owners))  # type: ignore[assignment]
     return actors
 
@@ -82,6 +101,18 @@ def test_a_run_that_saves_checkpoints_is_refused_where_its_driver_would_not_find
     request.saves_checkpoints = False
     _see_storage(request, actors)
     assert said == [str(refused.value)], "a loop that may save none"
+
+
+def test_a_run_whose_hosts_do_not_reach_its_owners_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "get", lambda call: call.answer)
+    actors = run_on(["a", "b"], ["b", "b"])
+    actors._require_reached(["b:0", "b:1"])
+    actors.ranks["rank 0"].reaching = False
+    with pytest.raises(ConfigError) as refused:
+        actors._require_reached(["b:0", "b:1"])
+    assert str(refused.value).startswith(
+        "the host address of a cannot connect to optimizer 0 at b:0: Connection refused (and 3 more such pairs); "
+    )
 
 
 @pytest.fixture
