@@ -20,7 +20,7 @@ from itertools import count
 
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import HandshakeError, StoreError
-from rayzero.security.credentials import is_loopback
+from rayzero.security.addresses import is_loopback
 from rayzero.security.refusals import Refusals
 from rayzero.store.owner.calls.allowance import BODY_S, SlowBodyError, TooManyCallsError
 from rayzero.store.wire.payload import Assembly, Bytes

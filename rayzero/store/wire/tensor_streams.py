@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 
+from rayzero.security.addresses import host_of
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire.tensor_stream import WELCOME, StreamEndedError, StreamKeys, TensorStream
 
@@ -111,7 +112,7 @@ class TensorStreams:
     def __init__(self, address: str, ask: Callable[[str], Opening]) -> None:
         """``address``: the owner's, with a port. ``ask``: has the owner expect a connection to the host that it is
         given."""
-        self._host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        self._host = host_of(address)
         self._ask = ask
         self._lock = threading.Lock()
         self._idle: list[OpenStream] = []
