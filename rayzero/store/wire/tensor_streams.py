@@ -27,6 +27,10 @@ LET_THROUGH = (
 """What to do about a port for tensors that cannot be reached, for messages."""
 
 
+class UnreachedPortError(StreamEndedError):
+    """The network lets no connection through to an owner's port for tensors."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
     """What the owner answers to OpenTensorStream."""
@@ -134,8 +138,8 @@ class TensorStreams:
             each.stream.close()
 
     def take(self) -> OpenStream:
-        """One that is the caller's until it gives it back or drops it. Raises StreamEndedError if none can be
-        opened, with the OSError as its cause if that is the network's fault."""
+        """One that is the caller's until it gives it back or drops it. Raises StreamEndedError after ``close``,
+        UnreachedPortError if none can be opened."""
         while True:
             with self._lock:
                 self._require_open()
@@ -167,7 +171,7 @@ class TensorStreams:
                 self._require_open()
             why = error.strerror or str(error)
             where = f"{self._host}, port {opening.port}"
-            raise StreamEndedError(f"cannot open a connection for tensors to {where}: {why}") from error
+            raise UnreachedPortError(f"cannot open a connection for tensors to {where}: {why}") from error
 
     def _reach(self, opening: Opening) -> TensorStream:
         """Raises OSError: that of the last address, if the host has several."""
