@@ -35,6 +35,7 @@ from rayzero.store.wire.tensor_stream import (
     TensorStream,
     Work,
     new_stream_keys,
+    moving_threads,
 )
 from rayzero.telemetry.recorder import Recorder
 
@@ -57,11 +58,6 @@ class Expected:
     port: int
     ticket: bytes = field(repr=False)
     keys: StreamKeys | None = field(repr=False)  # this end's
-
-
-def moving_threads(cores: int) -> int:
-    """How many connections an owner's threads serve at a time, on a host with so many cores."""
-    return max(2, min(8, cores))
 
 
 class _OnlyLookedError(StreamEndedError):
