@@ -22,7 +22,8 @@ from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import HandshakeError, StoreError
 from rayzero.security.addresses import is_loopback
 from rayzero.security.refusals import Refusals
-from rayzero.store.owner.calls.allowance import BODY_S, SlowBodyError, TooManyCallsError
+from rayzero.store.owner.calls.allowance import BODY_S
+from rayzero.store.owner.calls.refused import SlowBodyError, TooManyCallsError, WrongSenderError
 from rayzero.store.wire.payload import Assembly, Bytes
 from rayzero.store.wire.tensor_stream import (
     TICKET_BYTES,
@@ -34,8 +35,8 @@ from rayzero.store.wire.tensor_stream import (
     StreamKeys,
     TensorStream,
     Work,
-    new_stream_keys,
     moving_threads,
+    new_stream_keys,
 )
 from rayzero.telemetry.recorder import Recorder
 
@@ -252,14 +253,14 @@ class TensorPort:
 
     def of(self, number: int | None, client: str) -> OwnerStream | None:
         """The connection that a client's call names; None: it names none. Raises TransferError if it has ended,
-        HandshakeError if it is another client's."""
+        WrongSenderError if it is another client's."""
         if number is None:
             return None
         found = self._streams.get(number)
         if found is None:
             raise StreamEndedError(f"connection {number} for tensors has ended")
         if found.client != client:
-            raise HandshakeError(f"connection {number} for tensors is {found.client}'s, not that of {client}")
+            raise WrongSenderError(f"connection {number} for tensors is {found.client}'s, not that of {client}")
         return found
 
     async def stop(self) -> None:
