@@ -224,14 +224,19 @@ class GroupOwners:
         return _LOOK_S if due is None else min(due, _LOOK_S)
 
     def _open(self, group: WorkerGroup) -> None:
-        """Give a group its owners."""
+        """Give a group its owners, unless these would need more files for its ranks than they may open."""
+        assert self._actors is not None
+        why = self._actors.too_few_files(self._placement.plan.num_optimizers, {}, num_ranks=group.world_size)
+        if why is not None:
+            log.error("%s", why)
+            self._tell(self.groups.fail.remote(group.name, why))
+            return
         goes_on = None
         if self._group is not None or self._failure is not None:
             goes_on = self._change_owners(group)
         if goes_on is None:
             self._resume = group.resume
         self._group = group
-        assert self._actors is not None
         assert self._controller is not None
         start = GroupStart(
             addresses=self._controller.addresses,
