@@ -23,11 +23,12 @@ from types import TracebackType
 
 import psutil
 
-from rayzero.concurrency.survivor import Maker, Survivor, process_born
+from rayzero.concurrency.ends import process_born, wait_or_kill
+from rayzero.concurrency.survivor import Maker, Survivor
 from rayzero.slabs.hold import Hold
 from rayzero.slabs.sweep import sweep
 
-__all__ = ["Janitor", "KeptStates", "clear_up", "wait_or_kill"]
+__all__ = ["Janitor", "KeptStates", "clear_up"]
 
 _ENDS_S = 30.0  # how long Ray may take to end the actors of a driver that is gone
 _KILL_S = 20.0  # how long the kernel may take to free a killed process
@@ -95,15 +96,6 @@ def clear_up(
     if slab_dir is not None and slab_dir.is_dir():
         with suppress(OSError):
             sweep(slab_dir)
-
-
-def wait_or_kill(processes: Iterable[psutil.Process], ends_s: float, dies_s: float) -> None:
-    """Wait ``ends_s`` until processes have ended, kill those that stay, and wait ``dies_s`` for the kernel."""
-    _, stay = psutil.wait_procs(list(processes), timeout=ends_s)
-    for process in stay:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(stay, timeout=dies_s)
 
 
 def _hold(slab_dir: Path | None, keep: KeptStates | None) -> Hold | None:

@@ -53,11 +53,11 @@ with announced(targets, "demo", b"[]"):
     print(json.dumps(janitor.pid), flush=True)
     asked = sys.stdin.readline().strip()
     if asked == "end the pipe":
-        os.close(janitor._survivor.pipe.fileno())
+        os.close(janitor._survivor._pipe.fileno())
         print("ended", flush=True)
         signal.pause()
     if asked == "half a line":
-        os.write(janitor._survivor.pipe.fileno(), b'[[1, 2')
+        os.write(janitor._survivor._pipe.fileno(), b'[[1, 2')
         print("written", flush=True)
         signal.pause()
     if asked == "fork":
