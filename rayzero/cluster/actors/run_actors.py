@@ -516,6 +516,6 @@ class RunActors:
         self._joining, self._parted = [], {}
         self.coordinator, self.owners, self.ranks = None, {}, {}
         self.spares = Spares(0, (), self._make_spare)
+        self.local.close()  # its janitor holds the slabs that successors may need
         if self._share is not None and self._share.is_dir():
             sweep(self._share)  # slabs of killed processes on this node; other nodes have janitors (slabs/janitor.py)
-        self.local.close()
