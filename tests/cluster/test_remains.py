@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 from slabs.test_hold import leave
 
+from rayzero.cluster.actors import run_actors
+from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.processes import remains
 from rayzero.cluster.processes.remains import Remains, leaving_nothing
 from rayzero.slabs.hold import Hold
@@ -46,3 +48,16 @@ def test_the_janitor_is_released_also_where_what_follows_raises(tmp_path: Path) 
     assert not own.exists()
     with leaving_nothing(None, tmp_path):
         pass
+
+
+def test_the_end_of_a_run_removes_what_its_killed_processes_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the driver's janitor holds it for their successors."""
+    monkeypatch.setattr(run_actors, "ray_answers", lambda: False)
+    actors = RunActors("r", SimpleNamespace(plan=None), None)  # type: ignore[arg-type]
+    killed, hold = leave(tmp_path, "one"), Hold(tmp_path, "one")
+    actors._share = tmp_path
+    actors.local.give_janitor(hold)  # type: ignore[arg-type]
+    actors.end(politely=False)
+    assert not killed.exists()
