@@ -27,6 +27,7 @@ from rayzero.cluster.actors.owner_roster import plan_owners
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.continuation import Continuation, Former, Lost, await_left, choose
 from rayzero.cluster.interrupts import shielded
+from rayzero.cluster.janitor import KeptStates
 from rayzero.cluster.nodes.placement import Placement
 from rayzero.cluster.processes.remains import Remains
 from rayzero.cluster.processes.worker_groups import GroupStart, WorkerGroup, WorkerGroups
@@ -117,7 +118,8 @@ class GroupOwners:
     def _start(self, former: Former | None) -> None:
         certificates = Certificates(self._run, self._security or SecurityConfig())
         self._actors = RunActors(self._run, self._placement, certificates)
-        self._remains = Remains.of_run(self._run, self._actors.driver_node, replaces=True)
+        over = None if former is None or former.continued else former.lineage
+        self._remains = Remains.of_run(self._lineage, self._actors.driver_node, replaces=True, over=over)
         telemetry = TelemetryConfig(enabled=False)
         owners = plan_owners(
             self._placement.plan,
@@ -136,6 +138,7 @@ class GroupOwners:
             slab_dir=Path(self._config.slab_dir),
             telemetry=telemetry,
             max_failures=self._max_failures,
+            keep=None if self._share is None else KeptStates(run=self._run, lineage=self._lineage, seconds=0),
             former=former,
         )
         self._actors.move(RunState.RUNNING)
@@ -224,14 +227,19 @@ class GroupOwners:
         return _LOOK_S if due is None else min(due, _LOOK_S)
 
     def _open(self, group: WorkerGroup) -> None:
-        """Give a group its owners."""
+        """Give a group its owners, unless these would need more files for its ranks than they may open."""
+        assert self._actors is not None
+        why = self._actors.too_few_files(self._placement.plan.num_optimizers, {}, num_ranks=group.world_size)
+        if why is not None:
+            log.error("%s", why)
+            self._tell(self.groups.fail.remote(group.name, why))
+            return
         goes_on = None
         if self._group is not None or self._failure is not None:
             goes_on = self._change_owners(group)
         if goes_on is None:
             self._resume = group.resume
         self._group = group
-        assert self._actors is not None
         assert self._controller is not None
         start = GroupStart(
             addresses=self._controller.addresses,

@@ -5,8 +5,10 @@ nothing removes the run from the folder that Prometheus watches. So each driver 
 driver is dead, it waits for the run's processes on this host, kills those that stay, and sweeps. Processes on other
 hosts have janitors of their own (slabs/janitor.py).
 
-[Note: states are kept] If what the dead processes left is enough for a run that continues this one, it is not swept for
-a while: the janitor holds it (slabs/hold.py) and sleeps. A driver that continues the run ends it, with SIGTERM.
+[Note: states are kept] While the driver lives, its janitor holds what dead processes of the run have left on this host
+(slabs/hold.py): their successors need it, and sweeps of other runs would take it. If the driver is killed, and what all
+have left is enough for a run that continues this one, the janitor holds it for a while longer, and sleeps. A driver
+that continues the run ends it, with SIGTERM.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from types import TracebackType
 
 import psutil
 
-from rayzero.concurrency.survivor import Maker, Survivor, process_born
-from rayzero.slabs.hold import Hold
+from rayzero.concurrency.ends import process_born, wait_or_kill
+from rayzero.concurrency.survivor import Maker, Survivor
+from rayzero.slabs.hold import Hold, hold_or_none
 from rayzero.slabs.sweep import sweep
 
-__all__ = ["Janitor", "KeptStates", "clear_up", "wait_or_kill"]
+__all__ = ["Janitor", "KeptStates", "clear_up"]
 
 _ENDS_S = 30.0  # how long Ray may take to end the actors of a driver that is gone
 _KILL_S = 20.0  # how long the kernel may take to free a killed process
@@ -35,11 +38,11 @@ _KILL_S = 20.0  # how long the kernel may take to free a killed process
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptStates:
-    """The states of a run that are kept if its driver is killed."""
+    """The states of a run that are kept while its driver lives, and if that is killed."""
 
     run: str
     lineage: str
-    seconds: float  # how long; 0: not at all
+    seconds: float  # how long after the driver's death; 0: not at all
 
 
 class Janitor:
@@ -49,7 +52,7 @@ class Janitor:
 
     def __init__(self, slab_dir: Path | None, discovery_dir: Path | None, *, keep: KeptStates | None = None) -> None:
         """``slab_dir``: where the run's shared memory is; ``discovery_dir``: where it is announced; None: nowhere.
-        ``keep``: the states that are kept there if the driver is killed; None: none."""
+        ``keep``: the states that are kept there; None: none."""
         folders = ["" if folder is None else str(folder.absolute()) for folder in (slab_dir, discovery_dir)]
         kept = json.dumps(keep and asdict(keep))
         self._survivor = Survivor(__name__, *folders, kept, detached=False)  # freed by: close()
@@ -81,10 +84,14 @@ def clear_up(
     ends_s: float = _ENDS_S,
     *,
     keep: KeptStates | None = None,
+    awaited: Hold | None = None,
 ) -> None:
     """Remove the dead driver's run from Prometheus' folder, wait ``ends_s`` for its processes and kill those that stay,
-    keep their states for a while, and remove their shared memory."""
+    keep their states for a while, and remove their shared memory. ``awaited``: what held them while the driver lived;
+    freed here."""
     hold = _hold(slab_dir, keep)  # before they end: other runs' starts sweep
+    if awaited is not None:
+        awaited.close()
     if discovery_dir is not None:
         with suppress(OSError):  # the next start removes what stays, as below
             _sweep_announcements(discovery_dir)
@@ -97,20 +104,10 @@ def clear_up(
             sweep(slab_dir)
 
 
-def wait_or_kill(processes: Iterable[psutil.Process], ends_s: float, dies_s: float) -> None:
-    """Wait ``ends_s`` until processes have ended, kill those that stay, and wait ``dies_s`` for the kernel."""
-    _, stay = psutil.wait_procs(list(processes), timeout=ends_s)
-    for process in stay:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(stay, timeout=dies_s)
-
-
 def _hold(slab_dir: Path | None, keep: KeptStates | None) -> Hold | None:
     """Hold the states. None: none are kept, or the folder takes no file."""
     if slab_dir is not None and keep is not None and keep.seconds > 0:
-        with suppress(OSError):
-            return Hold(slab_dir, keep.lineage, time.time() + keep.seconds)
+        return hold_or_none(slab_dir, keep.lineage, time.time() + keep.seconds)
     return None
 
 
@@ -136,11 +133,16 @@ def main() -> None:
     slab_dir, discovery_dir = (Path(folder) if folder else None for folder in driver.arguments[:2])
     kept = json.loads(driver.arguments[2])
     keep = None if kept is None else KeptStates(**kept)
+    awaited = None if slab_dir is None or keep is None else hold_or_none(slab_dir, keep.lineage)
     processes: list[psutil.Process] = []
-    for told in driver.told():
-        found = (process_born(pid, born) for pid, born in told)
-        processes = [process for process in found if process is not None]
-    clear_up(processes, slab_dir, discovery_dir, keep=keep)
+    try:
+        for told in driver.told():
+            found = (process_born(pid, born) for pid, born in told)
+            processes = [process for process in found if process is not None]
+        clear_up(processes, slab_dir, discovery_dir, keep=keep, awaited=awaited)
+    finally:
+        if awaited is not None:
+            awaited.close()
 
 
 if __name__ == "__main__":

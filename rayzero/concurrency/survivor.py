@@ -7,12 +7,12 @@ and may outlive the maker.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +20,9 @@ from typing import Any
 
 import psutil
 
-__all__ = ["Maker", "Survivor", "process_born"]
+from rayzero.concurrency.ends import ends, kill, lives, process_born
+
+__all__ = ["Maker", "Survivor"]
 
 # a shell's background jobs read nothing unless told what; a reader of the maker's output must not wait for one
 _DETACH = 'exec 3<&0; "$@" <&3 3<&- >/dev/null & echo $!'
@@ -42,7 +44,7 @@ class Survivor:
         own = psutil.Process()
         program = [sys.executable, "-m", module, str(own.pid), repr(own.create_time()), *arguments]
         reads, writes = os.pipe()
-        self.pipe = os.fdopen(writes, "w")  # freed by: close()
+        self._pipe = os.fdopen(writes, "w")  # freed by: close()
         start = ["sh", "-c", _DETACH, "sh"] if detached else []
         try:
             self._child = subprocess.Popen(
@@ -55,9 +57,12 @@ class Survivor:
                 env=os.environ | {"PYTHONPATH": path},
                 cwd="/",
             )
+            self.pid = _said(self._child.communicate()[0]) if detached else self._child.pid
+        except BaseException:
+            self._pipe.close()
+            raise
         finally:
             os.close(reads)
-        self.pid = int(self._child.communicate()[0]) if detached else self._child.pid
         self._process: psutil.Process | None = None  # it has ended
         with suppress(psutil.NoSuchProcess):
             self._process = psutil.Process(self.pid)
@@ -65,19 +70,26 @@ class Survivor:
     def tell(self, what: Any) -> None:
         """Send what ``Maker.told`` yields: of JSON's types."""
         with suppress(OSError):  # it was killed: the next start sweeps, as after any other death
-            self.pipe.write(json.dumps(what) + "\n")
-            self.pipe.flush()
+            self._pipe.write(json.dumps(what) + "\n")
+            self._pipe.flush()
 
     def close(self) -> None:
         """The maker has cleared up itself; returns once the survivor has ended. Idempotent."""
-        if self.pipe.closed:
+        if self._pipe.closed:
             return
         self.tell(_DONE)
         with suppress(OSError):  # it was killed
-            self.pipe.close()
-        if self._process is not None and not _ends(self._process, _END_S):
-            self._process.kill()
+            self._pipe.close()
+        if self._process is not None and not ends(self._process, _END_S):
+            kill(self._process)
         self._child.wait()
+
+
+def _said(pid: str) -> int:
+    """The process id that the shell has written. Raises OSError if it has not: it could not fork."""
+    if not pid.strip():
+        raise OSError(errno.EAGAIN, "the shell could not start another process")
+    return int(pid)
 
 
 class Maker:
@@ -97,43 +109,16 @@ class Maker:
             yield told
         # the kernel closes a dying process's files before it counts as dead; until then others still take it for alive
         if self._process is not None:
-            _ends(self._process, _DIES_S)
+            ends(self._process, _DIES_S)
 
     def _lines(self) -> Iterator[bytes]:
         """The whole lines of the pipe. A maker that was killed may have written half of one more."""
         pipe, rest = sys.stdin.fileno(), b""
         while True:
-            gone = self._process is None or not _lives(self._process)
+            gone = self._process is None or not lives(self._process)
             ready, _, _ = select.select([pipe], [], [], 0 if gone else _LOOK_S)
             came = os.read(pipe, _READ_BYTES) if ready else b""
             if not came and (ready or gone):
                 return
             *lines, rest = (rest + came).split(b"\n")
             yield from lines
-
-
-def process_born(pid: int, born: float) -> psutil.Process | None:
-    """The process with this pid and ``create_time``; None: it has ended, and another one may have its pid."""
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        if process.create_time() == born:
-            return process
-    return None
-
-
-def _lives(process: psutil.Process) -> bool:
-    """False also of a process that has ended, and whose parent has not asked how. Not by a pidfd (processes.py): where
-    these are forbidden, a janitor has to know it, too."""
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def _ends(process: psutil.Process, patience_s: float) -> bool:
-    """Whether a process ends so soon."""
-    deadline = time.monotonic() + patience_s
-    while _lives(process):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True

@@ -44,6 +44,7 @@ from rayzero.cluster.group_owners import GroupOwners
 from rayzero.cluster.nodes.placement import placed
 from rayzero.cluster.nodes.resources import plan_optimizers
 from rayzero.cluster.nodes.session import ray_session
+from rayzero.cluster.processes.remains import leaving_nothing
 from rayzero.cluster.processes.worker_groups import Ended, GroupsAsked, GroupStart, WorkerGroup
 from rayzero.concurrency.open_files import raise_open_files
 from rayzero.config import ScalingConfig, SecurityConfig, ZeroConfig
@@ -90,19 +91,17 @@ class Owners:
         table = OwnerTable(start.addresses)
         identity = identity_of(start.tls)
         context = self._context(place, group, start, table, identity)
-        janitor = None if start.remains is None else start.remains.janitor(self.config.shared_directory)
-        follower = _Follower(self.groups, group, start, table, identity, context)
-        try:
-            with running_in(context):
-                yield context
-        except Exception as error:
-            if follower.ended is not None:
-                raise RunFailedError(follower.ended) from error
-            raise
-        finally:
-            follower.close()
-            if janitor is not None:
-                janitor.close()
+        with leaving_nothing(start.remains, self.config.shared_directory):
+            follower = _Follower(self.groups, group, start, table, identity, context)
+            try:
+                with running_in(context):
+                    yield context
+            except Exception as error:
+                if follower.ended is not None:
+                    raise RunFailedError(follower.ended) from error
+                raise
+            finally:
+                follower.close()
 
     def _context(
         self, place: Any, group: WorkerGroup, start: GroupStart, table: OwnerTable, identity: Identity | None

@@ -8,13 +8,13 @@ may move to another host without another certificate.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from rayzero.errors import ConfigError, HandshakeError
+from rayzero.security.addresses import is_loopback
 
 OWNER = "owner.rayzero"
 ANY_RANK = "rank.rayzero"
@@ -94,19 +94,6 @@ def read_pem(setting: str, path: Path) -> bytes:
     if b"-----BEGIN " not in content:
         raise ConfigError(f"{setting}: {path} is no PEM file; convert it, or pass another one")
     return content
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address, perhaps with a port, is reached from its own host only."""
-    host = address.rpartition("]")[0].removeprefix("[") if address.startswith("[") else address
-    if host.count(":") == 1:
-        host = host.partition(":")[0]
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def names_shown(auth: Mapping[str, Iterable[bytes]]) -> frozenset[str] | None:

@@ -15,8 +15,8 @@ from rayzero.layout.model_layout import UnitLayout
 from rayzero.simulation.fluid import Demand
 from rayzero.simulation.groups import Groups, OwnerGroup, RankGroup
 from rayzero.simulation.machines import Costs, Machine, Moving, Options, Stream
-from rayzero.store.owner.tensor_port import moving_threads
 from rayzero.store.shm.host_sums import adding_threads
+from rayzero.store.wire.tensor_stream import moving_threads
 
 __all__ = ["Load", "Resources"]
 

@@ -1,7 +1,8 @@
-"""Keeps what a killed run has left in shared memory from being swept, so that a run that continues it finds it.
+"""Keeps what killed processes have left in shared memory from being swept, so that their successors find it.
 
-A hold is a small file beside the slabs, whose lock a living process has: the dead run's janitor for a while, then the
-driver that continues the run. Needs no torch, because the janitor waits for long and is to stay small.
+A hold is a small file beside the slabs, whose lock a living process has: the janitors of a run's processes, while
+somebody may take the place of one that dies; a dead run's janitor for a while, then the driver that continues the run.
+Needs no torch, because janitors wait for long and are to stay small.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-__all__ = ["Held", "Hold", "end_hold", "held_in", "is_free", "remove_dead_holds"]
+__all__ = ["Held", "Hold", "end_hold", "held_in", "hold_or_none", "is_free", "remove_dead_holds"]
 
 _SUFFIX, _MAKING = ".hold", ".making"
 _MOST = 1 << 12  # bytes
@@ -30,7 +31,7 @@ class Held:
 
     lineage: str  # of the slabs
     pid: int  # of the holder
-    until: float | None = None  # seconds since 1970; None: until a run that continues has taken it over
+    until: float | None = None  # seconds since 1970; None: until its run, or who continues it, needs it no more
     step: int | None = None  # that is open, once it is known
 
 
@@ -54,6 +55,13 @@ class Hold:
         if self._fd >= 0:
             _remove(self._path, self._fd)
             self._fd = -1
+
+
+def hold_or_none(directory: Path, lineage: str, until: float | None = None) -> Hold | None:
+    """Hold a lineage's slabs; None: the directory takes no file."""
+    with suppress(OSError):
+        return Hold(directory, lineage, until)
+    return None
 
 
 def _remove(path: Path, fd: int) -> None:

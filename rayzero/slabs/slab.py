@@ -2,11 +2,11 @@
 
 [Note: no slab stays behind] A maker locks its file (``flock``) before it fills it, and keeps the lock while it lives.
 The kernel frees the lock when the maker dies, however it dies. ``sweep`` removes exactly the files for which it gets
-a shared lock, and only those of runs without a living process on this host: a dead owner's slabs wait for its
-successor (``Slab.adopt``). (An exclusive lock would fail while another process lists or sweeps the slab, so a dead
-maker would seem alive.) A sweep can hit a file that is created but not locked yet: its maker, which waits for the
-sweep's lock, then sees that the file has lost its name, and makes another one. A process that the maker forked,
-without exec, shares the lock and keeps the slab from sweeps.
+a shared lock, and only those of runs without a living process on this host that nobody holds (slabs/hold.py): a dead
+owner's slabs wait for its successor (``Slab.adopt``). (An exclusive lock would fail while another process lists or
+sweeps the slab, so a dead maker would seem alive.) A sweep can hit a file that is created but not locked yet: its
+maker, which waits for the sweep's lock, then sees that the file has lost its name, and makes another one. A process
+that the maker forked, without exec, shares the lock and keeps the slab from sweeps.
 """
 
 from __future__ import annotations

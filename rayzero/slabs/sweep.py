@@ -25,17 +25,24 @@ def read_header(path: Path, fd: int) -> SlabHeader:
     return decode_header(str(path), os.pread(fd, 1 << 20, 0), os.fstat(fd).st_size)
 
 
-def sweep(directory: Path = SHARED_MEMORY) -> list[tuple[Path, int]]:
-    """Remove the slabs whose makers are dead, unless another process of their run lives or somebody holds them
-    (slabs/hold.py); returns (path, bytes) of each. Slabs of other users stay; so do those that this rayzero cannot
-    read, while a process has one that it cannot read either: they may be of the same run."""
+def sweep(
+    directory: Path = SHARED_MEMORY, lineage: str | None = None, *, is_over: bool = False
+) -> list[tuple[Path, int]]:
+    """Remove the slabs whose makers are dead, unless another process of their run and lineage lives or somebody holds
+    them (slabs/hold.py); returns (path, bytes) of each. Slabs of other users stay; so do those that this rayzero cannot
+    read, while a process has one that it cannot read either: they may be of the same run.
+
+    ``lineage``: only its slabs, and what nobody has filled; None: all. ``is_over``: nobody continues it or waits for
+    its processes, so holds of those do not count."""
     remove_dead_holds(directory)
-    held = {each.lineage for each in held_in(directory)}
+    held = set() if is_over else {each.lineage for each in held_in(directory)}
     running = {_run_of(found.header) for found in list_slabs(directory) if found.alive}
     removed = []
     for path, fd in _opened(directory):
         header = _header_or_none(path, fd)
-        if _run_of(header) in running or (header is not None and header.facts.lineage in held):
+        unfilled = header is None and path.suffix == MAKING  # no successor takes it over
+        theirs = None if header is None else header.facts.lineage
+        if not unfilled and (lineage not in (None, theirs) or theirs in held or _run_of(header) in running):
             continue
         if not is_free(fd) or not os.fstat(fd).st_nlink:
             continue  # its maker lives, or has removed it
@@ -70,9 +77,10 @@ def list_slabs(directory: Path = SHARED_MEMORY) -> list[FoundSlab]:
     ]
 
 
-def _run_of(header: SlabHeader | None) -> str | None:
-    """The run of a slab; None if its header cannot be read."""
-    return None if header is None else header.facts.run
+def _run_of(header: SlabHeader | None) -> tuple[str, str] | None:
+    """The run and lineage of a slab; None if its header cannot be read. A run that starts again from a checkpoint has
+    another lineage, and no use for what it had before."""
+    return None if header is None else (header.facts.run, header.facts.lineage)
 
 
 def _header_or_none(path: Path, fd: int) -> SlabHeader | None:

@@ -35,7 +35,8 @@ from pathlib import Path
 from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.slab import Slab
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-facts = SlabFacts(run="demo", role="params", index=0, incarnation=7, layout_digest="ab" * 16, kernel="native")
+facts = SlabFacts(run="demo", role="params", index=0, incarnation=7, layout_digest="ab" * 16, kernel="native",
+    lineage="one")
 slab = Slab.create(lay_out_slab(facts, [("data", 4096, 0)]), Path(sys.argv[1]))
 print("made", flush=True)
 signal.pause()
@@ -53,11 +54,11 @@ with announced(targets, "demo", b"[]"):
     print(json.dumps(janitor.pid), flush=True)
     asked = sys.stdin.readline().strip()
     if asked == "end the pipe":
-        os.close(janitor._survivor.pipe.fileno())
+        os.close(janitor._survivor._pipe.fileno())
         print("ended", flush=True)
         signal.pause()
     if asked == "half a line":
-        os.write(janitor._survivor.pipe.fileno(), b'[[1, 2')
+        os.write(janitor._survivor._pipe.fileno(), b'[[1, 2')
         print("written", flush=True)
         signal.pause()
     if asked == "fork":
@@ -203,6 +204,40 @@ def test_a_janitor_that_was_killed_disturbs_nobody(tmp_path):
         psutil.Process(janitor.pid).wait(10)
         janitor.watch([psutil.Process()])
     janitor.close()
+
+
+HELD = """
+import os, signal, sys, time
+from pathlib import Path
+from rayzero.cluster.janitor import Janitor, KeptStates
+from rayzero.slabs.hold import held_in
+slabs = Path(sys.argv[1])
+janitor = Janitor(slabs, None, keep=KeptStates(run="demo", lineage="one", seconds=0))
+while not held_in(slabs):
+    time.sleep(0.02)
+print("held", flush=True)
+sys.stdin.readline()
+janitor.close()
+"""
+
+
+@pytest.mark.parametrize("end", ["well", "killed"])
+def test_what_a_dead_owner_leaves_waits_for_its_successor_while_the_driver_lives(owner, tmp_path, end):
+    """Though no process of its run is on this host, and others start and end there."""
+    slabs = tmp_path / "slabs"
+    driver = start(HELD, slabs)
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == "held\n"
+    owner.kill()
+    owner.wait()
+    assert sweep(slabs) == [], "another run starts"
+    if end == "well":
+        driver.communicate("end\n", timeout=60)
+        assert len(sweep(slabs)) == 1
+    else:
+        driver.kill()
+        driver.communicate()
+    assert until_empty(slabs) == []
 
 
 # ---- states of a run that can go on

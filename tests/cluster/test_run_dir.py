@@ -100,6 +100,14 @@ def test_a_killed_runs_states_are_held_while_the_run_that_continues_it_starts(tm
             assert sweep(slabs) != [], "nobody needs them"
 
 
+@pytest.mark.parametrize(("state", "former"), [("failed", "one"), ("stopped", "one"), ("finished", None)])
+def test_what_a_run_that_has_failed_may_have_left_is_known_to_the_next_one(tmp_path, state, former):
+    saved(tmp_path, 10)
+    killed_run(tmp_path, state=state, states=asdict(States(lineage="one", directory="/dev/shm", memory="here")))
+    start = find_start(config(tmp_path, resume=True))
+    assert (start.step, start.former, start.why) == (10, former, None)
+
+
 def killed_while_replacing(checkpoint: Path) -> None:
     """The first of the two renames that replace a checkpoint; then the power went."""
     checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.replaced"))
@@ -177,6 +185,7 @@ def test_a_run_starts_again_from_its_newest_checkpoint_or_as_it_began(tmp_path):
         directory.restart()
         assert (directory.start.checkpoint, directory.start.step) == (elsewhere, 5)
         assert directory.start.lineage != first.lineage, "its states are others"
+        assert directory.start.former == first.lineage, "whose slabs may still be there"
         newest = saved(tmp_path, 10, 20)[-1]
         killed_while_replacing(newest)
         directory.restart()

@@ -108,3 +108,30 @@ def test_the_doctor_removes_what_a_janitor_keeps(tmp_path: Path) -> None:
     assert swept(tmp_path)[-1].startswith("slabs of dead processes removed: 1, ")
     process.communicate(timeout=5)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_run_had_before_it_started_again_is_swept_while_the_run_goes_on(tmp_path: Path) -> None:
+    """From a checkpoint, with another lineage; a run that continues what is left has the same."""
+    before, now = leave(tmp_path, "one"), made(tmp_path, lineage="two")
+    killed = leave(tmp_path, "two")
+    assert [path for path, _ in sweep(tmp_path)] == [before]
+    now.close()
+    assert [path for path, _ in sweep(tmp_path)] == [killed]
+
+
+def test_a_sweep_for_one_run_takes_its_slabs_and_what_nobody_has_filled(tmp_path: Path) -> None:
+    ours, other = leave(tmp_path, "one"), leave(tmp_path, "two")
+    unfilled, unread = tmp_path / "rayzero-a.slab.making", tmp_path / "rayzero-b.slab"
+    for path in (unfilled, unread):
+        path.write_bytes(b"")
+    assert {path for path, _ in sweep(tmp_path, "one")} == {ours, unfilled}
+    assert set(tmp_path.iterdir()) == {other, unread}
+
+
+def test_what_is_over_is_swept_whoever_holds_it_but_not_what_lives(tmp_path: Path) -> None:
+    hold, living = Hold(tmp_path, "one"), made(tmp_path, lineage="one", run="demo model 1")
+    ours = leave(tmp_path, "one")
+    assert sweep(tmp_path, "one") == []
+    assert [path for path, _ in sweep(tmp_path, "one", is_over=True)] == [ours]
+    hold.close()
+    living.close()

@@ -10,13 +10,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rayzero.slabs import janitor
+from rayzero.slabs.hold import Hold, held_in
 from rayzero.slabs.janitor import SlabJanitor, clear_up
+from rayzero.slabs.sweep import sweep
 
 from .test_hold import leave, made
 
@@ -24,7 +27,7 @@ MAKER = """
 import json, os, sys
 from pathlib import Path
 from rayzero.slabs.janitor import SlabJanitor
-janitor = SlabJanitor(Path(sys.argv[1]), "demo", float(sys.argv[2]))
+janitor = SlabJanitor(Path(sys.argv[1]), "one", float(sys.argv[2]))
 assert "torch" not in sys.modules
 child = os.fork() if sys.argv[3:] else None
 if child != 0:
@@ -42,6 +45,19 @@ def makers(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
     for process in started:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def patient(tmp_path: Path, makers: list[subprocess.Popen[str]]) -> Iterator[psutil.Process]:
+    """The janitor of the first maker, which waits for long, once it holds the slabs of lineage "one"."""
+    found, _ = start(makers, tmp_path, 3600.0)
+    deadline = time.monotonic() + 30
+    while not held_in(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    yield found
+    with suppress(psutil.NoSuchProcess):
+        found.kill()
 
 
 def start(makers: list[subprocess.Popen[str]], *arguments: object) -> tuple[psutil.Process, int | None]:
@@ -104,8 +120,68 @@ def test_a_maker_that_ends_well_takes_it_along_and_removes_what_others_have_left
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_process_leaves_whose_successor_is_awaited_stays_when_others_start_or_end(
+    tmp_path: Path, makers: list, patient: psutil.Process
+) -> None:
+    """Also if it was the only process of its run on the host."""
+    awaited, other = leave(tmp_path, "one"), leave(tmp_path, "two")
+    makers[0].kill()
+    makers[0].wait()
+    SlabJanitor(tmp_path, "one", 3600.0).close()  # another process of the same run
+    assert awaited.exists()
+    assert [path for path, _ in sweep(tmp_path)] == [other], "another run starts"
+    patient.kill()
+    patient.wait(30)
+    assert [path for path, _ in sweep(tmp_path)] == [awaited], "nobody awaits it any more"
+
+
+def test_a_process_that_ends_removes_nothing_of_other_runs(tmp_path: Path) -> None:
+    theirs = leave(tmp_path, "B")
+    ours = leave(tmp_path, "A")
+    SlabJanitor(tmp_path, "A", 0.0).close()
+    assert (theirs.exists(), ours.exists()) == (True, False)
+
+
+def test_an_awaited_slab_is_let_go_when_the_patience_is_over(tmp_path: Path) -> None:
+    """Not before, though a sweep comes."""
+    awaited = leave(tmp_path, "one")
+    waits = threading.Thread(target=clear_up, args=(tmp_path, "one", 0.3, Hold(tmp_path, "one")))
+    waits.start()
+    assert sweep(tmp_path) == []
+    assert awaited.exists()
+    waits.join(30)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_is_released_leaves_no_hold(tmp_path: Path, makers: list, patient: psutil.Process) -> None:
+    makers[0].communicate("end\n", timeout=30)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 0.01])
+def test_a_janitor_holds_what_a_successor_may_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float
+) -> None:
+    """A process that nobody replaces has none."""
+    held: list[str] = []
+
+    class Maker:
+        def __init__(self, _: list[str]) -> None:
+            self.arguments = [str(tmp_path), "one", str(patience_s)]
+
+        def told(self) -> list[object]:
+            held.extend(each.lineage for each in held_in(tmp_path))
+            return []
+
+    monkeypatch.setattr(janitor, "Maker", Maker)
+    leave(tmp_path, "one")
+    janitor.main()
+    assert held == ["one"] * (patience_s > 0)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_janitor_that_was_killed_disturbs_nobody(tmp_path: Path) -> None:
-    made = SlabJanitor(tmp_path, "demo", 0.0)
+    made = SlabJanitor(tmp_path, "one", 0.0)
     os.kill(made._survivor.pid, signal.SIGKILL)
     made.close()
     made.close()
@@ -114,8 +190,8 @@ def test_a_janitor_that_was_killed_disturbs_nobody(tmp_path: Path) -> None:
 def test_slabs_stay_while_a_process_of_their_run_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(janitor, "_LOOK_S", 0.01)
     leave(tmp_path, "one")
-    lives, other = made(tmp_path), made(tmp_path, run="other")
-    waits = threading.Thread(target=clear_up, args=(tmp_path, "demo", 0.0))
+    lives, other = made(tmp_path), made(tmp_path, lineage="two")
+    waits = threading.Thread(target=clear_up, args=(tmp_path, "one", 0.0))
     waits.start()
     waits.join(0.2)
     assert waits.is_alive()

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from rayzero.concurrency.futures import settled
-from rayzero.errors import StoreClosedError
-from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, LoopState, MeanInput
+from rayzero.errors import HandshakeError, StoreClosedError
+from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, LoopState, MeanInput, ModelSpec
+from rayzero.slabs.header import lay_out_slab
+from rayzero.slabs.slab import Slab
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.history.loop_history import LoopHistory, newest
 from rayzero.store.rank.links.channel import Channel
 from rayzero.store.rank.links.owner_link import OwnerLink
 from rayzero.store.rank.memory.shared_memory import SharedRank
+from rayzero.store.shm import loop_slab
 from rayzero.store.shm.former_ranks import remove_former_lives
 from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.plan import SharedPlan, life_of, of_lineage, rank_incarnation
@@ -177,3 +181,40 @@ def test_only_the_newest_steps_count_each_part_once() -> None:
     found = newest([older, state(6, AT_FORWARD), state(2), state(6), state(4), state(3)])
     assert found == [state(4), state(6), state(6, AT_FORWARD)]
     assert newest([]) == []
+
+
+def test_a_state_that_its_rank_removes_meanwhile_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank's present life removes those of its former ones; a successor of its keeper may look at that moment."""
+    for life in (0, 1):
+        slab = LoopSlab.create(PLAN, 1, rank_incarnation(life), 100, tmp_path)
+        slab.write(state(5 + life))
+        slab.slab.close(unlink=False)
+
+    def listed(spec: ModelSpec, directory: Path) -> list[Any]:
+        found = of_lineage(spec, directory)
+        remove_former_lives(spec, 1, 1, directory)
+        return found
+
+    monkeypatch.setattr(loop_slab, "of_lineage", listed)
+    found = loop_slab.loop_slabs(PLAN, "optimizer 0", tmp_path, lambda _: True)
+    assert [list(each.states()) for each in found[1]] == [[state(6)]]
+    for each in found[1]:
+        each.close()
+
+
+def test_of_loop_slabs_that_are_of_another_model_none_stays_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Path | None] = []
+    close = Slab.close
+    ours = LoopSlab.create(PLAN, 1, rank_incarnation(0), 100, tmp_path).slab
+    facts = replace(ours.header.facts, incarnation=rank_incarnation(1), layout_digest="cd" * 16)
+    theirs = Slab.create(lay_out_slab(facts, [("states", 4096, 0)]), tmp_path)
+    for slab in (ours, theirs):
+        slab.close(unlink=False)
+    monkeypatch.setattr(Slab, "close", lambda slab, **how: (closed.append(slab.path), close(slab, **how)))
+    found = sorted(of_lineage(PLAN.spec, tmp_path), key=lambda each: each[1].layout_digest == facts.layout_digest)
+    monkeypatch.setattr(loop_slab, "of_lineage", lambda *_: found)
+    with pytest.raises(HandshakeError):
+        loop_slab.loop_slabs(PLAN, "optimizer 0", tmp_path, lambda _: True)
+    assert closed == [ours.path]

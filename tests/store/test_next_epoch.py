@@ -232,7 +232,10 @@ def test_a_port_that_cannot_be_reached_is_named_and_one_that_opens_again_is_wait
     with owner() as there:
         with (
             patch.object(tensor_streams, "connect", connect),
-            pytest.raises(TransferError, match=r"cannot open a connection for tensors to 127.0.0.1, port \d+: Conn"),
+            pytest.raises(
+                TransferError,
+                match=r"cannot open a connection for tensors to 127.0.0.1, port \d+: Conn.*; if a firewall",
+            ),
         ):
             check_given(there, stream_bytes=BESIDE, down_s=0.3)
         assert len(tries) > 1

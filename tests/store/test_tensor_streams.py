@@ -28,7 +28,7 @@ from rayzero.security.authority import Authority
 from rayzero.security.credentials import ANY_RANK, OWNER, Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner import tensor_port
-from rayzero.store.owner.calls.allowance import TooManyCallsError
+from rayzero.store.owner.calls.refused import TooManyCallsError
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING, TensorPort
 from rayzero.store.rank.transfers import wire as wire_transfers
@@ -608,9 +608,11 @@ def fetch_error(server: OwnerServer, rank: int, number: int) -> str:
     return str(error.value)
 
 
-def test_another_ranks_connection_is_refused() -> None:
+def test_another_ranks_connection_is_refused_and_told(caplog: pytest.LogCaptureFixture) -> None:
     with disturbed() as server, member(server, rank=0) as (number, connection):
         assert "rank 0's, not that of rank 1" in fetch_error(server, 1, number)
+        (said,) = [line for line in caplog.messages if line.startswith("refused 1 call, the last from ")]
+        assert said.endswith("rank 0's, not that of rank 1")
         connection.settimeout(0.2)
         with pytest.raises(TimeoutError):  # nothing came, and the connection is still rank 0's
             connection.recv(1)

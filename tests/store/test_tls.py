@@ -13,8 +13,9 @@ import grpc
 import pytest
 
 from rayzero.errors import HandshakeError, TransferError
+from rayzero.security.addresses import is_loopback
 from rayzero.security.authority import Authority
-from rayzero.security.credentials import ANY_RANK, OWNER, Identity, identity_of, is_loopback, name_of_rank
+from rayzero.security.credentials import ANY_RANK, OWNER, Identity, identity_of, name_of_rank
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.store import RankStore

@@ -6,7 +6,8 @@ import secrets
 
 from rayzero.cluster.run import optimizer_name, rank_name
 from rayzero.config import SecurityConfig
-from rayzero.security.credentials import ANY_RANK, OWNER, Credentials, is_loopback, name_of_rank
+from rayzero.security.addresses import is_loopback
+from rayzero.security.credentials import ANY_RANK, OWNER, Credentials, name_of_rank
 from rayzero.security.issuer import issuer
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry.guard import Protection

@@ -10,9 +10,10 @@ from contextlib import suppress
 
 import psutil
 
-from rayzero.cluster.janitor import Janitor, wait_or_kill
+from rayzero.cluster.janitor import Janitor
 from rayzero.cluster.run import Member
 from rayzero.cluster.supervision import Failure
+from rayzero.concurrency.ends import kill, wait_or_kill
 from rayzero.concurrency.processes import is_stopped
 
 __all__ = ["KILL_S", "LocalProcesses"]
@@ -79,8 +80,7 @@ class LocalProcesses:
         """Kill a process, if it is here."""
         process = self._processes.get(who)
         if process is not None:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+            kill(process)
 
     def kill_stopped(self) -> None:
         """Kill those that are stopped: they react to no other signal, and waiting for them takes long."""

@@ -176,10 +176,13 @@ class RunActors:
         self.spares.fill()
         return routing
 
-    def too_few_files(self, num_owners: int, others: Mapping[str, Member]) -> str | None:
+    def too_few_files(
+        self, num_owners: int, others: Mapping[str, Member], *, num_ranks: int | None = None
+    ) -> str | None:
         """Why this run cannot have so many optimizer actors, by what its processes may open; see the function.
-        ``others``: processes beside those of now."""
-        return too_few_files({**self.members, **others}, len(self.ranks), num_owners, self._roster.num_beside)
+        ``others``: processes beside those of now. ``num_ranks``: that another library starts; None: its own."""
+        ranks = len(self.ranks) if num_ranks is None else num_ranks
+        return too_few_files({**self.members, **others}, ranks, num_owners, self._roster.num_beside)
 
     @property
     def _serving(self) -> dict[str, Any]:
@@ -514,6 +517,6 @@ class RunActors:
         self._joining, self._parted = [], {}
         self.coordinator, self.owners, self.ranks = None, {}, {}
         self.spares = Spares(0, (), self._make_spare)
+        self.local.close()  # its janitor holds the slabs that successors may need
         if self._share is not None and self._share.is_dir():
             sweep(self._share)  # slabs of killed processes on this node; other nodes have janitors (slabs/janitor.py)
-        self.local.close()

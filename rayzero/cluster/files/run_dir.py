@@ -54,7 +54,7 @@ class StartPoint:
     step: int  # steps that are done
     continuation: Continuation | None = None  # from memory
     lineage: str = field(default_factory=lambda: secrets.token_hex(8))  # of the run's states in shared memory
-    former: str | None = None  # the lineage that an earlier run in this directory had there
+    former: str | None = None  # the lineage that an earlier run, or this one, had there before and may have left
     why: str | None = None  # the run before was killed: why its memory is not used
 
     def __str__(self) -> str:
@@ -192,10 +192,10 @@ class RunDirectory:
         self.checkpoints.sweep()
         place = self.checkpoints.catalog().newest() or self.began
         if place is None:
-            self.start = StartPoint(checkpoint=None, step=0)
+            self.start = StartPoint(checkpoint=None, step=0, former=self.start.lineage)
             return
         with CheckpointReader(place) as checkpoint:
-            self.start = StartPoint(checkpoint=place, step=checkpoint.step)
+            self.start = StartPoint(checkpoint=place, step=checkpoint.step, former=self.start.lineage)
         if place in self.checkpoints:
             self.checkpoints.note(place)
 
@@ -393,8 +393,7 @@ def _choose(
     config: RunConfig, path: Path, checkpoints: RunCheckpoints, successor: Successor | None, setting: str
 ) -> StartPoint:
     """Decide what a run in ``path`` starts from; no other function does."""
-    killed = _killed_run(path)
-    former = None if killed is None else _lineage(killed)
+    killed, former = _killed_run(path), _lineage_before(path)
     if config.resume is False:
         _refuse_other_run(path, checkpoints, setting)
         return StartPoint(checkpoint=None, step=0, former=former)
@@ -423,6 +422,15 @@ def _killed_run(path: Path) -> dict[str, Any] | None:
         record = read_record(path)
         if record is not None and record["state"] in (RunState.STARTING, RunState.RUNNING):
             return record
+    return None
+
+
+def _lineage_before(path: Path) -> str | None:
+    """The lineage of the run before, unless it has finished: what is left of it may be in this one's way."""
+    with suppress(ConfigError):
+        record = read_record(path)
+        if record is not None and record["state"] != RunState.FINISHED:
+            return _lineage(record)
     return None
 
 

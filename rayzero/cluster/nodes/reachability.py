@@ -12,7 +12,7 @@ import psutil
 
 from rayzero.errors import ConfigError
 from rayzero.quantities import count
-from rayzero.security.credentials import is_loopback
+from rayzero.security.addresses import host_and_port, is_loopback
 from rayzero.store.wire.tensor_streams import LET_THROUGH
 
 __all__ = ["address_to_serve", "own_addresses", "require_reached", "unreachable"]
@@ -66,10 +66,10 @@ def unreachable(addresses: Sequence[str], timeout_s: float = CONNECT_S) -> dict[
     """Those of some host:port to which this process cannot open a connection, and why."""
 
     async def why_not(address: str) -> str | None:
-        host, _, port = address.rpartition(":")
+        host, port = host_and_port(address)
         try:
             async with asyncio.timeout(timeout_s):
-                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+                _, writer = await asyncio.open_connection(host, port)
             writer.transport.abort()
         except TimeoutError:
             return f"no answer within {timeout_s:g} s"

@@ -17,6 +17,7 @@ from rayzero.cluster.nodes.ray_address import find_ray
 from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.run import NAMESPACE
 from rayzero.errors import RunFailedError
+from rayzero.security.addresses import host_and_port
 
 __all__ = ["alive_nodes", "answered", "free_resources", "ray_answers", "ray_session", "started_here"]
 
@@ -86,9 +87,9 @@ def ray_answers() -> bool:
     """Whether something still listens at the address of the cluster's GCS. A signal to the whole process group
     (``timeout``, a service manager) also ends a Ray that this process started. Does not ask Ray, whose own calls would
     wait a minute and then end the process."""
-    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    gcs = host_and_port(ray.get_runtime_context().gcs_address)
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+        socket.create_connection(gcs, timeout=_CONNECT_S).close()
     except OSError:
         return False
     return True

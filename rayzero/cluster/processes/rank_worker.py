@@ -18,7 +18,7 @@ from rayzero.cluster.processes.coordinator import Received, this_process
 from rayzero.cluster.processes.member_process import MemberProcess
 from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
-from rayzero.cluster.processes.remains import Remains
+from rayzero.cluster.processes.remains import Remains, leaving_nothing
 from rayzero.cluster.processes.reports import ReportChannel, ReportGauges, ReportSender, RunGoneError
 from rayzero.cluster.run import Load, Member, Report, rank_name
 from rayzero.cluster.supervision import RankOutcome, failure_of
@@ -158,15 +158,13 @@ class RankWorker(MemberProcess):
         channel = self._channel = ReportChannel(sender.send)
         context = self._context = _context(settings, table, self._identity, channel, recent, self._recorder)
         context.handing_over = None if self._exporter is None else self._exporter.begin_run
-        janitor = None if settings.remains is None else settings.remains.janitor(settings.config.shared_directory)
         failure = None
-        try:
-            with running_in(context):
-                unpack_loop(packed_loop)()
-        except BaseException as error:  # supervision: report to the driver whatever the user's loop raised
-            failure = failure_of(rank_name(self._rank), error)
-        if janitor is not None:
-            janitor.close()
+        with leaving_nothing(settings.remains, settings.config.shared_directory):
+            try:
+                with running_in(context):
+                    unpack_loop(packed_loop)()
+            except BaseException as error:  # supervision: report to the driver whatever the user's loop raised
+                failure = failure_of(rank_name(self._rank), error)
         channel.close(_FLUSH_S)
         return RankOutcome(rank=self._rank, failure=failure, measured=Measurements.of(self._recorder))
 

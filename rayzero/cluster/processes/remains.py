@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 
 from rayzero.slabs.janitor import SlabJanitor
+from rayzero.slabs.sweep import sweep
 
-__all__ = ["Remains"]
-
+__all__ = ["Remains", "leaving_nothing"]
 
 _SUCCEEDS_S = 150.0  # until a death is noticed and its successor is up, on a loaded machine
 
@@ -19,18 +20,28 @@ _SUCCEEDS_S = 150.0  # until a death is noticed and its successor is up, on a lo
 class Remains:
     """What the driver says of them to every process that makes slabs."""
 
-    run: str
+    lineage: str  # of the run's states in shared memory
     driver_node: str  # where the driver's janitor removes them
     needed_s: float  # how long a successor may take to come
+    over: str | None = None  # the lineage before, which nobody continues
 
     @classmethod
-    def of_run(cls, run: str, driver_node: str, *, replaces: bool) -> Remains:
+    def of_run(cls, lineage: str, driver_node: str, *, replaces: bool, over: str | None = None) -> Remains:
         """Those of a run. ``replaces``: whoever dies is started again."""
-        return cls(run=run, driver_node=driver_node, needed_s=_SUCCEEDS_S if replaces else 0.0)
+        return cls(lineage=lineage, driver_node=driver_node, needed_s=_SUCCEEDS_S if replaces else 0.0, over=over)
 
     def janitor(self, share: Path | None) -> SlabJanitor | None:
-        """For the calling process, which makes slabs in ``share``. None: it needs none on the driver's node, or without
-        shared memory. Raises OSError if it cannot be started."""
+        """For the calling process, which makes slabs in ``share``, and first removes those of the lineage before. None:
+        it needs none on the driver's node, or without shared memory. Raises OSError if it cannot be started."""
         if share is None or ray.get_runtime_context().get_node_id() == self.driver_node:
             return None
-        return SlabJanitor(share, self.run, self.needed_s)
+        if self.over is not None:
+            sweep(share, self.over, is_over=True)
+        return SlabJanitor(share, self.lineage, self.needed_s)
+
+
+def leaving_nothing(remains: Remains | None, share: Path | None) -> AbstractContextManager[object]:
+    """A context in which the calling process may make slabs in ``share`` and be killed: see ``Remains.janitor``. None:
+    others see to them."""
+    janitor = None if remains is None else remains.janitor(share)
+    return nullcontext() if janitor is None else janitor

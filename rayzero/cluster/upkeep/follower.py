@@ -49,7 +49,9 @@ def ownership_of(start: StartPoint) -> Ownership | None:
 
 def remains_of(request: RunRequest, actors: RunActors) -> Remains:
     """What becomes of what killed processes of a run leave on hosts other than this one."""
-    return Remains.of_run(request.run.name, actors.driver_node, replaces=request.run.max_failures > 0)
+    start, replaces = request.directory.start, request.run.max_failures > 0
+    over = start.former if start.continuation is None else None
+    return Remains.of_run(start.lineage, actors.driver_node, replaces=replaces, over=over)
 
 
 def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> list[RankSettings]:

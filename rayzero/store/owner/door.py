@@ -13,9 +13,9 @@ import grpc
 from rayzero.errors import HandshakeError, RayZeroError, TransferError
 from rayzero.security.credentials import names_shown, require_role
 from rayzero.security.refusals import Refusals
-from rayzero.store.owner.calls.allowance import Allowances, SlowBodyError, TooManyCallsError
+from rayzero.store.owner.calls.allowance import Allowances
+from rayzero.store.owner.calls.refused import reason_to_refuse
 from rayzero.store.owner.handlers import Context, ModelCalls, Requests
-from rayzero.store.owner.pushes import WrongSenderError
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
@@ -33,8 +33,6 @@ from rayzero.telemetry.names import GRPC_REQUEST_SECONDS, GRPC_REQUESTS
 from rayzero.telemetry.recorder import Recorder
 
 FindModel = Callable[[int, int], Awaitable[ModelCalls]]  # by its number and the epoch of the call
-
-_REFUSED: dict[type[RayZeroError], str] = {TooManyCallsError: "limit", SlowBodyError: "slow", WrongSenderError: "role"}
 
 
 def _require_role(service: str, method: str, context: Context) -> None:
@@ -129,8 +127,9 @@ class _Guarded:
         return await calls.answer(self._service, self._name, request, context)
 
     def _note(self, error: RayZeroError, context: Context) -> None:
-        if type(error) in _REFUSED:
-            self._refusals.note(_REFUSED[type(error)], context.peer(), str(error))
+        reason = reason_to_refuse(error)
+        if reason is not None:
+            self._refusals.note(reason, context.peer(), str(error))
 
     def _count(self, code: grpc.StatusCode, began: float) -> None:
         self._recorder.add(GRPC_REQUESTS, method=self._name, code=code.name)

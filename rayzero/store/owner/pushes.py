@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from rayzero.codecs import RAW, Codec, codec_for
-from rayzero.errors import HandshakeError, StoreError
+from rayzero.errors import StoreError
 from rayzero.layout.model_layout import UnitLayout, dtype_name
 from rayzero.protocol.messages import Contribution
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.long_polls import result_of
+from rayzero.store.owner.calls.refused import WrongSenderError
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.owner.tensor_port import Landing
 from rayzero.store.owner.transfers import Upload
@@ -20,10 +21,6 @@ from rayzero.store.wire import translate
 from rayzero.store.wire.payload import byte_view
 
 _CODECS: dict[int, str] = {pb.WIRE_FORMAT_UNSPECIFIED: "none", pb.WIRE_FORMAT_BF16: "bf16", pb.WIRE_FORMAT_INT8: "int8"}
-
-
-class WrongSenderError(HandshakeError):
-    """A rank sends what only another one may send."""
 
 
 async def receive_push(model: ServedModel, header: pb.PushRequest.Header, upload: Upload, sender: int) -> None:

@@ -18,7 +18,8 @@ from rayzero.errors import ConfigError, EpochOverError, StoreError, UnsupportedE
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import LoopState, ModelSpec
 from rayzero.protocol.ownership import Ownership, Prepared, device_owners
-from rayzero.security.credentials import Identity, is_loopback
+from rayzero.security.addresses import host_of, is_loopback
+from rayzero.security.credentials import Identity
 from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.door import TokenDoor
 from rayzero.store.owner.handlers import ModelCalls
@@ -150,7 +151,7 @@ class OwnerServer:
         for one."""
         if self._terms.stream_bytes >= NEVER_BESIDE:
             return None
-        host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        host = host_of(address)
         return _joined(host, self._tensors.port_at(host))
 
     async def _listen(self, host: str, port: int) -> str:

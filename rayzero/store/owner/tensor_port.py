@@ -20,9 +20,10 @@ from itertools import count
 
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import HandshakeError, StoreError
-from rayzero.security.credentials import is_loopback
+from rayzero.security.addresses import is_loopback
 from rayzero.security.refusals import Refusals
-from rayzero.store.owner.calls.allowance import BODY_S, SlowBodyError, TooManyCallsError
+from rayzero.store.owner.calls.allowance import BODY_S
+from rayzero.store.owner.calls.refused import SlowBodyError, TooManyCallsError, WrongSenderError
 from rayzero.store.wire.payload import Assembly, Bytes
 from rayzero.store.wire.tensor_stream import (
     TICKET_BYTES,
@@ -34,6 +35,7 @@ from rayzero.store.wire.tensor_stream import (
     StreamKeys,
     TensorStream,
     Work,
+    moving_threads,
     new_stream_keys,
 )
 from rayzero.telemetry.recorder import Recorder
@@ -57,11 +59,6 @@ class Expected:
     port: int
     ticket: bytes = field(repr=False)
     keys: StreamKeys | None = field(repr=False)  # this end's
-
-
-def moving_threads(cores: int) -> int:
-    """How many connections an owner's threads serve at a time, on a host with so many cores."""
-    return max(2, min(8, cores))
 
 
 class _OnlyLookedError(StreamEndedError):
@@ -256,14 +253,14 @@ class TensorPort:
 
     def of(self, number: int | None, client: str) -> OwnerStream | None:
         """The connection that a client's call names; None: it names none. Raises TransferError if it has ended,
-        HandshakeError if it is another client's."""
+        WrongSenderError if it is another client's."""
         if number is None:
             return None
         found = self._streams.get(number)
         if found is None:
             raise StreamEndedError(f"connection {number} for tensors has ended")
         if found.client != client:
-            raise HandshakeError(f"connection {number} for tensors is {found.client}'s, not that of {client}")
+            raise WrongSenderError(f"connection {number} for tensors is {found.client}'s, not that of {client}")
         return found
 
     async def stop(self) -> None:

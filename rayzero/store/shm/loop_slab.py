@@ -6,8 +6,10 @@ from __future__ import annotations
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
+from rayzero.errors import HandshakeError
 from rayzero.protocol.messages import LOOP_PARTS, LOOP_STEPS, LoopState
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
@@ -63,9 +65,24 @@ class LoopSlab:
 
 def loop_slabs(plan: SharedPlan, who: str, directory: Path, of: Callable[[int], bool]) -> dict[int, list[LoopSlab]]:
     """The loop slabs on this host of the ranks that ``of`` chooses, by rank, those of earlier lives first. ``who``: the
-    process that maps them, for messages. The caller closes them."""
+    process that maps them, for messages. The caller closes them. Raises HandshakeError if one cannot be read."""
     found = defaultdict[int, list[LoopSlab]](list)
-    for slab, facts in of_lineage(plan.spec, directory):
-        if facts.role == "loop" and of(facts.index):
-            found[facts.index].append(LoopSlab(plan.attach(str(slab.path), who, writable=False)))
+    with ExitStack() as mapped:
+        for slab, facts in of_lineage(plan.spec, directory):
+            if facts.role == "loop" and of(facts.index):
+                there = _attached(plan, who, slab.path)
+                if there is not None:
+                    mapped.callback(there.close)
+                    found[facts.index].append(LoopSlab(there))
+        mapped.pop_all()
     return {rank: sorted(slabs, key=lambda each: each.slab.header.facts.incarnation) for rank, slabs in found.items()}
+
+
+def _attached(plan: SharedPlan, who: str, path: Path) -> Slab | None:
+    """None: its rank's present life has removed it meanwhile, because its own states are newer."""
+    try:
+        return plan.attach(str(path), who, writable=False)
+    except HandshakeError:
+        if path.exists():
+            raise
+        return None

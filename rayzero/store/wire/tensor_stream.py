@@ -65,6 +65,11 @@ class StreamKeys:
     receiving: bytes = field(repr=False)
 
 
+def moving_threads(cores: int) -> int:
+    """How many connections an owner's threads serve at a time, on a host with so many cores."""
+    return max(2, min(8, cores))
+
+
 def new_stream_keys() -> StreamKeys:
     """The keys of another connection."""
     return StreamKeys(sending=secrets.token_bytes(KEY_BYTES), receiving=secrets.token_bytes(KEY_BYTES))

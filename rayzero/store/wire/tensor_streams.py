@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 
+from rayzero.security.addresses import host_of
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire.tensor_stream import WELCOME, StreamEndedError, StreamKeys, TensorStream
 
@@ -24,6 +25,10 @@ LET_THROUGH = (
     "ones), or set zero.stream_bytes=1TiB: all bytes take the port of calls then, more slowly"
 )
 """What to do about a port for tensors that cannot be reached, for messages."""
+
+
+class UnreachedPortError(StreamEndedError):
+    """The network lets no connection through to an owner's port for tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +116,7 @@ class TensorStreams:
     def __init__(self, address: str, ask: Callable[[str], Opening]) -> None:
         """``address``: the owner's, with a port. ``ask``: has the owner expect a connection to the host that it is
         given."""
-        self._host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        self._host = host_of(address)
         self._ask = ask
         self._lock = threading.Lock()
         self._idle: list[OpenStream] = []
@@ -133,8 +138,8 @@ class TensorStreams:
             each.stream.close()
 
     def take(self) -> OpenStream:
-        """One that is the caller's until it gives it back or drops it. Raises StreamEndedError if none can be
-        opened, with the OSError as its cause if that is the network's fault."""
+        """One that is the caller's until it gives it back or drops it. Raises StreamEndedError after ``close``,
+        UnreachedPortError if none can be opened."""
         while True:
             with self._lock:
                 self._require_open()
@@ -166,7 +171,7 @@ class TensorStreams:
                 self._require_open()
             why = error.strerror or str(error)
             where = f"{self._host}, port {opening.port}"
-            raise StreamEndedError(f"cannot open a connection for tensors to {where}: {why}") from error
+            raise UnreachedPortError(f"cannot open a connection for tensors to {where}: {why}") from error
 
     def _reach(self, opening: Opening) -> TensorStream:
         """Raises OSError: that of the last address, if the host has several."""

@@ -14,8 +14,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
-from rayzero.errors import StoreError, TransferError
+from rayzero.errors import TransferError
 from rayzero.security.credentials import names_shown
+from rayzero.store.owner.calls.refused import SlowBodyError, TooManyCallsError
 from rayzero.store.wire.rpc import caller_of
 
 BODIES = 16  # of one caller that are read at a time
@@ -86,14 +87,6 @@ class _Messages(AsyncIterator[bytes]):
         if found is None:
             raise StopAsyncIteration
         return found
-
-
-class TooManyCallsError(StoreError):
-    """A caller has more calls than it may have."""
-
-
-class SlowBodyError(TransferError):
-    """A message's bytes do not come."""
 
 
 class Allowances:

@@ -35,7 +35,7 @@ from rayzero.store.wire.rpc import (
     token_metadata,
 )
 from rayzero.store.wire.tensor_stream import Receiving, StreamEndedError, TensorStream
-from rayzero.store.wire.tensor_streams import Opening, TensorStreams, failure_of
+from rayzero.store.wire.tensor_streams import LET_THROUGH, Opening, TensorStreams, UnreachedPortError, failure_of
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +194,8 @@ class RemoteShards:
     def _named(self, failure: grpc.RpcError | TransferError) -> RayZeroError:
         if isinstance(failure, grpc.RpcError):
             return from_status(failure, self._name)
-        return TransferError(f"{self._name}: {failure}")
+        advice = f"; {LET_THROUGH}" if isinstance(failure, UnreachedPortError) else ""
+        return TransferError(f"{self._name}: {failure}{advice}")
 
     def _require_wanted(self) -> None:
         if self._given_up.is_set():

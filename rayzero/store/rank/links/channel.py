@@ -24,7 +24,14 @@ from rayzero.store.wire.rpc import (
     stream_metadata,
 )
 from rayzero.store.wire.tensor_stream import StreamEndedError
-from rayzero.store.wire.tensor_streams import LET_THROUGH, Opening, OpenStream, TensorStreams, failure_of
+from rayzero.store.wire.tensor_streams import (
+    LET_THROUGH,
+    Opening,
+    OpenStream,
+    TensorStreams,
+    UnreachedPortError,
+    failure_of,
+)
 
 QUICK_S = 30.0  # deadline of calls that neither move tensors nor wait for anyone
 
@@ -117,10 +124,10 @@ class Channel:
         BrokenLinkError if the channel is closed."""
         try:
             taken = self._tensors.take()
+        except UnreachedPortError as unreached:
+            raise NoStreamError(f"{self.peer}: {unreached}; {LET_THROUGH}") from unreached.__cause__
         except StreamEndedError as ended:
-            if ended.__cause__ is None:
-                raise BrokenLinkError(f"{self.peer}: {ended}") from None
-            raise NoStreamError(f"{self.peer}: {ended}; {LET_THROUGH}") from ended.__cause__
+            raise BrokenLinkError(f"{self.peer}: {ended}") from None
         try:
             yield taken
         except BaseException:
