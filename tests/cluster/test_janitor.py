@@ -213,9 +213,10 @@ from rayzero.cluster.janitor import Janitor, KeptStates
 from rayzero.slabs.hold import held_in
 slabs = Path(sys.argv[1])
 janitor = Janitor(slabs, None, keep=KeptStates(run="demo", lineage="one", seconds=0))
-while not held_in(slabs):
+until = time.monotonic() + 60
+while not held_in(slabs) and time.monotonic() < until:
     time.sleep(0.02)
-print("held", flush=True)
+print("held" if held_in(slabs) else "not held", flush=True)
 sys.stdin.readline()
 janitor.close()
 """
@@ -226,15 +227,16 @@ def test_what_a_dead_owner_leaves_waits_for_its_successor_while_the_driver_lives
     """Though no process of its run is on this host, and others start and end there."""
     slabs = tmp_path / "slabs"
     driver = start(HELD, slabs)
-    assert driver.stdout is not None
-    assert driver.stdout.readline() == "held\n"
-    owner.kill()
-    owner.wait()
-    assert sweep(slabs) == [], "another run starts"
-    if end == "well":
-        driver.communicate("end\n", timeout=60)
-        assert len(sweep(slabs)) == 1
-    else:
+    try:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "held\n"
+        owner.kill()
+        owner.wait()
+        assert sweep(slabs) == [], "another run starts"
+        if end == "well":
+            driver.communicate("end\n", timeout=60)
+            assert len(sweep(slabs)) == 1
+    finally:
         driver.kill()
         driver.communicate()
     assert until_empty(slabs) == []
