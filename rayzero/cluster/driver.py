@@ -55,7 +55,7 @@ def drive(request: RunRequest, journal: Journal) -> None:
     start = request.directory.start
     with ray_session(request.on_phase):
         journal.ray_address = ray.get_runtime_context().gcs_address
-        refuse_name_in_use(request.run.name, _GONE_S if start.former is not None else 0.0)
+        refuse_name_in_use(request.run.name, _GONE_S if start.is_after_kill else 0.0)
         if start.step or start.why:
             request.on_phase(str(start))
         lost = _attempt(_with_optimizers(request, ownership_of(start)), journal)

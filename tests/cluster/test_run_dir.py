@@ -100,12 +100,15 @@ def test_a_killed_runs_states_are_held_while_the_run_that_continues_it_starts(tm
             assert sweep(slabs) != [], "nobody needs them"
 
 
-@pytest.mark.parametrize(("state", "former"), [("failed", "one"), ("stopped", "one"), ("finished", None)])
+@pytest.mark.parametrize(
+    ("state", "former"), [("running", "one"), ("failed", "one"), ("stopped", "one"), ("finished", None)]
+)
 def test_what_a_run_that_has_failed_may_have_left_is_known_to_the_next_one(tmp_path, state, former):
     saved(tmp_path, 10)
     killed_run(tmp_path, state=state, states=asdict(States(lineage="one", directory="/dev/shm", memory="here")))
     start = find_start(config(tmp_path, resume=True))
     assert (start.step, start.former, start.why) == (10, former, None)
+    assert start.is_after_kill == (state == "running"), "whose processes are waited for: they have its name"
 
 
 def killed_while_replacing(checkpoint: Path) -> None:

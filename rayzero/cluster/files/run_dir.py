@@ -55,7 +55,8 @@ class StartPoint:
     continuation: Continuation | None = None  # from memory
     lineage: str = field(default_factory=lambda: secrets.token_hex(8))  # of the run's states in shared memory
     former: str | None = None  # the lineage that an earlier run, or this one, had there before and may have left
-    why: str | None = None  # the run before was killed: why its memory is not used
+    is_after_kill: bool = False  # the run before was killed, so its processes may still be ending
+    why: str | None = None  # why the memory of a killed run is not used
 
     def __str__(self) -> str:
         if self.continuation is not None:
@@ -396,7 +397,7 @@ def _choose(
     killed, former = _killed_run(path), _lineage_before(path)
     if config.resume is False:
         _refuse_other_run(path, checkpoints, setting)
-        return StartPoint(checkpoint=None, step=0, former=former)
+        return StartPoint(checkpoint=None, step=0, former=former, is_after_kill=killed is not None)
     why = None
     if config.resume is True:
         if killed is not None and successor is not None:
@@ -408,7 +409,9 @@ def _choose(
     else:
         place = local_checkpoint(config.resume, Path(config.storage_path) / _FETCHED).absolute()
     with CheckpointReader(place) as checkpoint:  # raises unless it is complete
-        start = StartPoint(checkpoint=place, step=checkpoint.step, former=former, why=why)
+        start = StartPoint(
+            checkpoint=place, step=checkpoint.step, former=former, is_after_kill=killed is not None, why=why
+        )
     if place in checkpoints:
         _refuse_older(start, checkpoints, setting)
     else:
@@ -451,7 +454,14 @@ def _continued(killed: Mapping[str, Any], checkpoints: RunCheckpoints, successor
     checkpoint = Path(began) if isinstance(began, str) and (Path(began) / MANIFEST).exists() else None
     lineage = _lineage(killed)
     assert lineage is not None
-    return StartPoint(checkpoint=checkpoint, step=found.step, continuation=found, lineage=lineage, former=lineage)
+    return StartPoint(
+        checkpoint=checkpoint,
+        step=found.step,
+        continuation=found,
+        lineage=lineage,
+        former=lineage,
+        is_after_kill=True,
+    )
 
 
 def _hold(path: Path, successor: Successor | None) -> Hold | None:
