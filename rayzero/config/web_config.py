@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,15 +74,21 @@ class WebConfig(ConfigModel):
         for name in (*(settings if isinstance(settings, Mapping) else ()), *(tls if isinstance(tls, Mapping) else ())):
             if name in _LEFT_OUT:
                 raise ConfigError(f"{name} is not supported by the exporters of a run; take it out")
+        for name in settings if isinstance(settings, Mapping) else ():  # its value may have passwords: not repeated
+            if name not in cls.model_fields:
+                near = difflib.get_close_matches(name, cls.model_fields, n=1) or cls.model_fields
+                raise ConfigError(f"unknown setting {name!r}; there is {' and '.join(near)}")
         return settings
 
-    @field_validator("basic_auth_users")
+    @field_validator("basic_auth_users", mode="before")
     @classmethod
-    def _hashed(cls, users: dict[str, str]) -> dict[str, str]:
+    def _hashed(cls, users: object) -> object:
+        if not isinstance(users, Mapping):
+            raise ConfigError("must be a mapping of users' names to bcrypt hashes of their passwords")
         for name, said in users.items():  # what is no hash may be a password: it is not repeated
-            if not name or ":" in name:
-                raise ConfigError(f"{name!r} cannot be a user's name in basic authentication; choose one without colon")
-            found = _HASH.fullmatch(said)
+            if not isinstance(name, str) or not name or ":" in name:
+                raise ConfigError(f"{name!r} cannot be a user's name in basic authentication; take text without colon")
+            found = _HASH.fullmatch(said) if isinstance(said, str) else None
             if found is None:
                 raise ConfigError(f"the password of {name!r} is no bcrypt hash; make one with htpasswd -nBC 10 {name}")
             if not 4 <= int(found[1]) <= MOST_COST:
