@@ -21,6 +21,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rayzero import errors
+from rayzero.concurrency.futures import settled
 from rayzero.config import ZeroConfig
 from rayzero.errors import (
     ConfigError,
@@ -660,6 +661,7 @@ def test_a_rank_has_few_calls_that_wait() -> None:
         repeats.once(0, "Mean", mean(WAITING_CALLS), Future[None])
     assert repeats.once(0, "Mean", mean(7), Future[None]) is waiting[7]
     waiting[0].set_result(None)
+    assert repeats.once(0, "Finish", pb.FinishRequest(), lambda: settled("at once")).result(0) == "at once"
     repeats.once(0, "Mean", mean(WAITING_CALLS), Future[None])
     repeats.once(1, "Mean", mean(0, large), Future[None])
     with pytest.raises(StoreError, match=r"rank 1 has 1 call of 40 MiB waiting here, and asks for one of 40 MiB"):

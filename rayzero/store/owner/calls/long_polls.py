@@ -67,11 +67,12 @@ class Repeats:
         content = request.SerializeToString(deterministic=True)
         key = method, len(content), sha256(content).digest()
         calls = self._calls[rank]
-        if key not in calls:
+        found = calls.get(key)
+        if found is None:
             self._require_room(rank, calls, len(content))
-            calls[key] = start()
+            found = calls[key] = start()
             self._forget(calls)
-        return calls[key]
+        return found
 
     def _require_room(self, rank: int, calls: dict[_Key, Future[Any]], size: int) -> None:
         """A rank could ask for any number of things that never come."""
@@ -88,5 +89,5 @@ class Repeats:
 
     def _forget(self, calls: dict[_Key, Future[Any]]) -> None:
         done = [key for key, future in calls.items() if future.done()]
-        for key in done[: max(0, len(calls) - self._kept)]:
+        for key in done[: max(0, len(done) - self._kept)]:
             del calls[key]
