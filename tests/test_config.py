@@ -374,6 +374,11 @@ def test_text_that_begins_like_a_number_is_text(text: str) -> None:
     assert apply_overrides({}, [f"data={text}"]) == {"data": text}
 
 
+def test_a_value_in_place_of_a_group_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^RunConfig: security is 'never' but must be a group of settings$"):
+        RunConfig(security="never")
+
+
 def test_an_override_fills_a_group_that_a_file_leaves_empty() -> None:
     changed = apply_overrides({"run": None, "zero": {"x": None}}, ["run.telemetry.port=9100", "zero.x.y=1"])
     assert changed == {"run": {"telemetry": {"port": 9100}}, "zero": {"x": {"y": 1}}}

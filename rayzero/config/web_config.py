@@ -11,10 +11,13 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rayzero.config.base import ConfigModel
-from rayzero.config.yaml_text import read_yaml
+from rayzero.config.yaml_text import load_yaml
 from rayzero.errors import ConfigError
+from rayzero.files import read_text
 
 MOST_COST = 14  # of a bcrypt hash: a comparison takes about a second
+
+_MOST = 1 << 20  # bytes of the file
 
 _HASH = re.compile(r"\$2[aby]\$(\d\d)\$[./A-Za-z0-9]{53}")
 _LEFT_OUT = (  # settings of the format that exporters of a run do not have
@@ -105,7 +108,12 @@ class WebConfig(ConfigModel):
 def read_web_config(path: Path) -> WebConfig:
     """The settings in a file, with all paths made whole. Raises ConfigError, naming the file."""
     try:
-        settings = read_yaml(path)
+        text = read_text(path, at_most=_MOST)
+    except (OSError, ValueError) as error:
+        why = (error.strerror or error) if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"run.telemetry.web_config: cannot read {path}: {why}") from error
+    try:
+        settings = load_yaml(text, source=str(path))
     except ConfigError as error:  # it names the file
         raise ConfigError(f"run.telemetry.web_config: {error}") from error
     try:

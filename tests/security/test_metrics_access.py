@@ -88,6 +88,9 @@ def test_what_a_web_config_may_not_say_is_one_line(
 def test_a_missing_web_config_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^run.telemetry.web_config: cannot read /nowhere/web.yaml: No such file"):
         MetricsAccess("demo", "/nowhere/web.yaml")
+    for path, said in ((Path("/dev/zero"), "it is a device, not a regular file"), (Path("/"), "it is a folder, not a")):
+        with pytest.raises(ConfigError, match=rf"^run.telemetry.web_config: cannot read {path}: {said}"):
+            MetricsAccess("demo", str(path))
     with pytest.raises(ConfigError, match="web_config needs enabled: true"):
         TelemetryConfig(web_config="x", enabled=False)
     with pytest.raises(ConfigError, match="web_config is '' but must not be empty"):
