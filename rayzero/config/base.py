@@ -44,7 +44,7 @@ Size = Annotated[
 Mebibytes = Annotated[Count, Unit("MiB")]
 Share = Annotated[float, Strict(), Field(ge=0, le=1), Unit("0 to 1")]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
-Seconds = Annotated[Positive, Unit("seconds")]
+Seconds = Annotated[float, Strict(), Field(gt=0, le=10**9, allow_inf_nan=False), Unit("seconds")]  # a lock's has an end
 WholeSeconds = Annotated[Natural, Unit("seconds")]  # 0 too
 
 
