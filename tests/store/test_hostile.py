@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import socket
 import struct
@@ -215,6 +216,8 @@ def test_what_a_rank_asks_for_in_vain_is_refused_soon(method: str, taken: int) -
         assert len(refused) == WAITING_CALLS + 10 - taken
         assert all(type(error) is StoreError and str(error).startswith("rank 1 has ") for error in refused)
         assert ranks[0].fetch(0).keys() == initial_values(ranks[0].spec).keys()
+        kept = [each for each in gc.get_objects() if isinstance(each, grpc.aio.AbortError)]
+        assert all(each.__context__ is None for each in kept), "grpc keeps them, and so it would keep what was refused"
 
 
 @pytest.mark.parametrize("seed", range(3))
