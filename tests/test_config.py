@@ -374,6 +374,20 @@ def test_text_that_begins_like_a_number_is_text(text: str) -> None:
     assert apply_overrides({}, [f"data={text}"]) == {"data": text}
 
 
+@pytest.mark.parametrize("seconds", [1e300, 1e10])
+def test_no_wait_is_longer_than_a_lock_can_wait(seconds: float) -> None:
+    """A rank raised OverflowError once it was up."""
+    with pytest.raises(ConfigError, match=r"stall_timeout is 1.*0 but must be less than or equal to 1000000000"):
+        ZeroConfig(stall_timeout=seconds)
+    with pytest.raises(ConfigError, match=r"placement_timeout is 1.*0 but must be less than or equal to 1000000000"):
+        ScalingConfig(placement_timeout=seconds)
+
+
+def test_a_value_in_place_of_a_group_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^RunConfig: security is 'never' but must be a group of settings$"):
+        RunConfig(security="never")
+
+
 def test_an_override_fills_a_group_that_a_file_leaves_empty() -> None:
     changed = apply_overrides({"run": None, "zero": {"x": None}}, ["run.telemetry.port=9100", "zero.x.y=1"])
     assert changed == {"run": {"telemetry": {"port": 9100}}, "zero": {"x": {"y": 1}}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -43,7 +44,7 @@ Size = Annotated[
 Mebibytes = Annotated[Count, Unit("MiB")]
 Share = Annotated[float, Strict(), Field(ge=0, le=1), Unit("0 to 1")]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
-Seconds = Annotated[Positive, Unit("seconds")]
+Seconds = Annotated[float, Strict(), Field(gt=0, le=10**9, allow_inf_nan=False), Unit("seconds")]  # a lock's has an end
 WholeSeconds = Annotated[Natural, Unit("seconds")]  # 0 too
 
 
@@ -68,7 +69,8 @@ def _dotted(model: type[BaseModel], group: str = "") -> Iterator[str]:
 
 
 def _allowed(message: str) -> str:
-    return message.removeprefix("Value error, ").replace("Input should be", "must be")
+    plain = re.sub(r"a valid dictionary or instance of \w+$", "a group of settings", message)
+    return plain.removeprefix("Value error, ").replace("Input should be", "must be")
 
 
 def _one_line(model: type[BaseModel], error: ValidationError) -> str:

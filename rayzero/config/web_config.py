@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rayzero.config.base import ConfigModel
-from rayzero.config.yaml_text import read_yaml
+from rayzero.config.yaml_text import load_yaml
 from rayzero.errors import ConfigError
+from rayzero.files import read_text
 
 MOST_COST = 14  # of a bcrypt hash: a comparison takes about a second
+
+_MOST = 1 << 20  # bytes of the file
 
 _HASH = re.compile(r"\$2[aby]\$(\d\d)\$[./A-Za-z0-9]{53}")
 _LEFT_OUT = (  # settings of the format that exporters of a run do not have
@@ -73,15 +77,21 @@ class WebConfig(ConfigModel):
         for name in (*(settings if isinstance(settings, Mapping) else ()), *(tls if isinstance(tls, Mapping) else ())):
             if name in _LEFT_OUT:
                 raise ConfigError(f"{name} is not supported by the exporters of a run; take it out")
+        for name in settings if isinstance(settings, Mapping) else ():  # its value may have passwords: not repeated
+            if name not in cls.model_fields:
+                near = difflib.get_close_matches(name, cls.model_fields, n=1) or cls.model_fields
+                raise ConfigError(f"unknown setting {name!r}; there is {' and '.join(near)}")
         return settings
 
-    @field_validator("basic_auth_users")
+    @field_validator("basic_auth_users", mode="before")
     @classmethod
-    def _hashed(cls, users: dict[str, str]) -> dict[str, str]:
+    def _hashed(cls, users: object) -> object:
+        if not isinstance(users, Mapping):
+            raise ConfigError("must be a mapping of users' names to bcrypt hashes of their passwords")
         for name, said in users.items():  # what is no hash may be a password: it is not repeated
-            if not name or ":" in name:
-                raise ConfigError(f"{name!r} cannot be a user's name in basic authentication; choose one without colon")
-            found = _HASH.fullmatch(said)
+            if not isinstance(name, str) or not name or ":" in name:
+                raise ConfigError(f"{name!r} cannot be a user's name in basic authentication; take text without colon")
+            found = _HASH.fullmatch(said) if isinstance(said, str) else None
             if found is None:
                 raise ConfigError(f"the password of {name!r} is no bcrypt hash; make one with htpasswd -nBC 10 {name}")
             if not 4 <= int(found[1]) <= MOST_COST:
@@ -98,7 +108,12 @@ class WebConfig(ConfigModel):
 def read_web_config(path: Path) -> WebConfig:
     """The settings in a file, with all paths made whole. Raises ConfigError, naming the file."""
     try:
-        settings = read_yaml(path)
+        text = read_text(path, at_most=_MOST)
+    except (OSError, ValueError) as error:
+        why = (error.strerror or error) if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"run.telemetry.web_config: cannot read {path}: {why}") from error
+    try:
+        settings = load_yaml(text, source=str(path))
     except ConfigError as error:  # it names the file
         raise ConfigError(f"run.telemetry.web_config: {error}") from error
     try:

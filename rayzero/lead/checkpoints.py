@@ -178,11 +178,13 @@ class CheckpointRequests:
         with self._lock:
             return self._running is not None or (self._open is not None and self._open.writing)
 
-    def complete(self, world_size: int) -> CheckpointRequest | None:
-        """The request that every rank has made, and that can be begun now."""
+    def complete(self, world_size: int, version: int) -> CheckpointRequest | None:
+        """The request that every rank has made, and that can be begun now. ``version``: the newest that is decided:
+        what made a later one is not known yet."""
         with self._lock:
-            ready = self._open is not None and len(self._open.files) == world_size and not self._open.writing
-            return self._open if ready and self._running is None else None
+            found = self._open
+            ready = found is not None and len(found.files) == world_size and found.step <= version and not found.writing
+            return found if ready and self._running is None else None
 
     def retire(self, error: BaseException) -> None:
         """Fail the ranks that wait for a checkpoint that no owner writes yet; they ask another lead. Their own files

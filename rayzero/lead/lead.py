@@ -480,6 +480,7 @@ class StepLead:
             when_all(acks, lambda _: self._tell_ranks(decision, error), self._peer_failed)
 
         self._lock.defer(tell)
+        self._begin_checkpoint()  # ranks may have asked for this version before
 
     def _tell_ranks(self, decision: Decision, error: RayZeroError | None) -> None:
         with self._lock:
@@ -565,7 +566,7 @@ class StepLead:
     def _begin_checkpoint(self) -> None:
         """Let owners write the checkpoint that all ranks have requested, one at a time."""
         assert self._spec is not None
-        request = self._checkpoints.complete(self._spec.world_size)
+        request = self._checkpoints.complete(self._spec.world_size, self._round.step)
         if request is not None:
             self._lock.defer(self._checkpoints.write, request, self._spec, self._hyper_at, self._checkpoint_over)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from rayzero.protocol.messages import LOOP_STEPS, LoopState
+from rayzero.errors import StoreError
+from rayzero.protocol.messages import LOOP_PARTS, LOOP_STEPS, MOST_LOOP_STATE, LoopState
+from rayzero.quantities import format_bytes
 
 
 class LoopStates:
@@ -15,7 +17,13 @@ class LoopStates:
         self._lock = threading.Lock()
 
     def keep(self, rank: int, state: LoopState) -> None:
-        """Keep a state; those of older steps are dropped. States may come in any order."""
+        """Keep a state; those of older steps are dropped. States may come in any order. Raises StoreError for one that
+        no loop has: each is kept in memory."""
+        if state.part not in range(LOOP_PARTS) or len(state.content) > MOST_LOOP_STATE:
+            raise StoreError(
+                f"rank {rank} has part {state.part} of its loop kept, {format_bytes(len(state.content))}; a loop has "
+                f"parts 0 to {LOOP_PARTS - 1}, each of at most {format_bytes(MOST_LOOP_STATE)}"
+            )
         with self._lock:
             mine = self._states.setdefault(rank, {})
             mine[state.step, state.part] = state

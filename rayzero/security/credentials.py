@@ -14,11 +14,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from rayzero.errors import ConfigError, HandshakeError
+from rayzero.files import open_regular
 from rayzero.security.addresses import is_loopback
 
 OWNER = "owner.rayzero"
 ANY_RANK = "rank.rayzero"
 SAID_BEFORE = timedelta(days=30)  # the end of a certificate of the user's: a run may last as long
+
+_MOST_PEM = 1 << 20  # bytes; the authorities of all browsers take 300,000
 
 
 def name_of_rank(rank: int) -> str:
@@ -88,9 +91,12 @@ def utc(when: datetime) -> str:
 def read_pem(setting: str, path: Path) -> bytes:
     """The content of a PEM file that a setting names. Raises ConfigError if it cannot be read or is not PEM."""
     try:
-        content = path.read_bytes()
+        with open_regular(path) as file:  # the driver reads it again each minute: it must never wait
+            content = file.read(_MOST_PEM + 1)
     except OSError as error:
         raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from error
+    if len(content) > _MOST_PEM:
+        raise ConfigError(f"{setting}: {path} has more than {_MOST_PEM:,} bytes; pass a PEM file")
     if b"-----BEGIN " not in content:
         raise ConfigError(f"{setting}: {path} is no PEM file; convert it, or pass another one")
     return content

@@ -3,16 +3,19 @@ successor of the lead makes of one that had begun."""
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rayzero.checkpoint import commit_checkpoint, staging_path, write_rank_state
+from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.concurrency.futures import settle
 from rayzero.errors import CheckpointAbandonedError, StepMismatchError
 from rayzero.lead.lead import StepLead
-from rayzero.protocol.messages import BegunSave, CheckpointInfo, FileEntry, Told
+from rayzero.protocol.messages import BegunSave, CheckpointInfo, FileEntry, NormParts, Told
 from tests.store.toy import WAIT, make_spec
 
 from .test_lead import WatchedPeer, inputs, lead_of, report
@@ -79,6 +82,28 @@ def test_a_step_waits_until_owners_keep_the_version_and_not_for_their_files(tmp_
         assert infos[0].step == 0
         assert ends(lead, directory)[1].result(WAIT) == infos[0]  # asked late
     assert directory in tmp_path.iterdir()
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_checkpoint_has_the_rates_that_made_it_though_ranks_ask_before_the_step_is_decided(
+    beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go on as soon as they have committed, and ask for the version that is to come."""
+    directory, rates = tmp_path / "step", ({**SPEC.hyper[0], "lr": 0.5},)
+    with lead_of(SPEC) as (lead, peers):
+        parts: Future[NormParts] = Future()
+        monkeypatch.setattr(peers[1], "collect", lambda step, reports: parts)
+        for rank in range(2):
+            lead.finish(report(rank), replace(inputs(SPEC), hyper=rates))
+        begun = begin(lead, directory, 1) if beside else []
+        saved = [] if beside else [lead.save(rank, 1, directory, staged(directory, rank)) for rank in range(2)]
+        assert not any(future.done() for future in (*begun, *saved))
+        settle(parts, peers[1].service.collect(0, (report(0), report(1))).result(WAIT))
+        for future in begun:
+            future.result(WAIT)
+        for info in [future.result(WAIT) for future in saved or ends(lead, directory, 1)]:
+            assert info.step == 1
+    assert json.loads((directory / MANIFEST).read_text())["hyper"] == list(rates)
 
 
 def test_the_next_checkpoint_begins_when_owners_have_written_the_one_before(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -191,6 +192,27 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     config = files(tmp_path, RUN.issue("all", BOTH))
     (tmp_path / "key.pem").unlink()
     with pytest.raises(ConfigError, match=r"security.key: cannot read .*key.pem: No such file"):
+        issuer("a run", config)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["FIFO", "device", "folder", "large"])
+def test_a_file_that_is_none_is_named_and_not_waited_for(kind: str, tmp_path: Path) -> None:
+    """The run looks at the files again each minute: opening a FIFO would stop it."""
+    config = files(tmp_path, RUN.issue("all", BOTH))
+    key = tmp_path / "key.pem"
+    key.unlink()
+    match kind:
+        case "FIFO":
+            os.mkfifo(key)
+        case "device":
+            key.symlink_to("/dev/zero")
+        case "folder":
+            key.mkdir()
+        case _:
+            key.write_bytes(b"-----BEGIN " + bytes(1 << 20))
+    said = r"has more than 1,048,576 bytes" if kind == "large" else rf"it is a {kind}, not a regular file"
+    with pytest.raises(ConfigError, match=rf"^run.security.key: .*key.pem:? {said}"):
         issuer("a run", config)
 
 

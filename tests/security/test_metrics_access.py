@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -39,11 +40,16 @@ def authority(tmp_path: Path) -> TestAuthority:
         ("", "WebConfig: has neither tls_server_config nor basic_auth_users, and protects nothing; add one"),
         ("[]", "must be a mapping of setting names to values"),
         ("a: [", "not valid YAML"),
-        ("basic_auth_user: {}", "unknown setting 'basic_auth_user' = {}; did you mean 'basic_auth_users'?"),
+        ("basic_auth_user: {a: hunter2}", "unknown setting 'basic_auth_user'; there is basic_auth_users"),
+        ("x: hunter2", "unknown setting 'x'; there is tls_server_config and basic_auth_users"),
         ("http_server_config: {http2: true}", "http_server_config is not supported by the exporters of a run; take it"),
         (TLS + "  cipher_suites: [x]", "cipher_suites is not supported"),
         (TLS + "  client_allowed_sans: [x]", "client_allowed_sans is not supported"),
         ("basic_auth_users: {a: hunter2}", "the password of 'a' is no bcrypt hash; make one with htpasswd -nBC 10 a"),
+        ("basic_auth_users: {a: 4771}", "the password of 'a' is no bcrypt hash; make one with htpasswd -nBC 10 a"),
+        ("basic_auth_users: [a, hunter2]", "basic_auth_users: must be a mapping of users' names to bcrypt hashes"),
+        ("basic_auth_users:", "basic_auth_users: must be a mapping of users' names to bcrypt hashes"),
+        (f"basic_auth_users: {{7: {HASH}}}", "7 cannot be a user's name in basic authentication; take text"),
         (f"basic_auth_users: {{'a:b': {HASH}}}", "'a:b' cannot be a user's name in basic authentication"),
         (f"basic_auth_users: {{a: {HASH.replace('$04$', '$15$')}}}", "has cost 15, but may have 4 to 14"),
         ("tls_server_config: {cert_file: x}", "TlsServerConfig: key_file is missing"),
@@ -76,12 +82,15 @@ def test_what_a_web_config_may_not_say_is_one_line(
     assert said in str(refused.value)
     assert str(refused.value).startswith("run.telemetry.web_config: ")
     assert "\n" not in str(refused.value)
-    assert "hunter2" not in str(refused.value), "it may be somebody's password"
+    assert not {"hunter2", "4771"} & set(re.findall(r"\w+", str(refused.value))), "it may be somebody's password"
 
 
 def test_a_missing_web_config_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^run.telemetry.web_config: cannot read /nowhere/web.yaml: No such file"):
         MetricsAccess("demo", "/nowhere/web.yaml")
+    for path, said in ((Path("/dev/zero"), "it is a device, not a regular file"), (Path("/"), "it is a folder, not a")):
+        with pytest.raises(ConfigError, match=rf"^run.telemetry.web_config: cannot read {path}: {said}"):
+            MetricsAccess("demo", str(path))
     with pytest.raises(ConfigError, match="web_config needs enabled: true"):
         TelemetryConfig(web_config="x", enabled=False)
     with pytest.raises(ConfigError, match="web_config is '' but must not be empty"):

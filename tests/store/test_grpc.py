@@ -21,6 +21,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rayzero import errors
+from rayzero.concurrency.futures import settled
 from rayzero.config import ZeroConfig
 from rayzero.errors import (
     ConfigError,
@@ -35,7 +36,7 @@ from rayzero.errors import (
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import COMPUTE, MASTER, PROTOCOL_VERSION, FinishReport, ModelSpec, StepInputs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.owner.calls.long_polls import Repeats
+from rayzero.store.owner.calls.long_polls import WAITING_CALLS, Repeats
 from rayzero.store.owner.handlers import RankCalls
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.owner.tensor_port import TensorPort
@@ -646,6 +647,25 @@ def test_the_same_message_to_another_method_is_another_call() -> None:
     begun, written = (repeats.once(0, method, request, Future[None]) for method in ("BeginShards", "WriteShards"))
     assert begun is not written
     assert repeats.once(0, "BeginShards", again, Future[None]) is begun
+
+
+def test_a_rank_has_few_calls_that_wait() -> None:
+    """Else it could ask for any number of means that never come, and an owner would keep them all."""
+
+    def mean(number: int, values: int = 1) -> Any:
+        return pb.MeanRequest(number=number, values=[0.0] * values)
+
+    repeats, large = Repeats(), 5 << 20  # 40 MiB
+    waiting = [repeats.once(0, "Mean", mean(number), Future[None]) for number in range(WAITING_CALLS)]
+    with pytest.raises(StoreError, match=r"rank 0 has 64 calls of .* waiting here, and asks for one of"):
+        repeats.once(0, "Mean", mean(WAITING_CALLS), Future[None])
+    assert repeats.once(0, "Mean", mean(7), Future[None]) is waiting[7]
+    waiting[0].set_result(None)
+    assert repeats.once(0, "Finish", pb.FinishRequest(), lambda: settled("at once")).result(0) == "at once"
+    repeats.once(0, "Mean", mean(WAITING_CALLS), Future[None])
+    repeats.once(1, "Mean", mean(0, large), Future[None])
+    with pytest.raises(StoreError, match=r"rank 1 has 1 call of 40 MiB waiting here, and asks for one of 40 MiB"):
+        repeats.once(1, "Mean", mean(1, large), Future[None])
 
 
 @pytest.mark.parametrize("kind", ["FinishRequest", "FinishResponse", "CollectResponse", "ApplyRequest"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import socket
 import struct
@@ -14,14 +15,18 @@ import grpc
 import psutil
 import pytest
 
+from rayzero.errors import StoreError
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.allowance import UPLOADS, WAITING
+from rayzero.store.owner.calls.long_polls import WAITING_CALLS
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.wire.payload import encode_chunk
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
+    from_status,
     life_metadata,
     methods,
     open_channel,
@@ -31,7 +36,7 @@ from store.fuzz import MOST_GROWTH, attackers, filled, fuzz, stream_of
 from store.http2 import ACK, END_HEADERS, END_STREAM, HEADERS, OPENING, RESET, SETTINGS, frame, headers
 from store.stores import TOKEN
 from store.test_grpc import connected, serving
-from store.toy import make_spec, masters, random_grads, start, take_step
+from store.toy import initial_values, make_spec, masters, random_grads, start, take_step
 
 SHOWN = Identity(Authority("hostile", on_loopback=True).issue("all", [OWNER, "rank-0.rayzero"]))
 MIB = 1 << 20
@@ -186,6 +191,33 @@ def test_messages_of_those_who_may_ask_for_nothing_disturb_no_training() -> None
     assert found.grown < MOST_GROWTH
     assert found.steps > 2
     assert not found.differs
+
+
+ASKED_IN_VAIN = {
+    "Mean": lambda number: pb.MeanRequest(rank=1, number=number + 1, values=[0.0]),
+    "GetDecision": lambda number: pb.GetDecisionRequest(step=1000 + number),
+    "Keep": lambda number: pb.KeepRequest(rank=1, state=pb.LoopState(part=number + 2, content=b"x")),
+}
+
+
+@pytest.mark.parametrize(("method", "taken"), [("Mean", WAITING_CALLS), ("GetDecision", WAITING_CALLS), ("Keep", 0)])
+def test_what_a_rank_asks_for_in_vain_is_refused_soon(method: str, taken: int) -> None:
+    """Whole calls, which an owner would keep for ever: means that no other rank makes, say. Others notice nothing."""
+    with serving() as (server,), connected([server], world_size=2) as stores:
+        ranks = start(stores, make_spec(2))
+        metadata, refused = (*token_metadata(TOKEN), *life_metadata(1, 0)), []
+        with open_channel(server.address, None) as channel:
+            call = methods(STORE_SERVICE)[method].bind(channel)
+            for number in range(WAITING_CALLS + 10):
+                try:
+                    call(ASKED_IN_VAIN[method](number), metadata=metadata, timeout=2)  # is told to ask again at once
+                except grpc.RpcError as error:
+                    refused.append(from_status(error, "the owner"))
+        assert len(refused) == WAITING_CALLS + 10 - taken
+        assert all(type(error) is StoreError and str(error).startswith("rank 1 has ") for error in refused)
+        assert ranks[0].fetch(0).keys() == initial_values(ranks[0].spec).keys()
+        kept = [each for each in gc.get_objects() if isinstance(each, grpc.aio.AbortError)]
+        assert all(each.__context__ is None for each in kept), "grpc keeps them, and so it would keep what was refused"
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -19,7 +19,7 @@ import torch
 import rayzero
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext
-from rayzero.errors import MemoryPlanError, RayZeroError, UnsupportedError
+from rayzero.errors import HandshakeError, MemoryPlanError, RayZeroError, StoreError, UnsupportedError
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner
@@ -32,6 +32,7 @@ from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.select import connect_store
 from rayzero.store.rank.store import RankStore
+from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.signals import available
 from rayzero.store.shm.words import Stamps
 from rayzero.telemetry.names import TRANSFER_BYTES
@@ -279,6 +280,18 @@ def test_a_killed_rank_ends_the_others_and_its_slabs_are_swept(tmp_path: Path) -
     assert len(ours) == 3
     left = [slab for slab in list_slabs() if slab.header is not None and slab.header.pid in ours]
     assert [slab.path for slab in left if not slab.alive] == []
+
+
+@pytest.mark.timeout(20)
+def test_a_file_that_is_no_slab_is_not_opened(tmp_path: Path) -> None:
+    """A rank says which files are its slabs: an owner that opens a FIFO to read it waits for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    plan = SharedPlan.of(make_spec(1), 1)
+    for path, said in ((tmp_path / "pipe", "it is a FIFO"), (Path("/dev/zero"), "it is a device")):
+        with pytest.raises(StoreError, match=rf"optimizer 0 cannot map {path}: {said}, not a regular file"):
+            plan.attach(str(path), "optimizer 0", writable=False)
+    with pytest.raises(HandshakeError, match="is not there"):
+        plan.attach(str(tmp_path / "none"), "optimizer 0", writable=False)
 
 
 def test_the_slabs_of_a_killed_process_are_gone_after_the_next_start(stack: ExitStack, slab_dir: Path) -> None:

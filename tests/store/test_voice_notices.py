@@ -13,7 +13,7 @@ import pytest
 from clock import Clock
 
 from rayzero.concurrency.futures import settled
-from rayzero.errors import RayZeroError, StoreError
+from rayzero.errors import RayZeroError, StoreError, TransferError
 from rayzero.protocol.messages import Published
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.publish_streams import PublishStream, PublishStreams
@@ -246,6 +246,18 @@ def test_a_new_stream_is_not_muted_and_the_end_of_a_run_is_told_to_all() -> None
     assert (published, str(error)) == ([v(1)], "it is over")
     streams.close(new)
     streams.mute(3, 3, muted=True)  # of a rank whose link has just broken
+
+
+def test_a_rank_has_one_stream() -> None:
+    """Each holds a word of every shard, and a rank could open any number of them."""
+    streams = PublishStreams(cast(Any, Now()))
+    old, others = streams.open(3), streams.open(4)
+    new = streams.open(3)
+    streams.publish([v(0)])
+    with pytest.raises(TransferError, match="rank 3 has opened a newer stream of notices"):
+        news(old)
+    streams.close(old)
+    assert news(new) == news(others) == ([v(0)], None)
 
 
 def test_what_comes_late_from_another_one_changes_nothing() -> None:

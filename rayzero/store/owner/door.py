@@ -19,6 +19,7 @@ from rayzero.store.owner.handlers import Context, ModelCalls, Requests
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
+    Metadata,
     Method,
     caller_of,
     epoch_of,
@@ -33,6 +34,8 @@ from rayzero.telemetry.names import GRPC_REQUEST_SECONDS, GRPC_REQUESTS
 from rayzero.telemetry.recorder import Recorder
 
 FindModel = Callable[[int, int], Awaitable[ModelCalls]]  # by its number and the epoch of the call
+
+_NOTHING: Metadata = ()
 
 
 def _require_role(service: str, method: str, context: Context) -> None:
@@ -83,7 +86,7 @@ class _Guarded:
         self._find, self._recorder, self._refusals, self._allowances = find, recorder, refusals, allowances
 
     async def handle(self, requests: AsyncIterator[Any], context: Context) -> Any:
-        began = time.perf_counter()
+        began, sent = time.perf_counter(), _NOTHING
         try:
             answer = await self._answer(requests, context)
             self._count(grpc.StatusCode.OK, began)
@@ -92,13 +95,13 @@ class _Guarded:
             self._count(grpc.StatusCode.CANCELLED, began)
             raise
         except (_Damaged, StreamEndedError) as broken:  # its caller takes that for a broken link, and repeats the call
-            self._count(grpc.StatusCode.UNAVAILABLE, began)
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(broken))
+            code, details = grpc.StatusCode.UNAVAILABLE, str(broken)
         except RayZeroError as error:
             code, details, sent = to_status(error)
-            self._count(code, began)
             self._note(error, context)
-            await context.abort(code, details, sent)
+        self._count(code, began)
+        # not while the error is handled: grpc keeps what this raises for long, and that would keep the call's message
+        await context.abort(code, details, sent)
 
     async def _answer(self, requests: AsyncIterator[Any], context: Context) -> Any:
         try:

@@ -271,7 +271,7 @@ class RankCalls:
 
     async def get_decision(self, request: pb.GetDecisionRequest, context: Context) -> pb.GetDecisionResponse:
         """The recorded decision, once there is one."""
-        answer = await self._wait(self._model.steps.begin("GetDecision", request), context)
+        answer = await self._answer("GetDecision", _rank_of(context), request, context)
         return answer or pb.GetDecisionResponse(waiting=self._waiting())
 
     async def discard(self, request: pb.DiscardRequest, context: Context) -> pb.DiscardResponse:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from rayzero.errors import RayZeroError
+from rayzero.errors import RayZeroError, TransferError
 from rayzero.protocol.messages import Published
 
 
@@ -16,7 +16,7 @@ class PublishStream:
         self.rank = rank
         self._pending = dict(known)
         self._error = error
-        self._muted, self._number = False, 0
+        self._muted, self._number, self._is_over = False, 0, False
         self._news = asyncio.Event()
         self._news.set()  # the first message says what is published, even if that is nothing
 
@@ -40,9 +40,17 @@ class PublishStream:
         self._pending.update(known)
         self._news.set()
 
+    def end(self) -> None:
+        """Its rank listens elsewhere from now on."""
+        self._is_over, self._pending = True, {}
+        self._news.set()
+
     async def next(self) -> tuple[Sequence[Published], RayZeroError | None]:
-        """Wait for news. An error ends the run: it comes with the last news."""
+        """Wait for news. An error ends the run: it comes with the last news. Raises TransferError if the rank has
+        opened another stream."""
         await self._news.wait()
+        if self._is_over:
+            raise TransferError(f"rank {self.rank} has opened a newer stream of notices")
         self._news.clear()
         published, self._pending = list(self._pending.values()), {}
         return published, self._error
@@ -74,7 +82,11 @@ class PublishStreams:
         self._loop.call_soon_threadsafe(self._fail, error)
 
     def open(self, rank: int) -> PublishStream:
-        """Add a listener, which first hears of everything published so far."""
+        """Add a listener, which first hears of everything published so far. A rank has one: each knows all shards."""
+        older = self._newest.get(rank)
+        if older is not None:
+            self._streams.discard(older)
+            older.end()
         stream = self._newest[rank] = PublishStream(rank, self._known, self._error)
         self._streams.add(stream)
         return stream

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from rayzero.concurrency.futures import then
 from rayzero.errors import RayZeroError, StoreError
 from rayzero.lead.lead import StepLead
-from rayzero.protocol.messages import Decision, Norm
+from rayzero.protocol.messages import MEAN_BYTES, Decision, Norm
 from rayzero.protocol.owner import OwnerPeer
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire import translate
@@ -110,6 +110,8 @@ class StepCalls:
         return then(written, lambda _: pb.WriteResponse())
 
     def _mean(self, request: pb.MeanRequest) -> Future[pb.MeanResponse]:
+        if (size := request.ByteSize()) > 2 * MEAN_BYTES:  # with all that is not counted there
+            raise StoreError(f"rank {request.rank} gives {size:,} bytes to a mean, which has at most {MEAN_BYTES:,}")
         mean = self._answering.require_lead().mean(request.rank, request.number, translate.mean_from_pb(request))
         return then(mean, self._averaged)
 

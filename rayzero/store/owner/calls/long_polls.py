@@ -7,7 +7,15 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
+from hashlib import sha256
 from typing import Any, TypeVar
+
+from rayzero.quantities import count, format_bytes
+from rayzero.store.owner.calls.refused import TooManyCallsError
+from rayzero.store.wire.rpc import MAX_MESSAGE_BYTES
+
+WAITING_CALLS = 64  # of one rank; it asks from one thread, and has a few
+WAITING_BYTES = MAX_MESSAGE_BYTES  # of the requests of these
 
 T = TypeVar("T")
 
@@ -42,6 +50,9 @@ async def result_of(future: Future[T]) -> T:
     return future.result()
 
 
+_Key = tuple[str, int, bytes]  # of a call: its method, and the size and digest of its request
+
+
 class Repeats:
     """The calls that wait for other ranks, by method and request: a repeat (a long poll, a retry) is the same call.
 
@@ -49,22 +60,34 @@ class Repeats:
 
     def __init__(self, kept: int = 8) -> None:
         self._kept = kept
-        self._calls: dict[int, dict[bytes, Future[Any]]] = defaultdict(dict)  # freed by: newer calls of the rank
+        self._calls: dict[int, dict[_Key, Future[Any]]] = defaultdict(dict)  # freed by: newer calls of the rank
 
     def once(self, rank: int, method: str, request: Any, start: Callable[[], Future[T]]) -> Future[T]:
-        """The future of this call, started at its first arrival."""
-        key = method.encode() + request.SerializeToString(deterministic=True)
+        """The future of this call, started at its first arrival. Raises StoreError if too many of the rank wait."""
+        content = request.SerializeToString(deterministic=True)
+        key = method, len(content), sha256(content).digest()
         calls = self._calls[rank]
-        if key not in calls:
-            calls[key] = start()
+        found = calls.get(key)
+        if found is None:
+            self._require_room(rank, calls, len(content))
+            found = calls[key] = start()
             self._forget(calls)
-        return calls[key]
+        return found
+
+    def _require_room(self, rank: int, calls: dict[_Key, Future[Any]], size: int) -> None:
+        """A rank could ask for any number of things that never come."""
+        waiting = [each for (_, each, _), future in calls.items() if not future.done()]
+        if len(waiting) >= WAITING_CALLS or (waiting and sum(waiting) + size > WAITING_BYTES):
+            raise TooManyCallsError(
+                f"rank {rank} has {count(len(waiting), 'call')} of {format_bytes(sum(waiting))} waiting here, and asks "
+                f"for one of {format_bytes(size)}; it may have {WAITING_CALLS} of {format_bytes(WAITING_BYTES)}"
+            )
 
     def forget(self, rank: int) -> None:
         """Drop the calls of a rank that has died."""
         self._calls.pop(rank, None)
 
-    def _forget(self, calls: dict[bytes, Future[Any]]) -> None:
+    def _forget(self, calls: dict[_Key, Future[Any]]) -> None:
         done = [key for key, future in calls.items() if future.done()]
-        for key in done[: max(0, len(calls) - self._kept)]:
+        for key in done[: max(0, len(done) - self._kept)]:
             del calls[key]
