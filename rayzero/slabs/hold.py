@@ -12,13 +12,14 @@ import json
 import os
 import secrets
 import signal
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-__all__ = ["Held", "Hold", "end_hold", "held_in", "hold_or_none", "is_free", "remove_dead_holds"]
+__all__ = ["Held", "Hold", "end_hold", "held_in", "hold_or_none", "is_free", "is_ours", "remove_dead_holds"]
 
 _SUFFIX, _MAKING = ".hold", ".making"
 _MOST = 1 << 12  # bytes
@@ -90,7 +91,7 @@ def _living(directory: Path) -> Iterator[tuple[Path, Held]]:
         with suppress(OSError, ValueError, TypeError):  # gone meanwhile, another user's, or of another version
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                if not is_free(fd):
+                if is_ours(fd) and not is_free(fd):
                     yield path, Held(**json.loads(os.pread(fd, _MOST, 0)))
             finally:
                 os.close(fd)
@@ -120,6 +121,13 @@ def end_hold(directory: Path, lineage: str) -> None:
         while any(each.pid == held.pid for _, each in _living(directory)) and time.monotonic() < deadline:
             time.sleep(0.01)
         path.unlink(missing_ok=True)
+
+
+def is_ours(fd: int) -> bool:
+    """Whether an open file is a regular one of this user; of anybody, if this is root. Everybody may put files into
+    /dev/shm, under any name."""
+    status = os.fstat(fd)
+    return stat.S_ISREG(status.st_mode) and os.geteuid() in (0, status.st_uid)
 
 
 def is_free(fd: int) -> bool:

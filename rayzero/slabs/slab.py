@@ -31,6 +31,7 @@ from torch import Tensor
 
 from rayzero.concurrency.backoff import backoff
 from rayzero.errors import ConfigError, HandshakeError, StoreClosedError, StoreError
+from rayzero.files import regular_size
 from rayzero.memory.mapping import Mapping, punch_hole
 from rayzero.memory.page_lock import PageLock
 from rayzero.memory.pages import PAGE
@@ -74,6 +75,7 @@ class Slab:
 
         ``writable=False``: a write into one of its tensors kills the process."""
         try:
+            regular_size(path, follow_links=False)  # a rank may name anything; opening a FIFO waits for ever
             fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError as exc:
             raise HandshakeError(f"slab {path} is not there: its maker has ended, or is on another host") from exc

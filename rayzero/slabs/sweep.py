@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rayzero.errors import HandshakeError
 from rayzero.slabs.header import SlabHeader, decode_header
-from rayzero.slabs.hold import held_in, is_free, remove_dead_holds
+from rayzero.slabs.hold import held_in, is_free, is_ours, remove_dead_holds
 
 __all__ = ["MAKING", "SHARED_MEMORY", "FoundSlab", "list_slabs", "read_header", "sweep"]
 
@@ -65,7 +65,7 @@ class FoundSlab:
 
 
 def list_slabs(directory: Path = SHARED_MEMORY) -> list[FoundSlab]:
-    """The slabs of this host that this user may read and write, sorted by name."""
+    """This user's slabs on this host, sorted by name; root's are everybody's."""
     return [
         FoundSlab(
             path=path,
@@ -98,6 +98,7 @@ def _opened(directory: Path) -> Iterator[tuple[Path, int]]:
         except OSError:  # gone in the meantime, another user's, or not a file
             continue
         try:
-            yield path, fd
+            if is_ours(fd):
+                yield path, fd
         finally:
             os.close(fd)

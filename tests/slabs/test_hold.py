@@ -16,7 +16,7 @@ from rayzero.cli.text.slabs import swept
 from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.hold import Hold, end_hold, held_in
 from rayzero.slabs.slab import Slab
-from rayzero.slabs.sweep import sweep
+from rayzero.slabs.sweep import list_slabs, sweep
 
 HOLDER = """
 import sys, signal
@@ -135,3 +135,31 @@ def test_what_is_over_is_swept_whoever_holds_it_but_not_what_lives(tmp_path: Pat
     assert [path for path, _ in sweep(tmp_path, "one", is_over=True)] == [ours]
     hold.close()
     living.close()
+
+
+@pytest.mark.timeout(20)
+def test_a_fifo_with_a_slabs_name_stays_and_disturbs_no_sweep(tmp_path: Path) -> None:
+    """Everybody may put files into /dev/shm."""
+    for name in ("rayzero-0.slab", "rayzero-1.hold"):
+        os.mkfifo(tmp_path / name)
+    left = leave(tmp_path, "one")
+    assert [found.path for found in list_slabs(tmp_path)] == [left]
+    assert [path for path, _ in sweep(tmp_path)] == [left]
+    with pytest.raises(OSError, match="it is a FIFO, not a regular file"):
+        Slab.attach(tmp_path / "rayzero-0.slab", writable=False, run="demo", layout_digest="ab" * 16)
+
+
+def test_another_users_files_are_neither_swept_nor_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep may not remove them, and what they hold, and by whom, is their maker's word: ``end_hold`` would end
+    whom it names."""
+    left, hold = leave(tmp_path, "one"), Hold(tmp_path, "one", 4e9)
+    assert [each.lineage for each in held_in(tmp_path)] == ["one"]
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    assert held_in(tmp_path) == []
+    end_hold(tmp_path, "one")  # this process goes on
+    assert list_slabs(tmp_path) == sweep(tmp_path) == []
+    assert left.exists()
+    monkeypatch.undo()
+    hold.close()
+    assert [path for path, _ in sweep(tmp_path)] == [left]

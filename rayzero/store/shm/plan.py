@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +26,6 @@ import torch
 
 from rayzero.codecs.record import kept_bytes
 from rayzero.errors import HandshakeError, StoreError
-from rayzero.files import regular_size
 from rayzero.kernels.stamps import STAMP, STAMP_BYTES, UNDO_BYTES
 from rayzero.layout.model_layout import Shard, UnitLayout, runs
 from rayzero.layout.shard_map import ShardMap
@@ -119,8 +117,6 @@ class SharedPlan:
 
     def _attach(self, path: str, who: str, *, writable: bool) -> Slab:
         try:
-            with suppress(FileNotFoundError):  # which says more below
-                regular_size(Path(path), follow_links=False)  # a rank may name anything; opening a FIFO waits for ever
             return Slab.attach(Path(path), writable=writable, run=self.spec.run, layout_digest=self.spec.layout.digest)
         except OSError as exc:
             raise StoreError(f"{who} cannot map {path}: {exc.strerror}; set transport='grpc'") from exc
