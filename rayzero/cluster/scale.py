@@ -12,12 +12,13 @@ from rayzero.cluster.run import Rescaled, RunState
 from rayzero.cluster.upkeep.rescaling import why_not
 from rayzero.config import ZeroConfig
 from rayzero.config.zero import Placement
-from rayzero.elastic.requests import ScaleRequest, ask
+from rayzero.elastic.requests import ScaleRequest, ask, withdraw
 from rayzero.errors import ConfigError, RunFailedError
 
 __all__ = ["scale"]
 
 _LOOK_S = 0.2
+_TAKEN_S = 120.0  # in which a driver takes a request: it looks twice a second, but not while it starts the run again
 
 
 def scale(
@@ -37,7 +38,7 @@ def scale(
         called with each step, while it waits.
 
     Raises ConfigError if there is no such run, or it cannot change its optimizers, RunFailedError if they stayed as
-    they were, or the run ended before."""
+    they were, the run ended before, or its driver does not take the request, which is withdrawn then."""
     run_dir = Path(run)
     _require_running(run_status(run_dir))
     request = ScaleRequest(num_optimizers=num_optimizers, avoid=tuple(avoid), placement=placement)
@@ -63,7 +64,7 @@ def _require_running(record: Mapping[str, Any]) -> None:
 
 
 def _outcome(run_dir: Path, request: ScaleRequest, on_progress: Callable[[str], None]) -> Rescaled:
-    said = None
+    said, asked = None, time.monotonic()
     while True:
         record = run_status(run_dir)
         found = next((one for one in record.get("rescales") or [] if one["id"] == request.id), None)
@@ -77,4 +78,12 @@ def _outcome(run_dir: Path, request: ScaleRequest, on_progress: Callable[[str], 
             on_progress(progress)
         if record["state"] not in (RunState.STARTING, RunState.RUNNING):
             raise RunFailedError(f"run {record['run']!r} ended before its optimizers changed")
+        if record["state"] == RunState.STARTING:
+            asked = time.monotonic()
+        elif time.monotonic() - asked > _TAKEN_S and withdraw(run_dir, request):
+            pid, host = record["driver"]["pid"], record["driver"]["host"]
+            raise RunFailedError(
+                f"the driver of run {record['run']!r}, pid {pid} on {host}, has not taken the request within "
+                f"{_TAKEN_S:.0f} s: see there whether it was killed or is stopped"
+            )
         time.sleep(_LOOK_S)

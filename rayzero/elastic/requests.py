@@ -39,7 +39,20 @@ class ScaleRequest:
 
 def ask(run_dir: Path, request: ScaleRequest) -> None:
     """Leave a request. Raises OSError."""
-    replace_file(run_dir / _FILES.replace("*", request.id), json.dumps(asdict(request)))
+    replace_file(_file(run_dir, request), json.dumps(asdict(request)))
+
+
+def withdraw(run_dir: Path, request: ScaleRequest) -> bool:
+    """Take a request back. False: it has been taken. Raises OSError."""
+    try:
+        _file(run_dir, request).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _file(run_dir: Path, request: ScaleRequest) -> Path:
+    return run_dir / _FILES.replace("*", request.id)
 
 
 def take(run_dir: Path) -> list[ScaleRequest]:
