@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -82,9 +83,8 @@ def training(seed: int, **policy: Any) -> Iterator[Trained]:
 
 @pytest.mark.parametrize("order", ["fb", "f|b", "f|f|b|b", "fb|fb", "f|fb|b", "(fb)|f|b", "(fb)|f|b|(fb)"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(3))
-def test_captured_passes_give_equal_gradients(seed: int, policy: str, order: Order) -> None:
-    with training(seed, **POLICIES[policy]) as trained:
+def test_captured_passes_give_equal_gradients(policy: str, order: Order) -> None:
+    with training(crc32(f"{policy}, {order}".encode()), **POLICIES[policy]) as trained:  # each its own schedule
         trained.warm_up(2 * order.count("f"))
         for _ in range(2):
             trained.run(order)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import nullcontext
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def train(
         assert offload.pool_status().in_use_bytes == 0
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_the_model_itself_is_ordered(seed: int) -> None:
     train(SimulatedLane(seed), seed, None)
 
@@ -125,15 +126,13 @@ def test_the_model_itself_is_ordered(seed: int) -> None:
 @pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(3))
-def test_what_any_stream_saves_and_reads_is_ordered_and_held_for_it(
-    seed: int, policy: str, groups: str, delay: bool
-) -> None:
+def test_what_any_stream_saves_and_reads_is_ordered_and_held_for_it(policy: str, groups: str, delay: bool) -> None:
+    seed = crc32(f"{policy}, {groups}, {delay}".encode())  # each its own schedule
     train(SimulatedLane(seed), seed, GROUPS[groups], delay=delay, **POLICIES[policy])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_nobody_reads_is_held_until_its_copies_are_over(seed: int, policy: str) -> None:
     train(SimulatedLane(seed), seed, GROUPS["on one stream"], drops=True, **POLICIES[policy])
 
