@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from time import perf_counter, thread_time
 
@@ -21,6 +22,7 @@ __all__ = ["Hardware", "Hosts", "measure_here"]
 
 _LARGEST = 256 << 20  # bytes of the arrays that memory speed is measured with
 _ROUNDS = 5
+_PRODUCT_S = 0.2  # a size whose product takes longer is left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,19 @@ def _room_in(slab_dir: Path) -> int:
 
 
 def _product_speed(device: torch.device, dtype: torch.dtype) -> float:
-    size = 8192 if device.type == "cuda" else 1024
+    """Flop/s of the best size. A CPU without instructions for ``dtype`` is slow, and slower with products that leave
+    its caches: a large one takes seconds, and a step is faster than that."""
+    if device.type == "cuda":
+        return _speed_at(8192, device, dtype)
+    fastest = 0.0
+    for size in (128, 256, 512, 1024):
+        if 2 * size**3 > _PRODUCT_S * (fastest or inf):
+            break
+        fastest = max(fastest, _speed_at(size, device, dtype))
+    return fastest
+
+
+def _speed_at(size: int, device: torch.device, dtype: torch.dtype) -> float:
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     fastest = _best(lambda: torch.mm(a, b), device)
     if device.type == "cpu":
