@@ -29,7 +29,7 @@ def can_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("can_limit")
 def test_a_run_that_dies_of_its_memory_lives_with_a_strategy_and_has_the_same_weights() -> None:
     command = [sys.executable, BENCHMARKS / "strategies.py", "--strategies", "off", "balanced", "--json"]
-    done = subprocess.run([*command, "--steps", "110"], capture_output=True, text=True, check=True)
+    done = subprocess.run([*command, "--steps", "70"], capture_output=True, text=True, check=True)
     free, off, balanced = json.loads(done.stdout)
     assert (free["killed"], off["killed"], balanced["killed"]) == (False, True, False), done.stderr
     assert (off["kills"], off["digest"], off["actions"]) == (1, None, [])
