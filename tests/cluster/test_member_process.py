@@ -1,4 +1,4 @@
-"""What any process of a run tells of its host."""
+"""What every process of a run can say about its host."""
 
 from __future__ import annotations
 

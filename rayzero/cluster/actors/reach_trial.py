@@ -87,7 +87,7 @@ class ReachTrial:
             self._calls[control(each.actor.unreachable).remote([*answered, *filter(None, tensors)])] = each
 
     def _has_answer(self, call: Any, who: str) -> bool:
-        """Whether it is not the process's death, which another call reports, nor what it has raised."""
+        """Whether the call has returned a value. Keeps what it has raised; another call reports a death."""
         try:
             ray.get(call)
         except ray.exceptions.RayError as error:

@@ -82,7 +82,8 @@ class PublishStreams:
         self._loop.call_soon_threadsafe(self._fail, error)
 
     def open(self, rank: int) -> PublishStream:
-        """Add a listener, which first hears of everything published so far. A rank has one: each knows all shards."""
+        """Add a listener, which first hears of everything published so far. It ends the rank's older one, because each
+        remembers all shards."""
         older = self._newest.get(rank)
         if older is not None:
             self._streams.discard(older)

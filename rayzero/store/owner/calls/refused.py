@@ -23,5 +23,5 @@ _REASONS: dict[type[Exception], str] = {TooManyCallsError: "limit", SlowBodyErro
 
 
 def reason_to_refuse(error: Exception) -> str | None:
-    """By which refusals are counted; None: the error is none."""
+    """The reason under which a refusal is counted; None: the error is no refusal."""
     return _REASONS.get(type(error))
