@@ -123,6 +123,7 @@ class AbsentParameter(nn.Parameter):
     metadata bring nothing."""
 
     family: ClassVar[type[AbsentParameter]]  # the subclass whose ``brought`` knows all Parameters of its kind
+    own: ClassVar[type[nn.Parameter]] = nn.Parameter  # the class that the Parameter has while its bytes are there
 
     @classmethod
     def brought(cls, params: list[Any]) -> AbstractContextManager[None]:
@@ -139,3 +140,25 @@ class AbsentParameter(nn.Parameter):
                 return func(*args, **kwargs)
         with cls.brought(list(of_class(cls.family, (args, kwargs)))):
             return func(*args, **kwargs)
+
+
+def absent_class(absent: type[nn.Parameter], own: type[nn.Parameter]) -> type[nn.Parameter]:
+    """``absent`` for Parameters of the class ``own``: one of its subclasses too, with its name, methods and
+    properties."""
+    if own is nn.Parameter:
+        return absent
+    return type(
+        own.__name__, (absent, own), {"own": own, "__module__": own.__module__, "__qualname__": own.__qualname__}
+    )
+
+
+def own_class(param: nn.Parameter) -> type[nn.Parameter]:
+    """The class that a Parameter has while its bytes are there."""
+    kind = type(param)
+    return kind.own if issubclass(kind, AbsentParameter) else kind
+
+
+def class_name(param: nn.Parameter) -> str:
+    """That class with its module, for messages."""
+    kind = own_class(param)
+    return f"{kind.__module__}.{kind.__qualname__}"
