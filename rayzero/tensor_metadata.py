@@ -123,7 +123,6 @@ class AbsentParameter(nn.Parameter):
     metadata bring nothing."""
 
     family: ClassVar[type[AbsentParameter]]  # the subclass whose ``brought`` knows all Parameters of its kind
-    own: ClassVar[type[nn.Parameter]] = nn.Parameter  # the class that the Parameter has while its bytes are there
 
     @classmethod
     def brought(cls, params: list[Any]) -> AbstractContextManager[None]:
@@ -147,15 +146,12 @@ def absent_class(absent: type[nn.Parameter], own: type[nn.Parameter]) -> type[nn
     properties."""
     if own is nn.Parameter:
         return absent
-    return type(
-        own.__name__, (absent, own), {"own": own, "__module__": own.__module__, "__qualname__": own.__qualname__}
-    )
+    return type(own.__name__, (absent, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
 
 
 def own_class(param: nn.Parameter) -> type[nn.Parameter]:
     """The class that a Parameter has while its bytes are there."""
-    kind = type(param)
-    return kind.own if issubclass(kind, AbsentParameter) else kind
+    return next(kind for kind in type(param).__mro__ if not issubclass(kind, AbsentParameter))
 
 
 def class_name(param: nn.Parameter) -> str:

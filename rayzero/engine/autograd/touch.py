@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from rayzero.engine.private_torch import storage_key
 from rayzero.errors import GradientAccessError, UnsupportedError
-from rayzero.tensor_metadata import METADATA, AbsentParameter, plain
+from rayzero.tensor_metadata import METADATA, AbsentParameter, own_class, plain
 
 _GRAD: Any = Tensor.grad
 _GET_GRAD = _GRAD.__get__
@@ -178,7 +178,7 @@ class ShardedParameter(AbsentParameter):
         return copied.__reduce_ex__(protocol)
 
     def _copied(self, memo: dict[int, Any]) -> nn.Parameter:
-        if self.own is nn.Parameter:
+        if own_class(self) is nn.Parameter:
             return nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
         with self.toucher.touched([self.unit]):
             return copy.deepcopy(self, memo)  # as its own class, which it has in here, copies
