@@ -22,11 +22,12 @@ from rayzero.errors import ConfigError
 ALIGN = 64  # elements
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_STORED = (
-    torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+_BYTES = (
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+    torch.bool, torch.float64, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2,
+    torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
 )  # fmt: skip
-_OPAQUE_DTYPES = _DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in _STORED}
+_OPAQUE_DTYPES = _DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in _BYTES}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

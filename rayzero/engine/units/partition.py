@@ -12,8 +12,8 @@ gets several units: ``layers.0``, ``layers.0:float32``, ``layers.0:frozen``, ``l
 
 [Note: opaque] A dtype says what the bytes of a plain Parameter in floating point mean, and it may be converted. A
 Parameter of another class may hold anything (4-bit codes in the bytes of a bfloat16), with the key to it among the
-attributes of the object; integers mean what the module does with them. Frozen, these are *opaque*: they keep their
-dtype and every bit of it, in units of their own: ``layers.0:opaque:uint8``.
+attributes of the object; integers and floats of 8 bits mean what the module does with them. Frozen, these are *opaque*:
+they keep their dtype and every bit of it, in units of their own: ``layers.0:opaque:uint8``.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from rayzero.layout.model_layout import (
 from rayzero.tensor_metadata import class_name, own_class
 
 ROOT = ""  # the model itself, as named_modules() names it
+
+_NUMBERS = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128}
 
 UnitRule = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
@@ -201,7 +203,10 @@ def _collect(
                 tensor=parameter,
                 dtype=dtype,
                 kept=dtype is not compute_dtype,
-                frozen_master=frozen_masters and not parameter.requires_grad and loses_bits(parameter.dtype, dtype),
+                frozen_master=frozen_masters
+                and not parameter.requires_grad
+                and not opaque
+                and loses_bits(parameter.dtype, dtype),
                 opaque=opaque,
                 holders=holders,
             )
@@ -221,9 +226,7 @@ def _require_matches(tree: _ModuleTree, patterns: Sequence[str]) -> None:
 
 def is_opaque(parameter: nn.Parameter) -> bool:
     """Whether a Parameter's bytes need not be its values. [Note: opaque]"""
-    return not parameter.requires_grad and (
-        own_class(parameter) is not nn.Parameter or not (parameter.is_floating_point() or parameter.is_complex())
-    )
+    return not parameter.requires_grad and (own_class(parameter) is not nn.Parameter or parameter.dtype not in _NUMBERS)
 
 
 def _refuse(name: str, parameter: nn.Parameter) -> None:
