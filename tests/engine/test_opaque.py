@@ -478,3 +478,17 @@ def test_a_dtype_that_no_file_holds_is_refused(alone: RankContext) -> None:
     model.table = Codes(torch.zeros(4, dtype=torch.complex128), requires_grad=False)
     with pytest.raises(UnsupportedError, match="'table' is complex128"):
         prepared(model)
+
+
+@pytest.mark.parametrize("config", [ZeroConfig(precision="fp16"), ZeroConfig(precision="bf16", cpu_compression="int8")])
+def test_codes_in_a_plain_parameter_are_refused_where_they_would_be_converted(
+    config: ZeroConfig, alone: RankContext
+) -> None:
+    """Nothing tells them from floats, but that weights are no NaN, as some codes are (hqq's ``view_as_float``)."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    codes = torch.randint(0, 256, (WIDTH, WIDTH), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    model[0].codes = nn.Parameter(codes.view(torch.bfloat16), requires_grad=False)
+    with pytest.raises(UnsupportedError, match=r"'0\.codes'.*NaN.*bfloat16.*class"):
+        prepared(model, config)
+    model, _ = prepared(model, ZeroConfig(precision="bf16"))
+    assert torch.equal(bytes_of(rayzero.full_state_dict(model)["0.codes"]), codes.view(-1))
