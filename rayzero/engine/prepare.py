@@ -38,7 +38,7 @@ from rayzero.engine.private_torch import self_test
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.start.initial_values import Start
 from rayzero.engine.start.meta import materialise
-from rayzero.engine.start.opaque import refuse_apart
+from rayzero.engine.start.opaque import refuse_apart, refuse_codes
 from rayzero.engine.start.plan_notes import tell_plan
 from rayzero.engine.start.unit_init import Init
 from rayzero.engine.step_clock import StepClock
@@ -134,6 +134,7 @@ def prepare(
     groups = None if context.life else resumed_groups(context.rank, began, model)
     device = _device(model, context)
     refuse_apart(plan, params, device)
+    refuse_codes(plan, params)
     if context.handing_over is not None and not number:
         context.handing_over(_host_bytes(model))
     store = context.connect(number) if context.connect is not None else _alone(config, context, device)

@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 from rayzero.checkpoint.files.tensor_file import as_bytes
 from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.codecs.record import codec_of
 from rayzero.engine.units.partition import UnitPlan, is_opaque
 from rayzero.errors import CheckpointError, UnsupportedError
 from rayzero.layout.model_layout import ParamSlot, UnitLayout, dtype_name
 from rayzero.protocol.messages import COMPUTE
 from rayzero.tensor_metadata import class_name, own_class
+
+_SEEN = 1 << 16  # elements; of 4-bit codes viewed as floats, at least one of some thousand is NaN
 
 
 def refuse_apart(plan: UnitPlan, params: Mapping[str, nn.Parameter], device: torch.device) -> None:
@@ -33,6 +36,22 @@ def refuse_apart(plan: UnitPlan, params: Mapping[str, nn.Parameter], device: tor
                 f"its attributes ({_keys(param)}) cannot be moved by rayzero.prepare(); call model.to({str(device)!r}) "
                 "before"
             )
+
+
+def refuse_codes(plan: UnitPlan, params: Mapping[str, nn.Parameter]) -> None:
+    """Raise UnsupportedError for a frozen plain Parameter with NaN among its first elements whose values would not be
+    kept as they are: weights have none, but codes that are viewed as floats do."""
+    for unit in plan.layout.units:
+        for slot in () if unit.trainable or unit.opaque else unit.slots:
+            param = params[slot.name]
+            changes = param.dtype is not unit.dtype or codec_of(unit).lossy
+            if changes and not param.is_meta and bool(param.detach().reshape(-1)[:_SEEN].isnan().any()):
+                kept = f"{dtype_name(unit.dtype)}{f' by {unit.codec!r}' if unit.is_coded else ''}"
+                raise UnsupportedError(
+                    f"parameter {slot.name!r} is frozen and has NaN, as codes have that are viewed as "
+                    f"{dtype_name(param.dtype)}, and would be kept as {kept}; give codes a class of their own (class "
+                    "Codes(nn.Parameter)), whose bytes are never converted, or compute in their dtype"
+                )
 
 
 def require_own_bytes(source: object, name: str, param: nn.Parameter, value: Tensor) -> None:
