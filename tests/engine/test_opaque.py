@@ -437,6 +437,24 @@ def test_weights_fill_them_and_meta_parameters_too(streamed: bool, alone: RankCo
     assert train(ours, optimizer) == losses[0]
 
 
+def test_init_may_write_codes_that_are_no_numbers(alone: RankContext) -> None:
+    """A value that is still NaN counts as not written, but for codes."""
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, Adapted):
+            with torch.no_grad():
+                for param in module.parameters():
+                    param.zero_() if isinstance(param, Codes) else param.fill_(1.0)
+                module.weight[0] = torch.nan
+
+    with rayzero.empty_parameters():
+        empty = quantized(torch.bfloat16)
+    model, _ = prepared(empty, ZeroConfig(precision="bf16"), init=init)
+    codes = rayzero.full_state_dict(model)["0.weight"].view(-1)
+    assert codes[0].isnan()
+    assert not codes[1:].any()
+
+
 # ---- refusals
 
 
