@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from torch import Tensor, nn
 import rayzero
 from rayzero.checkpoint.convert import convert
 from rayzero.checkpoint.export import export_full
+from rayzero.checkpoint.files.tensor_file import TensorFileWriter, declare
+from rayzero.checkpoint.files.tensor_reader import TensorFile
 from rayzero.checkpoint.state_values import from_bytes, to_bytes
+from rayzero.errors import CheckpointError, UnsupportedError
 
 HELD = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool, torch.int64, torch.int32,
@@ -69,14 +73,14 @@ def exported(source: Path, out: Path) -> dict[str, Tensor]:
     return load_file(out / "model.safetensors")
 
 
-def as_hf(source: Path, out: Path) -> dict[str, Tensor]:
-    convert(source, out / "hf", to="hf", dtype=torch.bfloat16)
+def as_hf(source: Path, out: Path, dtype: torch.dtype | None = torch.bfloat16) -> dict[str, Tensor]:
+    convert(source, out / "hf", to="hf", dtype=dtype)
     return load_file(out / "hf" / "model.safetensors")
 
 
 def through_dcp(source: Path, out: Path) -> dict[str, Tensor]:
     convert(source, out / "dcp", to="dcp")
-    return as_hf(out / "dcp", out)
+    return as_hf(out / "dcp", out, None)  # DCP does not tell buffers from parameters
 
 
 def through_hf(source: Path, out: Path) -> dict[str, Tensor]:
@@ -113,6 +117,25 @@ def test_a_buffer_of_any_dtype_comes_back(
 
 
 def test_so_does_one_that_a_loop_gives_to_be_saved() -> None:
-    held = {name: buffer for name, buffer in Model(1).named_buffers() if "nothing" not in name}
+    held = dict(Model(1).named_buffers()) | {"wide": torch.ones(2, dtype=torch.complex128)}
     found = from_bytes(to_bytes(held))
     assert [name for name in held if not same(found[name], held[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (torch.ones(2, dtype=torch.complex128), "'x' has dtype torch.complex128, which safetensors files cannot hold"),
+        (torch.ones((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "'x' is a .* without dimensions"),
+    ],
+)
+def test_one_that_safetensors_files_cannot_hold_is_refused_by_name(tensor: Tensor, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        TensorFileWriter(tmp_path / "x.safetensors", {"x": declare(tensor)})
+
+
+def test_a_file_with_half_a_byte_is_damaged(tmp_path: Path) -> None:
+    header = json.dumps({"x": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abc")
+    with pytest.raises(CheckpointError, match=r"dtype F4 has shape \[2, 3\], and its last size has to be even"):
+        TensorFile(tmp_path / "x.safetensors")
