@@ -244,7 +244,9 @@ def test_stopped_by_ctrl_c_and_resumed_with_other_owners_over_grpc_the_hash_is_t
 def test_the_summary_of_a_resumed_run_sets_what_was_trained_since_beside_its_seconds(resumed):
     """A step of all ranks has 2 x 4 x 32 tokens."""
     steps = STEPS - int(re.search(r"40 steps from step (\d+)", resumed.said)[1])
-    said = rf"trained    {steps} steps, {256 * steps:,} tokens, \d+ s \(in all 40 steps, 10,240 tokens\); validation loss"
+    said = (
+        rf"trained    {steps} steps, {256 * steps:,} tokens, \d+ s \(in all 40 steps, 10,240 tokens\); validation loss"
+    )
     assert re.search(said, resumed.said), resumed.said
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import BinaryIO
 
 from rayzero.cluster.files.metrics_log import METRICS, Row, parse_row
 
@@ -54,7 +53,7 @@ class RowTail:
                 file.seek(self._read)
                 read = file.read(_MOST_BYTES)
                 if len(read) == _MOST_BYTES and b"\n" not in read:
-                    self._read += len(read) + _rest_of_line(file)
+                    self._read += len(read)  # the rest is a line that is no row, either
                     return [read]
         except FileNotFoundError:
             return []
@@ -63,13 +62,3 @@ class RowTail:
             lines.pop()  # the rest of it comes
         self._read += sum(map(len, lines))
         return lines
-
-
-def _rest_of_line(file: BinaryIO) -> int:
-    """Read to the end of a line, in pieces. Returns its bytes."""
-    rest = 0
-    while piece := file.readline(_MOST_BYTES):
-        rest += len(piece)
-        if piece.endswith(b"\n"):
-            break
-    return rest
