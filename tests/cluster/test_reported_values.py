@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rayzero.cli.status import describe_run, format_status
@@ -60,6 +60,7 @@ def write_record(run_dir: Path, **more: Any) -> None:
         directory.write_record(record | more)
 
 
+@example(name="n", value=10**308)  # the mean of two is more than a float holds
 @given(name=TEXT, value=VALUES)
 def test_what_a_report_takes_is_read_again_and_shown(
     name: str, value: Any, tmp_path_factory: pytest.TempPathFactory
