@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import transformers
 from engine.models import relative_difference, same_bits, tight
 from torch import Tensor
 
 import rayzero
 from rayzero.engine.context import RankContext, running_in
+from rayzero.errors import UnsupportedError
 from rayzero.integrations.transformers import Trainer
 from rayzero.testing import run_ranks
 
@@ -63,6 +65,7 @@ def train(context: RankContext) -> tuple[dict[str, Tensor], list[dict[str, Any]]
     transformers.utils.logging.set_verbosity_error()
     trainer = trainer_of(Trainer, context.run_dir, 2, save_strategy="steps", save_steps=STEPS)
     trainer.train()
+    exchange(trainer.accelerator, context.rank)
     other = trainer_of(
         Trainer,
         context.run_dir / "best",
@@ -77,6 +80,23 @@ def train(context: RankContext) -> tuple[dict[str, Tensor], list[dict[str, Any]]
     other.train()
     best = Best(other.state.best_global_step, other.state.best_model_checkpoint, rayzero.full_state_dict(other.model))
     return rayzero.full_state_dict(trainer.model), history(trainer), best
+
+
+def exchange(accelerator: Any, rank: int) -> None:
+    """Small tensors of both ranks come through the lead; what cannot is refused."""
+    own = {"one": torch.tensor(rank), "row": torch.tensor([0.1 + rank, 5.0])}
+    both = {"one": torch.tensor([0, 1]), "row": torch.tensor([0.1, 5.0, 1.1, 5.0])}
+    for call in (accelerator.gather, accelerator.gather_for_metrics):
+        assert all(torch.equal(got, both[name]) for name, got in call(own).items())
+    reduced = [accelerator.reduce(own["row"], how)[0].item() for how in ("sum", "mean", "max")]
+    assert reduced == pytest.approx([1.2, 0.6, 1.1])
+    if rank == 1:
+        accelerator.set_trigger()
+    assert accelerator.check_trigger()
+    with pytest.raises(UnsupportedError, match=r"gather_for_metrics\(\) needs objects of the other ranks"):
+        accelerator.gather_for_metrics(["text"])
+    with pytest.raises(UnsupportedError, match=r"pad_across_processes\(\) needs the other ranks' shapes"):
+        accelerator.pad_across_processes(own["row"])
 
 
 def let_rank_1_look_first(trainer: Any, context: RankContext) -> None:
