@@ -22,6 +22,7 @@ from rayzero.engine.autograd.gradients import GradientCollector
 from rayzero.engine.autograd.handles import SavedWeights
 from rayzero.engine.autograd.hooks import UnitCalls
 from rayzero.engine.autograd.pass_times import PassTimes
+from rayzero.engine.autograd.unfrozen import Unfrozen
 from rayzero.engine.memory import HeapPeak, MemoryStrategy, RankMemory, make_strategy
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
 from rayzero.engine.rank_step import RankStep
@@ -118,7 +119,8 @@ class Engine:
         self.cache: UnitCache
         self.values: UnitValues
         self.saved: SavedWeights
-        self.registered: Registered | None = None
+        self.unfrozen: Unfrozen
+        self.registered: Registered
         self.loop: LoopMoments | None = None  # of the model whose steps are the loop's
 
     def adopt(
@@ -148,6 +150,7 @@ class Engine:
         cache = self.cache
         self.values = UnitValues(self.store, cache)
         self.saved = SavedWeights(weights, self.use, lambda: cache.version, cache.used)
+        self.unfrozen = Unfrozen(units)
         self.registered = Registered(self.model, units)
         self.memory = RankMemory(self.device, self.residency, self.transfers, self._heap, self._recorder)
         self.strategy = make_strategy(self.config, self.memory, cache, self._recorder, resident=self.resident)
@@ -182,6 +185,8 @@ class Engine:
             raise
         for unit in units:
             unit.set_guard(False)
+        if self.unfrozen.slots:
+            self.unfrozen.watch(units)
         self.passes.opened()
         return pushed_hooks
 
@@ -235,6 +240,10 @@ class Engine:
             for unit in units:
                 self.cache.writes.lend(unit)
 
+    def set_flag(self, param: nn.Parameter, unit: ParamUnit, on: bool) -> None:
+        """The user has set ``param.requires_grad``."""
+        self.unfrozen.note(unit, unit.slot_of(param), on)
+
     def name_of(self, param: nn.Parameter, unit: ParamUnit) -> str:
         """The name of one of a unit's Parameters."""
         return unit.layout.slots[unit.slot_of(param)].name
@@ -264,8 +273,9 @@ class Engine:
         if graph_task_id() < 0:  # in a backward the whole model is recomputed, and that task goes on
             self.collector.drain()
         self.step_state.raise_if_failed()
-        if self.registered is not None:
-            self.registered.check()
+        self.registered.check()
+        if torch.is_grad_enabled():
+            self.unfrozen.look()
         self.cache.begin_pass(self._more_backwards, self.strategy.most_ahead)
 
     @property
@@ -474,7 +484,9 @@ class Engine:
     def train(self, params: Sequence[nn.Parameter], group: int) -> None:
         """Make the owners train parameters that were in no group as part of ``group``; every rank calls it.
 
-        Raises UnsupportedError for a parameter that is not in the model, was frozen at prepare, or is frozen now."""
+        Raises UnsupportedError for a parameter that was not in the model at prepare, or frozen there, or is frozen
+        now."""
+        self.registered.refuse_added()
         for index, slots in self.trained.find(params).items():
             unit = self.units[index]
             self.values.write(unit, GROUP, self.trained.with_added(unit, slots, group))

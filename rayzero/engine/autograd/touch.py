@@ -68,6 +68,10 @@ class Toucher(Protocol):
         """Take a value for the running load_state_dict(); False if none is running."""
         ...
 
+    def set_flag(self, param: nn.Parameter, unit: Any, on: bool) -> None:
+        """The parameter was given a ``requires_grad``."""
+        ...
+
     def name_of(self, param: nn.Parameter, unit: Any) -> str:
         """The parameter's name."""
         ...
@@ -102,7 +106,8 @@ class ShardedParameter(AbsentParameter):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ON_SELF:
-            cls._refuse_unfreezing(args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+            on = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+            cls.toucher.set_flag(args[0], cls.unit, bool(on))
         if func == _SET_DATA:
             return cls._set_data(*args)
         if func == Tensor.copy_ and isinstance(args[0], cls) and cls.toucher.take_loaded(args[0], cls.unit, args[1]):
@@ -139,16 +144,6 @@ class ShardedParameter(AbsentParameter):
             )
         if not read:
             cls.toucher.drop_gradient(param, cls.unit)
-
-    @classmethod
-    def _refuse_unfreezing(cls, param: nn.Parameter, value: object) -> None:
-        """Raise UnsupportedError for unfreezing a parameter that was frozen at prepare: it has no optimizer state."""
-        if value and not cls.unit.layout.trainable:
-            raise UnsupportedError(
-                f"parameter {cls.toucher.name_of(param, cls.unit)!r} was given requires_grad=True after "
-                "rayzero.prepare(), but it was frozen there and has no optimizer state; to unfreeze it later, leave "
-                "requires_grad=True until prepare() has returned, and freeze it then"
-            )
 
     @classmethod
     def _set_data(cls, param: nn.Parameter, value: Tensor) -> None:
