@@ -1,7 +1,8 @@
 """Every private PyTorch call RayZero makes, in one place, with a self-test that names the torch version.
 
-Nothing else but ``tensor_metadata`` may import from ``torch._C`` or call a method with a leading underscore on a
-tensor or storage. If a torch release changes one of these, :func:`self_test` says so before a model is touched.
+Nothing else but ``tensor_metadata`` and ``modes`` may import from ``torch._C`` or call a method with a leading
+underscore on a tensor or storage. If a torch release changes one of these, :func:`self_test` says so before a model is
+touched.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.utils import dlpack
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from rayzero.errors import UnsupportedError
+from rayzero.modes import outside_modes
 from rayzero.tensor_metadata import plain
 
 AT_REST = 2  # use count of a storage held by its tensor and by one Python wrapper, and by nobody else
@@ -320,6 +323,25 @@ def _saved_tensor_hooks_work() -> bool:
     return ours and moved and top is not None and top != below and top[0] is pack and product.requires_grad
 
 
+class _Counting(BaseTorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, *called: Any) -> Any:
+        self.seen += 1
+        return super().__torch_dispatch__(*called)  # type: ignore[no-untyped-call]
+
+
+def _modes_are_left() -> bool:
+    weight = torch.ones(2, dtype=torch.float32, device="cpu")
+    with _Counting() as mode:
+        outside_modes(weight.abs)()
+        unseen = mode.seen
+        weight.abs()
+    return (unseen, mode.seen) == (0, 1)
+
+
 def _checkpoint_is_known() -> bool:
     """Whether torch still names its checkpoint hooks as :func:`is_checkpoints` expects. Reads the code, because running
     a checkpoint imports the compiler."""
@@ -369,6 +391,7 @@ def self_test() -> None:
         "swap of tensors": _tensor_swap_works,
         "backward hooks": _backward_hooks_work,
         "saved-tensor hooks": _saved_tensor_hooks_work,
+        "dispatch modes": _modes_are_left,
         "non-reentrant checkpoint": _checkpoint_is_known,
         "loss scaling": _grad_scaler_asks,
     }

@@ -25,6 +25,7 @@ from rayzero.engine.private_torch import (
     storage_key,
 )
 from rayzero.engine.units.param_unit import ParamUnit
+from rayzero.modes import outside_modes
 
 Slots = dict[int, tuple[ParamUnit, int]]  # storage key -> unit, slot
 
@@ -79,6 +80,7 @@ class SavedWeights:
         """Pop our hooks."""
         pop_saved_tensor_hooks()
 
+    @outside_modes
     def pack(self, saved: Tensor) -> Handle | None:
         """A handle for a weight; None for any other tensor."""
         found = self._slots.get(storage_key(saved.untyped_storage()))
@@ -87,6 +89,7 @@ class SavedWeights:
         self._used(found[0])
         return Handle(found[0], found[1], saved, self._content())
 
+    @outside_modes
     def unpack(self, handle: Handle) -> Tensor:
         """The weight, with its unit up. Raises RuntimeError if it was written to in place or belongs to another
         step."""
@@ -102,9 +105,11 @@ class SavedWeights:
         return ours, getattr(hooks[0], "below", None) if ours else hooks
 
     def _plain_hooks(self) -> tuple[PackHook, UnpackHook]:
+        @outside_modes
         def pack(saved: Tensor) -> Any:
             return self.pack(saved) or (saved, saved._version)
 
+        @outside_modes
         def unpack(packed: Any) -> Tensor:
             if type(packed) is Handle:
                 return self.unpack(packed)
