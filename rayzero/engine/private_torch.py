@@ -77,6 +77,36 @@ def empty_storage(device: torch.device) -> torch.UntypedStorage:
     return torch.empty(0, device=device).untyped_storage()
 
 
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
+    """(the values of a sparse tensor, what makes the same tensor of values); None for a tensor without strides that is
+    none."""
+    with torch.no_grad():
+        if tensor.layout is torch.sparse_coo:
+            indices, size, coalesced = tensor._indices(), tensor.shape, tensor.is_coalesced()  # type: ignore[no-untyped-call]
+            make: Any = functools.partial(torch.sparse_coo_tensor, check_invariants=False, is_coalesced=coalesced)
+            return tensor._values(), lambda values: make(indices, values, size)  # type: ignore[no-untyped-call]
+        by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+        if not by_rows and tensor.layout not in (torch.sparse_csc, torch.sparse_bsc):
+            return None
+        sparse = tensor.detach()
+        starts = sparse.crow_indices() if by_rows else sparse.ccol_indices()
+        places = sparse.col_indices() if by_rows else sparse.row_indices()
+        size, make = (
+            sparse.shape,
+            functools.partial(torch.sparse_compressed_tensor, layout=sparse.layout, check_invariants=False),
+        )
+        return sparse.values(), lambda values: make(starts, places, values, size)
+
+
+def lazy_sign(tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """What makes ``tensor`` of a view of its bytes, if it is their conjugate or negative; torch only notes that."""
+    conjugate, negative = tensor.is_conj(), tensor.is_neg()
+    if not conjugate and not negative:
+        return None
+    negated: Callable[[Tensor], Tensor] = torch._neg_view
+    return (lambda view: negated(view.conj())) if conjugate and negative else Tensor.conj if conjugate else negated
+
+
 swap_tensors: Callable[[Tensor, Tensor], None] = _C._swap_tensor_impl
 """Exchange the contents of two tensor objects (device, dtype, storage, gradient); each stays the same Python object,
 with its class, its attributes and its dictionaries of hooks. (``torch.utils.swap_tensors`` exchanges those too, and
