@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from rayzero.engine.private_torch import storage_key
 from rayzero.errors import GradientAccessError, UnsupportedError
+from rayzero.modes import outside_modes
 from rayzero.tensor_metadata import METADATA, AbsentParameter, plain
 
 _GRAD: Any = Tensor.grad
@@ -120,7 +121,8 @@ class ShardedParameter(AbsentParameter):
                 cls._after_grad(args[0], read=func == _GET_GRAD)
             return result
         if func in _BY_EDGES and not kwargs.get("materialize_grads"):
-            return func(*_as_edges(args), **{name: _as_edges(value) for name, value in kwargs.items()})
+            args, kwargs = _as_edges((args, kwargs))
+            return func(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
@@ -146,6 +148,7 @@ class ShardedParameter(AbsentParameter):
             cls.toucher.drop_gradient(param, cls.unit)
 
     @classmethod
+    @outside_modes
     def _set_data(cls, param: nn.Parameter, value: Tensor) -> None:
         """``param.data = value`` copies the values, because the memory belongs to the engine. Raises UnsupportedError
         if their dtype, shape or device differs from the parameter's."""
@@ -213,6 +216,7 @@ def _shares(ours: Tensor, theirs: Tensor) -> bool:
     return storage_key(ours.untyped_storage()) == storage_key(theirs.untyped_storage())
 
 
+@outside_modes
 def _as_edges(tree: Any) -> Any:
     """Arguments with each guarded Parameter replaced by its gradient edge, so that autograd does not read its bytes."""
     if isinstance(tree, ShardedParameter):
@@ -220,6 +224,8 @@ def _as_edges(tree: Any) -> Any:
             return get_gradient_edge(tree)
     if isinstance(tree, list | tuple):
         return type(tree)(_as_edges(item) for item in tree)
+    if isinstance(tree, dict):
+        return {name: _as_edges(item) for name, item in tree.items()}
     return tree
 
 
