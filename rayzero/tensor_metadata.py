@@ -151,7 +151,8 @@ def absent_class(absent: type[nn.Parameter], own: type[nn.Parameter]) -> type[nn
 
 def own_class(param: nn.Parameter) -> type[nn.Parameter]:
     """The class that a Parameter has while its bytes are there."""
-    return next(kind for kind in type(param).__mro__ if not issubclass(kind, AbsentParameter))
+    kinds: tuple[Any, ...] = type(param).__mro__
+    return next(kind for kind in kinds if not issubclass(kind, AbsentParameter))  # type: ignore[no-any-return]
 
 
 def class_name(param: nn.Parameter) -> str:
