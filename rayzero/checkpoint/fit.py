@@ -19,12 +19,13 @@ class Wanted:
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
+    exact: bool = False  # its bytes need not be its values, so no other dtype will do
 
     def mismatch(self, name: str, decl: WeightDecl) -> str | None:
         """What is wrong with ``decl`` as its value; None if nothing is."""
         if decl.shape != self.shape:
             return f"{name!r} has the shape {decl.shape} there and {self.shape} in the model"
-        takes = _FLOATS if self.dtype in _FLOATS else (self.dtype,)
+        takes = _FLOATS if self.dtype in _FLOATS and not self.exact else (self.dtype,)
         if decl.dtype not in takes:
             return f"{name!r} is {decl.dtype} there, and {self.dtype} in the model, which takes {' or '.join(takes)}"
         return None

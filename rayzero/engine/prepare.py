@@ -38,6 +38,7 @@ from rayzero.engine.private_torch import self_test
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.start.initial_values import Start
 from rayzero.engine.start.meta import materialise
+from rayzero.engine.start.opaque import refuse_apart, refuse_codes
 from rayzero.engine.start.plan_notes import tell_plan
 from rayzero.engine.start.unit_init import Init
 from rayzero.engine.step_clock import StepClock
@@ -55,6 +56,7 @@ from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.ownership import device_owners
 from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.recorder import LaterModelRecorder, Recorder
+from rayzero.tensor_metadata import plain
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +133,8 @@ def prepare(
     spec = _spec(plan, params, optimizer, config, context, number, began)
     groups = None if context.life else resumed_groups(context.rank, began, model)
     device = _device(model, context)
+    refuse_apart(plan, params, device)
+    refuse_codes(plan, params)
     if context.handing_over is not None and not number:
         context.handing_over(_host_bytes(model))
     store = context.connect(number) if context.connect is not None else _alone(config, context, device)
@@ -450,12 +454,13 @@ def _make_units(
 
 def _convert(param: nn.Parameter, unit: UnitLayout, device: torch.device) -> None:
     """Give a Parameter the dtype and device it has from here on. Its values are already at the owners."""
-    param.grad = None
-    empty = torch.empty(param.shape, dtype=unit.dtype, device=device)
-    if param.is_meta:
-        materialise(param, empty)
-    else:
-        param.data = empty
+    with plain():
+        param.grad = None
+        empty = torch.empty(param.shape, dtype=unit.dtype, device=device)
+        if param.is_meta:
+            materialise(param, empty)
+        else:
+            param.data = empty
 
 
 def _hook(model: nn.Module, plan: UnitPlan, engine: Engine, config: ZeroConfig) -> None:
@@ -468,7 +473,7 @@ def _hook(model: nn.Module, plan: UnitPlan, engine: Engine, config: ZeroConfig) 
         hook_state_dict_loads(module, engine.loading.begin, engine.end_load)
         if any(True for _ in module.parameters(recurse=False)):
             module.register_state_dict_post_hook(CopyEntries(module))  # type: ignore[no-untyped-call]
-    _cast_inputs(model, config)
+    _cast_inputs(model, engine, config)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -478,13 +483,15 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 setattr(module, name, buffer.to(device))
 
 
-def _cast_inputs(model: nn.Module, config: ZeroConfig) -> None:
-    """Cast floating inputs of the root, and under keep_fp32 those of every module whose parameters share one dtype."""
+def _cast_inputs(model: nn.Module, engine: Engine, config: ZeroConfig) -> None:
+    """Cast floating inputs of the root, and under keep_fp32 those of every module whose parameters share one dtype,
+    opaque ones aside."""
     compute = COMPUTE_DTYPES[config.precision]
     if compute is torch.float32:
         return
     model.register_forward_pre_hook(CastInputs(model, compute), with_kwargs=True, prepend=True)
+    opaque = {id(param) for unit in engine.units if unit.layout.opaque for param in unit.params}
     for module in model.modules() if config.keep_fp32 else ():
-        dtypes = {p.dtype for p in module.parameters(recurse=False)}
+        dtypes = {p.dtype for p in module.parameters(recurse=False) if id(p) not in opaque}
         if len(dtypes) == 1 and module is not model:
             module.register_forward_pre_hook(CastInputs(module, dtypes.pop()), with_kwargs=True, prepend=True)

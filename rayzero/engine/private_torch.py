@@ -48,6 +48,17 @@ def storage_keys(tensors: Sequence[Tensor]) -> list[int]:
     return [tensor.untyped_storage()._cdata for tensor in tensors]
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a dense tensor has a storage whose bytes can be taken; one on the meta device counts. False for a tensor
+    subclass that wraps other tensors (torchao's, DTensor)."""
+    try:
+        with plain():
+            tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # "invalid python storage"
+        return False
+    return True
+
+
 use_count: Callable[[int], int] = _C._storage_Use_Count
 """How many C++ owners the storage with this key has: :data:`AT_REST` when only its parameter holds it."""
 

@@ -22,6 +22,12 @@ from rayzero.errors import ConfigError
 ALIGN = 64  # elements
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_BYTES = (
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+    torch.bool, torch.float64, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2,
+    torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+)  # fmt: skip
+_OPAQUE_DTYPES = _DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in _BYTES}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -29,12 +35,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_from_name(name: str) -> torch.dtype:
-    """The inverse of ``dtype_name`` for the dtypes that a unit may have. Raises ConfigError for any other name."""
+def dtype_from_name(name: str, *, opaque: bool = False) -> torch.dtype:
+    """The inverse of ``dtype_name`` for the dtypes that a unit may have, or an opaque unit. Raises ConfigError for any
+    other name."""
+    known = _OPAQUE_DTYPES if opaque else _DTYPES
     try:
-        return _DTYPES[name]
+        return known[name]
     except KeyError:
-        raise ConfigError(f"dtype {name!r} is not one of {sorted(_DTYPES)}") from None
+        raise ConfigError(f"dtype {name!r} is not one of {sorted(known)}") from None
+
+
+def is_unit_dtype(dtype: torch.dtype, *, opaque: bool = False) -> bool:
+    """Whether a unit may have ``dtype``, or an opaque unit."""
+    return dtype_name(dtype) in (_OPAQUE_DTYPES if opaque else _DTYPES)
 
 
 def loses_bits(values: torch.dtype, kept: torch.dtype) -> bool:
@@ -82,6 +95,7 @@ class UnitLayout:
     slots: tuple[ParamSlot, ...]
     frozen_master: bool = False  # frozen, and ``dtype`` cannot hold its values exactly: owners keep them in fp32 too
     codec: str = "none"  # codecs/: how owners keep its published parameters; only frozen units have one
+    opaque: bool = False  # frozen, and its bytes need not be its values: neither converted nor encoded with loss
 
     @property
     def is_coded(self) -> bool:
@@ -218,6 +232,7 @@ class ModelLayout:
                 }
                 | ({"frozen_master": True} if unit.frozen_master else {})
                 | ({"codec": unit.codec} if unit.is_coded else {})
+                | ({"opaque": True} if unit.opaque else {})
                 for unit in self.units
             ],
         }
@@ -229,11 +244,12 @@ class ModelLayout:
             lay_out_unit(
                 index,
                 unit["name"],
-                dtype_from_name(unit["dtype"]),
+                dtype_from_name(unit["dtype"], opaque=unit.get("opaque", False)),
                 unit["trainable"],
                 [(name, tuple(shape)) for name, shape in unit["params"]],
                 frozen_master=unit.get("frozen_master", False),
                 codec=unit.get("codec", "none"),
+                opaque=unit.get("opaque", False),
             )
             for index, unit in enumerate(described["units"])
         )
@@ -249,6 +265,7 @@ def lay_out_unit(
     *,
     frozen_master: bool = False,
     codec: str = "none",
+    opaque: bool = False,
 ) -> UnitLayout:
     """Place parameters (name, shape) one after another, with each slot aligned and padded to ``ALIGN``."""
     slots: list[ParamSlot] = []
@@ -265,6 +282,7 @@ def lay_out_unit(
         slots=tuple(slots),
         frozen_master=frozen_master,
         codec=codec,
+        opaque=opaque,
     )
 
 

@@ -318,15 +318,10 @@ def holding(parameter: Any, **more: Any) -> nn.Module:
     return model
 
 
-def frozen_int() -> nn.Parameter:
-    return nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
-
-
 @pytest.mark.parametrize(
     ("make", "why"),
     [
         (lambda: nn.Parameter(torch.zeros(2, dtype=torch.complex64)), "complex64.*real"),
-        (frozen_int, "int64.*buffer"),
         (lambda: nn.Parameter(torch.zeros(2, dtype=torch.float64)), "float64.*float32"),
         (lambda: nn.Parameter(torch.zeros(1).expand(4)), "expanded.*clone"),
         (lambda: nn.Parameter(torch.eye(3).to_sparse()), "layout torch.sparse_coo"),

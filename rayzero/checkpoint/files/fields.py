@@ -127,7 +127,9 @@ def _layout(value: Any) -> None:
 
 def _unit(described: Mapping[str, Any], names: set[str]) -> None:
     text(get(described, "name"), "a unit's name")
-    dtype_from_name(text(get(described, "dtype"), "a unit's dtype"))
+    if not isinstance(described.get("opaque", False), bool):
+        raise _wrong(described["opaque"], "opaque", "true or false")
+    dtype_from_name(text(get(described, "dtype"), "a unit's dtype"), opaque=described.get("opaque", False))
     if not isinstance(get(described, "trainable"), bool):
         raise _wrong(described["trainable"], "trainable", "true or false")
     if not isinstance(described.get("frozen_master", False), bool):

@@ -42,6 +42,7 @@ class Param:
 
     decl: WeightDecl
     trained: bool = True
+    opaque: bool = False  # its bytes need not be its values: it is never cast
     states: tuple[str, ...] = ()  # optimizer states of the parameter's shape, in fp32, sorted
     updates: int = 0  # how many it has had
 
@@ -70,6 +71,15 @@ class Content:
         """Every tensor of a state dict by its name: parameters, their other names, and buffers."""
         own = {name: param.decl for name, param in self.params.items()}
         return own | {alias: own[name] for alias, name in self.tied.items()} | dict(self.buffers)
+
+    def cast_dtype(self, name: str, dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype in which a tensor of ``decls`` is written where ``dtype`` was asked for: parameters in floating
+        point are cast to it, buffers and opaque parameters are not. None: nothing is cast. Raises UnsupportedError as
+        ``WeightDecl.torch_dtype``."""
+        given = self.decls[name].torch_dtype(name)
+        param = self.params.get(self.tied.get(name, name))
+        casts = param is not None and not param.opaque and given.is_floating_point
+        return dtype if casts and dtype is not None else given
 
     @property
     def has_states(self) -> bool:

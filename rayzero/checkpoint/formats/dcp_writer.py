@@ -89,8 +89,7 @@ def _entries(reader: Reader, dtype: torch.dtype | None) -> Iterator[tuple[tuple[
     """(keys in the state dict, a tensor to read or a plain value)."""
     content = reader.content
     for name, decl in content.decls.items():
-        given = decl.torch_dtype(name)
-        cast = dtype if dtype is not None and name not in content.buffers and given.is_floating_point else given
+        cast = content.cast_dtype(name, dtype)
         yield (_MODEL, name), _Values(reader, content.tied.get(name, name), WEIGHT, decl.shape, cast)
     for name, param in content.params.items():
         for kind in param.states:

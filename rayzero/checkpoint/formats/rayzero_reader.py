@@ -45,6 +45,7 @@ class RayZeroReader:
         return Param(
             decl=WeightDecl(slot.shape, dtype_name(torch.float32 if unit.has_master else unit.dtype)),
             trained=unit.trainable,
+            opaque=unit.opaque,
             states=tuple(sorted(held)) if states else (),
             updates=self._reader.slot_step(slot.name),
         )

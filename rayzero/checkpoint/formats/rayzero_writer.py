@@ -108,20 +108,27 @@ def kinds_of(content: Content, optimizer: str) -> tuple[str, ...]:
 
 
 def layout_of(content: Content) -> ModelLayout:
-    """A unit for what is trained, and one for each dtype of what is frozen."""
-    units: dict[tuple[bool, str], list[tuple[str, tuple[int, ...]]]] = {}
+    """A unit for what is trained, and one for each dtype of what is frozen, opaque parameters apart."""
+    units: dict[tuple[bool, bool, str], list[tuple[str, tuple[int, ...]]]] = {}
     for name, param in content.params.items():
-        if param.decl.dtype not in _EXACT:
+        if not param.opaque and param.decl.dtype not in _EXACT:
             raise UnsupportedError(
                 f"parameter {name!r} is {param.decl.dtype}, and a RayZero checkpoint holds {', '.join(_EXACT)}; "
                 "convert the source first"
             )
-        key = (True, "float32") if param.trained else (False, param.decl.dtype)
+        key = (True, False, "float32") if param.trained else (False, param.opaque, param.decl.dtype)
         units.setdefault(key, []).append((name, param.decl.shape))
     return ModelLayout(
         units=tuple(
-            lay_out_unit(i, f"{'model' if trained else 'frozen'}:{dtype}", dtype_from_name(dtype), trained, params)
-            for i, ((trained, dtype), params) in enumerate(units.items())
+            lay_out_unit(
+                i,
+                f"{'model' if trained else 'opaque' if opaque else 'frozen'}:{dtype}",
+                dtype_from_name(dtype, opaque=opaque),
+                trained,
+                params,
+                opaque=opaque,
+            )
+            for i, ((trained, opaque, dtype), params) in enumerate(units.items())
         ),
         shard_numel=_SHARD_NUMEL,
     )

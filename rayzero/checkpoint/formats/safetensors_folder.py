@@ -159,11 +159,11 @@ def file_names(count: int) -> list[str]:
 def write_safetensors(reader: Reader, folder: Path, *, dtype: torch.dtype | None, max_bytes: int) -> list[Path]:
     """Write parameters, their other names, and buffers into ``folder``, which exists; returns the files.
 
-    dtype: what floating-point parameters are cast to; None keeps them. Buffers keep their dtype. max_bytes: the most
+    dtype: what floating-point parameters are cast to; None keeps them (``Content.cast_dtype``). max_bytes: the most
     tensor bytes of one file, unless one tensor alone has more. With more than one file, an index says which tensor is
     where. At most ``PART`` elements are in memory at a time, if the source reads no more. Each file is fsynced."""
     content = reader.content
-    decls = {name: _stored(name, decl, content, dtype) for name, decl in content.decls.items()}
+    decls = {name: TensorDecl(decl.shape, content.cast_dtype(name, dtype)) for name, decl in content.decls.items()}
     planned = file_plan({name: decl.size_bytes for name, decl in decls.items()}, max_bytes)
     names = file_names(len(planned))
     for file, held in zip(names, planned, strict=True):
@@ -171,12 +171,6 @@ def write_safetensors(reader: Reader, folder: Path, *, dtype: torch.dtype | None
     if len(names) > 1:
         replace_file(folder / INDEX_FILE, _index_text(names, planned, decls))
     return [folder / name for name in names]
-
-
-def _stored(name: str, decl: WeightDecl, content: Content, dtype: torch.dtype | None) -> TensorDecl:
-    given = decl.torch_dtype(name)
-    cast = dtype is not None and name not in content.buffers and given.is_floating_point
-    return TensorDecl(decl.shape, dtype if cast and dtype is not None else given)
 
 
 def _write_file(reader: Reader, path: Path, decls: Mapping[str, TensorDecl]) -> None:

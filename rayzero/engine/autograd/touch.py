@@ -11,6 +11,7 @@ and torch's own ``clip_grad_norm_`` would silently clip nothing.
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 from rayzero.engine.private_torch import storage_key
 from rayzero.errors import GradientAccessError, UnsupportedError
 from rayzero.modes import outside_modes
-from rayzero.tensor_metadata import METADATA, AbsentParameter, plain
+from rayzero.tensor_metadata import METADATA, AbsentParameter, own_class, plain
 
 _GRAD: Any = Tensor.grad
 _GET_GRAD = _GRAD.__get__
@@ -164,15 +165,21 @@ class ShardedParameter(AbsentParameter):
                 param.copy_(value.clone() if _shares(param, value) else value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain Parameter with the full values: no engine owns a copy."""
+        """A Parameter of its own class with the full values: no engine owns a copy."""
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+            memo[id(self)] = self._copied(memo)
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as a plain Parameter with the full values."""
-        copied: Any = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        """Pickles as a copy of its own class with the full values."""
+        copied: Any = self._copied({})
         return copied.__reduce_ex__(protocol)
+
+    def _copied(self, memo: dict[int, Any]) -> nn.Parameter:
+        if own_class(self) is nn.Parameter:
+            return nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        with self.toucher.touched([self.unit]):
+            return copy.deepcopy(self, memo)  # as its own class, which it has in here, copies
 
 
 ShardedParameter.family = ShardedParameter

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.state_values import unpack
-from rayzero.engine.checkpoint.save import check_resume, of_model
+from rayzero.engine.checkpoint.save import check_resume, of_model, widest_kind
 from rayzero.engine.context import get_context
 from rayzero.engine.engine import Engine
 from rayzero.engine.loop.rank_state import names_of
@@ -25,7 +25,7 @@ from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.errors import CheckpointError
 from rayzero.kernels.optimizer_class import State
 from rayzero.layout.model_layout import ParamSlot
-from rayzero.protocol.messages import COMPUTE, MASTER, STEP
+from rayzero.protocol.messages import STEP
 
 
 def load_checkpoint(optimizer: ZeroOptimizer, directory: Path | str) -> None:
@@ -50,7 +50,7 @@ def load_checkpoint(optimizer: ZeroOptimizer, directory: Path | str) -> None:
         engine.drain()
         engine.cache.write_back()
         for unit in engine.units:
-            engine.values.load(unit, {i: _value(reader, unit, slot) for i, slot in enumerate(unit.layout.slots)})
+            engine.values.load(unit, {i: _value(reader, slot) for i, slot in enumerate(unit.layout.slots)})
         write_states(engine, form, states)
         fill_buffers(engine.model, reader.buffers(file))
     ResumedGroups(state["groups"], names_of(engine.model), str(directory)).restore(optimizer.param_groups)
@@ -80,9 +80,8 @@ def _described(param: tuple[tuple[int, ...], bool] | None) -> str:
     return "nothing" if param is None else f"a {'trained' if param[1] else 'frozen'} parameter of shape {param[0]}"
 
 
-def _value(reader: CheckpointReader, unit: ParamUnit, slot: ParamSlot) -> Tensor:
-    kind = MASTER if unit.layout.trainable else COMPUTE
-    return reader.read_slice(slot.name, kind, 0, slot.numel).view(slot.shape)
+def _value(reader: CheckpointReader, slot: ParamSlot) -> Tensor:
+    return reader.read_slice(slot.name, widest_kind(reader, slot.name), 0, slot.numel).view(slot.shape)
 
 
 class _SavedStates(Mapping[int, State]):

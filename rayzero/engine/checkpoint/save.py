@@ -41,6 +41,7 @@ from rayzero.engine.loop.rank_state import (
 from rayzero.engine.optimizer.param_groups import ResumedGroups, saved_groups
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.meta import fill_buffers
+from rayzero.engine.start.opaque import require_same_form
 from rayzero.errors import (
     CheckpointAbandonedError,
     CheckpointError,
@@ -412,7 +413,7 @@ def check_resume(resume: Path | None, model: nn.Module) -> None:
     if resume is None:
         return
     _require_model(resume)
-    known, tied = {name for name, _ in model.named_parameters()}, tied_names(model)
+    known, tied = dict(model.named_parameters()), tied_names(model)
     with CheckpointReader(resume) as reader:
         for unit in reader.layout.units:
             for slot in unit.slots:
@@ -423,6 +424,8 @@ def check_resume(resume: Path | None, model: nn.Module) -> None:
                         f"{reader.directory} has a parameter {slot.name!r} of shape {slot.shape}, but the model has "
                         f"none of that name; it is a checkpoint of another model"
                     )
+                else:
+                    require_same_form(reader, unit, slot, known[slot.name])
 
 
 def _check_tied(reader: CheckpointReader, slot: ParamSlot, name: str) -> None:
@@ -430,7 +433,7 @@ def _check_tied(reader: CheckpointReader, slot: ParamSlot, name: str) -> None:
     checkpoint that was converted from a format without ties has both."""
     for start in range(0, slot.numel, _PART):
         stop = min(start + _PART, slot.numel)
-        ours, theirs = (reader.read_slice(each, _widest(reader, each), start, stop) for each in (slot.name, name))
+        ours, theirs = (reader.read_slice(each, widest_kind(reader, each), start, stop) for each in (slot.name, name))
         if not torch.equal(ours, theirs):
             raise CheckpointError(
                 f"{reader.directory} has different values for {slot.name!r} and {name!r}, which are one tied parameter "
@@ -438,7 +441,9 @@ def _check_tied(reader: CheckpointReader, slot: ParamSlot, name: str) -> None:
             )
 
 
-def _widest(reader: CheckpointReader, name: str) -> str:
+def widest_kind(reader: CheckpointReader, name: str) -> str:
+    """The kind of a parameter's widest values in a checkpoint. Whether what is frozen has a master may have changed
+    since."""
     return MASTER if MASTER in reader.kinds(name) else COMPUTE
 
 

@@ -19,9 +19,10 @@ from rayzero.checkpoint.fit import Wanted, misfits
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.weights import NamedWeights, Weights
 from rayzero.engine.start.meta import fill_buffers
+from rayzero.engine.start.opaque import require_own_bytes
 from rayzero.engine.start.unit_init import Init, UnitInit
 from rayzero.engine.start.weight_stream import Load, require_fit, take_stream, unit_vector
-from rayzero.engine.units.partition import UnitPlan
+from rayzero.engine.units.partition import UnitPlan, is_opaque
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.layout.model_layout import UnitLayout, dtype_name
 
@@ -59,6 +60,10 @@ class Start:
         self._check_sources(weights)
         if not held:
             self._check_values(rank)
+        if not held and rank == 0 and self._weights is not None:
+            for name in filter(self._given, self._params):
+                if is_opaque(self._params[name]):
+                    require_own_bytes(self._weights, name, self._params[name], self._value(name))
 
     # ---- checks
 
@@ -144,7 +149,12 @@ def wanted_by(model: nn.Module) -> list[Wanted]:
                 names.setdefault(id(tensor), []).append(dot + name)
                 tensors[id(tensor)] = tensor
     return [
-        Wanted(names=tuple(names[key]), shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
+        Wanted(
+            names=tuple(names[key]),
+            shape=tuple(tensor.shape),
+            dtype=dtype_name(tensor.dtype),
+            exact=isinstance(tensor, nn.Parameter) and is_opaque(tensor),
+        )
         for key, tensor in tensors.items()
     ]
 

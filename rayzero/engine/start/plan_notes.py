@@ -64,7 +64,7 @@ def _tell_coded(layout: ModelLayout, config: ZeroConfig) -> None:
 
 def _tell_rounded(layout: ModelLayout, params: Mapping[str, nn.Parameter]) -> None:
     """Frozen parameters whose fp32 values are lost (``frozen_masters=False``)."""
-    exact = [unit for unit in layout.units if not unit.has_master and not codec_of(unit).lossy]
+    exact = [unit for unit in layout.units if not (unit.has_master or unit.opaque or codec_of(unit).lossy)]
     frozen = [(slot, unit) for unit in exact for slot in unit.slots]
     rounded = [(slot, unit) for slot, unit in frozen if loses_bits(params[slot.name].dtype, unit.dtype)]
     if rounded:

@@ -117,7 +117,8 @@ class UnitInit:
         params = [self._params[slot.name] for slot in unit.slots]
         self._bring([param for param in params if isinstance(param, self._absent)])
         for slot, param in zip(unit.slots, params, strict=True):
-            if id(param) in self._empty and not self._given(slot.name) and _is_unwritten(param.detach()):
+            given = id(param) not in self._empty or self._given(slot.name)
+            if not given and _is_unwritten(param.detach(), opaque=unit.opaque):
                 raise UnsupportedError(
                     f"init left parameter {slot.name!r} unwritten, or wrote NaN into it; it is on the meta device and "
                     "has no other value. Have init write it, or pass weights="
@@ -180,8 +181,8 @@ def _unwritten(like: Tensor) -> Tensor:
     return tensor
 
 
-def _is_unwritten(tensor: Tensor) -> bool:
-    if tensor.is_floating_point():
+def _is_unwritten(tensor: Tensor, *, opaque: bool = False) -> bool:
+    if tensor.is_floating_point() and not opaque:
         return bool(tensor.isnan().any())
     return tensor._version == 0 and tensor.numel() > 0
 

@@ -12,6 +12,7 @@ from rayzero.checkpoint.files.tensor_file import tensor_digest
 from rayzero.checkpoint.fit import Wanted, misfits
 from rayzero.checkpoint.formats.content import WeightDecl
 from rayzero.checkpoint.weights import Weights, declare_weight
+from rayzero.engine.start.opaque import require_own_bytes
 from rayzero.engine.units.partition import UnitPlan
 from rayzero.errors import CheckpointError
 from rayzero.layout.model_layout import UnitLayout
@@ -57,7 +58,9 @@ def take_stream(
         require_fit("the stream of weights", model, problems)
         if one is not None:
             first = next(alias for alias in one.names if alias in tensors)
-            if isinstance(tensors[first], nn.Parameter):
+            held = tensors[first]
+            if isinstance(held, nn.Parameter):
+                require_own_bytes("the stream of weights", first, held, tensor)
                 gathered.take(first, tensor)
             else:
                 buffers[first] = tensor.detach().clone()

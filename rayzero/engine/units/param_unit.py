@@ -33,7 +33,7 @@ from rayzero.engine.private_torch import (
 from rayzero.engine.units.fetch import Fetching, Waited
 from rayzero.engine.units.residency import UnitBuffer
 from rayzero.layout.model_layout import UnitLayout
-from rayzero.tensor_metadata import plain
+from rayzero.tensor_metadata import absent_class, plain
 
 
 class UnitState(Enum):
@@ -64,13 +64,14 @@ class ParamUnit:
 
     def __init__(self, layout: UnitLayout, params: list[nn.Parameter], guard: type[nn.Parameter]) -> None:
         """``params``: one per slot, each on the device in the unit's dtype. Their storages are replaced; their
-        values are gone after this."""
+        values are gone after this. ``guard``: their class while their first use must be noticed (touch.py); that of
+        opaque ones is made of it and their own."""
         self.layout = layout
         self.index = layout.index
         self.name = layout.name
         self.size_bytes = layout.size_bytes
         self.params = params
-        self.guard = guard  # the Parameters' class while their first use must be noticed (touch.py)
+        self._classes = _classes(layout, params, guard)
         self.state = S.SHARDED
         self.fetching: Fetching | None = None
         self.buffer: UnitBuffer | None = None  # while UNSHARDED. freed by: reshard()
@@ -79,7 +80,8 @@ class ParamUnit:
         self.open_calls = 0  # running forward calls and touches
         self.storages = [_own_storage(param) for param in params]
         self.keys = [storage_key(storage) for storage in self.storages]
-        self._aliases = [param.detach() for param in params]  # plain tensors over the same storages and versions
+        with plain():
+            self._aliases = [param.detach() for param in params]  # plain tensors over the same storages and versions
         self._filled = [i for i, slot in enumerate(layout.slots) if slot.numel]
         self._outdated = 0  # how often the engine raised the Parameters' version counters itself
         self._written = self.writes()
@@ -161,9 +163,8 @@ class ParamUnit:
         if self.guarded is on:
             return
         self.guarded = on
-        kind = self.guard if on else nn.Parameter
-        for param in self.params:
-            param.__class__ = kind
+        for param, (own, guard) in zip(self.params, self._classes, strict=True):
+            param.__class__ = guard if on else own
 
     def _outdate(self) -> None:
         """Make autograd refuse Parameters that it saved without a handle. [Note: use count]"""
@@ -219,10 +220,20 @@ class ParamUnit:
         return cast(Tensor, other.set_(self.storages[slot], like.offset, like.size, like.stride))
 
 
+def _classes(
+    layout: UnitLayout, params: Sequence[nn.Parameter], guard: type[nn.Parameter]
+) -> list[tuple[type[nn.Parameter], type[nn.Parameter]]]:
+    """For each Parameter its class while the unit is up, and while its first use must be noticed."""
+    own = [type(param) if layout.opaque else nn.Parameter for param in params]
+    guards = {kind: absent_class(guard, kind) for kind in own}
+    return [(kind, guards[kind]) for kind in own]
+
+
 def _own_storage(param: nn.Parameter) -> torch.UntypedStorage:
     """Give ``param`` a contiguous storage of its own, empty. Its size, dtype and device stay as they are."""
-    param.data = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-    storage = param.untyped_storage()
+    with plain():
+        param.data = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+        storage = param.untyped_storage()
     if param.numel():
         swap_bytes(storage, empty_storage(param.device))
     return storage

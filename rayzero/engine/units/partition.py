@@ -9,6 +9,11 @@ encloses it, else to the root unit. With ``units="auto"`` the unit modules are
 
 [Note: siblings] A unit has one dtype and is all trained or all frozen, so a unit module with mixed parameters
 gets several units: ``layers.0``, ``layers.0:float32``, ``layers.0:frozen``, ``layers.0:frozen:float32``.
+
+[Note: opaque] A dtype says what the bytes of a plain Parameter in floating point mean, and it may be converted. A
+Parameter of another class may hold anything (4-bit codes in the bytes of a bfloat16), with the key to it among the
+attributes of the object; integers and floats of 8 bits mean what the module does with them. Frozen, these are *opaque*:
+they keep their dtype and every bit of it, in units of their own: ``layers.0:opaque:uint8``.
 """
 
 from __future__ import annotations
@@ -23,10 +28,21 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rayzero.codecs import codec_for
+from rayzero.engine.private_torch import has_memory
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.layout.model_layout import ModelLayout, dtype_from_name, dtype_name, lay_out_unit, loses_bits
+from rayzero.layout.model_layout import (
+    ModelLayout,
+    dtype_from_name,
+    dtype_name,
+    is_unit_dtype,
+    lay_out_unit,
+    loses_bits,
+)
+from rayzero.tensor_metadata import class_name, own_class
 
 ROOT = ""  # the model itself, as named_modules() names it
+
+_NUMBERS = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128}
 
 UnitRule = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
@@ -66,7 +82,8 @@ def build_layout(
     frozen_codec: how owners keep the published parameters of frozen units whose dtype it takes (codecs/).
 
     A tied parameter is laid out under its first name. Raises UnsupportedError, naming the parameter, for complex,
-    integer, float64, sparse, lazy, expanded and overlapping ones; ConfigError for settings that match nothing.
+    float64, sparse, lazy, expanded and overlapping ones, and for tensors around other tensors; ConfigError for
+    settings that match nothing. [Note: opaque]
     """
     tree = _ModuleTree(model)
     found = _collect(model, tree, compute_dtype, keep_fp32, frozen_masters)
@@ -82,7 +99,8 @@ def build_layout(
                 key.trainable,
                 [(p.name, tuple(p.tensor.shape)) for p in group],
                 frozen_master=group[0].frozen_master,
-                codec="none" if key.trainable else codec_for(frozen_codec, key.dtype).name,
+                codec=_codec(key, frozen_codec),
+                opaque=key.opaque,
             )
             for i, (key, group) in enumerate(groups.items())
         ),
@@ -90,6 +108,11 @@ def build_layout(
     )
     modules = tuple(key.module for key in groups)
     return UnitPlan(layout=layout, modules=modules, units_of_module=_units_of_module(tree, found, unit_modules, groups))
+
+
+def _codec(key: _Key, frozen_codec: str) -> str:
+    codec = codec_for(frozen_codec, key.dtype)
+    return "none" if key.trainable or (key.opaque and codec.lossy) else codec.name
 
 
 def _shard_numel(shard_bytes: int) -> int:
@@ -144,10 +167,13 @@ class _Found:
     dtype: torch.dtype
     kept: bool  # its dtype is not the compute dtype
     frozen_master: bool
+    opaque: bool
     holders: tuple[str, ...]
 
     @property
     def suffix(self) -> str:
+        if self.opaque:
+            return f":opaque:{dtype_name(self.dtype)}"
         frozen = "" if self.tensor.requires_grad else ":frozen:master" if self.frozen_master else ":frozen"
         return frozen + (f":{dtype_name(self.dtype)}" if self.kept else "")
 
@@ -169,14 +195,19 @@ def _collect(
         _refuse(name, parameter)
         holders = tuple(alias.rpartition(".")[0] for alias in names[id(parameter)])
         kept = any(fnmatchcase(module, pattern) for module in tree.enclosing(holders[0]) for pattern in keep_fp32)
-        dtype = torch.float32 if kept else compute_dtype
+        opaque = is_opaque(parameter)
+        dtype = parameter.dtype if opaque else torch.float32 if kept else compute_dtype
         found.append(
             _Found(
                 name=name,
                 tensor=parameter,
                 dtype=dtype,
                 kept=dtype is not compute_dtype,
-                frozen_master=frozen_masters and not parameter.requires_grad and loses_bits(parameter.dtype, dtype),
+                frozen_master=frozen_masters
+                and not parameter.requires_grad
+                and not opaque
+                and loses_bits(parameter.dtype, dtype),
+                opaque=opaque,
                 holders=holders,
             )
         )
@@ -193,13 +224,24 @@ def _require_matches(tree: _ModuleTree, patterns: Sequence[str]) -> None:
             raise ConfigError(f"keep_fp32 pattern {pattern!r} matches no module name of the model{hint}")
 
 
+def is_opaque(parameter: nn.Parameter) -> bool:
+    """Whether a Parameter's bytes need not be its values. [Note: opaque]"""
+    return not parameter.requires_grad and (own_class(parameter) is not nn.Parameter or parameter.dtype not in _NUMBERS)
+
+
 def _refuse(name: str, parameter: nn.Parameter) -> None:
     """Raise UnsupportedError for a parameter that cannot be laid out."""
     if is_lazy(parameter):
         raise UnsupportedError(f"parameter {name!r} is not initialized yet; run one forward of the lazy modules first")
     if parameter.layout != torch.strided:
         raise UnsupportedError(f"parameter {name!r} has layout {parameter.layout}; only dense parameters are supported")
-    if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if not has_memory(parameter):
+        raise UnsupportedError(
+            f"parameter {name!r} is a {class_name(parameter)}, which wraps other tensors and has no memory that could "
+            "be handed to the owners; leave it a plain Parameter (if frozen, cpu_compression='int8' or 'quantization' "
+            "keeps it in as few bytes), or quantize with bitsandbytes"
+        )
+    if not is_unit_dtype(parameter.dtype, opaque=is_opaque(parameter)):
         instead = {True: "hold its real and imaginary parts as real parameters"}.get(parameter.is_complex())
         instead = instead or ("convert it to float32" if parameter.is_floating_point() else "make it a buffer")
         raise UnsupportedError(
@@ -310,6 +352,7 @@ class _Key:
     module: str
     suffix: str
     trainable: bool
+    opaque: bool
     dtype: torch.dtype
 
     def unit_name(self, tree: _ModuleTree) -> str:
@@ -322,7 +365,13 @@ def _group(tree: _ModuleTree, found: Sequence[_Found], chosen: Mapping[str, None
     groups: dict[_Key, list[_Found]] = {}
     for one in found:
         module = tree.innermost(one.holders[0], chosen)
-        key = _Key(module=module, suffix=one.suffix, trainable=one.tensor.requires_grad, dtype=one.dtype)
+        key = _Key(
+            module=module,
+            suffix=one.suffix,
+            trainable=one.tensor.requires_grad,
+            opaque=one.opaque,
+            dtype=one.dtype,
+        )
         groups.setdefault(key, []).append(one)
     place = {module: i for i, module in enumerate((ROOT, *chosen))}
     order = sorted(groups, key=lambda key: (place[key.module], not key.trainable, key.suffix))

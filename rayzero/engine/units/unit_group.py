@@ -71,6 +71,7 @@ class UnitGroup:
         group = self._group
         if group is None:
             raise RuntimeError("the group has ended")
+        whole = whole.view(torch.uint8)  # gloo does not know every dtype
         part = whole.numel() // self.size
         all_gather_into(group, whole, whole[self.place * part : (self.place + 1) * part])
 
