@@ -57,7 +57,11 @@ def from_bytes(content: bytes) -> dict[str, Any]:
         tensors = {}
         for name, dtype, shape in described:
             size = math.prod(shape) * DTYPES[dtype].itemsize
-            flat = torch.frombuffer(bytearray(content[at : at + size]), dtype=DTYPES[dtype]) if size else torch.empty(0)
+            flat = (
+                torch.frombuffer(bytearray(content[at : at + size]), dtype=DTYPES[dtype])
+                if size
+                else torch.empty(0, dtype=torch.float32, device="cpu")
+            )
             tensors[name] = flat.to(DTYPES[dtype]).view(shape)
             at += size
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
