@@ -66,8 +66,8 @@ class Peer:
                 )
             except ImportError:
                 return None
-            parameter = torch.nn.Parameter(torch.zeros(8192))
-            parameter.grad = torch.zeros(8192)
+            parameter = torch.nn.Parameter(torch.zeros(8192, dtype=torch.float32, device="cpu"))
+            parameter.grad = torch.zeros(8192, dtype=torch.float32, device="cpu")
             found([parameter], **HYPER).step()
         return found
 
@@ -106,18 +106,23 @@ def make_memory(count: int, moments: str = "fp32") -> AdamMemory:
     """Adam's memory of ``count`` elements, fp32 with bf16 parameters; all pages are touched."""
     dtype = CODED.get(moments, torch.float32)
     return AdamMemory(
-        master=torch.randn(count),
-        exp_avg=torch.zeros(count, dtype=dtype),
-        exp_avg_sq=torch.zeros(count, dtype=dtype),
+        master=torch.randn(count, dtype=torch.float32, device="cpu"),
+        exp_avg=torch.zeros(count, dtype=dtype, device="cpu"),
+        exp_avg_sq=torch.zeros(count, dtype=dtype, device="cpu"),
         max_exp_avg_sq=None,
-        params=torch.zeros(count, dtype=torch.bfloat16),
-        scales=(torch.zeros(count // BLOCK), torch.zeros(count // BLOCK)) if moments in CODED else None,
+        params=torch.zeros(count, dtype=torch.bfloat16, device="cpu"),
+        scales=(
+            torch.zeros(count // BLOCK, dtype=torch.float32, device="cpu"),
+            torch.zeros(count // BLOCK, dtype=torch.float32, device="cpu"),
+        )
+        if moments in CODED
+        else None,
     )
 
 
 def limit_path(library: NativeLibrary, count: int, threads: int) -> Path:
     """The path of the limit: rewrite three arrays in place."""
-    arrays, team = [torch.randn(count) for _ in range(3)], Team(library, threads)
+    arrays, team = [torch.randn(count, dtype=torch.float32, device="cpu") for _ in range(3)], Team(library, threads)
 
     def run() -> None:
         library.rewrite(team.address, *(array.data_ptr() for array in arrays), count, 1.0, native.TILE)
@@ -177,7 +182,7 @@ def optimizer_path(
     assert memory.params is not None
     params, parameter = memory.params, torch.nn.Parameter(memory.master)
     optimizer = make([parameter], **HYPER)
-    parameter.grad = wide = torch.zeros(gradient.numel())
+    parameter.grad = wide = torch.zeros(gradient.numel(), dtype=torch.float32, device="cpu")
 
     def run() -> None:
         wide.copy_(gradient)
@@ -193,7 +198,7 @@ def quiet(done: int, total: int) -> None:
 
 def make_paths(library: NativeLibrary, count: int, threads: int, *, all_isas: bool) -> list[Path]:
     """All paths that this machine can run, the limit first."""
-    gradient = torch.randn(count).to(torch.bfloat16)
+    gradient = torch.randn(count, dtype=torch.float32, device="cpu").to(torch.bfloat16)
     isas = [native.ISAS[isa] for isa in library.isas[:-1]] if all_isas else []
     block = make_memory(count)
     return [

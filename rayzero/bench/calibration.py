@@ -80,7 +80,7 @@ def measure_machine(cores: int, owner_threads: int) -> Machine:
     before = torch.get_num_threads()
     use_torch_threads(1)
     try:
-        gradient, state = torch.randn(_LARGE).to(torch.bfloat16), make_memory(_LARGE)
+        gradient, state = torch.randn(_LARGE, dtype=torch.float32, device="cpu").to(torch.bfloat16), make_memory(_LARGE)
         segments = [Segment(offset=0, length=_LARGE, ranks=(0,), options=OPTIONS, step=10)]
         kernel, squares = NativeKernel(), NativeSquareSum()
         out = torch.zeros_like(gradient)

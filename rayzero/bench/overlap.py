@@ -86,8 +86,8 @@ class Sleeper(nn.Module):
 
     def __init__(self, numel: int, clock: Clock, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(numel))
-        self.gradient = torch.randn(numel).to(dtype)
+        self.weight = nn.Parameter(torch.randn(numel, dtype=torch.float32, device="cpu"))
+        self.gradient = torch.randn(numel, dtype=torch.float32, device="cpu").to(dtype)
         self.clock = clock
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class SleepingPlayer:
         return {"seconds": seconds, "slept": self._clock.slept_s - slept}
 
     def _backward(self) -> None:
-        self._model(torch.ones(())).backward()
+        self._model(torch.ones((), dtype=torch.float32, device="cpu")).backward()
 
     def _step(self) -> None:
         self._backward()

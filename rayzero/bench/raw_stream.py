@@ -34,7 +34,7 @@ _UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_l
 
 class _Up(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in its stubs only
     def __init__(self, size_bytes: int) -> None:
-        self._out = torch.zeros(size_bytes, dtype=torch.uint8)
+        self._out = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu")
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         """Receive bytes, in a thread."""
@@ -72,7 +72,7 @@ async def _send(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes])
 
 def _serve_socket(listener: socket.socket, size_bytes: int) -> None:
     """Move bytes out of a tensor, or into one, for one client; a byte says which, and one ends what came up."""
-    tensor = torch.zeros(size_bytes, dtype=torch.uint8).numpy().data
+    tensor = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu").numpy().data
     connection, _ = listener.accept()
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while direction := connection.recv(1):
@@ -119,7 +119,7 @@ class RawPlayer:
         self._socket = None if shown else socket.create_connection(("127.0.0.1", ports[2]))
         self._up, self._up_kept = (up.stream_unary(path, bytes, bytes) for path in (_UP, _UP_KEPT))
         self._down = down.unary_stream(_DOWN, bytes, bytes)
-        self._out = torch.zeros(size_bytes, dtype=torch.uint8)
+        self._out = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu")
         self._size, self._chunks, self._pid = size_bytes, chunks, pid
 
     def play(self, turn: Turn) -> dict[str, Any]:

@@ -63,9 +63,11 @@ class StorePlayer:
         self._store, self._units = store, spec.layout.units
         self._step = store.attach(spec).version
         for unit in self._units:
-            store.load(unit.index, torch.randn(unit.numel)).result()
-        self._out = [torch.zeros(unit.numel, dtype=unit.dtype) for unit in self._units]
-        self._grads = [torch.randn(unit.numel).to(unit.dtype) for unit in self._units]
+            store.load(unit.index, torch.randn(unit.numel, dtype=torch.float32, device="cpu")).result()
+        self._out = [torch.zeros(unit.numel, dtype=unit.dtype, device="cpu") for unit in self._units]
+        self._grads = [
+            torch.randn(unit.numel, dtype=torch.float32, device="cpu").to(unit.dtype) for unit in self._units
+        ]
 
     def play(self, turn: Turn) -> dict[str, Any]:
         """Returns the cost of every step, by verb and size in bytes; the first step does not count."""

@@ -96,7 +96,7 @@ def _load_what_training_loads() -> None:
     memory."""
     layer = torch.nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
-    layer(torch.ones(1, 8)).sum().backward()
+    layer(torch.ones(1, 8, dtype=torch.float32, device="cpu")).sum().backward()
     torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
     optimizer.step()
 

@@ -60,9 +60,11 @@ class Work:
         """The rank's tokens of a step, (batch, seq + 1) int64: sequences with a random start and stride, so that the
         loss can fall."""
         draw = random.Random(1000 * step + rank)
-        starts = torch.tensor([[draw.randrange(_PERIOD)] for _ in range(self.batch)])
-        strides = torch.tensor([[draw.randrange(1, _PERIOD)] for _ in range(self.batch)])
-        tokens = (starts + strides * torch.arange(self.seq + 1)) % _PERIOD
+        starts = torch.tensor([[draw.randrange(_PERIOD)] for _ in range(self.batch)], dtype=torch.int64, device="cpu")
+        strides = torch.tensor(
+            [[draw.randrange(1, _PERIOD)] for _ in range(self.batch)], dtype=torch.int64, device="cpu"
+        )
+        tokens = (starts + strides * torch.arange(self.seq + 1, dtype=torch.int64, device="cpu")) % _PERIOD
         return tokens % self.vocab
 
 

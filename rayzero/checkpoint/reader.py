@@ -105,7 +105,7 @@ class CheckpointReader:
         parts = list(self._parts(param, kind, start, stop))
         if len(parts) == 1:
             return parts[0]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")
 
     def _parts(self, param: str, kind: str, start: int, stop: int) -> Iterator[Tensor]:
         at = start

@@ -59,7 +59,9 @@ def from_bytes(content: bytes) -> dict[str, Any]:
             dtype = getattr(torch, dtype_text)  # also one that safetensors has no name for
             size = math.prod(shape) * dtype.itemsize
             bytes_ = bytearray(content[at : at + size])
-            flat = torch.frombuffer(bytes_, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+            flat = (
+                torch.frombuffer(bytes_, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8, device="cpu")
+            )
             tensors[name] = flat.view(dtype).view(shape)
             at += size
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:

@@ -243,7 +243,7 @@ def one_step() -> float:
     torch.manual_seed(0)
     plain = torch.nn.Linear(8, 8)
     model, optimizer = prepare(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
-    inputs = torch.randn(4, 8)
+    inputs = torch.randn(4, 8, dtype=torch.float32, device="cpu")
     losses = []
     for _ in range(2):
         loss = F.mse_loss(model(inputs), inputs)

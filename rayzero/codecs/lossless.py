@@ -71,7 +71,7 @@ class Lossless:
         return torch.zeros_like(values, dtype=torch.float64)
 
 
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _table_bytes(numel: int, itemsize: int) -> int:

@@ -151,6 +151,6 @@ def _like(value: Any, mean: Sequence[float]) -> Any:
         by_name = dict(zip(sorted(value), mean, strict=True))
         return {name: _like(given, [by_name[name]]) for name, given in value.items()}
     if isinstance(value, Tensor):
-        exact = torch.tensor(mean, dtype=torch.float64).view(value.shape)
+        exact = torch.tensor(mean, dtype=torch.float64, device="cpu").view(value.shape)
         return exact.to(device=value.device, dtype=value.dtype)
     return mean[0]

@@ -85,7 +85,7 @@ def owning_slice(flat: Tensor, start: int, numel: int) -> torch.UntypedStorage:
 
 def empty_storage(device: torch.device) -> torch.UntypedStorage:
     """A storage of zero bytes."""
-    return torch.empty(0, device=device).untyped_storage()
+    return torch.empty(0, device=device, dtype=torch.uint8).untyped_storage()
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
@@ -312,8 +312,8 @@ def inverse_scale(scale: Tensor) -> float:
 
 
 def _swap_works() -> bool:
-    flat = torch.arange(16, dtype=torch.float32)
-    param = torch.nn.Parameter(torch.zeros(4))
+    flat = torch.arange(16, dtype=torch.float32, device="cpu")
+    param = torch.nn.Parameter(torch.zeros(4, dtype=torch.float32, device="cpu"))
     storage = param.untyped_storage()
     at_rest = use_count(storage_key(storage)) == AT_REST
     swap_bytes(storage, owning_slice(flat, 4, 4))
@@ -323,14 +323,20 @@ def _swap_works() -> bool:
 
 
 def _tensor_swap_works() -> bool:
-    param, other = torch.nn.Parameter(torch.empty(2, device="meta")), torch.nn.Parameter(torch.ones(2))
+    param, other = (
+        torch.nn.Parameter(torch.empty(2, device="meta", dtype=torch.float32)),
+        torch.nn.Parameter(torch.ones(2, dtype=torch.float32, device="cpu")),
+    )
     kept = param
     swap_tensors(param, other)
     return kept is param and param.tolist() == [1.0, 1.0] and other.is_meta and param.requires_grad
 
 
 def _backward_hooks_work() -> bool:
-    param, unused = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    param, unused = (
+        torch.nn.Parameter(torch.ones(2, dtype=torch.float32, device="cpu")),
+        torch.nn.Parameter(torch.ones(2, dtype=torch.float32, device="cpu")),
+    )
     nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(p).node for p in (param, unused)]
     events: list[Any] = []
 
@@ -354,8 +360,8 @@ def _saved_tensor_hooks_work() -> bool:
     below = saved_tensor_hooks_below()
     push_saved_tensor_hooks(pack, lambda tensor: tensor)
     top = saved_tensor_hooks_below()
-    weight = torch.ones(2, requires_grad=True)
-    product = weight * torch.ones(2, requires_grad=True)
+    weight = torch.ones(2, requires_grad=True, dtype=torch.float32, device="cpu")
+    product = weight * torch.ones(2, requires_grad=True, dtype=torch.float32, device="cpu")
     pop_saved_tensor_hooks()
     ours = any(storage_key(t.untyped_storage()) == storage_key(weight.untyped_storage()) for t in packed)
     with torch.no_grad():
@@ -397,7 +403,7 @@ class _Scaled(torch.optim.SGD):
     _step_supports_amp_scaling = True
 
     def __init__(self) -> None:
-        super().__init__([torch.nn.Parameter(torch.ones(1))])
+        super().__init__([torch.nn.Parameter(torch.ones(1, dtype=torch.float32, device="cpu"))])
         self.seen: list[float] = []
 
     def unscale_gradients(self, factor: float) -> bool:
@@ -416,7 +422,7 @@ def _grad_scaler_asks() -> bool:
     optimizer = _Scaled()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for unscales in (True, False):
-        scaler.scale(torch.ones(()))
+        scaler.scale(torch.ones((), dtype=torch.float32, device="cpu"))
         if unscales:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)

@@ -53,7 +53,7 @@ class TrainedSlots:
     def with_added(self, unit: ParamUnit, slots: Sequence[int], group: int) -> Tensor:
         """Each element's group once ``group`` has these slots: 1D, unit.numel elements, fp32, the form that owners
         take."""
-        flat = torch.full((unit.layout.numel,), -1.0)
+        flat = torch.full((unit.layout.numel,), -1.0, dtype=torch.float32, device="cpu")
         for slot, its in {**self.groups_of(unit.index), **dict.fromkeys(slots, group)}.items():
             place = unit.layout.slots[slot]
             flat[place.start : place.stop] = its

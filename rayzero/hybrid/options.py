@@ -41,7 +41,9 @@ def _options(cls: OptimizerClass, given: Mapping[str, Any]) -> dict[str, Any]:
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     mine = {key: value for key, value in given.items() if takes_all or key in accepted}
     make: Any = cls
-    return options_of(make([nn.Parameter(torch.zeros(2, 2))], **mine).param_groups[0])
+    return options_of(
+        make([nn.Parameter(torch.zeros(2, 2, dtype=torch.float32, device="cpu"))], **mine).param_groups[0]
+    )
 
 
 def fused(options: Group, cls: OptimizerClass) -> Group:
@@ -114,5 +116,10 @@ def equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return bool(torch.equal(torch.as_tensor(a).cpu().double(), torch.as_tensor(b).cpu().double()))
+        return bool(
+            torch.equal(
+                torch.as_tensor(a, dtype=torch.float64, device="cpu").cpu().double(),
+                torch.as_tensor(b, dtype=torch.float64, device="cpu").cpu().double(),
+            )
+        )
     return bool(a == b)

@@ -189,7 +189,11 @@ class _LogText:
         for entry in history[self._lines :]:
             self._text += json.dumps(entry, default=_plain).encode() + b"\n"
         self._lines = len(history)
-        return torch.frombuffer(bytearray(self._text), dtype=torch.uint8) if self._text else torch.empty(0).byte()
+        return (
+            torch.frombuffer(bytearray(self._text), dtype=torch.uint8)
+            if self._text
+            else torch.empty(0, dtype=torch.float32, device="cpu").byte()
+        )
 
     def entries(self, text: torch.Tensor) -> list[dict[str, Any]]:
         """The log that ``of`` returned the bytes of."""

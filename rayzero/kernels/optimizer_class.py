@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import UnsupportedError
+from rayzero.modes import outside_modes
 from rayzero.protocol.messages import STEP, Hyper
 
 State = dict[str, Any]  # of one parameter, as torch has it: name -> tensor or number
@@ -79,9 +80,14 @@ def is_scalar(value: object) -> bool:
 
 def scalar_like(template: object, value: float) -> object:
     """``value`` in the form of ``template``."""
-    return torch.tensor(value, dtype=template.dtype) if isinstance(template, Tensor) else type(template)(value)  # type: ignore[call-arg]
+    return (
+        torch.tensor(value, dtype=template.dtype, device="cpu")
+        if isinstance(template, Tensor)
+        else type(template)(value)
+    )  # type: ignore[call-arg]
 
 
+@outside_modes  # as owners make states: a default device is a mode
 def stepped_once(optimizer: torch.optim.Optimizer) -> State:
     """Step an optimizer of one parameter with a zero gradient. Returns what it keeps for the parameter."""
     (param,) = optimizer.param_groups[0]["params"]
@@ -90,14 +96,16 @@ def stepped_once(optimizer: torch.optim.Optimizer) -> State:
     return dict(optimizer.state[param])
 
 
+@outside_modes
 def state_template(cls: type[torch.optim.Optimizer], hyper: Hyper, *, stepped: bool = True) -> State:
     """What ``cls`` keeps for an fp32 parameter of 64 elements after one update, or before any with ``stepped=False``:
     name -> tensor or number."""
-    param = torch.zeros(64, requires_grad=True)
+    param = torch.zeros(64, requires_grad=True, dtype=torch.float32, device="cpu")
     optimizer = build(cls, [hyper], [[param]])
     return stepped_once(optimizer) if stepped else dict(optimizer.state.get(param, {}))
 
 
+@outside_modes
 def zero_state(cls: type[torch.optim.Optimizer], options: Hyper, like: Tensor) -> State:
     """The state that ``cls`` makes for a parameter with the shape, dtype and device of ``like``, after a step with a
     zero gradient. The step count is set back to zero."""
@@ -109,14 +117,14 @@ def zero_state(cls: type[torch.optim.Optimizer], options: Hyper, like: Tensor) -
 
 def state_names(cls: type[torch.optim.Optimizer], options: Hyper) -> set[str]:
     """The names of what the class keeps for a parameter."""
-    return set(zero_state(cls, options, torch.ones(2, 2)))
+    return set(zero_state(cls, options, torch.ones(2, 2, dtype=torch.float32, device="cpu")))
 
 
 def state_bytes(cls: type[torch.optim.Optimizer], options: Hyper, dtype: torch.dtype) -> int:
     """The bytes of state that the class keeps for an element of ``dtype``, measured on 4,096 elements and rounded
     up."""
     numel = 4096
-    state = zero_state(cls, on_cpu(options), torch.ones(64, 64, dtype=dtype))
+    state = zero_state(cls, on_cpu(options), torch.ones(64, 64, dtype=dtype, device="cpu"))
     return -(-sum(value.nbytes for value in state.values() if isinstance(value, Tensor) and value.dim()) // numel)
 
 
@@ -132,6 +140,7 @@ def load_into(optimizer: torch.optim.Optimizer, states: Sequence[State]) -> None
 
 
 @torch.no_grad()
+@outside_modes
 def prepare_states(optimizer: torch.optim.Optimizer) -> None:
     """Make the states that parameters lack, from copies that are stepped once with zero gradients; the step count is
     zero."""
@@ -188,10 +197,14 @@ def probe(cls: type[torch.optim.Optimizer], hyper: Hyper) -> None:
         )
 
 
+@outside_modes
 def _run_probe(cls: type[torch.optim.Optimizer], hyper: Hyper, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """The weights and element-wise states after some steps, each as one flat tensor of all pieces."""
     values = torch.Generator().manual_seed(2026)
-    draws = [torch.randn(sum(_PROBE_PIECES), generator=values) for _ in range(_PROBE_STEPS + 1)]
+    draws = [
+        torch.randn(sum(_PROBE_PIECES), generator=values, dtype=torch.float32, device="cpu")
+        for _ in range(_PROBE_STEPS + 1)
+    ]
     params = [piece.detach().requires_grad_() for piece in _cut(draws[0], shapes)]
     optimizer = build(cls, [hyper], [params])
     for draw in draws[1:]:

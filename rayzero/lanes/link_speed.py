@@ -25,7 +25,7 @@ def measure_link(device: torch.device, nbytes: int = _BYTES) -> LinkSpeed:
 
     The best of a few copies of ``nbytes`` each."""
     on_gpu = device.type == "cuda"
-    host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+    host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_gpu, device="cpu")
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
     def into() -> object:

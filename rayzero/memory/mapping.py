@@ -65,7 +65,7 @@ class Mapping:
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """The bytes from ``offset`` on as a tensor: 1D, ``numel`` elements. Raises ValueError beyond the end."""
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self.keeper, dtype=dtype, count=numel, offset=offset)
 
     def populate(self, offset: int, size: int) -> None:

@@ -42,7 +42,7 @@ def host_zeros(numel: int, dtype: torch.dtype, *, pinned_for: torch.device | Non
     MemoryPlanError if the driver refuses. Freed with its last tensor, and if it is page-locked, once that device has
     ended what is queued."""
     if not numel:
-        return torch.zeros(0, dtype=dtype)
+        return torch.zeros(0, dtype=dtype, device="cpu")
     mapping = Mapping.fresh(whole_pages(numel * dtype.itemsize))
     if pinned_for is None:
         return mapping.tensor(0, numel, dtype)
@@ -113,7 +113,7 @@ def _register(address: int, size: int, device: torch.device, *, read_only: bool)
 
 def _launch(device: torch.device) -> None:
     """Launch a kernel of no consequence."""
-    torch.zeros(1, device=device)
+    torch.zeros(1, device=device, dtype=torch.float32)
 
 
 def _unregister_idle(runtime: Any, address: int, device: torch.device) -> None:

@@ -73,7 +73,7 @@ class HeldVersion:
     def _parts(self, entry: _Entry) -> Iterator[Tensor]:
         """Pieces, all in one buffer."""
         numel, dtype = entry.decl.shape[0], entry.decl.dtype
-        buffer = torch.empty(min(PIECE_BYTES // dtype.itemsize, numel), dtype=dtype)
+        buffer = torch.empty(min(PIECE_BYTES // dtype.itemsize, numel), dtype=dtype, device="cpu")
         for start in range(0, numel, len(buffer)):
             piece = buffer[: numel - start]
             self._take(entry, start, piece)

@@ -153,7 +153,7 @@ class OwnedShard:
         master or the published parameters; for a record zeros beside it."""
         if self.master is not None:
             return self.master
-        return torch.zeros(self.shard.numel, dtype=self.unit.dtype) if self.unit.is_coded else self.params
+        return torch.zeros(self.shard.numel, dtype=self.unit.dtype, device="cpu") if self.unit.is_coded else self.params
 
     def publish(self, values: Tensor) -> None:
         """Round ``values`` (1D, the shard's elements, zeros as padding) into the published parameters, if these are
@@ -175,7 +175,7 @@ class OwnedShard:
 
     def step_counts(self) -> Tensor:
         """Each slice's count of updates, repeated over its range: 1D fp32, the shard's elements."""
-        counts = torch.zeros(self.shard.numel)
+        counts = torch.zeros(self.shard.numel, dtype=torch.float32, device="cpu")
         for part, steps in zip(self.slices, self.steps, strict=True):
             counts[part.start : part.stop] = steps
         return counts
@@ -184,7 +184,7 @@ class OwnedShard:
         """The memory that holds ``kind`` (1D, the shard's elements), or a host copy if it is on a device or in codes.
         Raises StoreError, naming the kinds that exist."""
         if kind == COMPUTE and self.unit.is_coded:
-            values = torch.empty(self.shard.numel, dtype=self.unit.dtype)
+            values = torch.empty(self.shard.numel, dtype=self.unit.dtype, device="cpu")
             read_record(self.params, self.unit, self.shard, values)
             return values
         if kind == COMPUTE:

@@ -96,7 +96,7 @@ def _product_speed(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _speed_at(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
     fastest = _best(lambda: torch.mm(a, b), device)
     if device.type == "cpu":
         fastest = min(fastest, _undisturbed(lambda: torch.mm(a, b), device) / _cores())
@@ -122,7 +122,7 @@ def _cores() -> int:
 
 def _memory_speed(size: int) -> float:
     """Bytes read and written per second by torch's threads, in place."""
-    array = torch.ones(size // 4)
+    array = torch.ones(size // 4, dtype=torch.float32, device="cpu")
     return 2 * size / _best(lambda: array.mul_(1.0), torch.device("cpu"))
 
 

@@ -162,7 +162,7 @@ class _Wide(threading.local):
     allocate every time."""
 
     def __init__(self) -> None:
-        self.values = torch.empty(_WIDE)
+        self.values = torch.empty(_WIDE, dtype=torch.float32, device="cpu")
 
 
 _wide = _Wide()

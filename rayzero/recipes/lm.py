@@ -320,7 +320,7 @@ class LanguageModelRun:
     def _train_step(self, step: int) -> None:
         """One optimizer step. Its loss is the mean of this rank's micro-batches."""
         micro_batches = self.recipe.zero.gradient_accumulation_steps
-        total = torch.zeros((), device=self.context.device)
+        total = torch.zeros((), device=self.context.device, dtype=torch.float32)
         for micro_batch in range(micro_batches):
             loss = self._loss(self._batch(step, micro_batch)) / micro_batches
             torch.autograd.backward(self.scaler.scale(loss))

@@ -34,7 +34,7 @@ def generate(
     generator = torch.Generator().manual_seed(0)
     known, stop, written = list(prompt.tokens) or [0], list(prompt.stop), list[int]()
     while len(written) < tokens:
-        inputs = torch.tensor([(known + written)[-window:]], device=device)
+        inputs = torch.tensor([(known + written)[-window:]], device=device, dtype=torch.int64)
         last = logits_of(model(inputs))[0, -1].float().cpu()
         written.append(_drawn(last, temperature, generator))
         if stop and written[-len(stop) :] == stop:

@@ -88,7 +88,7 @@ class _Store:
         return settled(None)
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 _VERBS = {"fetch": Verb.FETCH, "prefetch": Verb.FETCH, "unshard": Verb.WAIT, "refresh": Verb.WAIT}
 
 

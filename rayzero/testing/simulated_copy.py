@@ -57,7 +57,7 @@ class _Weak:
                 f"copy {work.label!r} ({work.direction}) uses {dtype} {tuple(shape)} on the device, which was freed "
                 "before it ran: name it in holds, or keep it until after wait()"
             )
-        return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, stride)
 
 
 @dataclass(eq=False)

@@ -313,5 +313,5 @@ def _common_dtype(piece: Piece, members: Sequence[Saved[Any]]) -> torch.dtype:
 
 
 def _compact_strides(view: View) -> tuple[int, ...]:
-    like = torch.empty_strided(view.size, view.stride, device="meta")
+    like = torch.empty_strided(view.size, view.stride, device="meta", dtype=torch.uint8)
     return tuple(torch.empty_like(like, memory_format=torch.preserve_format).stride())

@@ -291,7 +291,11 @@ class HostPool:
 
 
 def _host_bytes(pinned_for: torch.device | None, nbytes: int, pinned: bool) -> Tensor:
-    return host_zeros(nbytes, torch.uint8, pinned_for=pinned_for) if pinned else torch.empty(nbytes, dtype=torch.uint8)
+    return (
+        host_zeros(nbytes, torch.uint8, pinned_for=pinned_for)
+        if pinned
+        else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    )
 
 
 def _warn_pageable(why: str) -> None:

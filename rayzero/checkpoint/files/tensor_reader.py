@@ -74,7 +74,7 @@ class TensorFile:
         held = self._held[name]
         count = math.prod(held.decl.shape)
         if count == 0:
-            return torch.empty(0, dtype=held.decl.dtype)
+            return torch.empty(0, dtype=held.decl.dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=held.decl.dtype, count=count, offset=held.start)
 
     def with_prefix(self, prefix: str) -> dict[str, Tensor]:

@@ -279,7 +279,7 @@ class DcpReader:
             self._loaded_of = entry
         rows, row = rows_of(stored.decl.shape)
         first, last = (start // row, -(-stop // row)) if row else (0, rows)
-        values = torch.empty((last - first, *stored.decl.shape[1:]), dtype=stored.decl.torch_dtype(name))
+        values = torch.empty((last - first, *stored.decl.shape[1:]), dtype=stored.decl.torch_dtype(name), device="cpu")
         for chunk in stored.chunks:
             box = chunk.sizes or (1,)
             begin = (chunk.offsets or (0,))[0]

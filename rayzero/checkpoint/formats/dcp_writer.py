@@ -82,7 +82,7 @@ class _Number(_Values):
         self._value = value
 
     def rows(self, first: int, last: int) -> Tensor:
-        return torch.tensor(float(self._value))
+        return torch.tensor(float(self._value), dtype=torch.float32, device="cpu")
 
 
 def _entries(reader: Reader, dtype: torch.dtype | None) -> Iterator[tuple[tuple[str | int, ...], _Values | Any]]:

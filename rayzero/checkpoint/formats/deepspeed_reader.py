@@ -232,7 +232,7 @@ def _range(pieces: Sequence[Tensor], start: int, stop: int) -> Tensor:
         begin += len(piece)
     if len(parts) == 1:
         return parts[0]
-    return torch.cat(parts) if parts else torch.empty(0)
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _flat(value: Any) -> Tensor:

@@ -146,8 +146,10 @@ def _step_count(state: State) -> float:
 
 def _filled(unit: ParamUnit, values: Mapping[int, Any]) -> Tensor:
     """A unit's flat vector (1D, fp32) with a tensor or a number in each slot's range, and zero between them."""
-    flat = torch.zeros(unit.layout.numel)
+    flat = torch.zeros(unit.layout.numel, dtype=torch.float32, device="cpu")
     for slot, value in values.items():
         layout = unit.layout.slots[slot]
-        flat[layout.start : layout.stop].view(layout.shape).copy_(torch.as_tensor(value))
+        flat[layout.start : layout.stop].view(layout.shape).copy_(
+            torch.as_tensor(value, dtype=torch.float32, device="cpu")
+        )
     return flat

@@ -176,7 +176,7 @@ def _unwritten(like: Tensor) -> Tensor:
     """CPU memory of the same dtype and strides, every bit set."""
     with torch.no_grad(), plain():
         tensor = torch.empty_like(like, device="cpu").detach()
-        storage: Any = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        storage: Any = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
         storage.fill_(255)
     return tensor
 

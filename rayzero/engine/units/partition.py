@@ -276,7 +276,7 @@ def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype:
         return True
     first = min(a_start, b_start) // a.itemsize
-    touched = torch.zeros(max(a_stop, b_stop) // a.itemsize - first, dtype=torch.bool)
+    touched = torch.zeros(max(a_stop, b_stop) // a.itemsize - first, dtype=torch.bool, device="cpu")
     touched.as_strided(a.shape, a.stride(), int(a.storage_offset()) - first).fill_(True)
     return bool(touched.as_strided(b.shape, b.stride(), int(b.storage_offset()) - first).any())
 

@@ -372,7 +372,9 @@ class UnitCache:
         """Fetch what the owners have of ``kind``: 1D, unit.numel elements, host memory; the unit's dtype for COMPUTE,
         else fp32."""
         with torch.inference_mode(False):
-            out = torch.empty(unit.layout.numel, dtype=unit.layout.dtype if kind == COMPUTE else torch.float32)
+            out = torch.empty(
+                unit.layout.numel, dtype=unit.layout.dtype if kind == COMPUTE else torch.float32, device="cpu"
+            )
         self._store.fetch(unit.index, self.version, kind, out).result()
         return out
 

@@ -52,11 +52,11 @@ class UnitGroup:
                 # ends the process, is to come later
                 self._group: Any = nccl_group(meeting, place, size, 4 * timeout_s)
                 with on_device(device):
-                    self.gather(torch.zeros(size * ALIGN, device=device))
+                    self.gather(torch.zeros(size * ALIGN, device=device, dtype=torch.float32))
                     torch.cuda.current_stream(device).synchronize()
             else:
                 self._group = gloo_group(meeting, place, size, timeout_s)
-                self.gather(torch.zeros(size * ALIGN))
+                self.gather(torch.zeros(size * ALIGN, dtype=torch.float32, device="cpu"))
         except RuntimeError as error:
             raise StoreError(
                 f"host_gather=True, but the {count(size, 'rank')} of this host could not connect to each other: {error}"

@@ -104,7 +104,7 @@ class TileAdam:
     def _allocate(self, *, amsgrad: bool) -> None:
         for kind in adam_states(amsgrad=amsgrad):
             if kind not in self._moments:
-                self._moments[kind] = torch.zeros(self._bucket.numel)
+                self._moments[kind] = torch.zeros(self._bucket.numel, dtype=torch.float32, device="cpu")
                 self._views[kind] = self._bucket.views(self._moments[kind])
                 self._tails = Tails(self._bucket, self._moments)
 
@@ -116,7 +116,7 @@ class TileAdam:
         if not self._begun[index]:
             return {}
         moments = {kind: self._views[kind][index] for kind in self._kinds(index) if kind in self._views}
-        return {"step": torch.tensor(float(self._steps[index])), **moments}
+        return {"step": torch.tensor(float(self._steps[index]), dtype=torch.float32, device="cpu"), **moments}
 
     def load(self, states: Sequence[State]) -> None:
         """See ``Rule.load``. Raises ConfigError that names what the state lacks for Adam."""

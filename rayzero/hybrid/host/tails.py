@@ -60,7 +60,7 @@ class Tails:
             means,
             squares,
             largest[0] if options.amsgrad else [],
-            [torch.tensor(float(step))] * len(members),
+            [torch.tensor(float(step), dtype=torch.float32, device="cpu")] * len(members),
         )
         if self._bucket.params is not self._bucket.master:
             torch._foreach_copy_([self._bucket.params[start:stop] for start, stop in ranges], masters)

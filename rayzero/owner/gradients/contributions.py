@@ -39,7 +39,7 @@ from rayzero.telemetry.spans import Over, nothing
 
 EARLY = 1 << 20  # elements: summing fewer takes 0.1 ms and can wait for the finish
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 # What a norm part was computed from: the clamp of the sum, and (rank, generation of its landing) of each summand.
 _PartKey = tuple[Clamp | None, tuple[tuple[int, int], ...]]
 _Reservation = tuple[Contribution, OwnedShard, "Future[Tensor | None]"]

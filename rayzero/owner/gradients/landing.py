@@ -249,7 +249,7 @@ class RankGradients:
         self.landings = {o.shard.index: Landing(o, buffers[o.shard.index]) for o in trained}
         self.landing_bytes = sum(buffer.nbytes for buffer in buffers.values())
         entries, entry_bytes = staging_entries(trained, accumulate)
-        self._free += [torch.zeros(entry_bytes, dtype=torch.uint8) for _ in range(entries)]
+        self._free += [torch.zeros(entry_bytes, dtype=torch.uint8, device="cpu") for _ in range(entries)]
         self.staging_bytes = entries * entry_bytes
 
     def lease(self, owned: OwnedShard) -> Tensor | None:

@@ -56,9 +56,9 @@ class SquareSum:
         assert tile % LEAF == 0, tile
         self._tile = tile
         self._ranks = RankSum(tile)
-        self._squares = torch.zeros(tile, dtype=torch.float64)
-        self._rows = torch.zeros(tile // ROW, dtype=torch.float64)
-        self._leaves = torch.zeros(tile // LEAF, dtype=torch.float64)
+        self._squares = torch.zeros(tile, dtype=torch.float64, device="cpu")
+        self._rows = torch.zeros(tile // ROW, dtype=torch.float64, device="cpu")
+        self._leaves = torch.zeros(tile // LEAF, dtype=torch.float64, device="cpu")
 
     @torch.no_grad()
     def parts(

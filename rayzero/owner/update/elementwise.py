@@ -62,7 +62,9 @@ class ElementwiseRule:
 
     def states(self, owned: OwnedShard) -> dict[str, Tensor]:
         """Element-wise states of the whole shard; zero where a parameter was never updated."""
-        return {kind: torch.zeros(owned.shard.numel) for kind in self._kinds} | self._of(owned).gathered()
+        return {
+            kind: torch.zeros(owned.shard.numel, dtype=torch.float32, device="cpu") for kind in self._kinds
+        } | self._of(owned).gathered()
 
     def slice_states(self, owned: OwnedShard, index: int) -> dict[str, Tensor]:
         """Every tensor or number that the class keeps for the slice, except the step count; a number fills the
@@ -115,7 +117,7 @@ class _ShardOptimizer:
         found = {}
         for name, value in self._optimizer.state.get(self.params[index], {}).items():
             if is_scalar(value) and not (name == "step" and float(value) == self._owned.steps[index]):
-                found[name] = torch.full((numel,), float(value))
+                found[name] = torch.full((numel,), float(value), dtype=torch.float32, device="cpu")
             elif isinstance(value, Tensor) and not is_scalar(value):
                 found[name] = value.detach().reshape(-1)[:numel].float().cpu()
         return found
@@ -124,7 +126,7 @@ class _ShardOptimizer:
         whole: dict[str, Tensor] = {}
         for index, part in enumerate(self._owned.slices):
             for name, value in self.states_of(index).items():
-                out = whole.setdefault(name, torch.zeros(self._owned.shard.numel))
+                out = whole.setdefault(name, torch.zeros(self._owned.shard.numel, dtype=torch.float32, device="cpu"))
                 out[part.start : part.stop] = value
         return whole
 

@@ -37,7 +37,7 @@ class GroupNorms:
         groups = layer_groups(spec.layout, MAX_GROUPS)
         self._group_of = {index: groups[owned.shard.unit] for index, owned in shards.items()}
         trained = [owned.shard.numel for owned in shards.values() if owned.trainable]
-        self._before = torch.empty(max(trained, default=0))
+        self._before = torch.empty(max(trained, default=0), dtype=torch.float32, device="cpu")
         self._updates: _Sums = {}
 
     @property

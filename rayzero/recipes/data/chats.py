@@ -97,7 +97,7 @@ class ExampleCorpus:
 
     def _shuffled(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(batch_seed(self._seed, epoch, 0, 0))
-        return torch.randperm(len(self._rows), generator=generator).tolist()
+        return torch.randperm(len(self._rows), generator=generator, device="cpu").tolist()
 
     def train_batch(self, place: Place) -> Batch:
         places = (divmod(place.index * self._size + at, len(self._rows)) for at in range(self._size))

@@ -74,7 +74,12 @@ class Packer:
             positions += range(len(one) - 1)
         left = self._seq_len - len(inputs)
         inputs, targets = inputs + [_PADDING] * left, targets + [IGNORED] * left
-        return Row(*(torch.tensor(row, dtype=torch.int32) for row in (inputs, targets, positions + list(range(left)))))
+        return Row(
+            *(
+                torch.tensor(row, dtype=torch.int32, device="cpu")
+                for row in (inputs, targets, positions + list(range(left)))
+            )
+        )
 
 
 def pack(examples: Iterable[Example], seq_len: int, *, together: bool) -> list[Row]:

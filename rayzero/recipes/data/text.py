@@ -250,7 +250,7 @@ def _split_tail(texts: Sequence[bytes], tokenizer: Tokenizer, fraction: float) -
 
 def _joined(parts: _Tokens) -> Tensor:
     """One writable tensor: torch refuses to share read-only memory without a warning."""
-    return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.uint8)
+    return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def about_files(number: int, size_bytes: int) -> str:
@@ -278,19 +278,21 @@ def batch_seed(seed: int, step: int, rank: int, micro_batch: int) -> int:
 def train_batch(tokens: Tensor, *, size: int, seq_len: int, seed: int) -> tuple[Tensor, Tensor]:
     """``size`` random windows: inputs and next tokens, each (size, seq_len), int64."""
     generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(0, len(tokens) - seq_len, (size,), generator=generator)
+    starts = torch.randint(0, len(tokens) - seq_len, (size,), generator=generator, device="cpu")
     return _windows(tokens, starts, seq_len)
 
 
 def eval_batch(tokens: Tensor, *, index: int, num_batches: int, size: int, seq_len: int) -> tuple[Tensor, Tensor]:
     """Batch ``index`` of ``num_batches``: windows at even distances over all of ``tokens``, the same every time."""
     last = len(tokens) - seq_len - 1
-    places = torch.arange(index * size, (index + 1) * size, dtype=torch.float64) / max(1, num_batches * size - 1)
+    places = torch.arange(index * size, (index + 1) * size, dtype=torch.float64, device="cpu") / max(
+        1, num_batches * size - 1
+    )
     return _windows(tokens, (places * last).long(), seq_len)
 
 
 def _windows(tokens: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    windows = tokens[starts[:, None] + torch.arange(seq_len + 1)].long()
+    windows = tokens[starts[:, None] + torch.arange(seq_len + 1, dtype=torch.int64, device="cpu")].long()
     if tokens.dtype == torch.int16:  # mapped uint16, which torch does not index: see ``load_tokens``
         windows &= 0xFFFF
     return windows[:, :-1], windows[:, 1:]

@@ -13,7 +13,7 @@ _PART = 1 << 24  # tokens; bincount widens them to int64: 128 MiB at once
 
 def unigram_log_probs(tokens: Tensor, vocab_size: int) -> Tensor:
     """Natural logs of the tokens' shares in the training text, with add-one smoothing: (vocab_size,), fp64."""
-    counts = torch.zeros(vocab_size, dtype=torch.float64)
+    counts = torch.zeros(vocab_size, dtype=torch.float64, device="cpu")
     for start in range(0, min(len(tokens), _MOST), _PART):
         part = tokens[start : start + _PART]
         counts += torch.bincount(part.long() & 0xFFFF if part.dtype == torch.int16 else part, minlength=vocab_size)

@@ -68,10 +68,10 @@ def _landing(
     if codec is RAW:
         computes = model.service.is_added(contribution, index)
         return Landing(shard=index, size_bytes=size, out=byte_view(memory), landed=landed, computes=computes)
-    encoded = torch.empty(size, dtype=torch.uint8)
+    encoded = torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def decode() -> None:
-        values = torch.empty(shard.numel, dtype=unit.dtype)
+        values = torch.empty(shard.numel, dtype=unit.dtype, device="cpu")
         codec.decode(encoded, values)
         landed(values)
 

@@ -85,7 +85,7 @@ class Upload:
 
     async def values(self, shard: Shard, dtype: torch.dtype) -> Tensor:
         """Receive a shard's values into new memory: 1D. Raises as ``receive``."""
-        values = torch.empty(shard.numel, dtype=dtype)
+        values = torch.empty(shard.numel, dtype=dtype, device="cpu")
         await self.receive(Landing(shard=shard.index, size_bytes=values.nbytes, out=byte_view(values)))
         return values
 

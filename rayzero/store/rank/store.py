@@ -249,7 +249,9 @@ class RankStore:
                 settle(done, content)
                 return
             # an owner is ending the run, or this epoch: only it, or the next one, knows whether the version will come
-            asked = self.fetch(unit, version, COMPUTE, torch.empty(route.unit.numel, dtype=route.unit.dtype))
+            asked = self.fetch(
+                unit, version, COMPUTE, torch.empty(route.unit.numel, dtype=route.unit.dtype, device="cpu")
+            )
             when_all([asked], show, partial(fail, done))
 
         def show(_: object) -> None:

@@ -52,7 +52,7 @@ class Places:
     def write(self, shard: int, tensor: int, slab: SlabId, place: Place) -> None:
         """Record where a shard's tensor lies in a slab."""
         words = slab.index << 32 | slab.number, slab.incarnation, place.offset, place.bytes + 1
-        self._words[self._line[shard], tensor] = torch.tensor(words, dtype=torch.int64)
+        self._words[self._line[shard], tensor] = torch.tensor(words, dtype=torch.int64, device="cpu")
 
     def read(self, shard: int, tensor: int, shape: Place) -> tuple[SlabId, int]:
         """The slab of a shard's tensor, and the offset there. Raises HandshakeError if a tensor of this ``shape`` was

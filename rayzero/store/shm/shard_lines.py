@@ -114,7 +114,7 @@ class LineJournal:
     def applied(self, version: int, slices: Sequence[tuple[int, int]]) -> None:
         """See ``ShardJournal.applied``: one store makes version and slices valid together."""
         other = 1 - self._holds
-        self._slices[other] = torch.tensor(slices, dtype=torch.int64).view(-1, 2)
+        self._slices[other] = torch.tensor(slices, dtype=torch.int64, device="cpu").view(-1, 2)
         store_release_64(self._line + APPLIED, 2 * (version + 1) + other)
 
     def keep(self, slices: Sequence[tuple[int, int]]) -> None:

@@ -263,7 +263,9 @@ class HostRanks:
             presence=reduce(or_, present).to_bytes((len(layout.slots) + 7) // 8, "little"),
             summands=summands,
         )
-        values = torch.empty(layout.numel, dtype=torch.float32) if memory is None else memory[: layout.numel]
+        values = (
+            torch.empty(layout.numel, dtype=torch.float32, device="cpu") if memory is None else memory[: layout.numel]
+        )
         add_up = partial(_add, values, layout, gradients=[gradients for _, gradients in there], present=present)
         list(self._adders.map(add_up, shards))
         return HostSum(contribution=contribution, values=values)

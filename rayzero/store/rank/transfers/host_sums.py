@@ -94,7 +94,11 @@ class HostSums:
         if not shards:
             self._over(unit)
             return
-        memory = self._free.pop() if self._free else torch.empty(self._ranks.most_elements, dtype=torch.float32)
+        memory = (
+            self._free.pop()
+            if self._free
+            else torch.empty(self._ranks.most_elements, dtype=torch.float32, device="cpu")
+        )
         made = self._ranks.sum(unit, shards, after=self._sent.get(unit), memory=memory)
         if made is None:
             self._over(unit, memory)

@@ -53,7 +53,7 @@ class Download:
             if self.kept is None or not self.decode:
                 self._receive(take, shard, memory)
             else:
-                record = torch.empty(kept_bytes(self.kept, shard), dtype=torch.uint8)
+                record = torch.empty(kept_bytes(self.kept, shard), dtype=torch.uint8, device="cpu")
                 self._receive(take, shard, record)
                 read_record(record, self.kept, shard, memory)
             self.filled += 1
