@@ -119,8 +119,8 @@ class ZeroReader:
         for kind in kinds:
             if not isinstance(given[kind], Tensor) or given[kind].dim() != 1 or given[kind].dtype not in _FLOATS:
                 raise UnsupportedError(
-                    f"the optimizer state {kind!r} of group {group} is no flat floating-point tensor; only element-wise "
-                    "states can be converted: convert the weights alone (--weights-only)"
+                    f"the optimizer state {kind!r} of group {group} is no flat floating-point tensor; only "
+                    "element-wise states can be converted: convert the weights alone (--weights-only)"
                 )
         for segment in self._segments[name]:
             for kind in kinds:
