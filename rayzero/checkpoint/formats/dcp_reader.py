@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePath
@@ -36,7 +36,7 @@ from rayzero.errors import CheckpointError, UnsupportedError
 from rayzero.files import open_regular, regular_size
 from rayzero.layout.model_layout import dtype_name
 
-_STATE, _GROUPS = "state", "param_groups"
+_STATE, _GROUPS, _EXTRA = "state", "param_groups", "_extra_state"
 _MAX_BYTES_ENTRY = 1 << 28  # bytes of one option of a parameter group
 
 Keys = tuple[Any, ...]  # keys from the top of the saved state dict to a value
@@ -71,38 +71,64 @@ class Roles:
     options: Mapping[str, Mapping[str, str]]  # parameter -> option -> entry, of flattened parameter groups
 
 
-def roles_of(paths: Mapping[str, Keys]) -> Roles:
+def roles_of(paths: Mapping[str, Keys], plain: Collection[str] = ()) -> Roles:
     """Tell weights from states.
 
-    paths: entry -> the keys to it. Optimizer states are ``(..., "state", parameter, kind)`` or, flattened, one key
-    ``"state.parameter.kind"``; options of groups ``(..., "param_groups", number, option)`` or, flattened,
-    ``"param_groups.parameter.option"``. Other tensors are weights and have their last key as their name, since the
-    keys of a model's state dict are whole names. If anything is below a key ``"model"``, only that is a weight: a
-    folder may hold generators and loaders, too. Names in which two weights agree are refused."""
-    below_model = any("model" in path[:-1] for path in paths.values())
+    paths: entry -> the keys to it. plain: the entries that are no tensors. What is below the first key ``"model"`` is a
+    weight, whatever its name, and has the keys behind it as its name; if there is such a key, only that is a weight: a
+    folder may hold generators and loaders, too. An optimizer's state dict is known by its ``"param_groups"``, which are
+    numbered or, flattened, hold what no tensor is. Below it, states are ``("state", parameter, kind)`` or, flattened,
+    one key ``"state.parameter.kind"``; options of groups ``("param_groups", number, option)`` or
+    ``"param_groups.parameter.option"``. Names in which two weights agree are refused."""
+    optimizers, trained = _optimizers(paths, plain)
+    below_model = any(_model_end(path, optimizers) for path in paths.values())
     weights: dict[str, str] = {}
     states: dict[str, dict[str, str]] = {}
     options: dict[str, dict[str, str]] = {}
     groups: dict[Keys, dict[str, str]] = {}
     for entry, path in paths.items():
-        keys = [str(key) for key in path]
-        if len(keys) >= 3 and keys[-3] == _STATE:
+        keys, end = [str(key) for key in path], _model_end(path, optimizers)
+        flat = None if end else _flattened(keys[-1])
+        outside = below_model and not end
+        if not end and len(keys) >= 3 and keys[-3] == _STATE and (outside or path[:-3] in optimizers):
             states.setdefault(keys[-2], {})[keys[-1]] = entry
-        elif len(keys) >= 3 and keys[-3] == _GROUPS:
+        elif not end and len(keys) >= 3 and keys[-3] == _GROUPS and isinstance(path[-2], int):
             groups.setdefault(path[:-1], {})[keys[-1]] = entry
-        elif (flat := _flattened(keys[-1])) is not None:
+        elif flat is not None and (outside or (path[:-1], flat[1]) in trained):
             where = states if flat[0] == _STATE else options
             where.setdefault(flat[1], {})[flat[2]] = entry
-        elif below_model and "model" not in keys[:-1]:
+        elif outside:
             continue
-        elif keys[-1] in weights:
+        elif (name := ".".join(keys[end:]) if end else keys[-1]) in weights:
             raise UnsupportedError(
-                f"two tensors are named {keys[-1]!r} ({weights[keys[-1]]!r} and {entry!r}); only one model can be "
+                f"two tensors are named {name!r} ({weights[name]!r} and {entry!r}); only one model can be "
                 "converted at a time"
             )
         else:
-            weights[keys[-1]] = entry
+            weights[name] = entry
     return Roles(weights, states, groups, options)
+
+
+def _optimizers(paths: Mapping[str, Keys], plain: Collection[str]) -> tuple[set[Keys], set[tuple[Keys, str]]]:
+    """The keys to each optimizer's state dict, and of flattened ones each with a parameter that it has."""
+    nested: set[Keys] = set()
+    flattened: set[tuple[Keys, str]] = set()
+    for entry, path in paths.items():
+        if len(path) >= 3 and path[-3] == _GROUPS and isinstance(path[-2], int):
+            nested.add(path[:-3])
+        flat = _flattened(str(path[-1]))
+        if entry in plain and flat is not None and flat[0] == _GROUPS and flat[2] != _EXTRA:
+            flattened.add((path[:-1], flat[1]))
+    return nested, flattened
+
+
+def _model_end(path: Keys, optimizers: Collection[Keys]) -> int:
+    """How many keys lead to the model that an entry is in; 0 if it is in none. A parameter of this name in an
+    optimizer's states is no model."""
+    for at, key in enumerate(path[:-1]):
+        if key == "model" and not (at and path[at - 1] == _STATE and path[: at - 1] in optimizers):
+            return at + 1
+    return 0
 
 
 def _flattened(key: str) -> tuple[str, str, str] | None:
@@ -123,7 +149,8 @@ class DcpReader:
         self._sizes: dict[str, int] = {}  # file -> its bytes
         tensors, self._bytes = self._entries(metadata)
         self._tensors = {entry: self._stored(entry, found, metadata) for entry, found in tensors.items()}
-        roles = roles_of(self._paths(metadata))
+        roles = roles_of(self._paths(metadata), self._bytes)
+        self._require_tensors(roles, states)
         self._entry = {(name, WEIGHT): entry for name, entry in roles.weights.items() if entry in self._tensors}
         self._loaded: dict[Chunk, Tensor] = {}  # of the tensor that was read last
         self._loaded_of = ""
@@ -154,6 +181,21 @@ class DcpReader:
         if not all(isinstance(path, tuple) and path for path in paths.values()):
             raise damaged(self._folder / METADATA_FILE, "a name has no keys")
         return paths
+
+    def _require_tensors(self, roles: Roles, states: bool) -> None:
+        """Raise UnsupportedError if nothing is a weight, or a model's state dict has what is no tensor."""
+        if not any(entry in self._tensors for entry in roles.weights.values()):
+            held = ", ".join(map(repr, sorted({*self._tensors, *self._bytes})[:8])) or "nothing"
+            raise UnsupportedError(
+                f"{self._folder} has no tensors of a model; it has {held}. Save a model's state dict with "
+                "flatten_state_dict=True, which is DCP's default"
+            )
+        others = [n for n, e in roles.weights.items() if e in self._bytes and (e != n or n.endswith(_EXTRA))]
+        if others and states:
+            raise UnsupportedError(
+                f"{self._folder} has {others[0]!r} in its model's state dict, which is no tensor, and no other format "
+                "could hold it; convert the weights alone (--weights-only)"
+            )
 
     # ---- checks of sizes and places
 

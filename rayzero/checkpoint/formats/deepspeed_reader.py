@@ -6,7 +6,6 @@ Files are mapped, not read, and loaded without running anything from them.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_reader import is_shape
-from rayzero.checkpoint.formats.content import WEIGHT, Content, Group, Param, WeightDecl, plain_option
+from rayzero.checkpoint.formats.content import WEIGHT, Content, Param, WeightDecl
+from rayzero.checkpoint.formats.model_states import ModelStates, as_dict, groups_from, range_of, updates_of
 from rayzero.checkpoint.formats.pickles import load_torch_file, require_dense
 from rayzero.checkpoint.formats.zero_layout import Segment, Shapes, stage3_segments, stage12_segments
 from rayzero.errors import CheckpointError, RayZeroError, UnsupportedError
@@ -41,13 +40,15 @@ class ZeroReader:
         self._folder = folder
         names = sorted(path.name for path in folder.iterdir())
         self._optim = [load_torch_file(folder / name) for name in _by_rank(folder, names, _OPTIM, "optim_states")]
-        self._model = [load_torch_file(folder / name) for name in _by_rank(folder, names, _MODEL, "model_states")]
+        model = [load_torch_file(folder / name) for name in _by_rank(folder, names, _MODEL, "model_states")]
         try:
             self._check_parallelism(names)
-            self._shards = [_dict(_dict(each)["optimizer_state_dict"]) for each in self._optim]
-            self._flats, self._segments, shapes = self._place()
-            self._inner = [self._base_optimizer(shard) for shard in self._shards]
-            self.content = self._content(shapes, states)
+            self._shards = [as_dict(as_dict(each)["optimizer_state_dict"]) for each in self._optim]
+            stage3 = "fp32_flat_groups" in self._shards[0]
+            self._model = ModelStates(model, sharded=stage3, everything=states)
+            self._flats, self._segments = self._place(self._model.groups, stage3)
+            self._inner = [self._base_optimizer(shard) for shard in self._shards] if states else []
+            self.content = self._content(states)
         except RayZeroError as exc:
             raise type(exc)(f"{folder}: {exc}" if str(folder) not in str(exc) else str(exc)) from exc
 
@@ -60,30 +61,26 @@ class ZeroReader:
         if any(name.startswith("layer_") for name in names):
             raise UnsupportedError("it was saved with pipeline parallelism; make a universal checkpoint of it")
         world = len(self._optim)
-        count = _dict(self._optim[0])["optimizer_state_dict"].get("partition_count", world)
+        count = as_dict(self._optim[0])["optimizer_state_dict"].get("partition_count", world)
         if set(count if isinstance(count, list | tuple) else [count]) != {world}:
             raise CheckpointError(
                 f"it has {world} *_optim_states.pt, but its partition count is {count}; all of them must be there"
             )
         for each in self._optim:
-            groups = _dict(each)["optimizer_state_dict"].get("ds_zero_partition_groups") or []
-            if any(_dict(group).get("partition_count", world) != world for group in groups):
+            groups = as_dict(each)["optimizer_state_dict"].get("ds_zero_partition_groups") or []
+            if any(as_dict(group).get("partition_count", world) != world for group in groups):
                 raise UnsupportedError("it was saved with expert parallelism; make a universal checkpoint of it")
 
-    def _place(self) -> tuple[list[list[Tensor]], dict[str, list[Segment]], list[Shapes]]:
-        """The masters' partitions [rank][group], where each parameter is in them, and the shapes by group."""
-        stage3 = "fp32_flat_groups" in self._shards[0]
+    def _place(self, groups: Sequence[Shapes], stage3: bool) -> tuple[list[list[Tensor]], dict[str, list[Segment]]]:
+        """The masters' partitions [rank][group], and where each parameter is in them."""
         key = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
         flats = [[_flat(tensor) for tensor in shard[key]] for shard in self._shards]
-        shapes = [_shapes(group) for group in _dict(self._model[0])["param_shapes"]]
-        if {len(flat) for flat in flats} != {len(shapes)}:
-            raise CheckpointError(f"its ranks have {[len(f) for f in flats]} groups, its param_shapes {len(shapes)}")
-        if sum(map(len, shapes)) != len({name for group in shapes for name in group}):
-            raise CheckpointError("a parameter is in two groups of its param_shapes")
+        if {len(flat) for flat in flats} != {len(groups)}:
+            raise CheckpointError(f"its ranks have {[len(f) for f in flats]} groups, its param_shapes {len(groups)}")
         sizes = [[len(tensor) for tensor in flat] for flat in flats]
         if stage3:
-            return flats, stage3_segments(shapes, sizes), shapes
-        return flats, stage12_segments(shapes, sizes, self._shards[0].get("param_alignment_paddings")), shapes
+            return flats, stage3_segments(groups, sizes)
+        return flats, stage12_segments(groups, sizes, self._shards[0].get("param_alignment_paddings"))
 
     def _base_optimizer(self, shard: Mapping[str, Any]) -> dict[str, Any]:
         inner = shard.get("optimizer_state_dict", shard.get("base_optimizer_state"))
@@ -95,41 +92,39 @@ class ZeroReader:
 
     # ---- what it holds
 
-    def _content(self, shapes: Sequence[Shapes], states: bool) -> Content:
-        model = _dict(self._model[0])
-        step = step_count(model.get("global_steps", 0), "global_steps")
+    def _content(self, states: bool) -> Content:
+        groups, model = self._model.groups, self._model
         params = {
             name: Param(
                 decl=WeightDecl(shape, dtype_name(self._flats[0][group].dtype)),
                 states=self._kinds(group, name) if states else (),
-                updates=self._updates(group, step) if states else 0,
+                updates=self._updates(group) if states else 0,
             )
-            for group, of_group in enumerate(shapes)
+            for group, of_group in enumerate(groups)
             for name, shape in of_group.items()
         }
-        frozen = _shapes(model.get("frozen_param_shapes") or {})
-        params |= {name: Param(decl=self._frozen(name, shape), trained=False) for name, shape in frozen.items()}
-        self._buffers = buffers_of(model)
-        tied = {
-            alias: name
-            for alias, name in _dict(model.get("shared_params") or {}).items()
-            if name in params and alias not in params
-        }
         return Content(
-            params=params,
-            buffers={n: WeightDecl(tuple(t.shape), dtype_name(t.dtype)) for n, t in self._buffers.items()},
-            tied=tied,
-            groups=self._groups(shapes) if states else (),
-            step=step if states else 0,
+            params=params | model.params,
+            buffers=model.buffers,
+            tied=model.tied,
+            groups=groups_from(self._inner[0]["param_groups"], groups) if states else (),
+            step=model.steps if states else 0,
         )
 
     def _kinds(self, group: int, name: str) -> tuple[str, ...]:
-        """The states of a group's parameters. Raises CheckpointError if a rank's part of one is too short."""
-        of_group = self._inner[0]["state"].get(group, {})
-        kinds = sorted(k for k, value in of_group.items() if isinstance(value, Tensor) and value.dim() == 1)
+        """The states of a group's parameters. Raises CheckpointError if a rank's part of one is too short,
+        UnsupportedError if one has no element for each of the group."""
+        given = self._inner[0]["state"].get(group, {})
+        kinds = sorted(kind for kind, value in given.items() if kind != "step" and value is not None)
+        for kind in kinds:
+            if not isinstance(given[kind], Tensor) or given[kind].dim() != 1 or given[kind].dtype not in _FLOATS:
+                raise UnsupportedError(
+                    f"the optimizer state {kind!r} of group {group} is no flat floating-point tensor; only "
+                    "element-wise states can be converted: convert the weights alone (--weights-only)"
+                )
         for segment in self._segments[name]:
             for kind in kinds:
-                held = _flat(_dict(self._inner[segment.rank]["state"][group])[kind])
+                held = _flat(as_dict(self._inner[segment.rank]["state"][group])[kind])
                 if len(held) < segment.stop:
                     raise CheckpointError(
                         f"rank {segment.rank} has {len(held):,} elements of {kind!r} of group {group}, but {name!r} "
@@ -137,48 +132,18 @@ class ZeroReader:
                     )
         return tuple(kinds)
 
-    def _updates(self, group: int, step: int) -> int:
-        """A group's step count: in its states, else in its parameter group, else the engine's."""
-        inner = self._inner[0]
-        found = inner["state"].get(group, {}).get("step")
-        if found is None:
-            found = next((g.get("step") for g in inner["param_groups"] if group in g["params"]), None)
-        return step if found is None else step_count(found, "step")
-
-    def _groups(self, shapes: Sequence[Shapes]) -> tuple[Group, ...]:
-        return tuple(
-            Group(
-                params=tuple(name for index in group["params"] for name in shapes[index]),
-                options={k: plain_option(v) for k, v in group.items() if k not in ("params", "step")},
-            )
-            for group in self._inner[0]["param_groups"]
-        )
-
-    def _frozen(self, name: str, shape: tuple[int, ...]) -> WeightDecl:
-        pieces = self._frozen_pieces(name)
-        if sum(map(len, pieces)) < math.prod(shape):
-            raise CheckpointError(
-                f"the frozen parameter {name!r} has {sum(map(len, pieces)):,} elements, but its shape {shape}; "
-                "a *_model_states.pt is missing or of another checkpoint"
-            )
-        return WeightDecl(shape, dtype_name(pieces[0].dtype))
-
-    def _frozen_pieces(self, name: str) -> list[Tensor]:
-        """By rank in stage 3; whole, once, in the others."""
-        stage3 = "fp32_flat_groups" in self._shards[0]
-        files = self._model if stage3 else self._model[:1]
-        return [require_dense(_dict(each)["frozen_param_fragments"][name], name).reshape(-1) for each in files]
+    def _updates(self, group: int) -> int:
+        found = updates_of(self._inner[0], group)
+        return self._model.updates if found is None else found
 
     # ---- values
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """See ``Reader.read``. Copies nothing but a range that is in several files."""
-        if name in self._buffers:
-            return self._buffers[name].detach().reshape(-1)[start:stop]
-        if not self.content.params[name].trained:
-            return _range(self._frozen_pieces(name), start, stop)
+        if name in self._model:
+            return self._model.read(name, start, stop)
         pieces = [self._piece(segment, kind) for segment in self._segments[name]]
-        values = _range(pieces, start, stop)
+        values = range_of(pieces, start, stop)
         return values if kind == WEIGHT else values.float()
 
     def _piece(self, segment: Segment, kind: str) -> Tensor:
@@ -190,16 +155,8 @@ class ZeroReader:
 
     def close(self) -> None:
         """See ``Reader.close``."""
-        self._optim, self._model, self._flats, self._inner, self._shards = [], [], [], [], []
-        self._buffers = {}
-
-
-def buffers_of(model: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The persistent buffers in a file of model states. Raises CheckpointError or KeyError if one is missing."""
-    names = model.get("buffer_names") or []
-    if not isinstance(names, list):
-        raise TypeError(f"buffer_names is {type(names).__name__}")
-    return {name: require_dense(_dict(model["module"])[name], name) for name in names}
+        self._optim, self._flats, self._inner, self._shards = [], [], [], []
+        self._model.close()
 
 
 def _by_rank(folder: Path, names: Sequence[str], form: re.Pattern[str], what: str) -> list[str]:
@@ -221,46 +178,8 @@ def _by_rank(folder: Path, names: Sequence[str], form: re.Pattern[str], what: st
     return [found[rank] for rank in sorted(found)]
 
 
-def _range(pieces: Sequence[Tensor], start: int, stop: int) -> Tensor:
-    """Elements of the concatenation of 1D tensors; a view if they are in one."""
-    parts = []
-    begin = 0
-    for piece in pieces:
-        low, high = max(start, begin), min(stop, begin + len(piece))
-        if low < high:
-            parts.append(piece[low - begin : high - begin])
-        begin += len(piece)
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")
-
-
 def _flat(value: Any) -> Tensor:
     """A partition. Raises CheckpointError for anything else."""
     if not isinstance(value, Tensor) or value.dtype not in _FLOATS:
         raise CheckpointError(f"a partition is {type(value).__name__}, not a floating-point tensor (on NVMe?)")
     return require_dense(value, "a partition").reshape(-1)
-
-
-def _dict(value: Any) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{type(value).__name__} where an object belongs")
-    return value
-
-
-def _shapes(group: Any) -> Shapes:
-    shapes = {}
-    for name, shape in _dict(group).items():
-        if not isinstance(name, str) or not is_shape(list(shape)):
-            raise ValueError(f"{name!r} has the shape {str(shape)[:80]}")
-        shapes[name] = tuple(shape)
-    return shapes
-
-
-def step_count(value: Any, name: str) -> int:
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1 << 53:
-        raise ValueError(f"{name} is {str(value)[:80]}")
-    if number != int(number):
-        raise ValueError(f"{name} is {number}")
-    return int(number)

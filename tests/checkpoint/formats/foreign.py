@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import pickle
 import sys
 from collections import OrderedDict
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,11 +31,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from rayzero.checkpoint.convert import convert
 from rayzero.checkpoint.formats import Reader, open_reader
 from rayzero.checkpoint.formats.content import WEIGHT, parts_of
+from rayzero.errors import CheckpointError, UnsupportedError
+
+from ..conftest import require_one_line
 
 SHAPES = {"embed.weight": (10, 30), "w": (17, 19), "b": (7,), "scale": (1,), "last.weight": (33, 5)}
 MOMENTS = ("exp_avg", "exp_avg_sq")
+TIED = {"head.weight": "embed.weight"}
 UPDATES = 30
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 Key = tuple[str, str]  # (parameter, kind)
@@ -88,6 +95,15 @@ def require_same(found: Mapping[Key, Tensor], states: States, kinds: Sequence[st
     wanted |= {(name, WEIGHT): tensor for name, tensor in states.buffers.items()}
     assert found.keys() == wanted.keys()
     assert [key for key in wanted if not same(found[key], wanted[key])] == []
+
+
+def refusal_of(source: Path, to: str = "rayzero", **options: Any) -> str:
+    """The line that refuses a conversion, after which nothing new lies beside the source."""
+    before = {path: sorted(os.listdir(path)) for path in (source.parent, source) if path.is_dir()}
+    with pytest.raises((CheckpointError, UnsupportedError)) as caught:
+        convert(source, source.parent / "converted", to=to, **options)
+    assert {path: sorted(os.listdir(path)) for path in before} == before
+    return require_one_line(caught.value)
 
 
 # ---- Hugging Face -----------------------------------------------------------------------------------------------
@@ -147,7 +163,7 @@ def write_zero(folder: Path, states: States, stage: int, world: int, groups: Seq
             torch.save({"optimizer_state_dict": _optimizer(flats, rank, stage, world, groups)}, folder / name)
     for rank in range(world if stage == 3 else 1):
         name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
-        torch.save(_model_states(states, groups), folder / name)
+        torch.save(_model_states(states, groups, stage), folder / name)
     return folder
 
 
@@ -184,27 +200,20 @@ def _unpadded(flat: Tensor, rank: int, group: Sequence[str], world: int) -> Tens
     return flat[: max(0, min(len(flat), numel - rank * len(flat)))].clone()
 
 
-def _model_states(states: States, groups: Sequence[Sequence[str]]) -> dict:
+def _model_states(states: States, groups: Sequence[Sequence[str]], stage: int) -> dict:
+    weights = {name: value.bfloat16() for name, value in states.of(WEIGHT).items()}
+    if stage == 3:  # ranks have parts
+        weights = {name: torch.empty(0, dtype=torch.bfloat16) for name in weights}
     return {
-        "module": OrderedDict({**states.of(WEIGHT), **states.buffers}),
+        "module": OrderedDict(weights | {a: weights[n] for a, n in TIED.items() if n in weights} | states.buffers),
         "buffer_names": list(states.buffers),
         "param_shapes": [OrderedDict((name, torch.Size(SHAPES[name])) for name in group) for group in groups],
-        "shared_params": {"head.weight": "embed.weight"},
+        "shared_params": TIED,
         "frozen_param_shapes": None,
         "frozen_param_fragments": None,
         "global_steps": UPDATES,
         "ds_version": "0.19.8",
     }
-
-
-def write_universal(folder: Path, states: States) -> Path:
-    for (name, kind), tensor in states.values.items():
-        home = folder / "zero" / name
-        home.mkdir(parents=True, exist_ok=True)
-        torch.save({"param": tensor}, home / f"{'fp32' if kind == WEIGHT else kind}.pt")
-        torch.save(torch.tensor(float(UPDATES)), home / "step.pt")
-    torch.save(_model_states(states, [list(SHAPES)]), folder / "mp_rank_00_model_states.pt")
-    return folder
 
 
 # ---- DCP --------------------------------------------------------------------------------------------------------

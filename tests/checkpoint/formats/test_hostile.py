@@ -18,10 +18,10 @@ from rayzero.checkpoint.convert import convert
 from rayzero.checkpoint.formats.content import WEIGHT
 from rayzero.checkpoint.formats.dcp_reader import is_tiling
 from rayzero.checkpoint.formats.pickles import load_torch_file
-from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
+from rayzero.errors import ConfigError
 
-from ..conftest import require_one_line
-from .foreign import SHAPES, States, write_grid, write_hf, write_universal, write_zero
+from .foreign import SHAPES, States, refusal_of, write_grid, write_hf, write_zero
+from .real_deepspeed import TAG, unpack
 
 TWO = [["embed.weight", "b"], ["w", "scale", "last.weight"]]
 
@@ -31,13 +31,9 @@ def states() -> States:
     return States.random()
 
 
-def refusal_of(source: Path, to: str = "rayzero", **options: Any) -> str:
-    """The line that refuses a conversion, after which nothing new lies beside the source."""
-    before = {path: sorted(os.listdir(path)) for path in (source.parent, source) if path.is_dir()}
-    with pytest.raises((CheckpointError, UnsupportedError)) as caught:
-        convert(source, source.parent / "converted", to=to, **options)
-    assert {path: sorted(os.listdir(path)) for path in before} == before
-    return require_one_line(caught.value)
+def universal(tmp_path: Path) -> Path:
+    """A folder that DeepSpeed's ds_to_universal made of one of stage 1."""
+    return unpack(tmp_path) / "zero1-universal" / TAG
 
 
 class Harmful:
@@ -78,9 +74,9 @@ def test_code_in_deepspeeds_files_is_named_and_not_run(tmp_path: Path, states: S
     assert not (tmp_path / "owned").exists()
 
 
-def test_code_in_a_universal_checkpoint_is_named_and_not_run(tmp_path: Path, states: States) -> None:
-    folder = write_universal(tmp_path / "universal", states)
-    torch.save(Harmful(tmp_path / "owned"), folder / "zero" / "w" / "exp_avg.pt")
+def test_code_in_a_universal_checkpoint_is_named_and_not_run(tmp_path: Path) -> None:
+    folder = universal(tmp_path)
+    torch.save(Harmful(tmp_path / "owned"), folder / "zero" / "up.weight" / "exp_avg.pt")
     assert "posix.system" in refusal_of(folder)
     assert not (tmp_path / "owned").exists()
 
@@ -248,10 +244,10 @@ def test_deepspeeds_latest_leads_to_a_folder_beside_it_and_nowhere_else(tmp_path
         assert "no folder beside it" in refusal_of(tmp_path / "run")
 
 
-def test_a_universal_state_of_another_shape(tmp_path: Path, states: States) -> None:
-    folder = write_universal(tmp_path / "universal", states)
-    torch.save({"param": torch.zeros(3)}, folder / "zero" / "w" / "exp_avg.pt")
-    assert "'exp_avg' of 'w' is float32 of shape (3,)" in refusal_of(folder)
+def test_a_universal_state_of_another_shape(tmp_path: Path) -> None:
+    folder = universal(tmp_path)
+    torch.save({"param": torch.zeros(3)}, folder / "zero" / "up.weight" / "exp_avg.pt")
+    assert "'exp_avg' of 'up.weight' is float32 of shape (3,)" in refusal_of(folder)
 
 
 def repeated(shape: tuple[int, ...]) -> torch.Tensor:
@@ -262,9 +258,9 @@ def repeated(shape: tuple[int, ...]) -> torch.Tensor:
 @pytest.mark.parametrize(
     "lie", [repeated((17, 1 << 40)), torch.eye(17).to_sparse(), torch.empty(17, 19, device="meta"), 3]
 )
-def test_a_tensor_that_is_not_what_it_says(tmp_path: Path, states: States, lie: Any) -> None:
-    folder = write_universal(tmp_path / "universal", states)
-    torch.save({"param": lie}, folder / "zero" / "w" / "fp32.pt")
+def test_a_tensor_that_is_not_what_it_says(tmp_path: Path, lie: Any) -> None:
+    folder = universal(tmp_path)
+    torch.save({"param": lie}, folder / "zero" / "up.weight" / "fp32.pt")
     assert "fp32.pt is damaged" in refusal_of(folder)
 
 
@@ -279,10 +275,10 @@ def test_a_field_that_holds_anything(tmp_path: Path, states: States, field: str,
         refusal_of(folder)
 
 
-def test_moments_without_a_step_count(tmp_path: Path, states: States) -> None:
-    folder = write_universal(tmp_path / "universal", states)
+def test_moments_without_a_step_count(tmp_path: Path) -> None:
+    folder = universal(tmp_path)
     (folder / "mp_rank_00_model_states.pt").unlink()
-    (folder / "zero" / "w" / "step.pt").unlink()
+    (folder / "zero" / "up.weight" / "step.pt").unlink()
     assert "after how many steps" in refusal_of(folder)
 
 

@@ -27,7 +27,6 @@ from .foreign import (
     same,
     write_grid,
     write_hf,
-    write_universal,
     write_zero,
 )
 
@@ -41,7 +40,6 @@ SOURCES: dict[str, Callable[[Path, States], Path]] = {
         for stage in (1, 2, 3)
         for world in (1, 2, 3, 8)
     },
-    "universal": write_universal,
 }
 
 
@@ -71,7 +69,7 @@ def test_a_mesh_of_dcp_chunks_reads_bit_equal(tmp_path: Path, states: States, cu
     require_same(found, states, [WEIGHT])
 
 
-@pytest.mark.parametrize("source", ["ZeRO-3 of 3", "ZeRO-2 of 2", "universal"])
+@pytest.mark.parametrize("source", ["ZeRO-3 of 3", "ZeRO-2 of 2"])
 @pytest.mark.parametrize("ways", [["dcp"], ["rayzero"], ["dcp", "rayzero"], ["rayzero", "dcp", "rayzero"]])
 def test_moments_survive_every_way(tmp_path: Path, states: States, source: str, ways: list[str]) -> None:
     path = SOURCES[source](tmp_path / "source", states)
@@ -82,8 +80,7 @@ def test_moments_survive_every_way(tmp_path: Path, states: States, source: str, 
         assert same(found["head.weight", WEIGHT], states.values["embed.weight", WEIGHT])
     require_same({key: value for key, value in found.items() if key[0] != "head.weight"}, states)
     assert reader.content.params["w"].updates == UPDATES
-    if source != "universal":  # it says nothing of groups
-        assert dict(reader.content.groups[0].options) == OPTIONS
+    assert dict(reader.content.groups[0].options) == OPTIONS
 
 
 @pytest.mark.parametrize("max_bytes", [1, 3000, 1 << 30])
@@ -103,7 +100,7 @@ def test_hugging_face_files_hold_the_weights_for_any_size_of_a_file(
 
 
 def test_a_cast_rounds_weights_and_nothing_else(tmp_path: Path, states: States) -> None:
-    source = write_universal(tmp_path / "source", states)
+    source = write_zero(tmp_path / "source", states, 2, 2, TWO)
     convert(source, tmp_path / "dcp", to="dcp", dtype=torch.bfloat16)
     reader, found = read_all(tmp_path / "dcp")
     assert reader.content.params["w"].decl.dtype == "bfloat16"
@@ -146,7 +143,7 @@ def test_weights_alone_begin_with_adams_zeros(tmp_path: Path, states: States) ->
 
 
 def test_a_checkpoint_of_owners_passes_through(tmp_path: Path, states: States) -> None:
-    first = convert(write_universal(tmp_path / "source", states), tmp_path / "one", to="rayzero").path
+    first = convert(write_zero(tmp_path / "source", states, 2, 2, TWO), tmp_path / "one", to="rayzero").path
     many = convert(first, tmp_path / "many", to="rayzero", max_bytes=1000).path
     with CheckpointReader(first) as one, CheckpointReader(many) as other:
         other.verify()
