@@ -74,6 +74,7 @@ def saved(model: nn.Module, folder: Path) -> Path:
 
 def loaded(kind: type[PreTrainedModel], folder: Path) -> PreTrainedModel:
     """What transformers reads; nothing is missing or left over."""
+    assert (folder / "config.json").is_file()  # without one, transformers makes a model of the default size
     model, said = kind.from_pretrained(folder, output_loading_info=True)
     for wrong in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors"):
         assert not said.get(wrong), f"{wrong}: {said[wrong]}"
