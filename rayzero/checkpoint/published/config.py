@@ -68,18 +68,23 @@ def _makes_none(path: Path, exc: Exception) -> CheckpointError:
 
 def _classes(settings: Mapping[str, Any], config_class: type) -> Iterator[type]:
     import transformers
+    from transformers.models.auto import modeling_auto
 
-    named = [getattr(transformers, str(name), None) for name in settings.get("architectures") or ()]
-    autos = [getattr(transformers, name) for name in dir(transformers) if name.startswith("AutoModel")]
-    mappings = [auto._model_mapping for auto in autos if getattr(auto, "_model_mapping", None) is not None]
-    listed = [mapping[config_class] for mapping in mappings if config_class in mapping]
     seen: set[type] = set()
-    for entry in [*named, *listed]:
-        for kind in entry if isinstance(entry, tuple | list) else (entry,):
+
+    def new(found: Any) -> Iterator[type]:
+        for kind in found if isinstance(found, tuple | list) else (found,):
             of_models = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
             if of_models and kind not in seen and kind.config_class is config_class:
                 seen.add(kind)
                 yield kind
+
+    for name in settings.get("architectures") or ():
+        yield from new(getattr(transformers, str(name), None))
+    for name, auto in vars(modeling_auto).items():
+        mapping = getattr(auto, "_model_mapping", None) if name.startswith("AutoModel") else None
+        if mapping is not None and config_class in mapping:
+            yield from new(mapping[config_class])
 
 
 def written_config(settings: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> str:
