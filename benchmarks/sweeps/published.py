@@ -28,11 +28,12 @@ from .trial import NOT_TRIED, REFUSED, SAME, WRONG, Case, Outcome
 TITLE = "Published checkpoints that were tried"
 INTRO = """
 transformers publishes weights under other names, and in other pieces, than its models have them. Each row is one
-model class with a small config and random values. transformers saves it, in several files, and `prepare(weights=FOLDER)`
-starts another one, whose parameters have no memory, from that folder. Its RayZero checkpoint is converted with
-`rayzero convert --to hf`, and `from_pretrained` reads the result. "same" says that every parameter and persistent
-buffer has the same bits both times, and that `from_pretrained` found nothing missing or left over. The last column
-names what transformers does to the tensors on their way. "not tried" says why plain transformers cannot do it here.
+model class with a small config and random values. transformers saves it, in several files, and
+`prepare(weights=FOLDER)` starts another one, whose parameters have no memory, from that folder. Its RayZero
+checkpoint is converted with `rayzero convert --to hf`, and `from_pretrained` reads the result. "same" says that every
+parameter and persistent buffer has the same bits both times, and that `from_pretrained` found nothing missing or left
+over. The last column names what transformers does to the tensors on their way. "not tried" says why plain
+transformers cannot do it here.
 """
 PACKAGES = ["transformers", "torch"]
 

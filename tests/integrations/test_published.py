@@ -14,10 +14,17 @@ from transformers import (
     PreTrainedModel,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    TrainingArguments,
+    conversion_mapping,
+    core_model_loading,
 )
+from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import rayzero
 from rayzero.checkpoint.convert import convert
+from rayzero.engine.start.initial_values import require_weights
+from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
+from rayzero.integrations.transformers import Trainer, save_pretrained
 
 from .zoo import llama, mixtral, qwen3, vit
 
@@ -120,3 +127,127 @@ def test_a_head_comes_and_goes(tmp_path: Path) -> None:
     expected = {f"model.{name}": value for name, value in base.state_dict().items()}
     expected["lm_head.weight"] = other.lm_head.weight.detach().clone()
     require_equal(started(other, rayzero.Weights(tmp_path / "base", strict=False)), expected)
+
+
+def test_published_weights_become_a_checkpoint_to_resume_from(tmp_path: Path) -> None:
+    model = filled(mixtral())
+    model.save_pretrained(tmp_path / "published")
+    convert(tmp_path / "published", tmp_path / "start", to="rayzero")
+    twin = empty(mixtral)
+    twin, _ = rayzero.prepare(twin, torch.optim.AdamW(twin.parameters()), resume=tmp_path / "start")
+    require_equal(rayzero.full_state_dict(twin), model.state_dict())
+
+
+def test_what_save_pretrained_of_ours_wrote_starts_a_model(tmp_path: Path) -> None:
+    model = filled(mixtral())
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    prepared, _ = rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    save_pretrained(prepared, tmp_path)
+    require_weights(empty(mixtral), str(tmp_path))  # what a recipe with init_from asks first
+    require_equal(started(empty(mixtral), tmp_path), expected)
+
+
+def test_a_mapping_of_published_names_starts_a_model_and_so_do_the_models_own(tmp_path: Path) -> None:
+    model = filled(mixtral())
+    model.save_pretrained(tmp_path)
+    published: dict[str, Tensor] = {}
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        published = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    require_equal(started(empty(mixtral), published), model.state_dict())
+    require_equal(started(empty(mixtral), model.state_dict()), model.state_dict())
+
+
+def test_the_written_config_says_the_dtype_that_was_written(tmp_path: Path) -> None:
+    """from_pretrained makes a model in the dtype of its config: one that says bf16 would round fp32 masters."""
+    model = filled(llama(dtype=torch.bfloat16))
+    checkpoint = saved(model, tmp_path / "run")
+    for dtype in (None, torch.bfloat16):
+        convert(checkpoint, tmp_path / str(dtype), dtype=dtype)
+        read = loaded(type(model), tmp_path / str(dtype))
+        assert read.dtype == (dtype or torch.float32)
+        for name, value in model.state_dict().items():
+            assert torch.equal(read.state_dict()[name], value.to(read.dtype)), name
+
+
+def test_a_config_of_another_model_leaves_the_names_and_says_so(tmp_path: Path) -> None:
+    checkpoint = saved(filled(llama()), tmp_path / "run")
+    mixtral().config.save_pretrained(tmp_path / "run")
+    done = convert(checkpoint, tmp_path / "hf")
+    assert "under their own names, because" in str(done)
+    assert "is of no model that has them" in str(done)
+    assert not (tmp_path / "hf" / "config.json").exists()
+
+
+def test_a_config_that_is_none_of_transformers_is_refused_if_it_was_asked_for(tmp_path: Path) -> None:
+    checkpoint = saved(filled(llama()), tmp_path / "run")
+    (tmp_path / "mine.json").write_text('{"lr": 0.1}')
+    with pytest.raises(ConfigError, match=r"mine.json names no model_type; give the config.json"):
+        convert(checkpoint, tmp_path / "hf", config=tmp_path / "mine.json")
+    (tmp_path / "run" / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": "many"}')
+    with pytest.raises(CheckpointError, match=r"config.json makes no model of transformers"):
+        convert(checkpoint, tmp_path / "hf")
+
+
+class Halved(ConversionOps):
+    """An operation that computes."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        return {target_patterns[0]: next(iter(input_dict.values()))[0] / 2}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return Halved()
+
+
+def test_an_operation_that_computes_is_refused_by_name_both_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = filled(llama())
+    model.save_pretrained(tmp_path / "published")
+    checkpoint = saved(filled(llama()), tmp_path / "run")
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")  # fills the cache
+    mapping = [WeightConverter("self_attn.q_proj.weight", "self_attn.q_proj.weight", operations=[Halved()])]
+    known = dict(conversion_mapping._checkpoint_conversion_mapping_cache) | {"llama": mapping}
+    monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", known)
+    says = r"needs transformers' Halved, which cannot be streamed: div makes values"
+    with pytest.raises(UnsupportedError, match=rf"'model.layers.0.self_attn.q_proj.weight' {says}"):
+        started(empty(llama), tmp_path / "published")
+    with pytest.raises(UnsupportedError, match=says):
+        convert(checkpoint, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_experts_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    model = filled(mixtral())
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        published = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    expert = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+    with pytest.raises(CheckpointError, match=r"gate_up_proj' cannot be made by transformers' MergeModulelist"):
+        started(empty(mixtral), published | {expert: torch.zeros(3, 3)})
+    del published[expert]
+    with pytest.raises(CheckpointError, match=r"gate_up_proj' cannot be made by|has the shape"):
+        started(empty(mixtral), published)
+
+
+def test_a_version_of_transformers_without_the_mapping_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixtral().save_pretrained(tmp_path)
+    monkeypatch.delattr(core_model_loading, "rename_source_key")
+    with pytest.raises(UnsupportedError, match=r"has no core_model_loading.rename_source_key, which says how"):
+        started(empty(mixtral), tmp_path)
+
+
+def test_the_best_checkpoint_comes_back_whole(tmp_path: Path) -> None:
+    """transformers 5.23 loads it with the published names as they are, which leaves experts as they were."""
+    best = filled(mixtral())
+    best.save_pretrained(tmp_path / "best")
+    args = TrainingArguments(output_dir=str(tmp_path / "out"), report_to="none", use_cpu=True)
+    trainer = Trainer(model=mixtral(), args=args)
+    trainer.state.best_model_checkpoint = str(tmp_path / "best")
+    trainer._load_best_model()
+    require_equal(trainer.model.state_dict(), best.state_dict())
+    again = Trainer(model=mixtral(), args=args)
+    again._load_from_checkpoint(str(tmp_path / "best"))
+    require_equal(again.model.state_dict(), best.state_dict())

@@ -45,7 +45,7 @@ def models_of(path: Path, settings: Mapping[str, Any]) -> Iterator[Any]:
     failed: Exception | None = None
     made = 0
     try:
-        config = CONFIG_MAPPING[settings["model_type"]].from_dict(dict(settings))
+        config = CONFIG_MAPPING[settings["model_type"]].from_pretrained(path, local_files_only=True)
     except Exception as exc:  # a config may hold anything
         raise _makes_none(path, exc) from exc
     for kind in _classes(settings, type(config)):
