@@ -15,7 +15,9 @@ from rayzero.checkpoint.files.tensor_file import fsync_directory
 from rayzero.checkpoint.formats import Content, Format, Reader, open_reader
 from rayzero.checkpoint.formats.dcp_writer import write_dcp
 from rayzero.checkpoint.formats.rayzero_writer import write_rayzero
-from rayzero.checkpoint.formats.safetensors_folder import write_safetensors
+from rayzero.checkpoint.formats.safetensors_folder import SafetensorsReader, write_safetensors
+from rayzero.checkpoint.published.config import CONFIG_FILE, find_config, read_config
+from rayzero.checkpoint.published.reader import Named, as_published, published, unpublished
 from rayzero.checkpoint.remote import nearby
 from rayzero.checkpoint.writer import staging_path
 from rayzero.errors import CheckpointError, CheckpointWriteError, ConfigError
@@ -34,6 +36,7 @@ class Converted:
     files: int
     content: Content
     states: bool  # optimizer states were written; for RayZero perhaps zeros
+    names: str = ""  # whose names the tensors have, where a model's config lets one choose
 
     def __str__(self) -> str:
         held, written = self.content.has_states, "with" if self.states else "without"
@@ -41,7 +44,7 @@ class Converted:
         params, buffers = count(len(self.content.params), "parameter"), count(len(self.content.buffers), "buffer")
         return (
             f"{self.path}  {count(self.files, 'file')}, {count(self.size_bytes, 'byte')}: {params} and {buffers} "
-            f"of step {self.content.step}, {written} optimizer states{dropped}"
+            f"of step {self.content.step}, {written} optimizer states{dropped}{', ' + self.names if self.names else ''}"
         )
 
 
@@ -54,6 +57,7 @@ def convert(
     max_bytes: int = MAX_SHARD_BYTES,
     optimizer: str = "",
     weights_only: bool = False,
+    config: Path | None = None,
 ) -> Converted:
     """Write the checkpoint ``source``, of any format that ``open_reader`` knows, as the new folder ``dest``. A URL is
     first copied beside ``dest``.
@@ -61,7 +65,10 @@ def convert(
     to: "hf" (safetensors with an index; weights only), "dcp" (``torch.distributed.checkpoint``) or "rayzero" (a run
     resumes from it). dtype: of floating-point weights in "hf" and "dcp"; None keeps the source's. max_bytes: of one
     file, where a single tensor is not larger. optimizer: for "rayzero", the import path of the class that resumes, if
-    the source does not say; "": AdamW. weights_only: leave optimizer states out.
+    the source does not say; "": AdamW. weights_only: leave optimizer states out. config: transformers' config.json of
+    the model; by default one that lies beside the source, in its folder or one of the two above. With it, "hf" gets
+    the names that transformers publishes, tied tensors once, and the config; "dcp" and "rayzero" get the names of the
+    model's parameters if the source has published ones.
 
     Memory: a few pieces of at most 16 MiB, and of a DCP source the chunks of one tensor. Values keep their bits, unless
     ``dtype`` rounds them. Raises ConfigError for a wrong argument, CheckpointError if the source is damaged, if
@@ -70,25 +77,51 @@ def convert(
     dest = Path(dest)
     _check_arguments(to, dtype, max_bytes)
     _check_dest(dest)
+    if config is not None and read_config(config) is None:
+        raise ConfigError(f"{config} names no model_type; give the config.json of a model of transformers")
     with nearby(os.fspath(source), dest) as path:
-        return _convert(open_reader(path, states=not weights_only), dest, to, dtype, max_bytes, optimizer)
+        reader = open_reader(path, states=not weights_only)
+        return _convert(reader, config or find_config(path), dest, to, dtype, max_bytes, optimizer)
 
 
 def _convert(
-    reader: Reader, dest: Path, to: str, dtype: torch.dtype | None, max_bytes: int, optimizer: str
+    source: Reader,
+    config: Path | None,
+    dest: Path,
+    to: str,
+    dtype: torch.dtype | None,
+    max_bytes: int,
+    optimizer: str,
 ) -> Converted:
     try:
+        named = _named(source, config, to)
+        reader = named.reader
         if to == Format.RAYZERO:
             write_rayzero(reader, dest, optimizer=optimizer, max_bytes=max_bytes)
         else:
-            _write_folder(reader, dest, _WRITERS[Format(to)], dtype, max_bytes)
+            text = named.config(dtype) if to == Format.HF else None
+            _write_folder(reader, dest, _WRITERS[Format(to)], dtype, max_bytes, text)
     except OSError as exc:
         raise CheckpointWriteError(f"cannot convert to {dest}: {exc.strerror or exc}") from exc
     finally:
-        reader.close()
+        source.close()
     sizes = [path.stat().st_size for path in dest.iterdir()]
     states = to == Format.RAYZERO or (to == Format.DCP and reader.content.has_states)
-    return Converted(path=dest, size_bytes=sum(sizes), files=len(sizes), content=reader.content, states=states)
+    return Converted(
+        path=dest,
+        size_bytes=sum(sizes),
+        files=len(sizes),
+        content=source.content,
+        states=states,
+        names=named.says,
+    )
+
+
+def _named(source: Reader, config: Path | None, to: str) -> Named:
+    """The source with the names to write: safetensors have published ones, other formats a model's own."""
+    if isinstance(source, SafetensorsReader):
+        return as_published(source, config) if to == Format.HF else unpublished(source, config)
+    return published(source, config) if to == Format.HF else Named(reader=source, says="")
 
 
 _WRITERS: dict[Format, Callable[..., list[Path]]] = {Format.HF: write_safetensors, Format.DCP: write_dcp}
@@ -111,7 +144,12 @@ def _check_dest(dest: Path) -> None:
 
 
 def _write_folder(
-    reader: Reader, dest: Path, write: Callable[..., list[Path]], dtype: torch.dtype | None, max_bytes: int
+    reader: Reader,
+    dest: Path,
+    write: Callable[..., list[Path]],
+    dtype: torch.dtype | None,
+    max_bytes: int,
+    config: str | None,
 ) -> None:
     """Stage the folder beside its place, make it durable, and rename it."""
     staging = staging_path(dest)
@@ -119,6 +157,8 @@ def _write_folder(
     staging.mkdir(parents=True)
     try:
         write(reader, staging, dtype=dtype, max_bytes=max_bytes)
+        if config is not None:
+            (staging / CONFIG_FILE).write_text(config)
         for path in staging.iterdir():
             _fsync(path)
         fsync_directory(staging)

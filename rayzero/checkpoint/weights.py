@@ -4,15 +4,17 @@ only when somebody asks for them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from rayzero.checkpoint.formats import open_reader
-from rayzero.checkpoint.formats.content import WEIGHT, WeightDecl
+from rayzero.checkpoint.formats.content import PART, WEIGHT, WeightDecl
+from rayzero.checkpoint.published.translation import Translation, to_model
 from rayzero.checkpoint.remote import is_url
 from rayzero.errors import ConfigError
 from rayzero.layout.model_layout import dtype_name
@@ -89,6 +91,10 @@ class _Source(Protocol):
 
     def read(self, name: str) -> Tensor: ...
 
+    def part(self, name: str, start: int, stop: int) -> Tensor: ...  # a range of the flattened tensor
+
+    def copy_to(self, name: str, flat: Tensor) -> None: ...
+
 
 class NamedWeights:
     """Tensors by the names that the model has for them."""
@@ -115,12 +121,27 @@ class NamedWeights:
         let it go. Raises CheckpointError if the file cannot be read."""
         return self._source.read(self._given[name])
 
+    def copy_to(self, name: str, flat: Tensor) -> None:
+        """Copy all elements of one tensor into ``flat`` (1D, as many elements, of any dtype). A tensor that is put
+        together from others passes through memory in parts of ``PART`` elements."""
+        self._source.copy_to(self._given[name], flat)
+
+    def for_model(self, model: nn.Module, held: Collection[str]) -> NamedWeights:
+        """As ``model.from_pretrained`` takes them, where ``model`` is one of transformers': with the names of its
+        parameters and buffers, merged and split. held: all of the model's names. Raises as ``to_model``."""
+        translation = to_model(model, held, self.decls, self._part, self)
+        return NamedWeights(_Translated(self, translation), lambda name: name)
+
+    def _part(self, name: str, start: int, stop: int) -> Tensor:
+        return self._source.part(self._given[name], start, stop)
+
 
 class _TensorMapping:
     """Named tensors in memory, or a mapping that makes them when asked."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
+        self._last: tuple[str, Tensor] | None = None  # a mapping may make its tensors
         self.decls = {name: declare_weight(name, tensors[name]) for name in tensors}
 
     def __str__(self) -> str:
@@ -128,6 +149,14 @@ class _TensorMapping:
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
+
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = name, self._tensors[name].detach().reshape(-1)
+        return self._last[1][start:stop]
+
+    def copy_to(self, name: str, flat: Tensor) -> None:
+        flat.view(self.decls[name].shape).copy_(self._tensors[name])
 
 
 def declare_weight(name: str, tensor: object) -> WeightDecl:
@@ -150,5 +179,36 @@ class _Checkpoint:
 
     def read(self, name: str) -> Tensor:
         shape = self.decls[name].shape
-        held = self._reader.content.tied.get(name, name)
-        return self._reader.read(held, WEIGHT, 0, math.prod(shape)).view(shape)
+        return self.part(name, 0, math.prod(shape)).view(shape)
+
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        return self._reader.read(self._reader.content.tied.get(name, name), WEIGHT, start, stop)
+
+    def copy_to(self, name: str, flat: Tensor) -> None:
+        flat.copy_(self.part(name, 0, flat.numel()))
+
+
+class _Translated:
+    """Weights under the names of one of transformers' models; perhaps merged from several, or parts of one."""
+
+    def __init__(self, weights: NamedWeights, translation: Translation) -> None:
+        self._weights = weights
+        self._elements = translation.elements
+        self.decls = dict(translation.decls)
+
+    def __str__(self) -> str:
+        return str(self._weights)
+
+    def read(self, name: str) -> Tensor:
+        decl = self.decls[name]
+        made = torch.empty(decl.shape, dtype=decl.torch_dtype(name), device="cpu")
+        self.copy_to(name, made.view(-1))
+        return made
+
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        return self._elements[name].read(start, stop)
+
+    def copy_to(self, name: str, flat: Tensor) -> None:
+        for start in range(0, flat.numel(), PART):
+            stop = min(start + PART, flat.numel())
+            flat[start:stop].copy_(self.part(name, start, stop))

@@ -31,6 +31,12 @@ def convert(
         str, typer.Option(help="For rayzero: import path of the optimizer's class, if the source does not say; AdamW.")
     ] = "",
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave optimizer states out.")] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="transformers' config.json of the model, for its published names; default: beside the source."
+        ),
+    ] = None,
 ) -> None:
     """Convert a checkpoint, parameter by parameter, with its optimizer states where both formats have them."""
     from rayzero.checkpoint.convert import convert as convert_checkpoint
@@ -45,6 +51,7 @@ def convert(
         max_bytes=_bytes(max_shard_size),
         optimizer=optimizer,
         weights_only=weights_only,
+        config=config,
     )
     typer.echo(done)
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 from rayzero.checkpoint import export_full
+from rayzero.checkpoint.convert import convert
+from rayzero.checkpoint.export import MODEL_FILE
+from rayzero.checkpoint.formats import Format
+from rayzero.checkpoint.published.config import CONFIG_FILE
 from rayzero.recipes.recipe import HF_PREFIX, RecipeConfig
 
 FOLDER = "model"
@@ -17,13 +22,14 @@ _OF_TOKENIZERS = (
 
 
 def export_model(recipe: RecipeConfig, checkpoint: Path, run_dir: Path) -> Path:
-    """Write a checkpoint's fp32 masters as ``model/model.safetensors``, with the config of a transformers model and the
-    files of its tokenizer, so that ``from_pretrained`` reads the folder. Replaces an earlier one. Raises
-    CheckpointError if it cannot be written."""
+    """Write a checkpoint's fp32 masters as ``model/model.safetensors``; of a transformers model under the names that
+    transformers publishes, with its config and the files of its tokenizer, so that ``from_pretrained`` reads the
+    folder. Replaces an earlier one. Raises CheckpointError if it cannot be written."""
     folder = run_dir / FOLDER
-    export_full(checkpoint, folder / "model.safetensors", overwrite=True)
     if recipe.model.startswith(HF_PREFIX):
-        shutil.copyfile(recipe.model.removeprefix(HF_PREFIX), folder / "config.json")
+        _export_published(checkpoint, Path(recipe.model.removeprefix(HF_PREFIX)), folder)
+    else:
+        export_full(checkpoint, folder / MODEL_FILE, overwrite=True)
     tokenizer = Path(recipe.tokenizer)
     if tokenizer.is_dir():
         for name in _OF_TOKENIZERS:
@@ -32,3 +38,13 @@ def export_model(recipe: RecipeConfig, checkpoint: Path, run_dir: Path) -> Path:
     elif tokenizer.is_file():
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
     return folder
+
+
+def _export_published(checkpoint: Path, config: Path, folder: Path) -> None:
+    new = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)  # left by a process that was killed
+    convert(checkpoint, new, to=Format.HF, max_bytes=sys.maxsize, config=config)
+    if not (new / CONFIG_FILE).exists():  # no class has these names as they are: transformers finds out what fits
+        shutil.copyfile(config, new / CONFIG_FILE)
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)

@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from rayzero.checkpoint import CheckpointReader
+from rayzero.checkpoint.published.config import CONFIG_FILE
 from rayzero.cluster.continuation import Successor
 from rayzero.cluster.files.run_dir import RECORD, RunDirectory, find_start
 from rayzero.cluster.processes.program_memory import imported_memory
@@ -42,8 +43,8 @@ from rayzero.recipes.planning import (
 )
 from rayzero.recipes.plot import LOSS_PICTURE, draw_losses
 from rayzero.recipes.progress import progress_line, show_addresses
-from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.run_log import StepRow, StepRows, read_rows, trained_since
+from rayzero.recipes.recipe import HF_PREFIX, RecipeConfig
 from rayzero.recipes.samples import SAMPLES
 
 CONFIG = "config.yaml"
@@ -172,7 +173,7 @@ def _refuse_changed(directory: RunDirectory, prepared: Prepared) -> None:
 
 def _run_in(directory: RunDirectory, prepared: Prepared, console: Console, hardware: Hardware | None) -> Training:
     recipe, path = prepared.recipe, directory.path
-    _write_config(path / CONFIG, recipe)
+    _write_config(path, recipe)
     unigram = prepared.corpus.baseline()
     rows = [row for row in read_rows(path) if row.step <= directory.rows_until]
     try:
@@ -203,6 +204,7 @@ def _withdraw(directory: RunDirectory) -> None:
     record."""
     if directory.fresh and not (directory.path / RECORD).exists():
         (directory.path / CONFIG).unlink(missing_ok=True)
+        (directory.path / CONFIG_FILE).unlink(missing_ok=True)
         directory.withdraw()
 
 
@@ -271,7 +273,10 @@ def make_trainer(
     )
 
 
-def _write_config(path: Path, recipe: RecipeConfig) -> None:
-    """Write the recipe as it runs, for ``rayzero train --resume`` or another run."""
+def _write_config(directory: Path, recipe: RecipeConfig) -> None:
+    """Write the recipe as it runs, for ``rayzero train --resume`` or another run, and beside it the config of a
+    transformers model, for ``rayzero convert``."""
     again = recipe.replace(run=recipe.run.replace(resume=False))
-    replace_file(path, again.to_yaml())
+    replace_file(directory / CONFIG, again.to_yaml())
+    if recipe.model.startswith(HF_PREFIX):
+        replace_file(directory / CONFIG_FILE, Path(recipe.model.removeprefix(HF_PREFIX)).read_bytes())

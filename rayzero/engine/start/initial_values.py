@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.checkpoint.fit import Wanted, misfits
+from rayzero.checkpoint.published.translation import is_pretrained
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.weights import NamedWeights, Weights
 from rayzero.engine.start.meta import fill_buffers
@@ -53,7 +54,7 @@ class Start:
         if self._resumed is not None:
             weights = None  # the owners restore the values; where they first came from does not matter
         self._stream = weights if weights is not None and weights.is_stream else None
-        self._weights = weights.open() if weights is not None and self._stream is None else None
+        self._weights = _opened(weights, model, self._wanted) if weights and self._stream is None else None
         self._strict = weights is None or weights.strict
         self._init = init
         self._source_name = _source_names(self._wanted, self._weights)
@@ -129,13 +130,12 @@ class Start:
             return
         flat = unit_vector(unit)
         for slot in unit.slots:
-            flat[slot.start : slot.stop].view(slot.shape).copy_(self._value(slot.name))
+            values = flat[slot.start : slot.stop]
+            if self._weights is not None and self._given(slot.name):
+                self._weights.copy_to(self._source_name[slot.name], values)
+            else:
+                values.view(slot.shape).copy_(self._params[slot.name].detach())
         load(unit.index, flat).result()
-
-    def _value(self, name: str) -> Tensor:
-        if self._weights is not None and self._given(name):
-            return self._weights.read(self._source_name[name])
-        return self._params[name].detach()
 
 
 def wanted_by(model: nn.Module) -> list[Wanted]:
@@ -161,8 +161,15 @@ def wanted_by(model: nn.Module) -> list[Wanted]:
 
 def require_weights(model: nn.Module, path: str) -> None:
     """Raise CheckpointError, naming every mismatch, if the weights at ``path`` do not fit. The model may be on meta."""
-    weights = Weights(path).open()
-    require_fit(weights, model, misfits(wanted_by(model), weights.decls, strict=True))
+    wanted = wanted_by(model)
+    weights = _opened(Weights(path), model, wanted)
+    require_fit(weights, model, misfits(wanted, weights.decls, strict=True))
+
+
+def _opened(weights: Weights, model: nn.Module, wanted: Iterable[Wanted]) -> NamedWeights:
+    """Weights that are no stream, with the model's names, which for transformers' models are not the published ones."""
+    named = weights.open()
+    return named.for_model(model, [n for one in wanted for n in one.names]) if is_pretrained(model) else named
 
 
 def _buffers_of(resume: Path | None) -> frozenset[str] | None:
