@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rayzero
 from rayzero.engine.context import RankContext, running_in
+from rayzero.engine.prepare import is_prepared
 from rayzero.errors import UnsupportedError
 from rayzero.testing import run_ranks
 
@@ -104,12 +106,14 @@ def preference_step(model: Any, optimizer: torch.optim.Optimizer, step: int, ran
 
 def test_a_frozen_adapter_is_switched_to_without_gradients(alone: RankContext) -> None:
     base = seeded(Policy)
+    optimizer: Any
     (model, optimizer), (plain, reference) = made(base, ours=True), made(base, ours=False)
     for step in range(4):
         preference_step(model, optimizer, step)
         preference_step(plain, reference, step)
     assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
+    assert not optimizer.engine.unfrozen.slots, "nothing is watched any more"
 
 
 def test_two_ranks_switch_adapters() -> None:
@@ -146,8 +150,14 @@ def read(model: Any) -> Tensor:
     return torch.cat([weight.detach().flatten(), up.data.flatten(), model.head.weight.detach().flatten()])
 
 
+def complete(model: Any) -> AbstractContextManager[None]:
+    """Where the Parameters are plain, as inside a forward."""
+    return rayzero.full_parameters(model) if is_prepared(model) else nullcontext()
+
+
 def copied(model: Any) -> Tensor:
-    other = copy.deepcopy(model.layers[1])
+    with complete(model):
+        other = copy.deepcopy(model.layers[1])
     assert type(other.up["ref"]) is nn.Parameter
     assert other.up["ref"].requires_grad
     return other(torch.ones(1, WIDTH)).detach()
@@ -155,7 +165,8 @@ def copied(model: Any) -> Tensor:
 
 def pickled(model: Any) -> Tensor:
     file = io.BytesIO()
-    torch.save(model.layers[1].up, file)
+    with complete(model):
+        torch.save(model.layers[1].up, file)
     file.seek(0)
     return torch.load(file, weights_only=False)["ref"].detach()
 
@@ -175,8 +186,13 @@ def loaded(model: Any) -> Tensor:
 
 @torch.no_grad()
 def with_others(model: Any) -> Tensor:
-    """One operation on parameters of several units, in and outside of a forward."""
-    return torch.cat([p.flatten() for p in model.parameters()])
+    """One operation on parameters of several units, inside a forward of one."""
+    both = []
+    model.layers[1].base.register_forward_hook(
+        lambda *_: both.append(torch.stack([model.layers[1].up["ref"], model.layers[2].up["default"]]))
+    )
+    model(tokens(0)[0])
+    return both[0]
 
 
 USES: dict[str, Callable[[Any], Tensor]] = {

@@ -9,8 +9,7 @@ has a subclass of its class there, which looks at the result of every operation;
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from rayzero.engine.autograd.touch import ShardedParameter
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.errors import UnsupportedError
-from rayzero.tensor_metadata import METADATA, of_class, plain
+from rayzero.tensor_metadata import of_class, plain
 
 _FLAG: Any = Tensor.requires_grad
 _GET_FLAG = _FLAG.__get__
@@ -93,28 +92,19 @@ class _UnfrozenParameter(nn.Parameter):
         kwargs = kwargs or {}
         absent = list(of_class(ShardedParameter, (args, kwargs)))
         if absent:
-            with ShardedParameter.brought(absent):
+            with type(absent[0]).brought(absent):
                 return func(*args, **kwargs)
         with plain():
             result = func(*args, **kwargs)
-            if func not in METADATA and any(tensor.grad_fn is not None for tensor in of_class(Tensor, result)):
+            if any(tensor.grad_fn is not None for tensor in of_class(Tensor, result)):
                 raise cls._all().refusal(next(of_class(_UnfrozenParameter, (args, kwargs))))
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with self._as_open():
-            return copy.deepcopy(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with self._as_open():
-            return self.__reduce_ex__(protocol)
-
-    @contextmanager
-    def _as_open(self) -> Iterator[None]:
-        """Inside, it has the class that it has without the flag."""
+        """A copy has the class that it has without the flag."""
         watching = type(self)
         self.__class__ = watching._open  # type: ignore[assignment]
         try:
-            yield
+            return copy.deepcopy(self, memo)
         finally:
             self.__class__ = watching  # type: ignore[assignment]
