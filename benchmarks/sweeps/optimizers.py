@@ -81,7 +81,7 @@ def cases() -> Iterator[Case]:
 
 def _imported(module: str) -> types.ModuleType:
     if module == "timm.optim" and _is_installed("timm") and not _is_installed("torchvision"):
-        # timm imports torchvision, whose wheels need another torch; its optimizers take one name of timm's other modules
+        # timm imports torchvision, whose wheels need another torch; its optimizers take one name of its other modules
         package, models = types.ModuleType("timm"), types.ModuleType("timm.models")
         package.__path__ = list(importlib.util.find_spec("timm").submodule_search_locations or ())  # type: ignore[union-attr]
         models.group_parameters = None  # type: ignore[attr-defined]
@@ -189,7 +189,7 @@ def _tried(make: Make) -> Outcome:
         _train(plain, theirs, range(_STEPS))
     except Exception as exc:
         return Outcome(WRONG, f"trains here, but plain PyTorch raises {type(exc).__name__}: {exc}")
-    if (lost := _lost(theirs.state_dict(), states)) != "":
+    if (lost := _lost(torch.optim.Optimizer.state_dict(theirs), states)) != "":
         return Outcome(WRONG, f"state_dict() lacks {lost}")
     return _compared(first, plain.state_dict(), found)
 

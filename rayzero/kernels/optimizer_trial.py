@@ -262,7 +262,8 @@ class _Course:
             _step(optimizer, params, self.gradients[-1])
             self.after.append(_told(group, at_first, hyper))
         states = [optimizer.state.get(param, {}) for param in params]
-        self.odd_state = next(filter(None, map(unkept, states, shapes)), "")
+        others = (f"{key!r} beside the states of parameters" for key in optimizer.state if not isinstance(key, Tensor))
+        self.odd_state = next((odd for odd in (*map(unkept, states, shapes), *others) if odd), "")
         self.kept = [
             _kept(param, {} if self.odd_state else state, self.updates(index))
             for index, (param, state) in enumerate(zip(params, states, strict=True))

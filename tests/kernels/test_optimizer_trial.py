@@ -149,6 +149,12 @@ class Fp64(Each):
         return state["mean"].float()
 
 
+class Beside(Each):
+    def direction(self, p, grad, state, group):
+        self.state["average"] = {"short": 1.0}
+        return grad
+
+
 class LongNumber(Each):
     def direction(self, p, grad, state, group):
         state["product"] = state.get("product", 1.0) * 0.9
@@ -160,6 +166,7 @@ class LongNumber(Each):
     [
         (KeepsBlocks, r"keeps 'largest' of shape \(132,\) for a parameter of shape \(8448,\)"),
         (Queue, "keeps 'queue', which is a deque"),
+        (Beside, "keeps 'average' beside the states of parameters"),
         (Fp64, "keeps 'mean' in torch.float64"),
         (LongNumber, "keeps product as a number in fp64"),
     ],
