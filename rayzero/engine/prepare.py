@@ -32,6 +32,7 @@ from rayzero.engine.checkpoint.save import (
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.engine import Engine
 from rayzero.engine.loop.comeback import comeback_of, keep_began
+from rayzero.engine.optimizer.given import maker_of
 from rayzero.engine.optimizer.param_groups import hyper_of
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.private_torch import self_test
@@ -49,10 +50,12 @@ from rayzero.engine.units.residency import stays_up
 from rayzero.engine.units.transfers import UnitTransfers, make_transfers
 from rayzero.engine.values.state_dict import hook_state_dict_loads
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.kernels import check_moments
+from rayzero.kernels import ADAMS, check_moments
+from rayzero.kernels.optimizer_class import OptimizerMaker
+from rayzero.kernels.optimizer_trial import require_elementwise
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.memory.malloc import give_back_freed
-from rayzero.protocol.messages import ModelSpec
+from rayzero.protocol.messages import Hyper, ModelSpec
 from rayzero.protocol.ownership import device_owners
 from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.recorder import LaterModelRecorder, Recorder
@@ -118,6 +121,9 @@ def prepare(
     check_moments(config.moments, type(optimizer), optimizer.param_groups)
     _check_fraction(config, context)
     _refuse_prepared(model, optimizer)
+    hyper = hyper_of(optimizer, type(optimizer))
+    make = maker_of(optimizer, hyper)
+    verdicts = [] if make.cls in ADAMS else [require_elementwise(make, options) for options in hyper]
     number = context.prepared if context.connect is not None else 0  # without a run, each model has owners of its own
     chosen = chosen_resume(context, resume)
     began = None if chosen is None else of_model(chosen, number)
@@ -130,7 +136,7 @@ def prepare(
         tell_plan(plan.layout, config, dict(model.named_parameters()))
     start = None if context.life else _start(model, plan, context, began, weights, init)
     params = {name: p for name, p in model.named_parameters()}
-    spec = _spec(plan, params, optimizer, config, context, number, began)
+    spec = _spec(plan, params, optimizer, make, hyper, config, context, number, began)
     groups = None if context.life else resumed_groups(context.rank, began, model)
     device = _device(model, context)
     refuse_apart(plan, params, device)
@@ -175,7 +181,8 @@ def prepare(
     context.on_close(engine.close)
     context.prepared += 1
     give_back_freed()  # the model's own memory, which is no longer needed
-    returned = ZeroOptimizer(optimizer, engine, groups)
+    writes_groups = any(verdict.writes for verdict in verdicts)
+    returned = ZeroOptimizer(optimizer, engine, make, writes_groups=writes_groups, resumed=groups)
     context.begin(returned, tracked, source, comeback, began)
     return model, returned
 
@@ -304,19 +311,21 @@ def _spec(
     plan: UnitPlan,
     params: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
+    make: OptimizerMaker,
+    hyper: tuple[Hyper, ...],
     config: ZeroConfig,
     context: RankContext,
     number: int,
     resume: Path | None,
 ) -> ModelSpec:
-    kind = type(optimizer)
     on_device = not config.offload_grads  # summed before they are pushed
     return ModelSpec(
         run=f"{context.run} model {number}" if number else context.run,  # shared memory is named after it too
         layout=plan.layout,
         world_size=context.world_size,
-        optimizer=f"{kind.__module__}:{kind.__qualname__}",
-        hyper=hyper_of(optimizer),
+        optimizer=f"{make.cls.__module__}:{make.cls.__qualname__}",
+        attributes=make.attributes,
+        hyper=hyper,
         group_of=_groups(plan, params, optimizer),
         accumulation_steps=1 if on_device else config.gradient_accumulation_steps,
         nonfinite=config.nonfinite,

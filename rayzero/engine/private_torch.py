@@ -415,6 +415,8 @@ class _Scaled(torch.optim.SGD):
         scale = getattr(self, "grad_scale", None)
         self.seen.append(0.0 if scale is None else inverse_scale(scale))
 
+    step.hooked = True  # type: ignore[attr-defined]  # torch puts no hooks around it, those for all optimizers included
+
 
 def _grad_scaler_asks() -> bool:
     """Whether step() gets no scale after unscale_ and the scale without it, and an inf halves the scale."""

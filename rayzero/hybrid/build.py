@@ -17,7 +17,8 @@ from rayzero.hybrid.placement import Targets, check_param, decide, the_device
 from rayzero.hybrid.sides import Sides
 from rayzero.hybrid.split import Piece
 from rayzero.kernels import ADAMS, Kernel
-from rayzero.kernels.optimizer_class import is_elementwise, on_cpu, options_of, require_whole, state_bytes, state_names
+from rayzero.kernels.optimizer_class import OptimizerMaker, on_cpu, options_of, state_bytes, state_names
+from rayzero.kernels.optimizer_trial import Scope, try_class
 from rayzero.lanes import Lane, make_lane
 
 _TILED = (torch.float32, torch.bfloat16, torch.float16)
@@ -71,13 +72,14 @@ class Builder:
         return torch.float32 if self.fp32 and param.dtype in (torch.bfloat16, torch.float16) else param.dtype
 
     def _can_cut(self, groups: Sequence[Group]) -> bool:
-        """Whether a parameter may lie on both sides: both classes are element-wise and keep the same states."""
+        """Whether a parameter may lie on both sides: both classes are element-wise and keep the same states. Raises
+        UnsupportedError for a class that mixes parameters, needs a closure or draws random numbers."""
         options = [on_cpu(options_of(group)) for group in groups]
-        if all(is_elementwise(cls, group) for cls in {self.cpu_class, self.gpu_class} for group in options):
-            return all(state_names(self.cpu_class, group) == state_names(self.gpu_class, group) for group in options)
-        for group in options:
-            require_whole(self.cpu_class, group)
-        return False
+        cpu, gpu = OptimizerMaker(self.cpu_class), OptimizerMaker(self.gpu_class)
+        scopes = {try_class(make, group).scope for make in (cpu, gpu) for group in options}
+        return scopes == {Scope.ELEMENT} and all(
+            state_names(cpu, group) == state_names(gpu, group) for group in options
+        )
 
     def _device_costs(self, params: Sequence[Tensor], group_of: Sequence[int], groups: Sequence[Group]) -> list[int]:
         costs: dict[tuple[int, torch.dtype], int] = {}
@@ -85,7 +87,7 @@ class Builder:
             working = self._working(param)
             if (group, param.dtype) not in costs:
                 master = 0 if working is param.dtype else working.itemsize
-                states = state_bytes(self.gpu_class, options_of(groups[group]), working)
+                states = state_bytes(OptimizerMaker(self.gpu_class), options_of(groups[group]), working)
                 costs[group, param.dtype] = master + states
         return [costs[group, param.dtype] for group, param in zip(group_of, params, strict=True)]
 

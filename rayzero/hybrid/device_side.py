@@ -12,7 +12,7 @@ from rayzero.hybrid.host.buckets import range_of
 from rayzero.hybrid.host.rules import Groups
 from rayzero.hybrid.host.side import GradientOf
 from rayzero.hybrid.split import Piece
-from rayzero.kernels.optimizer_class import State, build, by_group, load_into, prepare_states
+from rayzero.kernels.optimizer_class import OptimizerMaker, State, by_group, load_into, prepare_states, step_alone
 
 
 class DeviceSide:
@@ -41,7 +41,7 @@ class DeviceSide:
         self.group_indices = list(members)
         self._at = [at for own in members.values() for at in own]
         stepped = [[cast("nn.Parameter", self.stepped[at]) for at in own] for own in members.values()]  # or leaves
-        self.optimizer = build(cls, [groups[g] for g in self.group_indices], stepped)
+        self.optimizer = OptimizerMaker(cls).build([groups[g] for g in self.group_indices], stepped)
 
     def _stepped(self, at: int) -> Tensor:
         piece, param = self.pieces[at], self._params[at]
@@ -57,7 +57,7 @@ class DeviceSide:
         kept = [self.stepped[at].grad for at in lent]  # beside a decoupled_grad
         for at in lent:
             self.stepped[at].grad = _fit(cast("Tensor", grads[at]), self.pieces[at], self.stepped[at])
-        self.optimizer.step()
+        step_alone(self.optimizer)
         for at, grad in zip(lent, kept, strict=True):
             self.stepped[at].grad = grad
         back = [at for at in present if self.is_master[at]]

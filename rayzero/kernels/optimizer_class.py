@@ -1,16 +1,14 @@
-"""Works with any torch optimizer class: makes an instance over given groups, reads the states it keeps, and tries
-whether a parameter in pieces gets equal bits.
-
-[Note: the probe] Whether a class may get a parameter in pieces is tried, not looked up. The same fp32 values and
-gradients go through it once as a matrix, once flat, and once flat in pieces, for several steps, and every bit of
-weights and states must agree. A class that mixes elements (norms, factored moments, Muon's matrix products), needs a
-closure, or draws random numbers fails and is refused by name.
-"""
+"""Works with any torch optimizer class: makes an instance over given groups, steps it, and reads and writes the states
+that it keeps. ``optimizer_trial`` finds out what a class can do."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterable, Sequence
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,29 +20,88 @@ from rayzero.protocol.messages import STEP, Hyper
 
 State = dict[str, Any]  # of one parameter, as torch has it: name -> tensor or number
 
-_PROBE_SHAPE = (16, 24)  # elements of the probe's matrix ...
-_PROBE_PIECES = (64, 192, 128)  # ... and of its pieces
-_PROBE_STEPS = 4
-
-_REFUSED = {  # reasons that are clearer than the probe's
-    "LBFGS": "it needs a closure and a line search over all parameters",
-    "SparseAdam": "it takes sparse gradients only",
-    "Muon": "it orthogonalises whole matrices",
-    "Adafactor": "it factors whole matrices and scales by their norm",
-}
+_KEPT_EXACTLY = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.bool)  # by fp32
 
 
 # ---- instances ---------------------------------------------------------------------------------------------------
 
 
-def build(
-    cls: type[torch.optim.Optimizer], hyper: Sequence[Hyper], members: Sequence[Sequence[Tensor]]
-) -> torch.optim.Optimizer:
-    """An instance with these groups; ``members``: the parameters of each. The constructor gets the first group's
-    options too, because some classes require them, and Adagrad fills its state from its own argument."""
-    groups = [as_options(options) | {"params": list(params)} for options, params in zip(hyper, members, strict=True)]
-    accepted = list(inspect.signature(cls).parameters.values())[1:]
-    return cls(groups, **{p.name: groups[0][p.name] for p in accepted if p.name in groups[0] and p.name != "params"})
+@dataclass(frozen=True)
+class OptimizerMaker:
+    """Makes instances that compute what a user's optimizer would.
+
+    Knows the class, and what the user's instance keeps in attributes; not parameters."""
+
+    cls: type[torch.optim.Optimizer]
+    attributes: Hyper = field(default_factory=dict)  # "scale" or "args.bits" -> plain value; see optimizer_attributes
+
+    @property
+    def name(self) -> str:
+        """The class's name, with its module."""
+        return f"{self.cls.__module__}.{self.cls.__qualname__}"
+
+    def build(self, hyper: Sequence[Hyper], members: Sequence[Sequence[Tensor]]) -> torch.optim.Optimizer:
+        """An instance with these groups; ``members``: the parameters of each.
+
+        The constructor gets the first group's options too, because some classes require them and Adagrad fills its
+        state from its own argument, and attributes that have the names of its arguments ("bits" of "args.bits"). Then
+        the attributes are set."""
+        groups = [as_options(options) | {"params": list(own)} for options, own in zip(hyper, members, strict=True)]
+        given = {path.rpartition(".")[2]: value for path, value in as_options(self.attributes).items()} | groups[0]
+        accepted = [name for name in list(inspect.signature(self.cls).parameters)[1:] if name != "params"]
+        made = self.cls(groups, **{name: given[name] for name in accepted if name in given})
+        for path, value in self.attributes.items():
+            _set(made, path, value)
+        return made
+
+
+def _set(made: torch.optim.Optimizer, path: str, value: Any) -> None:
+    """Set the attribute at a dotted path; JSON's list becomes a tuple where the instance has one."""
+    *parents, last = path.split(".")
+    holder: Any = made
+    for parent in parents:
+        holder = holder[parent] if isinstance(holder, dict) else getattr(holder, parent)
+    held = holder.get(last) if isinstance(holder, dict) else getattr(holder, last, None)
+    value = tuple(value) if isinstance(held, tuple) and isinstance(value, list) else value
+    if isinstance(holder, dict):
+        holder[last] = value
+    else:
+        setattr(holder, last, value)
+
+
+_alone = threading.local()  # .steps: this thread is in step_alone()
+
+
+def step_alone(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.step()`` without the hooks that torch puts around it: those that are registered for all optimizers
+    are for steps of the user's."""
+    for cls in type(optimizer).__mro__:  # of parents, too, because a step() may call its parent's
+        step = vars(cls).get("step")
+        if getattr(step, "hooked", False) and not hasattr(step, "_is_routed"):
+            cls.step = _routed(step)  # type: ignore[attr-defined]
+    _alone.steps = True
+    try:
+        optimizer.step()
+    finally:
+        _alone.steps = False
+
+
+def _routed(hooked: Any) -> Any:
+    """A class's ``step`` as torch has it when the first instance is made, with hooks around it, which leaves these out
+    in ``step_alone()``. Torch looks its hooks up in a global, so no instance can have others."""
+
+    @functools.wraps(hooked)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return (hooked.__wrapped__ if getattr(_alone, "steps", False) else hooked)(*args, **kwargs)
+
+    step._is_routed = True  # type: ignore[attr-defined]
+    return step
+
+
+def set_options(optimizer: torch.optim.Optimizer, hyper: Sequence[Hyper]) -> None:
+    """Give each parameter group its options for the next step."""
+    for group, options in zip(optimizer.param_groups, hyper, strict=True):
+        group.update(as_options(options))
 
 
 def by_group(group_of: Iterable[int]) -> dict[int, list[int]]:
@@ -70,12 +127,31 @@ def as_options(hyper: Hyper) -> Hyper:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in hyper.items()}
 
 
+def plain_value(value: Any, name: str) -> Any:
+    """Option ``name`` of a group as a plain JSON value. Raises UnsupportedError if it is none."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [plain_value(item, name) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UnsupportedError(f"option {name!r} of a parameter group is {value!r}; pass a plain number, flag or text")
+
+
 # ---- states ------------------------------------------------------------------------------------------------------
 
 
 def is_scalar(value: object) -> bool:
     """Whether a state is a single number, as a 0-dim tensor or as a Python number."""
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
+
+
+def is_long(value: object) -> bool:
+    """Whether a state is a finite number that fp32, in which owners keep states, would round."""
+    if not is_scalar(value):
+        return False
+    number = float(value)  # type: ignore[arg-type]
+    return math.isfinite(number) and number != float(torch.tensor(number, dtype=torch.float32, device="cpu"))
 
 
 def scalar_like(template: object, value: float) -> object:
@@ -92,39 +168,39 @@ def stepped_once(optimizer: torch.optim.Optimizer) -> State:
     """Step an optimizer of one parameter with a zero gradient. Returns what it keeps for the parameter."""
     (param,) = optimizer.param_groups[0]["params"]
     param.grad = torch.zeros_like(param)
-    optimizer.step()
+    step_alone(optimizer)
     return dict(optimizer.state[param])
 
 
 @outside_modes
-def state_template(cls: type[torch.optim.Optimizer], hyper: Hyper, *, stepped: bool = True) -> State:
-    """What ``cls`` keeps for an fp32 parameter of 64 elements after one update, or before any with ``stepped=False``:
+def state_template(make: OptimizerMaker, hyper: Hyper, *, stepped: bool = True) -> State:
+    """What the class keeps for an fp32 parameter of 64 elements after one update, or before any with ``stepped=False``:
     name -> tensor or number."""
-    param = torch.zeros(64, requires_grad=True, dtype=torch.float32, device="cpu")
-    optimizer = build(cls, [hyper], [[param]])
+    param = torch.zeros(64, dtype=torch.float32, device="cpu", requires_grad=True)
+    optimizer = make.build([hyper], [[param]])
     return stepped_once(optimizer) if stepped else dict(optimizer.state.get(param, {}))
 
 
 @outside_modes
-def zero_state(cls: type[torch.optim.Optimizer], options: Hyper, like: Tensor) -> State:
-    """The state that ``cls`` makes for a parameter with the shape, dtype and device of ``like``, after a step with a
+def zero_state(make: OptimizerMaker, options: Hyper, like: Tensor) -> State:
+    """The state that the class makes for a parameter with the shape, dtype and device of ``like``, after a step with a
     zero gradient. The step count is set back to zero."""
-    state = stepped_once(build(cls, [options], [[like.detach().clone().requires_grad_()]]))
+    state = stepped_once(make.build([options], [[like.detach().clone().requires_grad_()]]))
     if STEP in state:
         state[STEP] = scalar_like(state[STEP], 0.0)
     return state
 
 
-def state_names(cls: type[torch.optim.Optimizer], options: Hyper) -> set[str]:
+def state_names(make: OptimizerMaker, options: Hyper) -> set[str]:
     """The names of what the class keeps for a parameter."""
-    return set(zero_state(cls, options, torch.ones(2, 2, dtype=torch.float32, device="cpu")))
+    return set(zero_state(make, options, torch.ones(2, 2, dtype=torch.float32, device="cpu")))
 
 
-def state_bytes(cls: type[torch.optim.Optimizer], options: Hyper, dtype: torch.dtype) -> int:
+def state_bytes(make: OptimizerMaker, options: Hyper, dtype: torch.dtype) -> int:
     """The bytes of state that the class keeps for an element of ``dtype``, measured on 4,096 elements and rounded
     up."""
     numel = 4096
-    state = zero_state(cls, on_cpu(options), torch.ones(64, 64, dtype=dtype, device="cpu"))
+    state = zero_state(make, on_cpu(options), torch.ones(64, 64, dtype=dtype, device="cpu"))
     return -(-sum(value.nbytes for value in state.values() if isinstance(value, Tensor) and value.dim()) // numel)
 
 
@@ -147,85 +223,47 @@ def prepare_states(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if not optimizer.state.get(param):
-                optimizer.state[param] = zero_state(type(optimizer), options_of(group), param)
+                optimizer.state[param] = zero_state(OptimizerMaker(type(optimizer)), options_of(group), param)
 
 
-# ---- what a class can do -----------------------------------------------------------------------------------------
+# ---- states as owners and checkpoints keep them --------------------------------------------------------------------
 
 
-def is_elementwise(cls: type[torch.optim.Optimizer], options: Hyper) -> bool:
-    """Whether the class gives a parameter in pieces the same bits. It is run to find out."""
-    try:
-        probe(cls, options)
-    except UnsupportedError:
-        return False
-    return True
+def unkept(state: Mapping[str, Any], shape: Sequence[int]) -> str:
+    """A description of the first state that neither is one number nor has the parameter's ``shape`` and a dtype that
+    fp32 holds exactly; "" if there is none."""
+    for name, value in state.items():
+        if value is None or is_scalar(value):
+            continue
+        if not isinstance(value, Tensor):
+            return f"{name!r}, which is a {type(value).__name__}"
+        if type(value) not in (Tensor, torch.nn.Parameter):
+            return f"{name!r}, which is a {type(value).__name__} and not a plain tensor"
+        if tuple(value.shape) != tuple(shape):
+            return f"{name!r} of shape {tuple(value.shape)} for a parameter of shape {tuple(shape)}"
+        if value.dtype not in _KEPT_EXACTLY:
+            return f"{name!r} in {value.dtype}"
+    return ""
 
 
-def require_whole(cls: type[torch.optim.Optimizer], options: Hyper) -> None:
-    """Raise UnsupportedError that names the class and the reason unless the class can step dense tensors without a
-    closure, and gives the same bits twice."""
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    try:
-        same = _equal(*(_run_probe(cls, options, [_PROBE_SHAPE]) for _ in range(2)))
-    except Exception as exc:  # a foreign class may raise anything; whatever it is, the class cannot be used
-        raise UnsupportedError(
-            f"{name} cannot be offloaded: a trial step without a closure, on a dense matrix, raised {exc!r}; "
-            "use a class that steps from .grad alone"
-        ) from exc
-    if not same:
-        raise UnsupportedError(f"{name} cannot be offloaded: two equal trial steps gave different weights")
+def flat_states(state: Mapping[str, Any], numel: int, steps: int) -> dict[str, Tensor]:
+    """A parameter's states as 1D fp32 CPU tensors of its first ``numel`` elements, which a number fills. The step count
+    is left out where it is ``steps``, the number of the parameter's updates."""
+    found = {}
+    for name, value in state.items():
+        if is_scalar(value) and not (name == STEP and float(value) == steps):
+            found[name] = torch.full((numel,), float(value), dtype=torch.float32, device="cpu")
+        elif isinstance(value, Tensor) and not is_scalar(value):
+            found[name] = value.detach().reshape(-1)[:numel].float().cpu()
+    return found
 
 
-def probe(cls: type[torch.optim.Optimizer], hyper: Hyper) -> None:
-    """Raise UnsupportedError that names the class and the reason unless whole and split parameters get equal bits."""
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    if cls.__module__.startswith("torch.optim") and cls.__name__ in _REFUSED:
-        raise UnsupportedError(f"{name} cannot run on shards: {_REFUSED[cls.__name__]}")
-    numel = sum(_PROBE_PIECES)
-    try:
-        whole = _run_probe(cls, hyper, [_PROBE_SHAPE])
-        same = all(
-            _equal(whole, _run_probe(cls, hyper, shapes)) for shapes in ([(numel,)], [(n,) for n in _PROBE_PIECES])
-        )
-    except Exception as exc:  # a foreign class may raise anything; whatever it is, the class cannot run on slices
-        raise UnsupportedError(f"{name} cannot run on shards: a trial on slices raised {exc!r}") from exc
-    if not same:
-        raise UnsupportedError(
-            f"{name} is not element-wise: a parameter split into slices gets other values than the whole one, "
-            "so it cannot run on shards; use an element-wise optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, ...)"
-        )
-
-
-@outside_modes
-def _run_probe(cls: type[torch.optim.Optimizer], hyper: Hyper, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """The weights and element-wise states after some steps, each as one flat tensor of all pieces."""
-    values = torch.Generator().manual_seed(2026)
-    draws = [
-        torch.randn(sum(_PROBE_PIECES), generator=values, dtype=torch.float32, device="cpu")
-        for _ in range(_PROBE_STEPS + 1)
-    ]
-    params = [piece.detach().requires_grad_() for piece in _cut(draws[0], shapes)]
-    optimizer = build(cls, [hyper], [params])
-    for draw in draws[1:]:
-        for param, grad in zip(params, _cut(draw, shapes), strict=True):
-            param.grad = grad
-        optimizer.step()
-    states = [optimizer.state[param] for param in params]
-    kept = [name for name, value in states[0].items() if isinstance(value, Tensor) and not is_scalar(value)]
-    return [_joined(params), *(_joined([state[name] for state in states]) for name in kept)]
-
-
-def _cut(values: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    return [
-        piece.clone().view(shape) for piece, shape in zip(torch.split_with_sizes(values, sizes), shapes, strict=True)
-    ]
-
-
-def _joined(pieces: Sequence[Tensor]) -> Tensor:
-    return torch.cat([piece.detach().reshape(-1) for piece in pieces])
-
-
-def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+def restored_state(alone: torch.optim.Optimizer, values: Mapping[str, Tensor], steps: int) -> State:
+    """The inverse of ``flat_states``. ``alone``: an instance of one parameter, a copy, which has not stepped."""
+    template = stepped_once(alone)
+    for name, value in template.items():
+        if name in values and isinstance(value, Tensor) and not is_scalar(value):
+            value.zero_().reshape(-1)[: values[name].numel()].copy_(values[name])
+        elif is_scalar(value):
+            template[name] = scalar_like(value, float(values[name][0]) if name in values else float(steps))
+    return template

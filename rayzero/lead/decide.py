@@ -35,7 +35,8 @@ def check_hyper(spec: ModelSpec, hyper: Sequence[Hyper]) -> None:
             f"step inputs have {len(hyper)} parameter groups, the run was attached with {len(spec.hyper)}; "
             "groups may be added, but not removed"
         )
-    like = (*spec.hyper, *[spec.hyper[0]] * (len(hyper) - len(spec.hyper)))  # added groups have the same options
+    added = hyper[len(spec.hyper) :]  # groups added later have the same options, but perhaps not a user's own entries
+    like = (*spec.hyper, *[{key: value for key, value in spec.hyper[0].items() if key in group} for group in added])
     for group, (now, then) in enumerate(zip(hyper, like, strict=True)):
         require_numbers(group, now, then)
     if resolve_optimizer(spec.optimizer) not in ADAMS:

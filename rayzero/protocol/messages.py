@@ -59,6 +59,7 @@ class ModelSpec:
     offload_fraction: float = 1.0  # below 1 each rank has an owner beside it, with states on its device (shard_map.py)
     restore_from: str | None = None  # the checkpoint directory that the owners start from
     lineage: str = ""  # of the states in shared memory: a later run that continues them has the same
+    attributes: Hyper = field(default_factory=dict)  # of the user's optimizer: OptimizerMaker.attributes
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able description; ``from_json`` is its inverse."""

@@ -43,8 +43,8 @@ from rayzero.recipes.planning import (
 )
 from rayzero.recipes.plot import LOSS_PICTURE, draw_losses
 from rayzero.recipes.progress import progress_line, show_addresses
-from rayzero.recipes.run_log import StepRow, StepRows, read_rows, trained_since
 from rayzero.recipes.recipe import HF_PREFIX, RecipeConfig
+from rayzero.recipes.run_log import StepRow, StepRows, read_rows, trained_since
 from rayzero.recipes.samples import SAMPLES
 
 CONFIG = "config.yaml"

@@ -44,7 +44,7 @@ def test_a_class_that_draws_random_numbers():
                 for param in group["params"]:
                     param.data.add_(torch.randn_like(param))
 
-    with pytest.raises(UnsupportedError, match="Noisy cannot be offloaded: two equal trial steps"):
+    with pytest.raises(UnsupportedError, match="Noisy cannot be offloaded: two equal trials"):
         HybridDeviceOptimizer(net().parameters(), 0.5, Noisy)
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rayzero.checkpoint.writer import staging_path, write_rank_state
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.kernels.optimizer_class import probe
+from rayzero.kernels.optimizer_class import OptimizerMaker
+from rayzero.kernels.optimizer_trial import require_elementwise
 from rayzero.owner.model import choose_rule
 from rayzero.owner.update.rules import AdamRule
 from rayzero.protocol.hyper import resolve_optimizer
@@ -185,25 +186,26 @@ def test_amsgrad_and_adam_equal_torch(world_size: int) -> None:
         (torch.optim.Muon, "Muon cannot run on shards: it orthogonalises"),
         (torch.optim.Adafactor, "Adafactor cannot run on shards: it factors"),
         (torch.optim.SparseAdam, "SparseAdam cannot run on shards: it takes sparse gradients"),
-        (NormScaled, "NormScaled is not element-wise"),
-        (Noisy, "Noisy is not element-wise"),
-        (NeedsClosure, "NeedsClosure cannot run on shards: a trial on slices raised .*give me a closure"),
+        (NormScaled, "NormScaled cannot run on shards: it is not element-wise"),
+        (Noisy, "Noisy cannot be offloaded: two equal trials gave different weights: it draws random numbers"),
+        (NeedsClosure, "NeedsClosure cannot be offloaded: a trial step without a closure.* raised .*give me a closure"),
     ],
 )
 def test_what_is_not_elementwise_is_refused_by_name(cls: type[torch.optim.Optimizer], reason: str) -> None:
     shape = (4, 4) if cls is torch.optim.Muon else (1,)
     group = cls([torch.zeros(shape, requires_grad=True)]).param_groups[0]
     with pytest.raises(UnsupportedError, match=reason):
-        probe(cls, {key: value for key, value in group.items() if key != "params"})
+        require_elementwise(OptimizerMaker(cls), {key: value for key, value in group.items() if key != "params"})
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "Muon", "Adafactor"])
-def test_the_probe_alone_would_refuse_them_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayzero.kernels.optimizer_class._REFUSED", {})
+@pytest.mark.parametrize("name", ["LBFGS", "Muon", "Adafactor", "SparseAdam"])
+def test_the_trial_alone_would_refuse_them_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayzero.kernels.optimizer_trial._REFUSED", {})
+    monkeypatch.setattr("rayzero.kernels.optimizer_trial._verdicts", {})
     cls = getattr(torch.optim, name)
     group = cls([torch.zeros((4, 4), requires_grad=True)]).param_groups[0]
     with pytest.raises(UnsupportedError, match=name):
-        probe(cls, {key: value for key, value in group.items() if key != "params"})
+        require_elementwise(OptimizerMaker(cls), {key: value for key, value in group.items() if key != "params"})
 
 
 def test_a_class_that_cannot_be_imported_is_named() -> None:
@@ -214,9 +216,9 @@ def test_a_class_that_cannot_be_imported_is_named() -> None:
         resolve_optimizer("torch:Tensor")
 
 
-def test_the_probe_leaves_torchs_random_numbers_alone() -> None:
+def test_the_trial_leaves_torchs_random_numbers_alone() -> None:
     torch.manual_seed(1)
     expected: Tensor = torch.randn(3)
     torch.manual_seed(1)
-    probe(torch.optim.SGD, hyper_of(torch.optim.SGD))
+    require_elementwise(OptimizerMaker(torch.optim.SGD), hyper_of(torch.optim.SGD) | {"lr": 0.77})
     assert torch.equal(torch.randn(3), expected)

@@ -17,7 +17,7 @@ from rayzero.engine.checkpoint.save import check_resume, of_model, widest_kind
 from rayzero.engine.context import get_context
 from rayzero.engine.engine import Engine
 from rayzero.engine.loop.rank_state import names_of
-from rayzero.engine.optimizer.param_groups import ResumedGroups, hyper_of
+from rayzero.engine.optimizer.param_groups import ResumedGroups
 from rayzero.engine.optimizer.states import StateFormat, check_states, write_states
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.meta import fill_buffers
@@ -40,9 +40,9 @@ def load_checkpoint(optimizer: ZeroOptimizer, directory: Path | str) -> None:
     directory = of_model(Path(directory), engine.number)
     check_resume(directory, engine.model)
     with CheckpointReader(directory) as reader:
-        _check_optimizer(reader, optimizer.optimizer_class)
+        _check_optimizer(reader, optimizer.make.cls)
         _check_parameters(reader, engine.units)
-        form = StateFormat(optimizer.optimizer_class, hyper_of(optimizer))
+        form = StateFormat(optimizer.make, optimizer.hyper())
         states = _SavedStates(reader, engine, form)
         check_states(engine, form, states)
         file = rank if rank < reader.world_size else 0

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from rayzero.checkpoint.state_values import is_packable
-from rayzero.errors import CheckpointError, UnsupportedError
-from rayzero.kernels.optimizer_class import options_of
+from rayzero.errors import CheckpointError
+from rayzero.kernels import ADAMS
+from rayzero.kernels.optimizer_class import options_of, plain_value
 from rayzero.protocol.messages import Hyper
 
 log = logging.getLogger(__name__)
@@ -30,22 +31,14 @@ log = logging.getLogger(__name__)
 ParamGroup = dict[str, Any]  # one of torch.optim.Optimizer.param_groups
 
 
-def hyper_of(optimizer: torch.optim.Optimizer) -> tuple[Hyper, ...]:
-    """Each parameter group's options now, as plain JSON values; keys that are no options of the optimizer are left
-    out."""
+def hyper_of(optimizer: torch.optim.Optimizer, cls: type[torch.optim.Optimizer]) -> tuple[Hyper, ...]:
+    """Each parameter group's options now, as plain JSON values. ``cls``: what the owners run. Adam and AdamW read only
+    their own options; what another class reads is not known, so it gets all entries."""
+    known = optimizer.defaults if cls in ADAMS else None
     return tuple(
-        {name: _plain(group[name]) for name in optimizer.defaults if name in group} for group in optimizer.param_groups
+        {name: plain_value(value, name) for name, value in options_of(group).items() if known is None or name in known}
+        for group in optimizer.param_groups
     )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item()
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise UnsupportedError(f"an option of a parameter group is {value!r}; pass a plain number, flag or text")
 
 
 def saved_groups(groups: Sequence[ParamGroup], name_of: Mapping[int, str]) -> list[dict[str, Any]]:

@@ -17,7 +17,8 @@ from rayzero.engine.engine import Engine
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS
-from rayzero.kernels.optimizer_class import State, is_scalar, on_cpu, probe, scalar_like, state_template
+from rayzero.kernels.optimizer_class import OptimizerMaker, State, is_scalar, on_cpu, scalar_like, state_template
+from rayzero.kernels.optimizer_trial import require_elementwise
 from rayzero.modes import outside_modes
 from rayzero.protocol.messages import STEP, Hyper
 
@@ -27,11 +28,11 @@ class StateFormat:
 
     Knows names and kinds of values; not owners or units."""
 
-    def __init__(self, cls: type[torch.optim.Optimizer], hyper: Sequence[Hyper]) -> None:
+    def __init__(self, make: OptimizerMaker, hyper: Sequence[Hyper]) -> None:
         """``hyper``: each group's options."""
-        self._cls = cls
-        self._initial = [state_template(cls, on_cpu(options), stepped=False) for options in hyper]
-        self._stepped = [state_template(cls, on_cpu(options)) for options in hyper]
+        self._make = make
+        self._initial = [state_template(make, on_cpu(options), stepped=False) for options in hyper]
+        self._stepped = [state_template(make, on_cpu(options)) for options in hyper]
 
     def of(self, group: int, steps: int) -> State:
         """A template of the state of a parameter that was updated ``steps`` times."""
@@ -46,7 +47,7 @@ class StateFormat:
         shape."""
         if sorted(state) not in (sorted(self._initial[group]), sorted(self._stepped[group])):
             raise ConfigError(
-                f"the optimizer state of {name!r} has {sorted(state)}, but {self._cls.__name__} with this group's "
+                f"the optimizer state of {name!r} has {sorted(state)}, but {self._make.cls.__name__} with this group's "
                 f"options keeps {sorted(self._stepped[group])}; load a state of the same class and options"
             )
         for kind, value in state.items():
@@ -103,18 +104,18 @@ def write_states(engine: Engine, form: StateFormat, states: Mapping[int, State])
             engine.values.write(unit, kind, _filled(unit, values))
 
 
-def check_group(cls: type[torch.optim.Optimizer], prepared: Sequence[Hyper], added: Hyper) -> None:
+def check_group(make: OptimizerMaker, prepared: Sequence[Hyper], added: Hyper) -> None:
     """Raise UnsupportedError if a group added after prepare keeps states that the owners have no memory for, or if its
     options make the class not element-wise."""
-    known = {name for group in range(len(prepared)) for name in StateFormat(cls, prepared).of(group, 1)}
-    new = sorted(set(StateFormat(cls, [added]).of(0, 1)) - known)
+    known = {name for group in range(len(prepared)) for name in StateFormat(make, prepared).of(group, 1)}
+    new = sorted(set(StateFormat(make, [added]).of(0, 1)) - known)
     if new:
         raise UnsupportedError(
             f"a parameter group added after rayzero.prepare() keeps {', '.join(new)}, which no group at prepare() "
             f"did; use the same options (amsgrad, momentum, ...) or add the group before"
         )
-    if cls not in ADAMS:
-        probe(cls, added)
+    if make.cls not in ADAMS:
+        require_elementwise(make, added)
 
 
 # ---- small parts ------------------------------------------------------------------------------------------------

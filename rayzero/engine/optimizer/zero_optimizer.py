@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.engine import Engine
+from rayzero.engine.optimizer.given import HOOKS, attribute_values
 from rayzero.engine.optimizer.param_groups import ResumedGroups, hyper_of
 from rayzero.engine.optimizer.states import (
     StateFormat,
@@ -21,8 +22,9 @@ from rayzero.engine.optimizer.states import (
 )
 from rayzero.engine.private_torch import inverse_scale, route_scheduler_loads, route_unscaling
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.kernels.optimizer_class import State
-from rayzero.protocol.messages import Decision
+from rayzero.kernels.group_entries import GroupEntries
+from rayzero.kernels.optimizer_class import OptimizerMaker, State
+from rayzero.protocol.messages import Decision, Hyper
 
 _SCHEDULED = {"lr", "momentum", "betas"}  # options that torch's schedulers write
 
@@ -32,13 +34,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Knows parameter groups; not parameters' values, gradients or moments, which the owners have."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, resumed: ResumedGroups | None = None) -> None:
-        """``optimizer``: a torch optimizer that has not stepped yet; this one shares its groups, and it can no longer
-        step. ``resumed``: the groups of the checkpoint that the run resumes from."""
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        engine: Engine,
+        make: OptimizerMaker,
+        *,
+        writes_groups: bool = False,
+        resumed: ResumedGroups | None = None,
+    ) -> None:
+        """``optimizer``: a torch optimizer that has not stepped yet; this one shares its groups and its hooks, and it
+        can no longer step. ``make``: what makes the owners' instances. ``writes_groups``: ``step()`` of the class
+        writes entries of its groups. ``resumed``: the groups of the checkpoint that the run resumes from."""
         self.engine = engine
-        self.optimizer_class = type(optimizer)
+        self.make, self._writes_groups = make, writes_groups
+        self._entries: GroupEntries | None = None
+        self._attributes = attribute_values(optimizer)
         self._resumed: ResumedGroups | None = None
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
+        for hooks in HOOKS:  # the same dicts, so that those registered on either one run, and can be removed
+            setattr(self, hooks, getattr(optimizer, hooks))
         route_unscaling()
         self._num_groups = len(self.param_groups)
         self._plain = optimizer
@@ -63,6 +78,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
             options = {key for group in self.param_groups for key in group} - set(self.defaults)
             self._resumed.restore(self.param_groups, only=options | _SCHEDULED)
 
+    @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        """The class of the user's optimizer."""
+        return self.make.cls
+
+    def hyper(self) -> tuple[Hyper, ...]:
+        """Each parameter group's options now, as owners get them."""
+        return hyper_of(self, self.make.cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_attributes", ()):
+            raise UnsupportedError(_late(name, self.make.cls.__name__))
+        super().__setattr__(name, value)
+
     def __repr__(self) -> str:
         return f"ZeroOptimizer of {self.optimizer_class.__name__} at step {self.engine.step_state.step}"
 
@@ -84,9 +113,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         scale = getattr(self, "grad_scale", None)  # set by a GradScaler that steps without having unscaled
         if scale is not None:
             self.engine.unscale(inverse_scale(scale))
-        self.engine.step(hyper_of(self))
+        if changed := self._attributes and _changed(self._attributes, attribute_values(self._plain)):
+            raise UnsupportedError(_late(changed, self.make.cls.__name__))
+        self.engine.step(self.hyper())
+        if self._writes_groups and not float(getattr(self, "found_inf", 0.0)):  # set by a GradScaler
+            self._write_groups()
         self._plain._opt_called = True  # type: ignore[attr-defined]  # a scheduler made over it looks there
         return loss
+
+    def _write_groups(self) -> None:
+        """Write into the groups what the class's own ``step()`` would."""
+        if self._entries is None or self._entries.num_groups != len(self.param_groups):
+            self._entries = GroupEntries(self.make, self.hyper())
+        self._entries.step(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this step. After clip_grad_norm_ either every rank does so or none.
@@ -136,8 +175,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not hasattr(self, "_num_groups"):  # during prepare()
             return
         try:
-            hyper = hyper_of(self)
-            check_group(self.optimizer_class, hyper[:-1], hyper[-1])
+            hyper = self.hyper()
+            check_group(self.make, hyper[:-1], hyper[-1])
             self.engine.train(self.param_groups[-1]["params"], len(self.param_groups) - 1)
         except BaseException:
             self.param_groups.pop()
@@ -194,7 +233,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._resumed = None
 
     def _format(self) -> StateFormat:
-        return StateFormat(self.optimizer_class, hyper_of(self))
+        return StateFormat(self.make, self.hyper())
 
     def _by_param(self, given: Mapping[str, Any]) -> dict[int, State]:
         """The states in a state dict, by id of our Parameter. Torch refuses groups of other sizes later."""
@@ -220,6 +259,15 @@ def _refuse_plain_step(kind: str, *_: Any, **__: Any) -> None:
         f"step() was called on the {kind} that was given to rayzero.prepare(), where it would change nothing, "
         f"because the optimizer owners update the parameters; call step() of the optimizer that prepare() returned"
     )
+
+
+def _changed(then: dict[str, Any], now: dict[str, Any]) -> str:
+    """The name of an attribute that is not as it was; "" if there is none."""
+    return next((name for name, value in then.items() if name not in now or now[name] != value), "")
+
+
+def _late(name: str, kind: str) -> str:
+    return f"{name!r} of the {kind} was set after rayzero.prepare(), when owners had made theirs; set it before"
 
 
 def _checked(name: str, value: object) -> float:

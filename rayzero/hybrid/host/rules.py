@@ -13,7 +13,7 @@ from rayzero.hybrid.host.buckets import Bucket
 from rayzero.hybrid.host.tails import Tails, lines
 from rayzero.hybrid.options import Group
 from rayzero.kernels import AdamMemory, AdamOptions, Kernel, adam_states, segments_of
-from rayzero.kernels.optimizer_class import State, build, by_group, load_into, prepare_states
+from rayzero.kernels.optimizer_class import OptimizerMaker, State, by_group, load_into, prepare_states, step_alone
 
 Groups = Mapping[int, Group]  # index of a parameter group -> its options
 
@@ -158,8 +158,8 @@ class ClassRule:
         members = by_group(group_of[piece.param] for piece in bucket.pieces)
         self.group_indices = list(members)
         self._at = [i for own in members.values() for i in own]  # pieces in the optimizer's order
-        self._optimizer = build(
-            cls, [groups[g] for g in self.group_indices], [[self._params[i] for i in own] for own in members.values()]
+        self._optimizer = OptimizerMaker(cls).build(
+            [groups[g] for g in self.group_indices], [[self._params[i] for i in own] for own in members.values()]
         )
 
     @property
@@ -179,7 +179,7 @@ class ClassRule:
         for index in present:
             grad = self._bucket.grad_views[index].to(self._params[index].dtype)
             self._params[index].grad = grad if scale == 1.0 else grad * scale
-        self._optimizer.step()
+        step_alone(self._optimizer)
         for index in present:
             self._params[index].grad = None
         self._bucket.publish()

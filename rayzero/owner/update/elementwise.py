@@ -8,18 +8,20 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from rayzero.errors import StoreError
+from rayzero.errors import StoreError, UnsupportedError
 from rayzero.kernels.optimizer_class import (
-    as_options,
-    build,
+    OptimizerMaker,
     by_group,
+    flat_states,
     is_scalar,
-    options_of,
-    probe,
+    restored_state,
     scalar_like,
+    set_options,
     state_template,
-    stepped_once,
+    step_alone,
+    unkept,
 )
+from rayzero.kernels.optimizer_trial import require_elementwise
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.layout.model_layout import aligned
 from rayzero.owner.shard import OwnedShard, ShardWork
@@ -39,16 +41,16 @@ class ElementwiseRule:
 
     def __init__(self, spec: ModelSpec, cls: type[torch.optim.Optimizer]) -> None:
         """Raises UnsupportedError when ``cls`` is not element-wise for one of the parameter groups."""
-        self._cls = cls
+        self._make = OptimizerMaker(cls, spec.attributes)
         for group in spec.hyper:
-            probe(cls, group)
+            require_elementwise(self._make, group)
         self._hyper = spec.hyper
-        self._kinds = {kind for group in spec.hyper for kind in state_template(cls, group)} - {STEP}
+        self._kinds = {kind for group in spec.hyper for kind in state_template(self._make, group)} - {STEP}
         self._shards: dict[int, _ShardOptimizer] = {}
 
     def _of(self, owned: OwnedShard) -> _ShardOptimizer:
         if owned.shard.index not in self._shards:
-            self._shards[owned.shard.index] = _ShardOptimizer(self._cls, self._hyper, owned)
+            self._shards[owned.shard.index] = _ShardOptimizer(self._make, self._hyper, owned)
         return self._shards[owned.shard.index]
 
     def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
@@ -78,7 +80,7 @@ class ElementwiseRule:
     def write(self, owned: OwnedShard, kind: str, values: Tensor) -> None:
         """See ``UpdateRule.write``."""
         if kind not in self._kinds and kind != STEP:
-            raise StoreError(f"{self._cls.__qualname__} keeps no {kind!r}; it keeps {', '.join(sorted(self._kinds))}")
+            raise StoreError(f"{self._make.name} keeps no {kind!r}; it keeps {', '.join(sorted(self._kinds))}")
         self._of(owned).write(kind, values)
 
     def regroup(self, owned: OwnedShard) -> None:
@@ -91,36 +93,52 @@ class ElementwiseRule:
 class _ShardOptimizer:
     """One shard's instance of the class."""
 
-    def __init__(self, cls: type[torch.optim.Optimizer], hyper: Sequence[Hyper], owned: OwnedShard) -> None:
+    def __init__(self, make: OptimizerMaker, hyper: Sequence[Hyper], owned: OwnedShard) -> None:
         """``hyper``: options to build the instance with; each step brings its own options, those of later groups
         included."""
         assert owned.master is not None
-        self._owned = owned
+        self._make, self._owned = make, owned
+        self._begun: set[int] = set()  # slices whose first step has left states that can be kept
         self._ranges = [(part.start, part.start + aligned(part.numel)) for part in owned.slices]
         self.params = [owned.master[start:stop].detach().requires_grad_() for start, stop in self._ranges]
         slices = by_group(owned.groups)  # groups without a slice here would be empty
         self._used = list(slices)
         members = [[self.params[index] for index in own] for own in slices.values()]
-        self._optimizer = build(cls, [hyper[group if group < len(hyper) else 0] for group in self._used], members)
+        self._hyper = [hyper[group if group < len(hyper) else 0] for group in owned.groups]  # of each slice
+        self._optimizer = make.build([self._hyper[own[0]] for own in slices.values()], members)
 
     def step(self, work: ShardWork) -> None:
-        for group, used in zip(self._optimizer.param_groups, self._used, strict=True):
-            group.update(as_options(work.hyper[used]))
+        set_options(self._optimizer, [work.hyper[used] for used in self._used])
         for param, ranks, (start, stop) in zip(self.params, work.contributors, self._ranges, strict=True):
             param.grad = _gradient(work, ranks, start, stop).to(param.device) if ranks else None
-        self._optimizer.step()
+        if first := {index for index, ranks in enumerate(work.contributors) if ranks} - self._begun:
+            self._first_step(first)
+        else:
+            step_alone(self._optimizer)
         for param in self.params:
             param.grad = None
 
+    def _first_step(self, slices: set[int]) -> None:
+        """Step slices that have not stepped before. Raises UnsupportedError, and changes nothing, if this leaves states
+        that cannot be kept: a class may change its mind at sizes that no trial has."""
+        master = self._owned.master
+        assert master is not None
+        before = master.clone()
+        step_alone(self._optimizer)
+        for index in sorted(slices):
+            param = self.params[index]
+            if odd := unkept(self._optimizer.state.get(param, {}), param.shape):
+                with torch.no_grad():
+                    master.copy_(before)
+                raise UnsupportedError(
+                    f"{self._make.name} cannot run on shards: at its first step it made {odd}; no value was changed. "
+                    "Use an optimizer that keeps numbers or one value for each element"
+                )
+        self._begun |= slices
+
     def states_of(self, index: int) -> dict[str, Tensor]:
-        numel = self._owned.slices[index].numel
-        found = {}
-        for name, value in self._optimizer.state.get(self.params[index], {}).items():
-            if is_scalar(value) and not (name == "step" and float(value) == self._owned.steps[index]):
-                found[name] = torch.full((numel,), float(value), dtype=torch.float32, device="cpu")
-            elif isinstance(value, Tensor) and not is_scalar(value):
-                found[name] = value.detach().reshape(-1)[:numel].float().cpu()
-        return found
+        state = self._optimizer.state.get(self.params[index], {})
+        return flat_states(state, self._owned.slices[index].numel, self._owned.steps[index])
 
     def gathered(self) -> dict[str, Tensor]:
         whole: dict[str, Tensor] = {}
@@ -133,13 +151,7 @@ class _ShardOptimizer:
     def restore(self, index: int, values: dict[str, Tensor], step: int) -> None:
         if not step:
             return
-        param, template = self.params[index], stepped_once(_instance(self._optimizer, index, self.params))
-        for name, value in template.items():
-            if name in values and isinstance(value, Tensor) and not is_scalar(value):
-                value.zero_().reshape(-1)[: values[name].numel()].copy_(values[name])
-            elif is_scalar(value):
-                template[name] = scalar_like(value, float(values[name][0]) if name in values else float(step))
-        self._optimizer.state[param] = template
+        self._optimizer.state[self.params[index]] = restored_state(self._instance(index), values, step)
 
     def write(self, kind: str, values: Tensor) -> None:
         for index, part in enumerate(self._owned.slices):
@@ -159,7 +171,7 @@ class _ShardOptimizer:
         if step:
             self.restore(index, {}, step)
             return
-        initial = _instance(self._optimizer, index, self.params)
+        initial = self._instance(index)
         if initial.state:  # made before the first step
             self._optimizer.state[param] = dict(next(iter(initial.state.values())))
 
@@ -168,12 +180,9 @@ class _ShardOptimizer:
             if theirs in other._optimizer.state:
                 self._optimizer.state[ours] = other._optimizer.state[theirs]
 
-
-def _instance(optimizer: torch.optim.Optimizer, index: int, params: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """A new instance with the options of a parameter's group, over a copy of that parameter alone."""
-    group = next(g for g in optimizer.param_groups if any(p is params[index] for p in g["params"]))
-    copy = params[index].detach().clone().requires_grad_()
-    return build(type(optimizer), [options_of(group)], [[copy]])
+    def _instance(self, index: int) -> torch.optim.Optimizer:
+        """A new instance over a copy of one slice's parameter alone."""
+        return self._make.build([self._hyper[index]], [[self.params[index].detach().clone().requires_grad_()]])
 
 
 def _gradient(work: ShardWork, ranks: Sequence[int], start: int, stop: int) -> Tensor:

@@ -1,0 +1,415 @@
+"""Finds out what a torch optimizer class can do: whether instances that have parts of a model train it as one does.
+
+[Note: the trial] This is tried, not looked up. One instance trains parameters of several shapes as plain PyTorch does.
+Then instances do it as owners have them: each has a part of every parameter, flat, and gets the options of each step.
+Every bit of weights and states must agree. The parameters are large enough for classes that change their minds by size
+(states in blocks from 4,096 elements on, factors from 128 x 128 on) and have 0, 1, 2 and 4 dimensions. Gradients are
+random, large, small, orthogonal to the weights, aligned with them, and missing; the rate changes. Half way, the
+instances are made again from what a checkpoint keeps. What a class fails at is the reason it is refused with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayzero.errors import UnsupportedError
+from rayzero.kernels.group_entries import GroupEntries
+from rayzero.kernels.optimizer_class import (
+    OptimizerMaker,
+    State,
+    flat_states,
+    is_long,
+    options_of,
+    plain_value,
+    restored_state,
+    set_options,
+    step_alone,
+    unkept,
+)
+from rayzero.layout.model_layout import aligned
+from rayzero.modes import outside_modes
+from rayzero.protocol.messages import Hyper, canonical_json
+
+Part = tuple[int, int, int]  # a parameter of the trial, and the first and last (excluded) of its elements
+
+_STEPS, _MADE_AGAIN, _RATES = 12, 6, {4: 0.5, 9: 2.0}  # rates: from these steps on, times the first one
+_WITHOUT = (3, 1)  # the step in which this parameter has no gradient
+
+_INSTEAD = "use an element-wise optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, ...)"
+_IN_8_BITS = "torch.optim.AdamW with ZeroConfig(moments='int8')"
+
+_REFUSED = {  # reasons that are clearer than the trial's
+    "LBFGS": "it needs a closure and a line search over all parameters",
+    "SparseAdam": "it takes sparse gradients only",
+    "Muon": "it orthogonalises whole matrices",
+    "Adafactor": "it factors whole matrices and scales by their norm",
+}
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """The parameters of a trial, and where owners might cut them: at multiples of 64 elements."""
+
+    cut: Mapping[tuple[int, ...], Sequence[int]]  # shape -> the ends of its pieces
+    small: Sequence[tuple[int, ...]] = ((), (5,))  # in one piece, which owners pad, so that torch rounds it otherwise
+
+    def __iter__(self) -> Iterator[torch.Size]:
+        return map(torch.Size, (*self.cut, *self.small))
+
+    def whole(self) -> list[list[Part]]:
+        """Instances with one parameter each."""
+        return [[(index, 0, shape.numel())] for index, shape in enumerate(self)]
+
+    def pieces(self) -> list[list[Part]]:
+        """Three instances with a part of each parameter; the first has the small ones."""
+        ends = [(0, *ends) for ends in self.cut.values()]
+        found = [[(index, *each[at : at + 2]) for index, each in enumerate(ends)] for at in range(3)]
+        return [found[0] + [part for (part,) in self.whole()[len(ends) :]], *found[1:]]
+
+
+# The first are enough for most classes that mix elements, and cheap where these decompose matrices.
+_SHAPES = (
+    _Shapes(
+        {(384,): (64, 256, 384), (16, 24): (192, 256, 384), (4, 96): (64, 128, 384), (8, 4, 4, 3): (128, 320, 384)}
+    ),
+    _Shapes(
+        {  # multiples of 256 elements, because classes count in such blocks
+            (8448,): (64, 4288, 8448),
+            (132, 128): (4160, 12672, 16896),
+            (44, 192): (4224, 4288, 8448),
+            (24, 11, 8, 4): (4160, 8384, 8448),
+        }
+    ),
+)
+
+
+_MATRICES = _Shapes({(16, 24): (192, 256, 384), (4, 96): (64, 128, 384)}, small=())
+
+
+class Scope(Enum):
+    """What an update of a class looks at together."""
+
+    ELEMENT = "element"  # a parameter may be cut
+    PARAMETER = "parameter"  # each parameter must be whole, and may be in an instance of its own
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a class can do with some options."""
+
+    scope: Scope
+    reason: str = ""  # why a parameter cannot be cut
+    writes: tuple[str, ...] = ()  # entries of its parameter groups that step() writes
+
+
+_verdicts: dict[tuple[type, str, str], Verdict | UnsupportedError] = {}  # of this process
+
+
+def require_elementwise(make: OptimizerMaker, hyper: Hyper) -> Verdict:
+    """Raise UnsupportedError that names the class and the reason unless parameters in pieces get the bits of whole
+    ones."""
+    refuse_known(make)
+    verdict = try_class(make, hyper)
+    if verdict.scope is not Scope.ELEMENT:
+        raise UnsupportedError(f"{make.name} cannot run on shards: {verdict.reason}")
+    return verdict
+
+
+def refuse_known(make: OptimizerMaker) -> None:
+    """Raise UnsupportedError for a class of torch that can only train whole parameters, or none."""
+    if make.cls.__module__.startswith("torch.optim") and make.cls.__name__ in _REFUSED:
+        raise UnsupportedError(f"{make.name} cannot run on shards: {_REFUSED[make.cls.__name__]}; {_INSTEAD}")
+
+
+def try_class(make: OptimizerMaker, hyper: Hyper) -> Verdict:
+    """Run the class to find out. Raises UnsupportedError that names the class and the reason if instances over parts of
+    a model cannot train it at all, however it is divided. A class is tried once a process with the same options."""
+    asked = (make.cls, canonical_json(make.attributes), str(sorted(hyper.items(), key=lambda item: item[0])))
+    if asked not in _verdicts:
+        try:
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                _verdicts[asked] = _try(make, hyper)
+        except UnsupportedError as exc:
+            _verdicts[asked] = exc
+    found = _verdicts[asked]
+    if isinstance(found, UnsupportedError):
+        raise UnsupportedError(str(found))
+    return found
+
+
+@outside_modes  # a default device is a mode
+def _try(make: OptimizerMaker, hyper: Hyper) -> Verdict:
+    _require_numbers(make, hyper)
+    writes: tuple[str, ...] = ()
+    for shapes in _SHAPES:
+        plain = _plain_course(make, hyper, shapes)
+        failed = ""
+        try:
+            in_pieces = not plain.odd_state and plain.followed(make, shapes.pieces(), made_again=True)
+        except Exception as exc:
+            in_pieces, failed = False, f"a trial on slices raised {exc!r}"
+        if not in_pieces:
+            return _in_whole(make, plain, failed)
+        writes = _written(make, plain)
+    return Verdict(Scope.ELEMENT, writes=writes)
+
+
+def _plain_course(make: OptimizerMaker, hyper: Hyper, shapes: _Shapes) -> _Course:
+    """A course of the class; of those that raise something without every gradient, or with anything but matrices, one
+    that has no more."""
+    reason: Exception | None = None
+    for of, missing in ((shapes, True), (shapes, False), (_MATRICES, True)):
+        try:
+            return _Course(make, hyper, of, missing=missing)
+        except Exception as exc:  # a foreign class may raise anything
+            reason = exc
+    raise _refusal(make, f"a trial step without a closure, on dense tensors, raised {reason!r}") from reason
+
+
+def _in_whole(make: OptimizerMaker, plain: _Course, failed: str) -> Verdict:
+    """What a class can do that does not train pieces, and why not."""
+    if not plain.equals(_plain_course(make, plain.hyper, plain.shapes)):
+        raise _refusal(make, "two equal trials gave different weights: it draws random numbers")
+    try:
+        alone = plain.followed(make, plain.shapes.whole())
+    except Exception as exc:
+        raise _refusal(make, f"a trial with a parameter in each instance raised {exc!r}") from exc
+    if not alone:
+        kept = f", or keeps in attributes what they do not share ({', '.join(plain.changed)})" if plain.changed else ""
+        raise _refusal(make, f"parameters get other values in instances of their own: it mixes parameters{kept}")
+    verdict = partial(Verdict, Scope.PARAMETER, writes=_written(make, plain))
+    if plain.odd_state:
+        return verdict(
+            f"it keeps {plain.odd_state}, not one number or one value for each element; {_INSTEAD}, or for fewer bytes "
+            f"{_IN_8_BITS}"
+        )
+    if failed:
+        return verdict(f"{failed}; {_INSTEAD}")
+    if not plain.followed(make, plain.shapes.pieces()):
+        return verdict(
+            "it is not element-wise: a parameter split into slices gets other values than the whole one, so it cannot "
+            f"run on shards; {_INSTEAD}"
+        )
+    if plain.long_numbers:
+        return verdict(
+            f"it keeps {', '.join(plain.long_numbers)} as a number in fp64, of which owners keep fp32; {_INSTEAD}"
+        )
+    changes = f", and step() changes its attributes {', '.join(plain.changed)}" if plain.changed else ""
+    return verdict(
+        "an instance that is made again from its states, as when a run resumes, goes on with other values: it keeps "
+        f"more than numbers and tensors in its states{changes}; {_INSTEAD}"
+    )
+
+
+def _refusal(make: OptimizerMaker, why: str) -> UnsupportedError:
+    return UnsupportedError(f"{make.name} cannot be offloaded: {why}; {_INSTEAD}")
+
+
+@outside_modes  # a default device is a mode
+def stand_in(make: OptimizerMaker, hyper: Sequence[Hyper]) -> torch.optim.Optimizer:
+    """An instance over small matrices, one in each group. Raises UnsupportedError that says why there can be none."""
+    try:
+        return make.build(
+            hyper, [[torch.zeros(8, 8, dtype=torch.float32, device="cpu").requires_grad_()] for _ in hyper]
+        )
+    except Exception as exc:
+        known = ", ".join((*hyper[0], *make.attributes))
+        raise _refusal(
+            make,
+            f"owners make instances of it from what its parameter groups and attributes say ({known}), and its "
+            f"constructor then raised {exc!r}",
+        ) from exc
+
+
+def _require_numbers(make: OptimizerMaker, hyper: Hyper) -> None:
+    """Raise UnsupportedError unless instances can be made, and take as options what they are given."""
+    (group,) = stand_in(make, [hyper]).param_groups
+    if tensors := [name for name in hyper if isinstance(group[name], Tensor) and not isinstance(hyper[name], Tensor)]:
+        raise _refusal(
+            make, f"it turns {', '.join(tensors)} of its parameter groups into tensors, but owners set numbers"
+        )
+
+
+# ---- the trial itself --------------------------------------------------------------------------------------------
+
+
+class _Course:
+    """What one instance does in plain PyTorch: the options and gradients of each step, and what comes of them."""
+
+    def __init__(self, make: OptimizerMaker, hyper: Hyper, shapes: _Shapes, *, missing: bool) -> None:
+        """``missing``: a parameter has no gradient in one of the steps. Raises what the class raises."""
+        numbers = torch.Generator().manual_seed(2026)
+        self.hyper, self.shapes, self._shape_of = hyper, shapes, list(shapes)
+        self.first = [_draw(shape.numel(), numbers) for shape in shapes]
+        params = [value.clone().view(shape).requires_grad_() for value, shape in zip(self.first, shapes, strict=True)]
+        optimizer = make.build([hyper], [params])
+        (group,) = optimizer.param_groups
+        at_first, attributes = dict(options_of(group)), dict(vars(optimizer))
+        self.gradients: list[list[Tensor | None]] = []
+        self.before: list[Hyper] = []  # the options of each step ...
+        self.after: list[Hyper] = []  # ... and what it left of them
+        for step in range(_STEPS):
+            if step in _RATES and isinstance(at_first.get("lr"), float):
+                group["lr"] = at_first["lr"] * _RATES[step]
+            self.gradients.append([_gradient(param, step + index, numbers) for index, param in enumerate(params)])
+            if missing and step == _WITHOUT[0]:
+                self.gradients[-1][_WITHOUT[1]] = None
+            self.before.append(_told(group, at_first, hyper))
+            _step(optimizer, params, self.gradients[-1])
+            self.after.append(_told(group, at_first, hyper))
+        states = [optimizer.state.get(param, {}) for param in params]
+        others = (f"{key!r} beside the states of parameters" for key in optimizer.state if not isinstance(key, Tensor))
+        self.odd_state = next((odd for odd in (*map(unkept, states, shapes), *others) if odd), "")
+        self.kept = [
+            _kept(param, {} if self.odd_state else state, self.updates(index))
+            for index, (param, state) in enumerate(zip(params, states, strict=True))
+        ]
+        self.long_numbers = sorted({name for state in states for name, value in state.items() if is_long(value)})
+        self.changed = sorted(name for name, value in vars(optimizer).items() if _changed(attributes.get(name), value))
+
+    def updates(self, index: int, steps: int = _STEPS) -> int:
+        """How often parameter ``index`` is updated in the first ``steps`` steps."""
+        return sum(grads[index] is not None for grads in self.gradients[:steps])
+
+    def equals(self, other: _Course) -> bool:
+        """Whether every bit of weights and states is equal."""
+        return all(
+            ours.keys() == theirs.keys() and all(_same_bits(value, theirs[name]) for name, value in ours.items())
+            for ours, theirs in zip(self.kept, other.kept, strict=True)
+        )
+
+    def written(self) -> list[str]:
+        """The entries of the parameter group that ``step()`` writes."""
+        pairs = zip(self.before, self.after, strict=True)
+        return sorted({name for was, now in pairs for name, value in now.items() if was.get(name, was) != value})
+
+    def followed(self, make: OptimizerMaker, instances: Sequence[Sequence[Part]], *, made_again: bool = False) -> bool:
+        """Whether the parameters get the same bits if each of ``instances`` has some parts of them, flat unless whole
+        parameters are the only part. ``made_again``: half way from their states. Raises what the class raises."""
+        flat = any(len(parts) > 1 for parts in instances)
+        return all(
+            self._agrees(part, kept)
+            for parts in instances
+            for part, kept in zip(parts, self._follow(make, parts, flat, made_again), strict=True)
+        )
+
+    def _follow(
+        self, make: OptimizerMaker, parts: Sequence[Part], flat: bool, made_again: bool
+    ) -> list[dict[str, Tensor]]:
+        params = [self._fit(self.first[part[0]], part, flat).requires_grad_() for part in parts]
+        optimizer = make.build([self.hyper], [params])
+        for step, (options, gradients) in enumerate(zip(self.before, self.gradients, strict=True)):
+            if made_again and step == _MADE_AGAIN:
+                optimizer = self._made_again(make, optimizer, params, parts)
+            mine = [gradients[part[0]] for part in parts]
+            if all(grad is None for grad in mine):  # owners leave such an instance alone
+                continue
+            set_options(optimizer, [options])
+            fitting = [None if g is None else self._fit(g, part, flat) for g, part in zip(mine, parts, strict=True)]
+            _step(optimizer, params, fitting)
+        states = [{} if self.odd_state else optimizer.state.get(param, {}) for param in params]
+        return [
+            _kept(param, state, self.updates(part[0])) for param, state, part in zip(params, states, parts, strict=True)
+        ]
+
+    def _made_again(
+        self, make: OptimizerMaker, optimizer: torch.optim.Optimizer, params: list[Tensor], parts: Sequence[Part]
+    ) -> torch.optim.Optimizer:
+        again = make.build([self.hyper], [params])
+        for param, part in zip(params, parts, strict=True):
+            updates = self.updates(part[0], _MADE_AGAIN)
+            alone = make.build([self.hyper], [[param.detach().clone().requires_grad_()]])
+            states = flat_states(optimizer.state.get(param, {}), param.numel(), updates)
+            again.state[param] = restored_state(alone, states, updates)
+        return again
+
+    def _fit(self, values: Tensor, part: Part, flat: bool) -> Tensor:
+        """A copy of a part of flat values, as an instance has it: padded with zeros, or in the parameter's shape."""
+        index, start, stop = part
+        if not flat:
+            return values.clone().view(self._shape_of[index])
+        out = torch.zeros(aligned(stop - start), dtype=torch.float32, device="cpu")
+        out[: stop - start] = values[start:stop]
+        return out
+
+    def _agrees(self, part: Part, kept: Mapping[str, Tensor]) -> bool:
+        index, start, stop = part
+        ours, small = self.kept[index], tuple(self._shape_of[index]) in self.shapes.small
+        same = partial(torch.allclose, rtol=1e-4, atol=1e-6, equal_nan=True) if small else _same_bits
+        return ours.keys() == kept.keys() and all(
+            same(value[start:stop], kept[name][: stop - start]) for name, value in ours.items()
+        )
+
+
+def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    return torch.equal(ours, theirs) or torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def _draw(numel: int, numbers: torch.Generator) -> Tensor:
+    return torch.randn(numel, generator=numbers, dtype=torch.float32, device="cpu")
+
+
+def _gradient(param: Tensor, kind: int, numbers: torch.Generator) -> Tensor:
+    """A flat gradient; of eight kinds that follow one another, each is there."""
+    weights, drawn = param.detach().reshape(-1).clone(), _draw(param.numel(), numbers)
+    match kind % 4:
+        case 1 if param.dim():
+            return drawn - weights * (drawn.dot(weights) / weights.dot(weights).clamp_(min=1e-12))
+        case 2:
+            return weights * 0.5
+        case 3:
+            return drawn * (30.0 if kind % 8 == 7 else 1e-3)
+        case _:
+            return drawn
+
+
+def _step(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    for param, grad in zip(params, gradients, strict=True):
+        param.grad = None if grad is None else grad.clone().view(param.shape)
+    step_alone(optimizer)
+
+
+def _told(group: Hyper, at_first: Hyper, hyper: Hyper) -> Hyper:
+    """A group's options as owners are told them: what they were made with, and what has changed or come since."""
+    return hyper | {
+        name: plain_value(value, name)
+        for name, value in options_of(group).items()
+        if name not in at_first or value is not at_first[name]
+    }
+
+
+def _kept(param: Tensor, state: State, updates: int) -> dict[str, Tensor]:
+    """The weights, and the states as a checkpoint keeps them."""
+    return {"": param.detach().reshape(-1)} | flat_states(state, param.numel(), updates)
+
+
+def _changed(was: Any, now: Any) -> bool:
+    simple = isinstance(was, int | float | str | None) and isinstance(now, int | float | str | None)
+    return was is not now and not (simple and was == now)
+
+
+def _written(make: OptimizerMaker, plain: _Course) -> tuple[str, ...]:
+    """The entries of its parameter groups that the class writes. Raises UnsupportedError if they depend on more than
+    the other entries."""
+    names = plain.written()
+    entries = GroupEntries(make, [plain.hyper]) if names else None
+    for step, (before, after) in enumerate(zip(plain.before, plain.after, strict=True)):
+        if entries is None:
+            break
+        if step == _MADE_AGAIN:
+            entries = GroupEntries(make, [plain.hyper])
+        group = dict(before)
+        entries.step([group])
+        if wrong := [name for name in names if group.get(name) != after.get(name)]:
+            raise _refusal(
+                make,
+                f"step() writes {', '.join(wrong)} of its parameter groups from gradients or weights of all of them",
+            )
+    return tuple(names)

@@ -1,0 +1,335 @@
+"""What the optimizer that a user gives to prepare() has beyond its class: attributes, entries of groups, hooks, methods
+that were replaced. Each trains as in plain PyTorch, or is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import rayzero
+from rayzero.engine.context import RankContext
+from rayzero.errors import RayZeroError, UnsupportedError
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+class Bits:
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+
+class Mine(torch.optim.Optimizer):
+    """Element-wise; what it computes depends on attributes and on entries of its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1, scale: float = 1.0, bits: int = 32) -> None:
+        super().__init__(params, {"lr": lr})
+        self.scale, self.args, self.twice = scale, Bits(bits), scale * 2
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            factor = group["lr"] * self.scale * self.twice * group.get("mine", 1.0) * self.args.bits / 32
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * factor)
+
+
+class Flagged(torch.optim.AdamW):
+    """AdamW that descends by signs if a flag says so."""
+
+    def __init__(self, params: Any, lr: float = 0.01, *, signs: bool = False) -> None:
+        super().__init__(params, lr=lr)
+        self.signs = signs
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"] if self.signs else ():
+                if p.grad is not None:
+                    p.grad.sign_()
+        super().step()
+
+
+class Counting(Mine):
+    """Counts its steps in its groups, as many classes do, and warms up."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["mine"] = min(1.0, group["step"] / 4)
+        super().step()
+
+
+class Needs(torch.optim.SGD):
+    def __init__(self, params: Any, size: int) -> None:
+        super().__init__(params, lr=0.1 * size)
+
+
+class Large(Mine):
+    """Changes its mind at a size that no trial has."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p]["kept"] = torch.zeros(p.numel() // 64) if p.numel() >= 100_000 else torch.zeros_like(p)
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64, bias=False))
+
+
+def both(make: Make, steps: int = 3, around: Callable[[Any, int], None] = lambda *_: None) -> None:
+    """Train beside plain PyTorch and compare every bit."""
+    ours, plain = net(), net()
+    theirs = make(plain.parameters())
+    model, optimizer = rayzero.prepare(ours, make(ours.parameters()))
+    train(plain, theirs, steps, around)
+    train(model, optimizer, steps, around)
+    same(model, plain)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, around: Callable[[Any, int], None] = lambda *_: None) -> None:
+    for step in range(steps):
+        around(optimizer, step)
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
+
+
+def same(model: nn.Module, plain: nn.Module) -> None:
+    found = rayzero.full_state_dict(model)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(found[name], value), name
+
+
+def after(make: Make, change: Callable[[Any], object]) -> Make:
+    """``make``, and then a change of what it made."""
+
+    def made(params: Any) -> torch.optim.Optimizer:
+        optimizer = make(params)
+        change(optimizer)
+        return optimizer
+
+    return made
+
+
+# ---- attributes
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: Mine(params, scale=3.0),
+        lambda params: Mine(params, bits=8),
+        after(Mine, lambda optimizer: setattr(optimizer, "scale", 0.5)),
+        after(Mine, lambda optimizer: setattr(optimizer.args, "bits", 16)),
+        lambda params: Flagged(params, signs=True),
+        after(Flagged, lambda optimizer: setattr(optimizer, "signs", True)),
+        lambda params: Mine([{"params": list(params), "mine": 0.25}]),
+    ],
+    ids=["argument", "nested argument", "set", "nested set", "subclass", "subclass set", "entry of a group"],
+)
+def test_what_an_instance_keeps_trains(make: Make) -> None:
+    both(make)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda o: setattr(o, "decay", lambda p: p), "'decay'"),
+        (lambda o: setattr(o, "mine", list(o.param_groups[0]["params"])), "'mine'"),
+        (lambda o: setattr(o.args, "bits", torch.ones(3)), "'args.bits'"),
+        (lambda o: setattr(o, "scale", float("inf")), "'scale'"),
+        (lambda o: delattr(o, "twice"), "'twice'"),
+    ],
+)
+def test_an_attribute_that_owners_cannot_get_is_refused_by_name(change: Callable[[Any], object], name: str) -> None:
+    model = net()
+    with pytest.raises(UnsupportedError, match=f"the Mine has attributes that owners cannot get: {name}"):
+        rayzero.prepare(model, after(Mine, change)(model.parameters()))
+
+
+def test_an_attribute_that_is_set_after_prepare_is_refused_by_name() -> None:
+    model = net()
+    given = Mine(model.parameters())
+    model, optimizer = rayzero.prepare(model, given)
+    with pytest.raises(UnsupportedError, match="'scale' of the Mine was set after"):
+        optimizer.scale = 2.0
+    given.scale = 2.0
+    model(batch(0)).square().mean().backward()
+    with pytest.raises(UnsupportedError, match="'scale' of the Mine was set after"):
+        optimizer.step()
+
+
+def test_arguments_that_leave_no_trace_are_named_as_the_reason() -> None:
+    model = net()
+    with pytest.raises(UnsupportedError, match=r"Needs cannot be offloaded: owners make .*missing 1 required .*'size'"):
+        rayzero.prepare(model, Needs(model.parameters(), 2))
+
+
+def test_states_that_cannot_be_kept_fail_the_first_step_and_no_value_changes() -> None:
+    model = nn.Linear(512, 256, bias=False)
+    before = copy.deepcopy(model.weight.detach())
+    model, optimizer = rayzero.prepare(model, Large(model.parameters()))
+    model(torch.ones(1, 512)).sum().backward()
+    with pytest.raises(RayZeroError, match=r"at its first step it made 'kept' of shape \(\d+,\).*no value was changed"):
+        optimizer.step()
+    assert all(torch.equal(owned.master, before.view(-1)) for owned in _shards(optimizer))
+
+
+def _shards(optimizer: Any) -> list[Any]:
+    (owner,) = optimizer.engine.store.connection.owners.services
+    return list(owner._parts.model.shards.values())
+
+
+# ---- entries that step() writes into its groups
+
+
+def test_a_class_that_counts_in_its_groups_trains_resumes_and_saves(alone: RankContext, tmp_path: Any) -> None:
+    plain = net()
+    theirs = Counting(plain.parameters())
+    train(plain, theirs, 3)
+    model = net()
+    model, optimizer = rayzero.prepare(model, Counting(model.parameters()))
+    train(model, optimizer, 3)
+    same(model, plain)
+    ours = {key: value for key, value in optimizer.state_dict()["param_groups"][0].items() if key != "params"}
+    assert ours == {"lr": 0.1, "step": 3, "mine": 0.75}
+    rayzero.save_checkpoint(optimizer, tmp_path / "at-3")
+    again = net()
+    again, resumed = rayzero.prepare(again, Counting(again.parameters()), resume=tmp_path / "at-3")
+    train(again, resumed, 2)
+    train(plain, theirs, 2)
+    same(again, plain)
+
+
+def test_a_step_that_a_grad_scaler_skips_is_not_counted() -> None:
+    model = net()
+    model, optimizer = rayzero.prepare(model, Counting(model.parameters()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for factor in (1.0, float("inf"), 1.0):
+        scaler.scale(model(batch(0)).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert optimizer.param_groups[0]["step"] == 2
+
+
+# ---- hooks and methods
+
+
+@pytest.fixture
+def global_calls() -> Iterator[list[tuple[str, str]]]:
+    calls: list[tuple[str, str]] = []
+    hooks = [
+        register_optimizer_step_pre_hook(lambda optimizer, *_: calls.append(("pre", type(optimizer).__name__))),
+        register_optimizer_step_post_hook(lambda optimizer, *_: calls.append(("post", type(optimizer).__name__))),
+    ]
+    yield calls
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, Flagged])
+def test_hooks_for_all_optimizers_run_once_a_step_of_the_users(cls: Any, global_calls: list[tuple[str, str]]) -> None:
+    model = net()
+    model, optimizer = rayzero.prepare(model, cls(model.parameters(), lr=0.01))
+    train(model, optimizer, 2)
+    rayzero.full_state_dict(model)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert global_calls == [("pre", "ZeroOptimizer"), ("post", "ZeroOptimizer")] * 2
+
+
+@pytest.mark.parametrize("make", [Mine, functools.partial(torch.optim.AdamW, fused=True)])
+def test_step_hooks_that_were_registered_before_prepare_run(make: Make) -> None:
+    def halve(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    @torch.no_grad()
+    def clamp(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.clamp_(-0.05, 0.05)
+
+    def register(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_pre_hook(halve)
+        optimizer.register_step_post_hook(clamp)
+
+    both(after(make, register))
+
+
+def test_a_hook_can_be_removed_and_state_dict_hooks_run() -> None:
+    model, calls = net(), []
+    given = torch.optim.AdamW(model.parameters())
+    handle = given.register_step_pre_hook(lambda *_: calls.append("step"))
+    given.register_state_dict_pre_hook(lambda optimizer: calls.append("before save"))
+    given.register_state_dict_post_hook(lambda optimizer, state: {**state, "mine": 1})
+    given.register_load_state_dict_pre_hook(lambda optimizer, state: calls.append(f"load {state.pop('mine')}"))
+    given.register_load_state_dict_post_hook(lambda optimizer: calls.append("loaded"))
+    model, optimizer = rayzero.prepare(model, given)
+    train(model, optimizer, 1)
+    handle.remove()
+    train(model, optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["step", "before save", "load 1", "loaded"]
+
+
+def _mine(optimizer: torch.optim.Optimizer) -> None:
+    step = optimizer.step
+    optimizer.step = lambda closure=None: step(closure)  # type: ignore[method-assign]
+
+
+def _wrapping_a_schedulers(optimizer: torch.optim.Optimizer) -> None:
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step = functools.wraps(optimizer.step)(lambda *given: None)  # type: ignore[method-assign]
+
+
+def _bound(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step = Mine.step.__get__(optimizer)  # type: ignore[method-assign]
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+@pytest.mark.parametrize("replace", [_mine, _wrapping_a_schedulers, _bound])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, Flagged])
+def test_a_step_that_was_replaced_is_refused(cls: Any, replace: Callable[[Any], None]) -> None:
+    model = net()
+    with pytest.raises(UnsupportedError, match=r"step\(\) of the .* was replaced by .*register_step_pre_hook"):
+        rayzero.prepare(model, after(cls, replace)(model.parameters()))
+
+
+def test_other_methods_that_were_replaced_are_refused() -> None:
+    model = net()
+    with pytest.raises(UnsupportedError, match=r"zero_grad\(\) of the AdamW that was given"):
+        rayzero.prepare(
+            model,
+            after(torch.optim.AdamW, lambda o: setattr(o, "zero_grad", lambda: None))(model.parameters()),
+        )
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, Flagged])
+def test_schedulers_that_were_made_before_prepare_are_accepted(cls: Any) -> None:
+    schedulers: dict[int, Any] = {}
+
+    def schedule(optimizer: torch.optim.Optimizer) -> None:
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
+        schedulers[len(schedulers)] = torch.optim.lr_scheduler.ChainedScheduler([warm], optimizer)
+
+    make = functools.partial(cls, lr=0.01, fused=True) if cls is torch.optim.AdamW else cls
+    both(after(make, schedule))

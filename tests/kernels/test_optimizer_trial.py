@@ -1,0 +1,323 @@
+"""What the trial of an optimizer class finds: classes that change their minds by size, shape, direction or time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rayzero.errors import UnsupportedError
+from rayzero.kernels.group_entries import GroupEntries
+from rayzero.kernels.optimizer_class import OptimizerMaker
+from rayzero.kernels.optimizer_trial import Scope, require_elementwise, try_class
+
+OPTIONS = {"lr": 0.1}
+
+
+class Each(torch.optim.Optimizer):
+    """Descends by what ``direction`` says for each parameter with a gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def direction(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return grad
+
+    def begin(self, group: dict[str, Any]) -> None:
+        """Called once a step."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            self.begin(group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * self.direction(p, p.grad, self.state[p], group))
+
+
+class InBlocks(Each):
+    """From 4,096 elements on, an element's step depends on its block of 256, as states in 8 bits do."""
+
+    def direction(self, p, grad, state, group):
+        if p.numel() < 4096:
+            return grad
+        flat = grad.reshape(-1)
+        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % 256)).view(-1, 256)
+        scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-9)
+        return ((blocks / scale * 127).round() / 127 * scale).view(-1)[: flat.numel()].view_as(grad)
+
+
+class KeepsBlocks(Each):
+    """Keeps one number for each 64 elements of large parameters."""
+
+    def direction(self, p, grad, state, group):
+        state["largest"] = torch.zeros(p.numel() // 64) if p.numel() >= 4096 else torch.zeros_like(p)
+        return grad
+
+
+class Factored(Each):
+    """Factors matrices of at least 128 x 128."""
+
+    def direction(self, p, grad, state, group):
+        return grad / grad.norm(dim=0) if p.dim() == 2 and min(p.shape) >= 128 else grad
+
+
+class Tall(Each):
+    """Treats matrices differently that have more rows than columns."""
+
+    def direction(self, p, grad, state, group):
+        return grad - grad.mean() if p.dim() == 2 and p.shape[0] > p.shape[1] else grad
+
+
+class Wide(Each):
+    def direction(self, p, grad, state, group):
+        return grad - grad.mean() if p.dim() == 2 and p.shape[0] < p.shape[1] else grad
+
+
+class Filters(Each):
+    """Centres the gradients of 4D parameters."""
+
+    def direction(self, p, grad, state, group):
+        return grad - grad.mean() if p.dim() == 4 else grad
+
+
+class Scalars(Each):
+    """Leaves single numbers alone."""
+
+    def direction(self, p, grad, state, group):
+        return torch.zeros_like(grad) if p.dim() == 0 else grad
+
+
+class Orthogonal(Each):
+    """Projects where gradients are orthogonal to the weights."""
+
+    def direction(self, p, grad, state, group):
+        cosine = torch.nn.functional.cosine_similarity(grad.reshape(1, -1), p.reshape(1, -1)).abs()
+        return grad * 0.5 if cosine < 1e-6 else grad
+
+
+class Aligned(Orthogonal):
+    def direction(self, p, grad, state, group):
+        cosine = torch.nn.functional.cosine_similarity(grad.reshape(1, -1), p.reshape(1, -1)).abs()
+        return grad * (1 + 1e-3 * p.norm()) if cosine > 0.99 else grad
+
+
+class ClipsItself(Each):
+    def direction(self, p, grad, state, group):
+        return grad / max(1.0, float(grad.square().mean().sqrt()) / 5)
+
+
+class EveryTenth(Each):
+    """Mixes elements in every tenth step."""
+
+    def direction(self, p, grad, state, group):
+        state["count"] = state.get("count", 0) + 1
+        return grad - grad.mean() if state["count"] % 10 == 0 else grad
+
+
+class FollowsRate(Each):
+    """Mixes elements once its rate has changed."""
+
+    def direction(self, p, grad, state, group):
+        state.setdefault("first", group["lr"])
+        return grad - grad.mean() if group["lr"] < state["first"] else grad
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [InBlocks, Factored, Tall, Wide, Filters, Scalars, Orthogonal, Aligned, ClipsItself, EveryTenth, FollowsRate],
+)
+def test_a_class_that_mixes_elements_now_and_then_is_found(cls: type[Each]) -> None:
+    assert try_class(OptimizerMaker(cls), OPTIONS).scope is Scope.PARAMETER
+    with pytest.raises(UnsupportedError, match=rf"{cls.__name__} cannot run on shards: it is not element-wise"):
+        require_elementwise(OptimizerMaker(cls), OPTIONS)
+
+
+class Queue(Each):
+    def direction(self, p, grad, state, group):
+        state.setdefault("queue", deque(maxlen=2)).append(grad.clone())
+        return state["queue"][0]
+
+
+class Fp64(Each):
+    def direction(self, p, grad, state, group):
+        state["mean"] = state.get("mean", torch.zeros_like(p, dtype=torch.float64)) * 0.9 + grad
+        return state["mean"].float()
+
+
+class Beside(Each):
+    def direction(self, p, grad, state, group):
+        self.state["average"] = {"short": 1.0}
+        return grad
+
+
+class LongNumber(Each):
+    def direction(self, p, grad, state, group):
+        state["product"] = state.get("product", 1.0) * 0.9
+        return grad * state["product"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "kept"),
+    [
+        (KeepsBlocks, r"keeps 'largest' of shape \(132,\) for a parameter of shape \(8448,\)"),
+        (Queue, "keeps 'queue', which is a deque"),
+        (Beside, "keeps 'average' beside the states of parameters"),
+        (Fp64, "keeps 'mean' in torch.float64"),
+        (LongNumber, "keeps product as a number in fp64"),
+    ],
+)
+def test_states_that_owners_cannot_keep_are_named(cls: type[Each], kept: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{cls.__name__} cannot run on shards: it {kept}"):
+        require_elementwise(OptimizerMaker(cls), OPTIONS)
+
+
+class CountsInAttribute(Each):
+    """Halves its steps from the fifth on, and counts them where no checkpoint looks."""
+
+    count = 0
+
+    def begin(self, group):
+        self.count += 1
+
+    def direction(self, p, grad, state, group):
+        return grad if self.count < 5 else grad * 0.5
+
+
+class RemembersFirst(Each):
+    """Keeps beside its states what each parameter was at first."""
+
+    def direction(self, p, grad, state, group):
+        self.first = getattr(self, "first", {})
+        return grad + self.first.setdefault(p, p.clone())
+
+
+def test_what_a_resumed_run_would_not_have_is_named() -> None:
+    with pytest.raises(UnsupportedError, match=r"it mixes parameters, or keeps .* they do not share \(count\)"):
+        require_elementwise(OptimizerMaker(CountsInAttribute), OPTIONS)
+    with pytest.raises(UnsupportedError, match=r"made again from its states.* changes its attributes first"):
+        require_elementwise(OptimizerMaker(RemembersFirst), OPTIONS)
+
+
+class CountsInGroup(Each):
+    def begin(self, group):
+        group["count"] = group.get("count", 0) + 1
+        group["warm"] = min(1.0, group["count"] / 5) * group["lr"]
+
+    def direction(self, p, grad, state, group):
+        return grad * group["warm"] / group["count"]
+
+
+class SumsInGroup(Each):
+    """Writes into its group what it knows of the gradients."""
+
+    def begin(self, group):
+        group["sum"] = group.get("sum", 0.0) + sum(float(p.grad.sum()) for p in group["params"] if p.grad is not None)
+
+
+def test_entries_of_groups_that_a_step_writes_are_found_and_can_be_written_elsewhere() -> None:
+    assert require_elementwise(OptimizerMaker(CountsInGroup), OPTIONS).writes == ("count", "warm")
+    entries, group = GroupEntries(OptimizerMaker(CountsInGroup), [OPTIONS]), {**OPTIONS, "count": 1, "mine": "x"}
+    entries.step([group])
+    assert group == {**OPTIONS, "count": 2, "mine": "x", "warm": 0.1 * 0.4}
+    with pytest.raises(UnsupportedError, match=r"step\(\) writes sum of its parameter groups from gradients"):
+        try_class(OptimizerMaker(SumsInGroup), OPTIONS)
+
+
+class GlobalNorm(Each):
+    def begin(self, group):
+        self.norm = torch.stack([p.grad.norm() for p in group["params"] if p.grad is not None]).norm()
+
+    def direction(self, p, grad, state, group):
+        return grad / self.norm
+
+
+class Noisy(Each):
+    def direction(self, p, grad, state, group):
+        return grad + torch.randn_like(grad)
+
+
+class TensorRate(Each):
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        self.param_groups[-1]["lr"] = torch.tensor(self.param_groups[-1]["lr"])
+
+
+class NeedsArgument(Each):
+    def __init__(self, params: Any, size: int) -> None:
+        super().__init__(params)
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (
+            GlobalNorm,
+            r"parameters get other values in instances of their own: it mixes parameters, or keeps .* \(norm\)",
+        ),
+        (Noisy, "two equal trials gave different weights: it draws random numbers"),
+        (TensorRate, "it turns lr of its parameter groups into tensors"),
+        (
+            NeedsArgument,
+            r"owners make instances of it from what .* say \(lr\), and its constructor then raised TypeError",
+        ),
+    ],
+)
+def test_classes_that_cannot_be_divided_at_all_are_refused(cls: type[Each], reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{cls.__name__} cannot be offloaded: {reason}"):
+        try_class(OptimizerMaker(cls), OPTIONS)
+
+
+class NeverWithout(torch.optim.Optimizer):
+    """Does not look whether there is a gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad)
+
+
+def test_a_class_that_needs_every_gradient_is_accepted() -> None:
+    assert try_class(OptimizerMaker(NeverWithout), OPTIONS).scope is Scope.ELEMENT
+
+
+class Counted(Each):
+    made = 0
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        type(self).made += 1
+
+
+def test_a_class_is_tried_once_with_the_same_options_and_attributes() -> None:
+    require_elementwise(OptimizerMaker(Counted), OPTIONS)
+    made = Counted.made
+    require_elementwise(OptimizerMaker(Counted), dict(OPTIONS))
+    assert Counted.made == made
+    require_elementwise(OptimizerMaker(Counted, {"flag": True}), OPTIONS)
+    require_elementwise(OptimizerMaker(Counted), {"lr": 0.2})
+    assert Counted.made > made + 1
+
+
+def test_torchs_hooks_for_all_optimizers_do_not_run_in_a_trial() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    calls: list[Any] = []
+    hooks = [
+        register(lambda *given: calls.append(given))
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    ]
+    try:
+        require_elementwise(OptimizerMaker(torch.optim.SGD), {"lr": 0.321, "momentum": 0.5})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert not calls
