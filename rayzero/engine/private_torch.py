@@ -168,8 +168,13 @@ def saved_tensor_hooks_below() -> tuple[PackHook, UnpackHook] | None:
 
 
 def is_checkpoints(pack: PackHook) -> bool:
-    """Whether a pack hook belongs to a non-reentrant activation checkpoint, in its forward or its recomputation."""
-    return getattr(pack, "__qualname__", "").startswith(("_checkpoint_hook.", "_recomputation_hook."))
+    """Whether a pack hook belongs to the forward of a non-reentrant activation checkpoint."""
+    return getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.")
+
+
+def is_recomputations(pack: PackHook) -> bool:
+    """Whether a pack hook belongs to the recomputation of a non-reentrant activation checkpoint."""
+    return getattr(pack, "__qualname__", "").startswith("_recomputation_hook.")
 
 
 def saved_tensor_hooks_allowed() -> bool:
@@ -321,8 +326,8 @@ def _saved_tensor_hooks_work() -> bool:
 
 
 def _checkpoint_is_known() -> bool:
-    """Whether torch still names its checkpoint hooks as :func:`is_checkpoints` expects. Reads the code, because running
-    a checkpoint imports the compiler."""
+    """Whether torch still names its checkpoint hooks as :func:`is_checkpoints` and :func:`is_recomputations` expect.
+    Reads the code, because running a checkpoint imports the compiler."""
     makers: list[Any] = [torch.utils.checkpoint._checkpoint_hook, torch.utils.checkpoint._recomputation_hook]
     made = {getattr(part, "co_qualname", "") for maker in makers for part in maker.__init__.__code__.co_consts}
     return made >= {f"{maker.__qualname__}.__init__.<locals>.pack_hook" for maker in makers}

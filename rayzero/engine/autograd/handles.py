@@ -3,9 +3,12 @@
 [Note: handles] While a unit's forward or a touch runs, any tensor that autograd saves over a parameter's storage is
 packed as (unit, slot, size, stride, offset, versions); unpacking it unshards the unit. So backward, recomputation,
 double backward and retain_graph fetch what they need. Every other tensor goes to the hooks below ours on the stack;
-without any, we keep it with its version, because hooks turn off torch's own check for in-place changes. An activation
-checkpoint counts saved tensors and must count the same in forward and recomputation, whichever hooks are above it, so
-it gets to see the weights too.
+without any, we keep it with its version, because hooks turn off torch's own check for in-place changes.
+
+[Note: checkpointed weights] An activation checkpoint counts saved tensors and must count the same in forward and
+recomputation, whichever hooks are above it, so it gets to see the weights too. Unpacking a weight asks it first, as
+plain torch does, because the recomputation may write to the weight; a change of the weight since is then no error.
+What the checkpoint keeps in a recomputation is a stand-in without memory: the weight would pin its unit.
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from rayzero.engine.private_torch import (
     PackHook,
     UnpackHook,
     is_checkpoints,
+    is_recomputations,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     saved_tensor_hooks_below,
@@ -41,8 +46,19 @@ class Handle:
         self.size = saved.size()
         self.stride = saved.stride()
         self.offset = saved.storage_offset()
-        self.version = unit.writes_of(slot)
+        self.version: int | None = unit.writes_of(slot)  # None: it may be written to
         self.content = content  # published version of the weights
+
+
+class Checkpointed:
+    """A weight that autograd saved inside an activation checkpoint, and what the checkpoint keeps for it."""
+
+    __slots__ = ("handle", "shown")
+
+    def __init__(self, handle: Handle, shown: Any) -> None:
+        handle.version = None
+        self.handle = handle
+        self.shown = shown
 
 
 class SavedWeights:
@@ -63,6 +79,7 @@ class SavedWeights:
         self._used = used
         self._content = content
         self._plain = self._plain_hooks()
+        self._stand_ins: dict[Any, Tensor] = {}  # by size, dtype and device
 
     def push(self) -> None:
         """Push our hooks; they pass tensors that are not weights to the hooks below."""
@@ -91,7 +108,8 @@ class SavedWeights:
         """The weight, with its unit up. Raises RuntimeError if it was written to in place or belongs to another
         step."""
         unit = handle.unit
-        if handle.content != self._content() or handle.version != unit.writes_of(handle.slot):
+        written = handle.version is not None and handle.version != unit.writes_of(handle.slot)
+        if written or handle.content != self._content():
             raise _modified(tuple(handle.size), handle.version, unit.layout.slots[handle.slot].name)
         self._fetch(unit)
         return unit.tensor(handle.slot, handle)
@@ -116,17 +134,36 @@ class SavedWeights:
         return self._mark(pack, None), unpack
 
     def _delegating_hooks(self, pack_below: PackHook, unpack_below: UnpackHook) -> tuple[PackHook, UnpackHook]:
-        show = is_checkpoints(pack_below) or hasattr(pack_below, "weights_of")
+        last = pack_below
+        while (further := getattr(last, "below", None)) is not None:  # through hooks of other engines
+            last = further[0]
+        checkpoints, recomputes = is_checkpoints(last), is_recomputations(last)
 
         def pack(saved: Tensor) -> Any:
             handle = self.pack(saved)
-            shown = pack_below(saved) if handle is None or show else None
-            return shown if handle is None else handle
+            if handle is None:
+                return pack_below(saved)
+            if recomputes:
+                pack_below(self._stand_in(saved))
+            return Checkpointed(handle, pack_below(saved)) if checkpoints else handle
 
         def unpack(packed: Any) -> Tensor:
+            if type(packed) is Checkpointed:
+                unpack_below(packed.shown)
+                return self.unpack(packed.handle)
             return self.unpack(packed) if type(packed) is Handle else unpack_below(packed)
 
         return self._mark(pack, (pack_below, unpack_below)), unpack
+
+    def _stand_in(self, saved: Tensor) -> Tensor:
+        """A tensor of one element that looks like ``saved``."""
+        like = (saved.size(), saved.dtype, saved.device)
+        found = self._stand_ins.get(like)
+        if found is None:
+            with torch.inference_mode(False):
+                found = torch.empty(1, dtype=saved.dtype, device=saved.device).expand(saved.size())
+            self._stand_ins[like] = found
+        return found
 
     def _mark(self, pack: Any, below: tuple[PackHook, UnpackHook] | None) -> PackHook:
         """Mark a hook as ours and note the hooks below it, for ``push`` and ``below``."""
@@ -134,10 +171,10 @@ class SavedWeights:
         return cast(PackHook, pack)
 
 
-def _modified(shape: tuple[int, ...], expected: int, name: str | None) -> RuntimeError:
+def _modified(shape: tuple[int, ...], expected: int | None, name: str | None) -> RuntimeError:
     what = f"parameter {name!r} of shape {list(shape)}" if name else f"a tensor of shape {list(shape)}"
+    same = "the same" if expected is None else f"at version {expected}"
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"{what} is no longer at version {expected}. Hint: a step() or an in-place operation between forward and "
-        "backward changed it"
+        f"{what} is no longer {same}. Hint: a step() or an in-place operation between forward and backward changed it"
     )

@@ -11,6 +11,7 @@ and torch's own ``clip_grad_norm_`` would silently clip nothing.
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from rayzero.engine.private_torch import storage_key
 from rayzero.errors import GradientAccessError, UnsupportedError
 from rayzero.tensor_metadata import METADATA, AbsentParameter, plain
 
@@ -108,7 +108,8 @@ class ShardedParameter(AbsentParameter):
         if func == Tensor.copy_ and isinstance(args[0], cls) and cls.toucher.take_loaded(args[0], cls.unit, args[1]):
             return args[0]
         if func == _GET_DATA:
-            func = Tensor.detach  # shares the version counter: writes through it are seen
+            with cls.brought([args[0]]):
+                return args[0].data
         if func in METADATA:
             result = super().__torch_function__(func, types, args, kwargs)
             if func in _ON_GRAD and (result is None or func != _GET_GRAD) and not _moves_modules(sys._getframe(1)):
@@ -152,29 +153,23 @@ class ShardedParameter(AbsentParameter):
 
     @classmethod
     def _set_data(cls, param: nn.Parameter, value: Tensor) -> None:
-        """``param.data = value`` copies the values, because the memory belongs to the engine. Raises UnsupportedError
-        if their dtype, shape or device differs from the parameter's."""
-        with plain():
-            ours, new = (param.dtype, param.shape, param.device), (value.dtype, value.shape, value.device)
-        if ours != new:
-            raise UnsupportedError(
-                f"parameter {cls.toucher.name_of(param, cls.unit)!r} was given .data of {_form(*new)} after "
-                f"rayzero.prepare(), it has {_form(*ours)}; change dtype, shape and device before"
-            )
-        if value is not param:
-            with cls.toucher.touched([cls.unit]), torch.no_grad():
-                param.copy_(value.clone() if _shares(param, value) else value)
+        """``param.data = value``: see ``ParamUnit.assign_data``."""
+        with cls.toucher.touched([cls.unit]):
+            param.data = value
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain Parameter with the full values: no engine owns a copy."""
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
-        return memo[id(self)]  # type: ignore[no-any-return]
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A Parameter of the class that it had before prepare, with the full values: no engine owns a copy."""
+        with type(self).brought([self]):
+            return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as a plain Parameter with the full values."""
-        copied: Any = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
-        return copied.__reduce_ex__(protocol)
+        """Pickles as a Parameter of the class that it had before prepare, with the full values."""
+        with type(self).brought([self]):
+            return self.__reduce_ex__(protocol)  # the open class's
+
+    def __repr__(self, **how: Any) -> str:
+        with type(self).brought([self]):
+            return self.__repr__(**how)
 
 
 ShardedParameter.family = ShardedParameter
@@ -199,23 +194,21 @@ def route_zero_grad() -> None:
     nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
-def guard_class(toucher: Toucher) -> type[ShardedParameter]:
-    """A class for one unit's Parameters. ``guard_for`` sets its unit once that exists."""
-    return type("ShardedParameter", (ShardedParameter,), {"_toucher": ref(toucher), "__module__": __name__})
+def guard_classes(toucher: Toucher, params: Sequence[nn.Parameter]) -> list[type[ShardedParameter]]:
+    """Classes for one unit's Parameters, each a subclass of what its Parameter is. ``guard_for`` sets their unit once
+    that exists."""
+    made: dict[type, type[ShardedParameter]] = {}
+    for kind in map(type, params):
+        if kind not in made:
+            names = {"_toucher": ref(toucher), "__module__": __name__}
+            made[kind] = type("ShardedParameter", (ShardedParameter, kind), names)
+    return [made[type(param)] for param in params]
 
 
-def guard_for(guard: type[ShardedParameter], unit: Any) -> None:
-    """Set the unit whose Parameters have the class."""
-    guard._unit = ref(unit)  # type: ignore[attr-defined]
-
-
-def _form(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
-
-
-def _shares(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether two tensors lie in the same memory."""
-    return storage_key(ours.untyped_storage()) == storage_key(theirs.untyped_storage())
+def guard_for(guards: Sequence[type[ShardedParameter]], unit: Any) -> None:
+    """Set the unit whose Parameters have the classes."""
+    for guard in guards:
+        guard._unit = ref(unit)  # type: ignore[attr-defined]
 
 
 def _as_edges(tree: Any) -> Any:
