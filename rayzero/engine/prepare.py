@@ -20,7 +20,7 @@ from rayzero.concurrency.cuda_device import with_index
 from rayzero.config import ZeroConfig
 from rayzero.engine.activations import offload_activations
 from rayzero.engine.autograd.hooks import CastInputs, CopyEntries, UnitCalls, hook_units
-from rayzero.engine.autograd.touch import ShardedParameter, guard_classes, guard_for, route_zero_grad
+from rayzero.engine.autograd.touch import ShardedParameter, guard_classes, guard_for, require_keepable, route_zero_grad
 from rayzero.engine.checkpoint.save import (
     check_resume,
     chosen_resume,
@@ -55,6 +55,7 @@ from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.ownership import device_owners
 from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.recorder import LaterModelRecorder, Recorder
+from rayzero.tensor_metadata import plain
 
 log = logging.getLogger(__name__)
 
@@ -260,6 +261,8 @@ def _refuse_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     for name, param in model.named_parameters():
         if isinstance(param, ShardedParameter):
             raise UnsupportedError(f"parameter {name!r} belongs to another prepared model; give this one its own")
+        if type(param) is not nn.Parameter:
+            require_keepable(name, param)
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise UnsupportedError(
             "a torch.jit.ScriptModule cannot be prepared, because it reads parameters without going through Python; "
@@ -455,7 +458,8 @@ def _convert(param: nn.Parameter, unit: UnitLayout, device: torch.device) -> Non
     if param.is_meta:
         materialise(param, empty)
     else:
-        param.data = empty
+        with plain():  # whatever its class makes of it
+            param.data = empty
 
 
 def _hook(model: nn.Module, plan: UnitPlan, engine: Engine, config: ZeroConfig) -> None:

@@ -13,11 +13,13 @@ What the checkpoint keeps in a recomputation is a stand-in without memory: the w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rayzero.engine.private_torch import (
     PackHook,
@@ -30,6 +32,7 @@ from rayzero.engine.private_torch import (
     storage_key,
 )
 from rayzero.engine.units.param_unit import ParamUnit
+from rayzero.errors import UnsupportedError
 
 Slots = dict[int, tuple[ParamUnit, int]]  # storage key -> unit, slot
 
@@ -111,6 +114,8 @@ class SavedWeights:
         written = handle.version is not None and handle.version != unit.writes_of(handle.slot)
         if written or handle.content != self._content():
             raise _modified(tuple(handle.size), handle.version, unit.layout.slots[handle.slot].name)
+        if type(unit.params[handle.slot]).made is not nn.Parameter:  # type: ignore[attr-defined]
+            _refuse_python(unit, handle.slot)
         self._fetch(unit)
         return unit.tensor(handle.slot, handle)
 
@@ -169,6 +174,22 @@ class SavedWeights:
         """Mark a hook as ours and note the hooks below it, for ``push`` and ``below``."""
         pack.weights_of, pack.below = self, below
         return cast(PackHook, pack)
+
+
+def _refuse_python(unit: ParamUnit, slot: int) -> None:
+    """Raise UnsupportedError if Python code unpacks a weight of another class than nn.Parameter: torch gives it a plain
+    tensor for what a hook has packed, so that the code would do something else. Torch's own operations do not."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    if frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        kind = type(unit.params[slot]).made.__name__  # type: ignore[attr-defined]
+        raise UnsupportedError(
+            f"a backward in Python ({frame.f_code.co_name} at {frame.f_code.co_filename}:{frame.f_lineno}) reads "
+            f"{unit.layout.slots[slot].name!r} from what autograd saved, where it is no {kind} any more; save a "
+            "copy of it (weight.detach().clone()), or raise prefetch_buffer_size and gpu_param_memory_budget until the whole model "
+            "stays up"
+        )
 
 
 def _modified(shape: tuple[int, ...], expected: int | None, name: str | None) -> RuntimeError:

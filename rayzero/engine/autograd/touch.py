@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from rayzero.engine.units.open_parameter import open_class
 from rayzero.errors import GradientAccessError, UnsupportedError
 from rayzero.tensor_metadata import METADATA, AbsentParameter, plain
 
@@ -194,13 +195,31 @@ def route_zero_grad() -> None:
     nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
+def require_keepable(name: str, param: nn.Parameter) -> None:
+    """Raise UnsupportedError, naming class and reason, for a Parameter whose class cannot be kept while its bytes come
+    and go."""
+    kind: Any = type(param)
+    why = None
+    if kind.__torch_dispatch__ is not nn.Parameter.__torch_dispatch__:
+        why = "its operations go through __torch_dispatch__ of that class, which may hold the values elsewhere"
+    try:
+        for other in () if why else (type("ShardedParameter", (ShardedParameter, kind), {}), open_class(kind), kind):
+            param.__class__ = other
+    except TypeError as exc:
+        why = f"which cannot be subclassed ({exc})"
+    if why is not None:
+        raise UnsupportedError(
+            f"parameter {name!r} is a {kind.__name__}, and {why}; make it a plain nn.Parameter before rayzero.prepare()"
+        )
+
+
 def guard_classes(toucher: Toucher, params: Sequence[nn.Parameter]) -> list[type[ShardedParameter]]:
     """Classes for one unit's Parameters, each a subclass of what its Parameter is. ``guard_for`` sets their unit once
     that exists."""
     made: dict[type, type[ShardedParameter]] = {}
     for kind in map(type, params):
         if kind not in made:
-            names = {"_toucher": ref(toucher), "__module__": __name__}
+            names = {"_toucher": ref(toucher), "made": kind, "__module__": __name__}
             made[kind] = type("ShardedParameter", (ShardedParameter, kind), names)
     return [made[type(param)] for param in params]
 

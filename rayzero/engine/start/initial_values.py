@@ -24,6 +24,7 @@ from rayzero.engine.start.weight_stream import Load, require_fit, take_stream, u
 from rayzero.engine.units.partition import UnitPlan
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.layout.model_layout import UnitLayout, dtype_name
+from rayzero.tensor_metadata import plain
 
 
 class Start:
@@ -130,7 +131,8 @@ class Start:
     def _value(self, name: str) -> Tensor:
         if self._weights is not None and self._given(name):
             return self._weights.read(self._source_name[name])
-        return self._params[name].detach()
+        with plain():  # the value, whatever its class makes of operations
+            return self._params[name].detach()
 
 
 def wanted_by(model: nn.Module) -> list[Wanted]:

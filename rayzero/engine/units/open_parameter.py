@@ -17,12 +17,15 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 
 from rayzero.engine.private_torch import outside_graphs, storage_key
+from rayzero.tensor_metadata import plain
 
 _DATA: Any = Tensor.data
 get_data, set_data = _DATA.__get__, _DATA.__set__
+_NO_FUNCTION: Any = nn.Parameter.__torch_function__
 
 
 class OwnsData(Protocol):
@@ -41,15 +44,29 @@ units_by_storage: WeakValueDictionary[int, OwnsData] = WeakValueDictionary()
 """Key of a Parameter's storage -> its unit. Of all engines: a Parameter of one may be given the memory of another's."""
 
 
+def _unit_of(param: Tensor) -> OwnsData | None:
+    with plain():
+        return units_by_storage.get(storage_key(param.untyped_storage()))
+
+
 @outside_graphs
 def _get(param: Any) -> Tensor:
-    unit = units_by_storage.get(storage_key(param.untyped_storage()))
-    return get_data(param) if unit is None else unit.data_of(param)  # type: ignore[no-any-return]
+    unit = _unit_of(param)
+    if unit is None or type(param).__torch_function__ is _NO_FUNCTION:
+        return get_data(param) if unit is None else unit.data_of(param)  # type: ignore[no-any-return]
+    shown: Tensor = get_data(param)  # what the class makes of it
+    with plain():
+        if _unit_of(shown) is not unit or shown.dtype is not param.dtype:
+            return shown
+        place = (shown.size(), shown.stride(), shown.storage_offset())
+        data = torch.as_strided(unit.data_of(param), *place).as_subclass(type(shown))
+    data.__dict__.update(shown.__dict__)
+    return data
 
 
 @outside_graphs
 def _set(param: Any, value: Tensor) -> None:
-    unit = units_by_storage.get(storage_key(param.untyped_storage()))
+    unit = _unit_of(param)
     if unit is None:
         set_data(param, value)
     else:
@@ -62,10 +79,10 @@ def _deepcopy(param: Any, memo: dict[int, Any]) -> Any:
 
 
 def _reduce_ex(param: Any, protocol: Any) -> Any:
-    with as_made(param):
-        copied = copy.deepcopy(param)
-        copied.__dict__.update(param.__dict__)
-        return copied.__reduce_ex__(protocol)
+    with plain():
+        copied: Any = Tensor._make_subclass(param.made, param.detach().clone(), param.requires_grad)
+    copied.__dict__.update(param.__dict__)
+    return copied.__reduce_ex__(protocol)
 
 
 def _repr(param: Any, **how: Any) -> str:
@@ -79,7 +96,7 @@ def open_class(made: type[nn.Parameter]) -> type[nn.Parameter]:
     names = {
         "data": property(_get, _set),
         "made": made,
-        "__torch_function__": made.__torch_function__,  # that of ``made``, so that results are of its class
+        "__torch_function__": _function_of(made),
         "__deepcopy__": _deepcopy,
         "__reduce_ex__": _reduce_ex,
         "__repr__": _repr,
@@ -87,6 +104,18 @@ def open_class(made: type[nn.Parameter]) -> type[nn.Parameter]:
         "__qualname__": made.__qualname__,
     }
     return type(made.__name__, (made,), names)
+
+
+def _function_of(made: type[nn.Parameter]) -> Any:
+    """``made``'s own function, called as for Parameters that are of that class, so that results are, too."""
+    its: Any = made.__torch_function__
+    if its is _NO_FUNCTION:
+        return its
+
+    def function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return its(func, tuple(getattr(kind, "made", kind) for kind in types), args, kwargs)
+
+    return classmethod(function)
 
 
 @contextmanager
