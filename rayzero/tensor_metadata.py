@@ -141,18 +141,11 @@ class AbsentParameter(nn.Parameter):
             return func(*args, **kwargs)
 
 
-def absent_class(absent: type[nn.Parameter], own: type[nn.Parameter]) -> type[nn.Parameter]:
-    """``absent`` for Parameters of the class ``own``: one of its subclasses too, with its name, methods and
-    properties."""
-    if own is nn.Parameter:
-        return absent
-    return type(own.__name__, (absent, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
-
-
 def own_class(param: nn.Parameter) -> type[nn.Parameter]:
-    """The class that a Parameter has while its bytes are there."""
+    """The class that a Parameter was made with. Classes made of it name it in ``made``."""
     kinds: tuple[Any, ...] = type(param).__mro__
-    return next(kind for kind in kinds if not issubclass(kind, AbsentParameter))  # type: ignore[no-any-return]
+    made = vars(kinds[0]).get("made")
+    return made or next(kind for kind in kinds if not issubclass(kind, AbsentParameter))
 
 
 def class_name(param: nn.Parameter) -> str:

@@ -148,6 +148,8 @@ class Engine:
             check=self.step_state.raise_if_failed,
         )
         weights = {key: (unit, i) for unit in units for i, key in enumerate(unit.keys)}
+        for unit in units:
+            unit.slots = weights
         cache = self.cache
         self.values = UnitValues(self.store, cache)
         self.saved = SavedWeights(weights, self.use, lambda: cache.version, cache.used)

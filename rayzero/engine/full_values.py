@@ -45,7 +45,7 @@ def full_parameters(model: nn.Module, *, modify: bool = False) -> Iterator[None]
     """Inside the context every Parameter holds its full values after exactly the last step, in its compute dtype.
 
     The whole model must fit gpu_param_memory_budget. Writes that torch counts are always kept; with modify=True also
-    others (``.data``, numpy). They reach the owners with the next clip, step or save_checkpoint, and every rank must
+    others (numpy). They reach the owners with the next clip, step or save_checkpoint, and every rank must
     write the same values. Raises UnsupportedError if the model is not prepared, MemoryPlanError if it does not
     fit."""
     with engine_of(model).complete(modify=modify):

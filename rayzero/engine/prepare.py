@@ -20,7 +20,7 @@ from rayzero.concurrency.cuda_device import with_index
 from rayzero.config import ZeroConfig
 from rayzero.engine.activations import offload_activations
 from rayzero.engine.autograd.hooks import CastInputs, CopyEntries, UnitCalls, hook_units
-from rayzero.engine.autograd.touch import ShardedParameter, guard_class, guard_for, route_zero_grad
+from rayzero.engine.autograd.touch import ShardedParameter, guard_classes, guard_for, require_keepable, route_zero_grad
 from rayzero.engine.checkpoint.save import (
     check_resume,
     chosen_resume,
@@ -271,6 +271,8 @@ def _refuse_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     for name, param in model.named_parameters():
         if isinstance(param, ShardedParameter):
             raise UnsupportedError(f"parameter {name!r} belongs to another prepared model; give this one its own")
+        if type(param) is not nn.Parameter:
+            require_keepable(name, param)
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise UnsupportedError(
             "a torch.jit.ScriptModule cannot be prepared, because it reads parameters without going through Python; "
@@ -451,12 +453,12 @@ def _make_units(
 ) -> list[ParamUnit]:
     units = []
     for layout in plan.layout.units:
-        guard = guard_class(engine)
         ours = [params[slot.name] for slot in layout.slots]
         for param in ours:
             _convert(param, layout, device)
-        unit = ParamUnit(layout, ours, guard)
-        guard_for(guard, unit)
+        guards = guard_classes(engine, ours)
+        unit = ParamUnit(layout, ours, guards)
+        guard_for(guards, unit)
         units.append(unit)
     return units
 

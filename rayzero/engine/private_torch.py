@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.utils import dlpack
-from torch.utils._python_dispatch import BaseTorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from rayzero.errors import UnsupportedError
@@ -212,8 +212,13 @@ def saved_tensor_hooks_below() -> tuple[PackHook, UnpackHook] | None:
 
 
 def is_checkpoints(pack: PackHook) -> bool:
-    """Whether a pack hook belongs to a non-reentrant activation checkpoint, in its forward or its recomputation."""
-    return getattr(pack, "__qualname__", "").startswith(("_checkpoint_hook.", "_recomputation_hook."))
+    """Whether a pack hook belongs to the forward of a non-reentrant activation checkpoint."""
+    return getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.")
+
+
+def is_recomputations(pack: PackHook) -> bool:
+    """Whether a pack hook belongs to the recomputation of a non-reentrant activation checkpoint."""
+    return getattr(pack, "__qualname__", "").startswith("_recomputation_hook.")
 
 
 def saved_tensor_hooks_allowed() -> bool:
@@ -370,28 +375,19 @@ def _saved_tensor_hooks_work() -> bool:
     return ours and moved and top is not None and top != below and top[0] is pack and product.requires_grad
 
 
-class _Counting(BaseTorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations."""
-
-    seen = 0
-
-    def __torch_dispatch__(self, *called: Any) -> Any:
-        self.seen += 1
-        return super().__torch_dispatch__(*called)  # type: ignore[no-untyped-call]
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that nothing is asked of: what its operations do would load the compiler."""
 
 
 def _modes_are_left() -> bool:
-    weight = torch.ones(2, dtype=torch.float32, device="cpu")
-    with _Counting() as mode:
-        outside_modes(weight.abs)()
-        unseen = mode.seen
-        weight.abs()
-    return (unseen, mode.seen) == (0, 1)
+    modes: Callable[[], int] = _C._len_torch_dispatch_stack
+    with _Mode():
+        return (modes(), outside_modes(modes)(), modes()) == (1, 0, 1)
 
 
 def _checkpoint_is_known() -> bool:
-    """Whether torch still names its checkpoint hooks as :func:`is_checkpoints` expects. Reads the code, because running
-    a checkpoint imports the compiler."""
+    """Whether torch still names its checkpoint hooks as :func:`is_checkpoints` and :func:`is_recomputations` expect.
+    Reads the code, because running a checkpoint imports the compiler."""
     makers: list[Any] = [torch.utils.checkpoint._checkpoint_hook, torch.utils.checkpoint._recomputation_hook]
     made = {getattr(part, "co_qualname", "") for maker in makers for part in maker.__init__.__code__.co_consts}
     return made >= {f"{maker.__qualname__}.__init__.<locals>.pack_hook" for maker in makers}

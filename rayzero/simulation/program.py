@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rayzero.concurrency.futures import settled
 from rayzero.config import ZeroConfig
@@ -113,7 +113,7 @@ def record_steps(
 
     store = cast(ParameterStore, _Store())
     transfers = UnitTransfers(store, BufferPool())
-    units = [_Unit(unit, [], nn.Parameter) for unit in layout.units]
+    units = [_Unit(unit, [], []) for unit in layout.units]
     recorder: Any = NullRecorder()
     cache = UnitCache(
         units,

@@ -15,6 +15,7 @@ from torch.nn.utils import parameters_to_vector
 
 import rayzero
 from rayzero import ZeroConfig
+from rayzero.engine.autograd.touch import ShardedParameter
 from rayzero.engine.context import RankContext
 from rayzero.engine.engine import Engine
 from rayzero.engine.units.param_unit import UnitState
@@ -189,12 +190,33 @@ def test_full_parameters_are_complete_in_place(pair: Pair) -> None:
             rayzero.full_parameters(model).__enter__()
         return
     with rayzero.full_parameters(model):
-        assert all(type(param) is nn.Parameter for param in model.parameters())
+        assert not any(isinstance(param, ShardedParameter) for param in model.parameters())
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours, theirs)
     token_loss(model, tokens(1)).backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def test_what_a_forward_copies_of_its_weights_is_plain(alone: RankContext) -> None:
+    """A copy, a pickle or a text of a Parameter whose unit is open."""
+    seen: list[Any] = []
+
+    def look(layer: nn.Module, _: Any) -> None:
+        weight = layer.up.weight
+        copies = [copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))]
+        seen.append([(type(made), made.tag if hasattr(made, "tag") else "", made.tolist()) for made in copies])
+        seen.append((repr(weight), isinstance(weight, nn.Parameter), type(weight.data)))
+
+    plain = seeded(Net)
+    plain.layers[1].up.weight.tag = "kept by pickle, not by copy"
+    model = copy.deepcopy(plain)
+    model.layers[1].up.weight.tag = plain.layers[1].up.weight.tag
+    model, _ = rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), tight(model, prefetch_buffer_size=1))
+    for one in (plain, model):
+        one.layers[1].register_forward_pre_hook(look)
+        one(tokens(0)[0])
+    assert seen[:2] == seen[2:]
 
 
 def test_user_hooks_see_full_tensors_and_gradients(pair: Pair) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from engine.models import token_loss
-from torch import nn
+from engine.models import Net, token_loss
+from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from .case import Case, Program, Run
 from .engines import Setting
@@ -125,6 +126,59 @@ def without_second_block(model: nn.Module) -> Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if id(p) not in late], lr=0.1, momentum=0.9)
 
 
+def clamp_up(layer: nn.Module, _: Any) -> None:
+    layer.up.weight.data.clamp_(-0.05, 0.05)
+
+
+class Clamping(Net):
+    """A block, and the model itself, clamp weights in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].register_forward_pre_hook(clamp_up)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.norm.weight.data.clamp_(max=0.99)
+        return super().forward(tokens)
+
+
+class Checkpointed(Clamping):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.wrap = lambda layer, x: checkpoint(layer, x, use_reentrant=reentrant)
+
+
+class Teacher(Net):
+    """A block's teacher is the average of it, made in forward."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=4)
+        self.layers[3].requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        for student, teacher in zip(self.layers[0].parameters(), self.layers[3].parameters(), strict=True):
+            teacher.data = teacher.data * 0.9 + student.data * 0.1
+        return super().forward(tokens)
+
+
+def evaluate_with_average(run: Run) -> list[float]:
+    """An average of a block takes the weights' place for an evaluation, and they come back."""
+    params = dict(run.model.layers[1].named_parameters())
+    mean = {name: param.data.clone() for name, param in params.items()}
+    losses, own = [], {}
+    for step in range(3):
+        token_loss(run.model, run.batch(step)).backward()
+        run.update()
+        for name, param in params.items():
+            mean[name] = 0.5 * mean[name] + 0.5 * param.data
+            own[name], param.data = param.data, mean[name]
+        with torch.no_grad():
+            losses.append(float(token_loss(run.model, run.batch(9))))
+        for name, param in params.items():
+            param.data = own[name]
+    return losses
+
+
 FP32 = ("fp32",)  # where the oracle has no masters to load or to add
 
 CASES = [
@@ -138,6 +192,11 @@ CASES = [
     Case("weights and optimizer state loaded", go_back, precisions=FP32),
     Case("a parameter group added later", add_group, optimizer=without_second_block, precisions=FP32),
     Case("a block frozen and unfrozen", freeze_and_unfreeze, precisions=FP32),
+    Case(".data clamped in forward", build=Clamping),
+    Case(".data clamped in a checkpointed forward", build=lambda: Checkpointed(False), ranks=(1, 2)),
+    Case(".data clamped in a reentrant checkpoint", build=lambda: Checkpointed(True), ranks=(1, 2)),
+    Case("a teacher averaged by .data in forward", build=Teacher, ranks=(1, 2)),
+    Case("an average in the weights' place, by .data", evaluate_with_average, ranks=(1, 2)),
 ]
 
 

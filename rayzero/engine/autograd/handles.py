@@ -4,21 +4,29 @@
 packed as (unit, slot, size, stride, offset, versions), also one that is the values of a sparse tensor; unpacking it
 unshards the unit. So backward, recomputation, double backward and retain_graph fetch what they need. Every other tensor
 goes to the hooks below ours on the stack; without any, we keep it with its version, because hooks turn off torch's own
-check for in-place changes. An activation checkpoint counts saved tensors and must count the same in forward and
-recomputation, whichever hooks are above it, so it gets to see the weights too.
+check for in-place changes.
+
+[Note: checkpointed weights] An activation checkpoint counts saved tensors and must count the same in forward and
+recomputation, whichever hooks are above it, so it gets to see the weights too. Unpacking a weight asks it first, as
+plain torch does, because the recomputation may write to the weight; a change of the weight since is then no error.
+What the checkpoint keeps in a recomputation is a stand-in without memory: the weight would pin its unit.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from rayzero.engine.private_torch import (
     PackHook,
     UnpackHook,
     is_checkpoints,
+    is_recomputations,
     lazy_sign,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
@@ -27,6 +35,7 @@ from rayzero.engine.private_torch import (
     storage_key,
 )
 from rayzero.engine.units.param_unit import ParamUnit
+from rayzero.errors import UnsupportedError
 from rayzero.modes import outside_modes
 
 Slots = dict[int, tuple[ParamUnit, int]]  # storage key -> unit, slot
@@ -46,9 +55,20 @@ class Handle:
         self.size = saved.size()
         self.stride = saved.stride()
         self.offset = saved.storage_offset()
-        self.version = unit.writes_of(slot)
+        self.version: int | None = unit.writes_of(slot)  # None: it may be written to
         self.content = content  # published version of the weights
         self.form = form  # makes what autograd saved from this view of the weight; None: the view is that
+
+
+class Checkpointed:
+    """A weight that autograd saved inside an activation checkpoint, and what the checkpoint keeps for it."""
+
+    __slots__ = ("handle", "shown")
+
+    def __init__(self, handle: Handle, shown: Any) -> None:
+        handle.version = None
+        self.handle = handle
+        self.shown = shown
 
 
 class SavedWeights:
@@ -69,6 +89,7 @@ class SavedWeights:
         self._used = used
         self._content = content
         self._plain = self._plain_hooks()
+        self._stand_ins: dict[Any, Tensor] = {}  # by size, dtype and device
 
     def push(self) -> None:
         """Push our hooks; they pass tensors that are not weights to the hooks below."""
@@ -106,8 +127,11 @@ class SavedWeights:
         """The weight, with its unit up. Raises RuntimeError if it was written to in place or belongs to another
         step."""
         unit = handle.unit
-        if handle.content != self._content() or handle.version != unit.writes_of(handle.slot):
+        written = handle.version is not None and handle.version != unit.writes_of(handle.slot)
+        if written or handle.content != self._content():
             raise _modified(tuple(handle.size), handle.version, unit.layout.slots[handle.slot].name)
+        if type(unit.params[handle.slot]).made is not nn.Parameter:  # type: ignore[attr-defined]
+            _refuse_python(unit, handle.slot)
         self._fetch(unit)
         weight = unit.tensor(handle.slot, handle)
         return weight if handle.form is None else handle.form(weight)
@@ -134,17 +158,36 @@ class SavedWeights:
         return self._mark(pack, None), unpack
 
     def _delegating_hooks(self, pack_below: PackHook, unpack_below: UnpackHook) -> tuple[PackHook, UnpackHook]:
-        show = is_checkpoints(pack_below) or hasattr(pack_below, "weights_of")
+        last = pack_below
+        while (further := getattr(last, "below", None)) is not None:  # through hooks of other engines
+            last = further[0]
+        checkpoints, recomputes = is_checkpoints(last), is_recomputations(last)
 
         def pack(saved: Tensor) -> Any:
             handle = self.pack(saved)
-            shown = pack_below(saved) if handle is None or show else None
-            return shown if handle is None else handle
+            if handle is None:
+                return pack_below(saved)
+            if recomputes:
+                pack_below(self._stand_in(saved))
+            return Checkpointed(handle, pack_below(saved)) if checkpoints else handle
 
         def unpack(packed: Any) -> Tensor:
+            if type(packed) is Checkpointed:
+                unpack_below(packed.shown)
+                return self.unpack(packed.handle)
             return self.unpack(packed) if type(packed) is Handle else unpack_below(packed)
 
         return self._mark(pack, (pack_below, unpack_below)), unpack
+
+    def _stand_in(self, saved: Tensor) -> Tensor:
+        """A tensor of one element that looks like ``saved``."""
+        like = (saved.size(), saved.dtype, saved.device)
+        found = self._stand_ins.get(like)
+        if found is None:
+            with torch.inference_mode(False):
+                found = torch.empty(1, dtype=saved.dtype, device=saved.device).expand(saved.size())
+            self._stand_ins[like] = found
+        return found
 
     def _mark(self, pack: Any, below: tuple[PackHook, UnpackHook] | None) -> PackHook:
         """Mark a hook as ours and note the hooks below it, for ``push`` and ``below``."""
@@ -152,10 +195,26 @@ class SavedWeights:
         return cast(PackHook, pack)
 
 
-def _modified(shape: tuple[int, ...], expected: int, name: str | None) -> RuntimeError:
+def _refuse_python(unit: ParamUnit, slot: int) -> None:
+    """Raise UnsupportedError if Python code unpacks a weight of another class than nn.Parameter: torch gives it a plain
+    tensor for what a hook has packed, so that the code would do something else. Torch's own operations do not."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    if frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        kind = type(unit.params[slot]).made.__name__  # type: ignore[attr-defined]
+        raise UnsupportedError(
+            f"a backward in Python ({frame.f_code.co_name} at {frame.f_code.co_filename}:{frame.f_lineno}) reads "
+            f"{unit.layout.slots[slot].name!r} from what autograd saved, where it is no {kind} any more; save a "
+            "copy of it (weight.detach().clone()), or raise prefetch_buffer_size and gpu_param_memory_budget until the "
+            "whole model stays up"
+        )
+
+
+def _modified(shape: tuple[int, ...], expected: int | None, name: str | None) -> RuntimeError:
     what = f"parameter {name!r} of shape {list(shape)}" if name else f"a tensor of shape {list(shape)}"
+    same = "the same" if expected is None else f"at version {expected}"
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"{what} is no longer at version {expected}. Hint: a step() or an in-place operation between forward and "
-        "backward changed it"
+        f"{what} is no longer {same}. Hint: a step() or an in-place operation between forward and backward changed it"
     )

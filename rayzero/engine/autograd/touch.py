@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from rayzero.engine.private_torch import storage_key
+from rayzero.engine.units.open_parameter import open_class
 from rayzero.errors import GradientAccessError, UnsupportedError
 from rayzero.modes import outside_modes
-from rayzero.tensor_metadata import METADATA, AbsentParameter, own_class, plain
+from rayzero.tensor_metadata import METADATA, AbsentParameter, plain
 
 _GRAD: Any = Tensor.grad
 _GET_GRAD = _GRAD.__get__
@@ -115,7 +115,8 @@ class ShardedParameter(AbsentParameter):
         if func == Tensor.copy_ and isinstance(args[0], cls) and cls.toucher.take_loaded(args[0], cls.unit, args[1]):
             return args[0]
         if func == _GET_DATA:
-            func = Tensor.detach  # shares the version counter: writes through it are seen
+            with cls.brought([args[0]]):
+                return args[0].data
         if func in METADATA:
             result = super().__torch_function__(func, types, args, kwargs)
             if func in _ON_GRAD and (result is None or func != _GET_GRAD) and not _moves_modules(sys._getframe(1)):
@@ -151,35 +152,23 @@ class ShardedParameter(AbsentParameter):
     @classmethod
     @outside_modes
     def _set_data(cls, param: nn.Parameter, value: Tensor) -> None:
-        """``param.data = value`` copies the values, because the memory belongs to the engine. Raises UnsupportedError
-        if their dtype, shape or device differs from the parameter's."""
-        with plain():
-            ours, new = (param.dtype, param.shape, param.device), (value.dtype, value.shape, value.device)
-        if ours != new:
-            raise UnsupportedError(
-                f"parameter {cls.toucher.name_of(param, cls.unit)!r} was given .data of {_form(*new)} after "
-                f"rayzero.prepare(), it has {_form(*ours)}; change dtype, shape and device before"
-            )
-        if value is not param:
-            with cls.toucher.touched([cls.unit]), torch.no_grad():
-                param.copy_(value.clone() if _shares(param, value) else value)
+        """``param.data = value``: see ``ParamUnit.assign_data``."""
+        with cls.toucher.touched([cls.unit]):
+            param.data = value
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A Parameter of its own class with the full values: no engine owns a copy."""
-        if id(self) not in memo:
-            memo[id(self)] = self._copied(memo)
-        return memo[id(self)]  # type: ignore[no-any-return]
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A Parameter of the class that it had before prepare, with the full values: no engine owns a copy."""
+        with type(self).brought([self]):
+            return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as a copy of its own class with the full values."""
-        copied: Any = self._copied({})
-        return copied.__reduce_ex__(protocol)
+        """Pickles as a Parameter of the class that it had before prepare, with the full values."""
+        with type(self).brought([self]):
+            return self.__reduce_ex__(protocol)  # the open class's
 
-    def _copied(self, memo: dict[int, Any]) -> nn.Parameter:
-        if own_class(self) is nn.Parameter:
-            return nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
-        with self.toucher.touched([self.unit]):
-            return copy.deepcopy(self, memo)  # as its own class, which it has in here, copies
+    def __repr__(self, **how: Any) -> str:
+        with type(self).brought([self]):
+            return self.__repr__(**how)
 
 
 ShardedParameter.family = ShardedParameter
@@ -204,23 +193,42 @@ def route_zero_grad() -> None:
     nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
-def guard_class(toucher: Toucher) -> type[ShardedParameter]:
-    """A class for one unit's Parameters. ``guard_for`` sets its unit once that exists."""
-    return type("ShardedParameter", (ShardedParameter,), {"_toucher": ref(toucher), "__module__": __name__})
+def require_keepable(name: str, param: nn.Parameter) -> None:
+    """Raise UnsupportedError, naming class and reason, for a Parameter whose class cannot be kept while its bytes come
+    and go."""
+    kind: Any = type(param)
+    why = None
+    if kind.__torch_dispatch__ is not nn.Parameter.__torch_dispatch__:
+        why = "its operations go through __torch_dispatch__ of that class, which may hold the values elsewhere"
+    try:
+        for other in () if why else (type("ShardedParameter", (ShardedParameter, kind), {}), open_class(kind), kind):
+            param.__class__ = other
+    except TypeError as exc:
+        why = f"which cannot be subclassed ({exc})"
+    if why is not None:
+        raise UnsupportedError(
+            f"parameter {name!r} is a {kind.__name__}, and {why}; make it a plain nn.Parameter before rayzero.prepare()"
+        )
 
 
-def guard_for(guard: type[ShardedParameter], unit: Any) -> None:
-    """Set the unit whose Parameters have the class."""
-    guard._unit = ref(unit)  # type: ignore[attr-defined]
+def guard_classes(toucher: Toucher, params: Sequence[nn.Parameter]) -> list[type[ShardedParameter]]:
+    """Classes for one unit's Parameters, each a subclass of what its Parameter is. ``guard_for`` sets their unit once
+    that exists."""
+    made: dict[type, type[ShardedParameter]] = {}
+    for kind in map(type, params):
+        if kind not in made:
+            plainly = ShardedParameter if kind is nn.Parameter else kind  # code may look at a class by its name
+            names = {"_toucher": ref(toucher), "made": kind, "__module__": plainly.__module__}
+            made[kind] = type(
+                plainly.__name__, (ShardedParameter, kind), names | {"__qualname__": plainly.__qualname__}
+            )
+    return [made[type(param)] for param in params]
 
 
-def _form(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
-
-
-def _shares(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether two tensors lie in the same memory."""
-    return storage_key(ours.untyped_storage()) == storage_key(theirs.untyped_storage())
+def guard_for(guards: Sequence[type[ShardedParameter]], unit: Any) -> None:
+    """Set the unit whose Parameters have the classes."""
+    for guard in guards:
+        guard._unit = ref(unit)  # type: ignore[attr-defined]
 
 
 @outside_modes

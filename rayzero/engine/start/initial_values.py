@@ -26,6 +26,7 @@ from rayzero.engine.start.weight_stream import Load, require_fit, take_stream, u
 from rayzero.engine.units.partition import UnitPlan, is_opaque
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.layout.model_layout import UnitLayout, dtype_name
+from rayzero.tensor_metadata import plain
 
 
 class Start:
@@ -64,7 +65,7 @@ class Start:
         if not held and rank == 0 and self._weights is not None:
             for name in filter(self._given, self._params):
                 if is_opaque(self._params[name]):
-                    require_own_bytes(self._weights, name, self._params[name], self._value(name))
+                    require_own_bytes(self._weights, name, self._params[name], self._read(name))
 
     # ---- checks
 
@@ -134,8 +135,13 @@ class Start:
             if self._weights is not None and self._given(slot.name):
                 self._weights.copy_to(self._source_name[slot.name], values)
             else:
-                values.view(slot.shape).copy_(self._params[slot.name].detach())
+                with plain():  # the value, whatever its class makes of operations
+                    values.view(slot.shape).copy_(self._params[slot.name].detach())
         load(unit.index, flat).result()
+
+    def _read(self, name: str) -> Tensor:
+        assert self._weights is not None
+        return self._weights.read(self._source_name[name])
 
 
 def wanted_by(model: nn.Module) -> list[Wanted]:

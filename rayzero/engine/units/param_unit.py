@@ -31,9 +31,12 @@ from rayzero.engine.private_torch import (
     use_count,
 )
 from rayzero.engine.units.fetch import Fetching, Waited
+from rayzero.engine.units.open_parameter import get_data, open_class, set_data, units_by_storage
 from rayzero.engine.units.residency import UnitBuffer
+from rayzero.errors import UnsupportedError
 from rayzero.layout.model_layout import UnitLayout
-from rayzero.tensor_metadata import absent_class, plain
+from rayzero.protocol.bits import same_bits
+from rayzero.tensor_metadata import plain
 
 
 class UnitState(Enum):
@@ -62,16 +65,17 @@ class ParamUnit:
 
     Knows its layout, its state and what is in flight; not modules, other units, or who carries the bytes."""
 
-    def __init__(self, layout: UnitLayout, params: list[nn.Parameter], guard: type[nn.Parameter]) -> None:
+    def __init__(self, layout: UnitLayout, params: list[nn.Parameter], guards: Sequence[type[nn.Parameter]]) -> None:
         """``params``: one per slot, each on the device in the unit's dtype. Their storages are replaced; their
-        values are gone after this. ``guard``: their class while their first use must be noticed (touch.py); that of
-        opaque ones is made of it and their own."""
+        values are gone after this. ``guards``: per Parameter, its class while its first use must be noticed
+        (touch.py)."""
         self.layout = layout
         self.index = layout.index
         self.name = layout.name
         self.size_bytes = layout.size_bytes
         self.params = params
-        self._classes = _classes(layout, params, guard)
+        self._closed = list(zip(params, guards, strict=True))
+        self._opened = [(param, open_class(type(param))) for param in params]
         self.state = S.SHARDED
         self.fetching: Fetching | None = None
         self.buffer: UnitBuffer | None = None  # while UNSHARDED. freed by: reshard()
@@ -80,8 +84,13 @@ class ParamUnit:
         self.open_calls = 0  # running forward calls and touches
         self.storages = [_own_storage(param) for param in params]
         self.keys = [storage_key(storage) for storage in self.storages]
+        self.slots: dict[int, tuple[ParamUnit, int]] = {}  # of the engine: storage key -> unit, slot
+        units_by_storage.update((key, self) for key in self.keys)
         with plain():
             self._aliases = [param.detach() for param in params]  # plain tensors over the same storages and versions
+        self._data: dict[int, Tensor] = {}  # slot whose .data was read -> a tensor with .data's version counter
+        self._data_before: dict[int, int] = {}  # slot -> writes through version counters that .data had earlier
+        self._at_rest = [AT_REST + 1] * len(params)  # + alias
         self._filled = [i for i, slot in enumerate(layout.slots) if slot.numel]
         self._outdated = 0  # how often the engine raised the Parameters' version counters itself
         self._written = self.writes()
@@ -147,7 +156,7 @@ class ParamUnit:
 
     def pinned_slots(self) -> list[int]:
         """Slots whose bytes something besides the Parameter holds. [Note: use count]"""
-        return [i for i in self._filled if use_count(self.keys[i]) != AT_REST + 1]  # + alias
+        return [i for i in self._filled if use_count(self.keys[i]) != self._at_rest[i]]
 
     def _swap(self, buffer: UnitBuffer) -> None:
         if len(self._filled) == len(self.storages):
@@ -156,15 +165,15 @@ class ParamUnit:
         for i in self._filled:
             swap_bytes(self.storages[i], buffer.slices[i])
 
-    # ---- guard, gradients, writes
+    # ---- guard, writes
 
     def set_guard(self, on: bool) -> None:
         """Notice every operation on the Parameters (touch.py), or none."""
         if self.guarded is on:
             return
         self.guarded = on
-        for param, (own, guard) in zip(self.params, self._classes, strict=True):
-            param.__class__ = guard if on else own
+        for param, kind in self._closed if on else self._opened:  # a zip here takes three times as long
+            param.__class__ = kind
 
     def _outdate(self) -> None:
         """Make autograd refuse Parameters that it saved without a handle. [Note: use count]"""
@@ -172,12 +181,18 @@ class ParamUnit:
         self._outdated += 1
 
     def writes_of(self, slot: int) -> int:
-        """How often the user has written into a slot's Parameter in place."""
+        """How often the user has written into a slot's Parameter in place, as autograd counts: not through
+        ``.data``."""
         return self._aliases[slot]._version - self._outdated
 
     def writes(self) -> list[int]:
-        """Per slot, how often the user has written in place."""
-        return [alias._version - self._outdated for alias in self._aliases]
+        """Per slot, how often the user has written in place or through ``.data``."""
+        counts = [alias._version - self._outdated for alias in self._aliases]
+        for slot, data in self._data.items():
+            counts[slot] += data._version
+        for slot, before in self._data_before.items():
+            counts[slot] += before
+        return counts
 
     def was_written(self) -> bool:
         """Whether the user has written into a Parameter since the last ``settle_writes``."""
@@ -191,6 +206,68 @@ class ParamUnit:
         """The engine wrote values into these slots on the user's behalf: make autograd treat it as an in-place
         write."""
         increment_versions([self._aliases[slot] for slot in slots])
+
+    # ---- .data. [Note: data]
+
+    def data_of(self, param: nn.Parameter) -> Tensor:
+        """What ``param.data`` is while the unit is up: a detached tensor over its memory. Writes through it are
+        counted, but autograd does not see them."""
+        slot = self.slot_of(param)
+        with plain():
+            if slot not in self._data:
+                with torch.inference_mode(False):
+                    self._data[slot] = get_data(self._aliases[slot])
+                self._at_rest[slot] += 1
+            return self._data[slot].detach()
+
+    def assign_data(self, param: nn.Parameter, value: Tensor) -> None:
+        """``param.data = value`` while the unit is up: copies the values, unless they are the same bits.
+
+        Raises UnsupportedError if their dtype, shape or device differs from the parameter's, or if another parameter
+        lies in their memory."""
+        slot = self.slot_of(param)
+        name, alias = self.layout.slots[slot].name, self._aliases[slot]
+        with plain(), torch.no_grad(), torch.inference_mode(False):
+            ours, new = (alias.dtype, alias.shape, alias.device), (value.dtype, value.shape, value.device)
+            if ours != new:
+                raise UnsupportedError(
+                    f"parameter {name!r} was given .data of {_form(*new)} after rayzero.prepare(), it has "
+                    f"{_form(*ours)}; change dtype, shape and device before"
+                )
+            key = storage_key(value.untyped_storage())
+            other = cast("ParamUnit | None", units_by_storage.get(key))
+            if key == self.keys[slot] and _place(value) == _place(alias):
+                return
+            if other is not None and key != self.keys[slot] and value.numel():
+                raise UnsupportedError(
+                    f"parameter {name!r} was given the memory of {other.layout.slots[other.keys.index(key)].name!r} as "
+                    ".data, which plain PyTorch would share between them from here on; give it a .clone()"
+                )
+            if slot in self.pinned_slots():
+                self._leave_memory(slot)
+            if not bool(same_bits(self._aliases[slot], value).all()):
+                self._aliases[slot].copy_(value)
+
+    def _leave_memory(self, slot: int) -> None:
+        """Others hold a slot's storage: give that a copy of its bytes, and the Parameter another storage over the
+        unit's memory."""
+        left, key = self.storages[slot], self.keys[slot]
+        moved = self._aliases[slot].clone()
+        self.storages[slot] = moved.untyped_storage()
+        self.keys[slot] = storage_key(self.storages[slot])
+        swap_bytes(left, self.storages[slot])
+        set_data(self.params[slot], moved)  # it keeps its version counter
+        self._aliases[slot] = self.params[slot].detach()
+        data = self._data.pop(slot, None)
+        if data is not None:
+            self._data_before[slot] = self._data_before.get(slot, 0) + data._version
+            self._at_rest[slot] -= 1
+        del units_by_storage[key]
+        units_by_storage[self.keys[slot]] = self
+        if self.slots:
+            self.slots[self.keys[slot]] = self.slots.pop(key)
+
+    # ---- gradients
 
     def take_grads(self, slots: Sequence[int]) -> list[Tensor | None]:
         """Take ``.grad`` of each of ``slots``, made dense, and set it to None. Returns one entry per slot of the unit;
@@ -220,13 +297,13 @@ class ParamUnit:
         return cast(Tensor, other.set_(self.storages[slot], like.offset, like.size, like.stride))
 
 
-def _classes(
-    layout: UnitLayout, params: Sequence[nn.Parameter], guard: type[nn.Parameter]
-) -> list[tuple[type[nn.Parameter], type[nn.Parameter]]]:
-    """For each Parameter its class while the unit is up, and while its first use must be noticed."""
-    own = [type(param) if layout.opaque else nn.Parameter for param in params]
-    guards = {kind: absent_class(guard, kind) for kind in own}
-    return [(kind, guards[kind]) for kind in own]
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Where a tensor's elements lie in its storage."""
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _form(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
 
 
 def _own_storage(param: nn.Parameter) -> torch.UntypedStorage:

@@ -284,7 +284,7 @@ class UnitCache:
             keep = False
         self.writes.set_aside(unit)
         buffer = unit.reshard()
-        if buffer.mapped:  # an unnoticed write too: one through .data in forward would hide the owners' pages for ever
+        if buffer.mapped:  # an unnoticed write too: one through numpy in forward would hide the owners' pages for ever
             self._store.revert(unit.index)
         if keep and self._keeps and not buffer.mapped:
             unit.kept = buffer

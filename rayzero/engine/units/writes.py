@@ -5,9 +5,9 @@ nobody waits. The owners get the values with the next call that every rank makes
 in unit order (unit_cache.py). Only the content at that call counts: a unit whose bits equal the published ones again
 was not written.
 
-A write raises the Parameter's version counter, also through ``detach()`` and, outside forward, ``.data``. A write
-through a numpy alias does not, so a unit whose bytes were handed out outside forward is compared with their digest.
-When a written unit is resharded, its content is kept in host memory and put back at the next unshard.
+A write raises a version counter, the Parameter's or that of ``.data``. A write through a numpy alias does not, so a
+unit whose bytes were handed out outside forward is compared with their digest. When a written unit is resharded, its
+content is kept in host memory and put back at the next unshard.
 """
 
 from __future__ import annotations

@@ -42,6 +42,8 @@ class Registered:
         with plain():
             now = [table.get(name) for table, name in self._entries]
             keys = storage_keys(self._params)
+            if keys != self._keys:
+                self._keys = [unit.keys[slot] for unit, slot in self._places]  # .data was assigned since
             same = [
                 ours is theirs or (isinstance(theirs, Tensor) and not isinstance(theirs, nn.Parameter))
                 for ours, theirs in zip(self._params, now, strict=True)
