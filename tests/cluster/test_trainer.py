@@ -148,6 +148,7 @@ def test_resources_that_are_not_there_are_named_at_once(trainer, nothing_left, s
     assert read_record(tmp_path / "demo") is None, "a run that never ran leaves no record"
 
 
+@pytest.mark.thorough
 def test_resources_that_others_use_are_named_after_the_placement_timeout(trainer, nothing_left):
     holder = ray.util.placement_group([{"CPU": 7}])
     assert holder.wait(30)
