@@ -52,6 +52,7 @@ def settings(tmp_path: Path, name: str, **others: object) -> list[str]:
     return [f"run.storage_path={tmp_path}", f"run.name={name}", *(f"{key}={value}" for key, value in others.items())]
 
 
+@pytest.mark.promise("installs", "jobs")
 def test_a_recipe_runs_as_a_job_and_its_exit_code_and_log_are_the_jobs(cluster: Cluster, working_dir, tmp_path):
     done = submit(cluster, working_dir, *TRAIN, *settings(tmp_path, "whole", steps=3))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -103,6 +103,7 @@ def losses(run_dir: Path) -> dict[tuple[int, int], float]:
     return {(row["rank"], row["done"]): row["loss"] for row in read_log(run_dir)}
 
 
+@pytest.mark.promise("recoverable", "jobs")
 def test_killed_optimizers_and_ranks_are_replaced(trainer, nothing_left, tmp_path, undisturbed):
     said: list[str] = []
     kills = Kills(tmp_path / "demo", {5: "optimizer 1", 15: "rank 1", 25: "optimizer 0"})

@@ -54,6 +54,7 @@ def scaled(config: dict[int, int]) -> None:
     train(None, before)
 
 
+@pytest.mark.promise("scalable", "jobs")
 def test_optimizers_come_and_go_while_it_trains(trainer, nothing_left, tmp_path, undisturbed):
     """While half of the states stay on the ranks' devices. Those below have all of them on the host."""
     said: list[str] = []

@@ -178,6 +178,7 @@ def test_the_coordinator_has_heard_of_everyone(seen) -> None:
     assert len(ages) == 4
 
 
+@pytest.mark.promise("observable", "jobs")
 @pytest.mark.parametrize("metric", [m for m in names.METRICS if not m.only], ids=lambda metric: metric.name)
 def test_every_metric_is_fed_by_the_processes_it_names_and_by_no_other(seen, metric) -> None:
     suffix = "_count" if metric.kind is Kind.HISTOGRAM else ""

@@ -191,7 +191,8 @@ CELLS = {
 }
 
 
-@pytest.mark.spread(6)
+@pytest.mark.promise("recoverable", "transports")
+@pytest.mark.spread(8)
 @pytest.mark.parametrize(("faults", "transport"), CELLS.values(), ids=CELLS)
 def test_a_fault_changes_no_bit(
     faults: tuple[Fault, ...],
@@ -230,6 +231,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.promise("recoverable", "hosts")
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("faults", ELSEWHERE.values(), ids=ELSEWHERE)
 def test_an_owner_on_another_host_dies_and_what_ranks_had_pushed_to_it_comes_again(
@@ -250,6 +252,7 @@ PROTECTED = {
 }
 
 
+@pytest.mark.promise("recoverable", "tls")
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("faults", PROTECTED.values(), ids=PROTECTED)
 def test_members_of_several_hosts_come_back_over_tls(

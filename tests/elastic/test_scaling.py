@@ -134,12 +134,14 @@ def scaled(
     return found
 
 
+@pytest.mark.promise("scalable", "transports")
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("wanted", [{4: 3}, {4: 1}, {4: 5, 10: 1, 16: 3}], ids=["up", "down", "up, to one, up"])
 def test_owners_come_and_go_and_no_bit_changes(tmp_path: Path, undisturbed: Any, wanted: dict[int, int]) -> None:
     assert differences(scaled(tmp_path, wanted, 24, max_failures=1), undisturbed(24)) == []
 
 
+@pytest.mark.promise("scalable", "optimizers")
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("on_host", [0.6, 0.0])
 def test_what_is_on_devices_stays_there_while_other_owners_come_and_go(
@@ -157,6 +159,7 @@ def test_what_is_on_devices_stays_there_while_other_owners_come_and_go(
 THERE = "optimizer 0", "optimizer 1"
 
 
+@pytest.mark.promise("scalable", "hosts")
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("there", "ranks_there", "wanted", "avoid", "owners"),

@@ -23,6 +23,7 @@ PUSHED = STEPS * MODEL_BYTES  # by a rank
 FETCHED = (STEPS + 1) * MODEL_BYTES  # the initial weights, and each step's
 
 
+@pytest.mark.promise("exact", "hosts")
 def test_a_rank_and_an_owner_on_each_host(two_hosts: TwoHosts, undisturbed: str, tmp_path: Path) -> None:
     a, b = two_hosts.a, two_hosts.b
     before = a.sent_to(b), b.sent_to(a)
