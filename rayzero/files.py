@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-__all__ = ["open_regular", "parse_json", "read_text", "regular_size", "replace_file"]
+__all__ = ["open_regular", "parse_json", "read_bytes", "read_text", "regular_size", "replace_file", "to_json"]
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -69,19 +71,43 @@ def read_text(path: Path, *, at_most: int, follow_links: bool = True) -> str:
     """The text of a regular UTF-8 file of up to ``at_most`` bytes.
 
     Raises OSError if it is larger or not a regular file, and ValueError if it is not UTF-8."""
+    return read_bytes(path, at_most=at_most, follow_links=follow_links).decode("utf-8")
+
+
+def read_bytes(path: Path, *, at_most: int, follow_links: bool = True) -> bytes:
+    """The content of a regular file of up to ``at_most`` bytes. Raises OSError if it is larger or not a regular
+    file."""
     with open_regular(path, follow_links=follow_links) as file:
         size = _size(os.fstat(file.fileno()))
         if size > at_most:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, but such a file has at most {at_most:,}")
-        return file.read(size).decode("utf-8")
+        return file.read(size)
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError if the text is not JSON or is nested too deeply."""
+    """The value of a JSON text. Raises ValueError if the text is not JSON or is nested too deeply. Takes NaN and
+    Infinity, too, which Python writes."""
     try:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """``value`` as JSON that every reader takes: null for inf and NaN, which JSON does not have, and an escape for half
+    of a surrogate pair (in a file's name that is not UTF-8), which is no character. What JSON has no kind for, such as
+    a path, becomes its text."""
+    return json.dumps(_standard(value), indent=indent, default=lambda other: _standard(str(other)), allow_nan=False)
+
+
+def _standard(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_standard(name): _standard(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_standard(each) for each in value]
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _size(status: os.stat_result) -> int:

@@ -17,6 +17,7 @@ from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.schedule.group import Group, GroupKey
 from rayzero.codecs import codec_for
 from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.modes import outside_modes
 
 _FLOAT, _SAMPLE = torch.float32, 1 << 18  # dtype and values of the example that gives a group's share of host bytes
 
@@ -101,6 +102,7 @@ class _Hook:
     def __init__(self, act: Callable[..., None] | None) -> None:
         self._act = act
 
+    @outside_modes
     def __call__(self, *args: Any) -> None:
         if self._act is not None:
             self._act(*args)

@@ -37,6 +37,7 @@ from rayzero.activations.tensors.protected_storages import ProtectedStorages
 from rayzero.activations.tensors.shelf import Shelf
 from rayzero.errors import ConfigError
 from rayzero.lanes import Lane, Span, make_lane
+from rayzero.modes import outside_modes
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 Hooks = tuple[Any, Any]  # pack, unpack
@@ -69,6 +70,7 @@ class PackHook:
     def __init__(self, offload: ActivationOffload, group: Group) -> None:
         self.offload, self.group = offload, group
 
+    @outside_modes
     def __call__(self, tensor: Tensor) -> object:
         return self.offload._pack(self.group, tensor)
 
@@ -79,6 +81,7 @@ class GroupScope:
     def __init__(self, offload: ActivationOffload, group: Group | None, hooks: saved_tensors_hooks | None) -> None:
         self._offload, self.group, self._hooks = offload, group, hooks
 
+    @outside_modes
     def commit(self, *, release: list[Tensor] | None = None, delay: bool = False) -> None:
         """Decide which of the group's tensors leave, and start their copies. A second commit changes nothing.
 
@@ -91,6 +94,7 @@ class GroupScope:
         elif release is not None:
             release.clear()
 
+    @outside_modes
     def close(self) -> None:
         """End the scope without deciding. What was saved stays on the device until ``commit``. Idempotent."""
         hooks, self._hooks = self._hooks, None
@@ -174,6 +178,7 @@ class ActivationOffload:
         if commit:
             scope.commit(delay=delay)
 
+    @outside_modes
     def open_group(self, name: str, label: str, signature: tuple[Sequence[int], ...] = ()) -> GroupScope:
         """A scope that is open until its ``commit`` or ``close``. ``label`` tells groups of one name apart;
         ``signature``: the shapes of the inputs, which decide whether a measured cost still holds."""
@@ -245,6 +250,7 @@ class ActivationOffload:
             if not before:
                 self.flush_delayed()
 
+    @outside_modes
     def flush_delayed(self) -> int:
         """Commit what was delayed, in forward order. Returns how many groups."""
         flushed = 0
@@ -261,6 +267,7 @@ class ActivationOffload:
         """Event hooks for a CUDA graph that contains groups."""
         return self._graph_marks
 
+    @outside_modes
     def prepare_capture(self, forwards: int = 1) -> None:
         """Make host buffers for ``forwards`` forwards that will be captured before their graphs are gone, each like the
         largest of the steps so far: a capture cannot make them. Call it after a step without graphs, with the streams
@@ -338,6 +345,7 @@ class ActivationOffload:
 
     # ------------------------------------------------------------------------------------- chunks
 
+    @outside_modes
     def begin_chunk(self, stage: int) -> None:
         """A forward of part ``stage`` starts. The constructor's modules call this by themselves."""
         if torch._C._current_graph_task_id() != -1:
@@ -346,6 +354,7 @@ class ActivationOffload:
             self._drain()
             self._chunks.begin(stage)
 
+    @outside_modes
     def end_chunk(self) -> None:
         """That forward has ended."""
         if torch._C._current_graph_task_id() != -1:
@@ -431,6 +440,7 @@ class ActivationOffload:
 
     # ------------------------------------------------------------------------------------- backward
 
+    @outside_modes
     def _unpack(self, packed: object) -> Tensor:
         if isinstance(packed, Held):
             return packed.read()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import DTYPES, as_bytes
+from rayzero.checkpoint.files.tensor_file import as_bytes
 from rayzero.errors import CheckpointError
 from rayzero.layout.model_layout import dtype_name
 
@@ -55,12 +55,14 @@ def from_bytes(content: bytes) -> dict[str, Any]:
     try:
         packed, described = json.loads(content[8:at])
         tensors = {}
-        for name, dtype, shape in described:
-            size = math.prod(shape) * DTYPES[dtype].itemsize
-            flat = torch.frombuffer(bytearray(content[at : at + size]), dtype=DTYPES[dtype]) if size else torch.empty(0)
-            tensors[name] = flat.to(DTYPES[dtype]).view(shape)
+        for name, dtype_text, shape in described:
+            dtype = getattr(torch, dtype_text)  # also one that safetensors has no name for
+            size = math.prod(shape) * dtype.itemsize
+            bytes_ = bytearray(content[at : at + size])
+            flat = torch.frombuffer(bytes_, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+            tensors[name] = flat.view(dtype).view(shape)
             at += size
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"a loop's state of {len(content):,} bytes is damaged ({error!r})") from error
     return unpack(packed, tensors)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import platform
 import resource
@@ -20,6 +19,7 @@ from typing import Annotated
 import typer
 
 from rayzero.cli.text.slabs import dead_run_lines, slab_lines, slab_sum, swept
+from rayzero.files import to_json
 from rayzero.quantities import count, format_bytes
 
 GIB = 1 << 30
@@ -57,7 +57,7 @@ def doctor(
                 typer.echo(f"{'':<20}{line}")
     broken = [finding.name for finding in findings if finding.ok is False]
     if as_json:
-        typer.echo(json.dumps({"ok": not broken, "findings": [asdict(finding) for finding in findings]}))
+        typer.echo(to_json({"ok": not broken, "findings": [asdict(finding) for finding in findings]}))
     else:
         typer.echo(f"broken: {', '.join(broken)}" if broken else "everything that a run needs works")
     raise typer.Exit(1 if broken else 0)

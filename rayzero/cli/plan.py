@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rayzero.errors import ConfigError
+from rayzero.files import to_json
 from rayzero.quantities import count, parse_bytes
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def plan(
     work = _work(arguments or [], gpus)
     hardware = _hardware(work, hosts, gpus, speeds, large)
     planned = plan_recipe(work, hardware, figures)
-    typer.echo(json.dumps(planned.to_json()) if as_json else format_plan(planned))
+    typer.echo(to_json(planned.to_json()) if as_json else format_plan(planned))
     check_window(work.layout, work.root, work.recipe.zero)
     check_gathers(planned.bytes, work.recipe.zero)
     check_budgets(planned.bytes, work.recipe.zero)

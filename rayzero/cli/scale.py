@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from rayzero.cli.run_choice import RunName, find_run
+from rayzero.files import to_json
 from rayzero.quantities import count, format_bytes
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ def scale(
     where = cast("Placement | None", placement)  # a request checks it
     done = ask(find_run(run), optimizers, avoid=avoid or (), placement=where, wait=wait, on_progress=show)
     if done is None:
-        typer.echo(json.dumps({"asked": optimizers}) if as_json else "asked; rayzero status says what comes of it")
+        typer.echo(to_json({"asked": optimizers}) if as_json else "asked; rayzero status says what comes of it")
     elif as_json:
-        typer.echo(json.dumps(asdict(done)))
+        typer.echo(to_json(asdict(done)))
     elif not done.seconds:
         typer.echo(f"it has {count(done.before, 'optimizer')} already")
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from rayzero.cli.run_choice import RunName, find_run
 from rayzero.cli.text.plain_text import plain
 from rayzero.cli.text.recoveries import change_lines, memory_lines, recovery_lines
 from rayzero.errors import ConfigError
+from rayzero.files import to_json
 from rayzero.quantities import count
 
 _MAX_CONFIG = 1 << 24  # bytes
@@ -26,13 +26,13 @@ def status(
 ) -> None:
     """Show a run's state, progress and newest checkpoint."""
     described = describe_run(find_run(run))
-    typer.echo(json.dumps(described) if as_json else format_status(described))
+    typer.echo(to_json(described) if as_json else format_status(described))
 
 
 def describe_run(path: Path) -> dict[str, Any]:
     """What the files of the run in ``path`` say, as values for JSON.
 
-    Raises ConfigError if there is no run, and DataError if its metrics are damaged."""
+    Raises ConfigError if there is no run, and DataError if its metrics cannot be read."""
     from rayzero.cluster.files.metrics_log import latest_metrics, read_log
     from rayzero.cluster.files.status import kept_states, run_status
     from rayzero.recipes.plan_check import read_plan

@@ -233,8 +233,10 @@ def summarise(prepared: Prepared, training: Training, console: Console) -> None:
     kept = [("checkpoint", result.checkpoint), ("curve", training.picture), ("model", training.model)]
     files = ", ".join(f"{name} {path}" for name, path in [*kept, ("samples", training.samples)] if path is not None)
     loss = f"loss {last.loss:.3f}" if last.validation_loss is None else f"validation loss {last.validation_loss:.3f}"
+    steps, tokens = training.trained
+    whole = f" (in all {count(last.step, 'step')}, {count(last.tokens, 'token')})" if prepared.resume_step else ""
     lines = [
-        f"trained    {count(last.step, 'step')}, {count(last.tokens, 'token')}, {result.seconds:.0f} s; {loss} nats "
+        f"trained    {count(steps, 'step')}, {count(tokens, 'token')}, {result.seconds:.0f} s{whole}; {loss} nats "
         f"per token, unigram baseline {training.unigram:.3f}; moved: {moved}",
         f"files      {result.path}: {files}",
         f"next       rayzero export {run} model.safetensors, or: rayzero train --resume --run-dir {run} --steps "

@@ -23,7 +23,7 @@ from rayzero.engine.engine import Engine
 from rayzero.engine.loop.comeback import Comeback
 from rayzero.engine.loop.keeper import LoopKeeper
 from rayzero.engine.loop.open_checkpoint import OpenCheckpoint
-from rayzero.engine.loop.reports import LoopReport, RecentReports
+from rayzero.engine.loop.reports import LoopReport, RecentReports, plain_metrics
 from rayzero.engine.loop.tracked import Tracked
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.errors import ConfigError, UnsupportedError
@@ -76,6 +76,8 @@ class RankContext:
     ) -> None:
         """Report this rank's ``metrics`` (plain numbers, text), and perhaps a checkpoint, to the run.
 
+        Raises ConfigError naming a metric that is neither number, text nor None, a whole number that no float can hold,
+        and text with a lone surrogate.
         ``checkpoint``: what ``save_checkpoint`` returned; ConfigError for anything else. ``exact``: the metrics are
         right even while ``repeating``."""
         if not isinstance(checkpoint, CheckpointInfo | None):
@@ -84,7 +86,7 @@ class RankContext:
                 "returned"
             )
         if self.sink is None:
-            self.reports.append(dict(metrics))
+            self.reports.append(plain_metrics(metrics))  # refused in a plain script as in a run
         else:
             path = None if checkpoint is None else os.path.abspath(checkpoint.path)  # the driver is in another folder
             if exact or not self.repeating:

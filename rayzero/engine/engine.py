@@ -22,6 +22,7 @@ from rayzero.engine.autograd.gradients import GradientCollector
 from rayzero.engine.autograd.handles import SavedWeights
 from rayzero.engine.autograd.hooks import UnitCalls
 from rayzero.engine.autograd.pass_times import PassTimes
+from rayzero.engine.autograd.unfrozen import Unfrozen
 from rayzero.engine.memory import HeapPeak, MemoryStrategy, RankMemory, make_strategy
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
 from rayzero.engine.rank_step import RankStep
@@ -38,6 +39,7 @@ from rayzero.engine.values.unit_values import UnitValues
 from rayzero.errors import GradientAccessError, UnsupportedError
 from rayzero.layout.groups import layer_groups
 from rayzero.layout.model_layout import ModelLayout
+from rayzero.modes import outside_modes
 from rayzero.protocol.messages import GROUP, CheckpointInfo, FileEntry, Hyper, MeanInput
 from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.names import LEARNING_RATE, MAX_GROUPS
@@ -118,7 +120,8 @@ class Engine:
         self.cache: UnitCache
         self.values: UnitValues
         self.saved: SavedWeights
-        self.registered: Registered | None = None
+        self.unfrozen: Unfrozen
+        self.registered: Registered
         self.loop: LoopMoments | None = None  # of the model whose steps are the loop's
 
     def adopt(
@@ -148,6 +151,7 @@ class Engine:
         cache = self.cache
         self.values = UnitValues(self.store, cache)
         self.saved = SavedWeights(weights, self.use, lambda: cache.version, cache.used)
+        self.unfrozen = Unfrozen(units)
         self.registered = Registered(self.model, units)
         self.memory = RankMemory(self.device, self.residency, self.transfers, self._heap, self._recorder)
         self.strategy = make_strategy(self.config, self.memory, cache, self._recorder, resident=self.resident)
@@ -165,6 +169,7 @@ class Engine:
 
     # ---- the four calls
 
+    @outside_modes
     def open_units(self, units: Sequence[ParamUnit]) -> bool:
         """A module's forward starts: bring its units up and make their Parameters plain. Returns whether saved-tensor
         hooks were pushed, which does not depend on the grad mode: the forward may change it. All or nothing."""
@@ -182,6 +187,8 @@ class Engine:
             raise
         for unit in units:
             unit.set_guard(False)
+        if self.unfrozen.slots:
+            self.unfrozen.watch(units)
         self.passes.opened()
         return pushed_hooks
 
@@ -198,6 +205,7 @@ class Engine:
         self.saved.push()
         return True
 
+    @outside_modes
     def close_units(self, units: Sequence[ParamUnit], pushed_hooks: bool) -> None:
         """That forward has ended, well or not."""
         self.passes.closed(units, self._in_forward)
@@ -232,29 +240,41 @@ class Engine:
         finally:
             self.close_units(units, pushed_hooks)
         if not self._in_forward and graph_task_id() < 0:
-            for unit in units:
-                self.cache.writes.lend(unit)
+            self._lend(units)
+
+    @outside_modes
+    def _lend(self, units: Sequence[ParamUnit]) -> None:
+        for unit in units:
+            self.cache.writes.lend(unit)
+
+    def set_flag(self, param: nn.Parameter, unit: ParamUnit, on: bool) -> None:
+        """The user has set ``param.requires_grad``."""
+        self.unfrozen.note(unit, unit.slot_of(param), on)
 
     def name_of(self, param: nn.Parameter, unit: ParamUnit) -> str:
         """The name of one of a unit's Parameters."""
         return unit.layout.slots[unit.slot_of(param)].name
 
+    @outside_modes
     def sent_gradient(self, param: nn.Parameter, unit: ParamUnit) -> str | None:
         """The name of ``param`` if its gradient has left this rank in the open step, else None."""
         if not self.step_state.counts[unit.index] and unit.index not in self._sums:
             return None
         return self.name_of(param, unit)
 
+    @outside_modes
     def spent_gradient(self, param: nn.Parameter, unit: ParamUnit) -> str | None:
         """The name of ``param`` if an earlier step has applied its gradient and no zero_grad() followed, else None."""
         return self.name_of(param, unit) if self.step_state.is_spent(unit.index, unit.slot_of(param)) else None
 
+    @outside_modes
     def drop_gradient(self, param: nn.Parameter, unit: ParamUnit) -> None:
         """The user has set ``param.grad`` between two steps, which replaces the gradient that the last one applied."""
         self.step_state.drop(unit.index, unit.slot_of(param))
 
     # ---- passes
 
+    @outside_modes
     def begin_forward(self) -> None:
         """The model's own forward starts."""
         if self.loop is not None:
@@ -264,8 +284,9 @@ class Engine:
         if graph_task_id() < 0:  # in a backward the whole model is recomputed, and that task goes on
             self.collector.drain()
         self.step_state.raise_if_failed()
-        if self.registered is not None:
-            self.registered.check()
+        self.registered.check()
+        if torch.is_grad_enabled():
+            self.unfrozen.look()
         self.cache.begin_pass(self._more_backwards, self.strategy.most_ahead)
 
     @property
@@ -273,6 +294,7 @@ class Engine:
         """Whether another forward follows before the step."""
         return self._backwards < self.config.gradient_accumulation_steps - 1
 
+    @outside_modes
     def end_forward(self) -> None:
         """The model's own forward has ended, well or not."""
         self._in_forward = False
@@ -335,16 +357,19 @@ class Engine:
 
     # ---- steps
 
+    @outside_modes
     def clip_norm(self, max_norm: float) -> float:
         """Finish the step's gradients and clip their norm; see RankStep.clip_norm."""
         with self._finishing():
             return self.step_state.clip_norm(max_norm)
 
+    @outside_modes
     def clip_value(self, limit: float) -> None:
         """Finish the step's gradients and clamp their elements."""
         with self._finishing():
             self.step_state.clip_value(limit)
 
+    @outside_modes
     def unscale(self, factor: float) -> bool:
         """Finish the step's gradients and unscale them; returns whether those of all ranks are finite."""
         with self._finishing():
@@ -379,6 +404,7 @@ class Engine:
                 f"backward"
             )
 
+    @outside_modes
     def step(self, hyper: tuple[Hyper, ...]) -> None:
         """Commit the step. Afterwards units are read at the next version."""
         self.clock.enter("optimizer")
@@ -407,6 +433,7 @@ class Engine:
             self.cache.wait_published()
         self.clock.step_over(self.step_state.step)
 
+    @outside_modes
     def discard(self, *, set_to_none: bool = True) -> None:
         """Drop the step's gradients, pushed or not; see RankStep.discard."""
         self.drain()
@@ -418,6 +445,7 @@ class Engine:
         self.step_state.discard(unpushed, set_to_none=set_to_none)
         self._backwards = 0
 
+    @outside_modes
     def zero_grad(self, params: Sequence[nn.Parameter], *, set_to_none: bool) -> None:
         """Drop the gradients of the trained Parameters among ``params``, for ``zero_grad()`` of a module that holds
         them.
@@ -440,6 +468,7 @@ class Engine:
         for unit, slot in ours:
             self.step_state.drop(unit.index, slot, set_to_none=set_to_none)
 
+    @outside_modes
     def save(self, directory: Path, files: tuple[FileEntry, ...]) -> CheckpointInfo:
         """Write the present version as a checkpoint; every rank calls it. Waits until it is complete."""
         self.clock.enter("checkpoint")
@@ -450,6 +479,7 @@ class Engine:
         finally:
             self.clock.enter("data")
 
+    @outside_modes
     def begin_save(self, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
         """Begin to write the present version as a checkpoint; every rank calls it. Waits until all have; the future is
         done when it is complete."""
@@ -462,6 +492,7 @@ class Engine:
         finally:
             self.clock.enter("data")
 
+    @outside_modes
     def mean(self, given: MeanInput) -> tuple[float, ...]:
         """The mean over all ranks; see ``ParameterStore.mean``. Waits for all ranks, and leaves the step as it is."""
         start = time.perf_counter()
@@ -471,10 +502,13 @@ class Engine:
 
     # ---- what the user adds and changes
 
+    @outside_modes
     def train(self, params: Sequence[nn.Parameter], group: int) -> None:
         """Make the owners train parameters that were in no group as part of ``group``; every rank calls it.
 
-        Raises UnsupportedError for a parameter that is not in the model, was frozen at prepare, or is frozen now."""
+        Raises UnsupportedError for a parameter that was not in the model at prepare, or frozen there, or is frozen
+        now."""
+        self.registered.refuse_added()
         for index, slots in self.trained.find(params).items():
             unit = self.units[index]
             self.values.write(unit, GROUP, self.trained.with_added(unit, slots, group))
@@ -491,10 +525,12 @@ class Engine:
             for unit in self.units if modify else ():
                 self.cache.writes.mark(unit)
 
+    @outside_modes
     def take_loaded(self, param: nn.Parameter, unit: ParamUnit, value: Tensor) -> bool:
         """Take a Parameter's values from the load_state_dict() that is running; False: none is."""
         return self.loading.take(param, unit, value)
 
+    @outside_modes
     def end_load(self, module: nn.Module) -> None:
         """A module's load_state_dict() has ended: send the values to the owners, unit by unit. Every rank calls it with
         equal values."""

@@ -17,8 +17,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     under each of their names. A frozen parameter has the compute dtype if that holds its values exactly, else fp32
     (with ``frozen_masters=False``: the compute dtype, rounded). Persistent buffers keep their dtype. Reads unit by
     unit; waits for the last step's update, but for no other rank. Raises UnsupportedError if the model is not
-    prepared."""
+    prepared, or if it was given parameters since."""
     engine = engine_of(model)
+    engine.registered.refuse_added()
     values: dict[int, Tensor] = {}
     for unit in engine.units:
         flat = engine.values.masters(unit)

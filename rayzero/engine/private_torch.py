@@ -1,7 +1,8 @@
 """Every private PyTorch call RayZero makes, in one place, with a self-test that names the torch version.
 
-Nothing else but ``tensor_metadata`` may import from ``torch._C`` or call a method with a leading underscore on a
-tensor or storage. If a torch release changes one of these, :func:`self_test` says so before a model is touched.
+Nothing else but ``tensor_metadata`` and ``modes`` may import from ``torch._C`` or call a method with a leading
+underscore on a tensor or storage. If a torch release changes one of these, :func:`self_test` says so before a model is
+touched.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.utils import dlpack
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from rayzero.errors import UnsupportedError
+from rayzero.modes import outside_modes
 from rayzero.tensor_metadata import plain
 
 AT_REST = 2  # use count of a storage held by its tensor and by one Python wrapper, and by nobody else
@@ -72,6 +75,36 @@ def owning_slice(flat: Tensor, start: int, numel: int) -> torch.UntypedStorage:
 def empty_storage(device: torch.device) -> torch.UntypedStorage:
     """A storage of zero bytes."""
     return torch.empty(0, device=device).untyped_storage()
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
+    """(the values of a sparse tensor, what makes the same tensor of values); None for a tensor without strides that is
+    none."""
+    with torch.no_grad():
+        if tensor.layout is torch.sparse_coo:
+            indices, size, coalesced = tensor._indices(), tensor.shape, tensor.is_coalesced()  # type: ignore[no-untyped-call]
+            make: Any = functools.partial(torch.sparse_coo_tensor, check_invariants=False, is_coalesced=coalesced)
+            return tensor._values(), lambda values: make(indices, values, size)  # type: ignore[no-untyped-call]
+        by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+        if not by_rows and tensor.layout not in (torch.sparse_csc, torch.sparse_bsc):
+            return None
+        sparse = tensor.detach()
+        starts = sparse.crow_indices() if by_rows else sparse.ccol_indices()
+        places = sparse.col_indices() if by_rows else sparse.row_indices()
+        size, make = (
+            sparse.shape,
+            functools.partial(torch.sparse_compressed_tensor, layout=sparse.layout, check_invariants=False),
+        )
+        return sparse.values(), lambda values: make(starts, places, values, size)
+
+
+def lazy_sign(tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """What makes ``tensor`` of a view of its bytes, if it is their conjugate or negative; torch only notes that."""
+    conjugate, negative = tensor.is_conj(), tensor.is_neg()
+    if not conjugate and not negative:
+        return None
+    negated: Callable[[Tensor], Tensor] = torch._neg_view
+    return (lambda view: negated(view.conj())) if conjugate and negative else Tensor.conj if conjugate else negated
 
 
 swap_tensors: Callable[[Tensor, Tensor], None] = _C._swap_tensor_impl
@@ -320,6 +353,25 @@ def _saved_tensor_hooks_work() -> bool:
     return ours and moved and top is not None and top != below and top[0] is pack and product.requires_grad
 
 
+class _Counting(BaseTorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, *called: Any) -> Any:
+        self.seen += 1
+        return super().__torch_dispatch__(*called)  # type: ignore[no-untyped-call]
+
+
+def _modes_are_left() -> bool:
+    weight = torch.ones(2, dtype=torch.float32, device="cpu")
+    with _Counting() as mode:
+        outside_modes(weight.abs)()
+        unseen = mode.seen
+        weight.abs()
+    return (unseen, mode.seen) == (0, 1)
+
+
 def _checkpoint_is_known() -> bool:
     """Whether torch still names its checkpoint hooks as :func:`is_checkpoints` expects. Reads the code, because running
     a checkpoint imports the compiler."""
@@ -369,6 +421,7 @@ def self_test() -> None:
         "swap of tensors": _tensor_swap_works,
         "backward hooks": _backward_hooks_work,
         "saved-tensor hooks": _saved_tensor_hooks_work,
+        "dispatch modes": _modes_are_left,
         "non-reentrant checkpoint": _checkpoint_is_known,
         "loss scaling": _grad_scaler_asks,
     }

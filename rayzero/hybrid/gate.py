@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from rayzero.modes import outside_modes
 from rayzero.tensor_metadata import AbsentParameter
 
 
@@ -81,6 +82,7 @@ class Gate:
                     self._buckets.setdefault(id(param), []).append(bucket)
                     param.__class__ = self._class
 
+    @outside_modes
     def open(self, param: nn.Parameter) -> None:
         """Wait for every bucket of the parameter."""
         with self._lock:

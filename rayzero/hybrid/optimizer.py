@@ -29,6 +29,7 @@ from rayzero.hybrid.split import Order
 from rayzero.kernels import choose_kernel
 from rayzero.kernels.optimizer_class import State, options_of
 from rayzero.lanes import Lane
+from rayzero.modes import outside_modes
 
 InBackward = Literal["nothing", "send", "step"]
 
@@ -194,6 +195,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     # ---- backward ---------------------------------------------------------------------------------------------------
 
+    @outside_modes
     def _gradient_arrived(self, param: Tensor) -> None:
         if isinstance(param, AwayParameter):
             param.open()  # its graph is older than the step: the gradient must not overtake the update

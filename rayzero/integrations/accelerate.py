@@ -7,9 +7,10 @@
     ...                                                                   # backward, clip_grad_norm_, step as before
 
 [Note: Accelerate's world] Accelerate must see the world that the rank context says. It learns the rank's place, and
-that there are no collectives: loaders give each rank its part, only rank 0 is the main process, and calls that need
-other ranks' values (gather, reduce, barriers) are refused by name. If the user made a torch.distributed group of the
-same ranks, Accelerate uses it for those calls; gradients and weights never go through it.
+that there are no collectives: loaders give each rank its part, and only rank 0 is the main process. After ``prepare``,
+gather and reduce exchange small tensors through the lead (rank_values.py); larger ones, objects, and what is called
+before, are refused by name. If the user made a torch.distributed group of the same ranks, Accelerate uses it for those
+calls; gradients and weights never go through it.
 
 [Note: Accelerate's checkpoints] ``save_state(directory)`` writes ``directory/rayzero``, a checkpoint like those of
 ``rayzero.save_checkpoint``, instead of ``model.safetensors`` and ``optimizer.bin``: no process gathers the model.
@@ -34,8 +35,9 @@ from weakref import WeakSet
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from rayzero.config import ZeroConfig
 from rayzero.engine.checkpoint.load import load_checkpoint
@@ -48,6 +50,7 @@ from rayzero.engine.prepare import is_prepared, prepare
 from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.integrations.claim import claim_process
+from rayzero.integrations.rank_values import values_of_ranks
 from rayzero.quantities import count
 
 __all__ = ["ZeroAccelerator"]
@@ -255,8 +258,8 @@ class ZeroAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """How many ranks share the data of the loaders being prepared."""
-        return 1 if self._reads_all else int(self.state.num_processes)
+        """How many ranks share the data of the loader that is read, or of those being prepared."""
+        return 1 if self._reads_all or self._reads_whole else int(self.state.num_processes)
 
     @property
     def process_index(self) -> int:
@@ -273,41 +276,74 @@ class ZeroAccelerator(Accelerator):
     # ---- other ranks' values
 
     def gather(self, tensor: Any) -> Any:
-        """As Accelerate's, if every rank reads all data (see ``whole_data``) or there are collectives. Raises
-        UnsupportedError otherwise."""
-        self._refuse_exchange("gather")
+        """As Accelerate's. Without collectives, ranks exchange small tensors through the lead, after ``prepare``; while
+        every rank reads all data (see ``whole_data``), a rank's own values are all. Raises UnsupportedError before
+        ``prepare``, and for large tensors."""
+        if self._exchanges("gather"):
+            return recursively_apply(_gathered, tensor, error_on_other_type=True)
         return super().gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As ``gather``."""
-        self._refuse_exchange("gather_for_metrics")
+        """As ``gather``. Raises UnsupportedError for objects other than tensors, too."""
+        if self._exchanges("gather_for_metrics"):
+            use_gather_object |= any(not isinstance(x, Tensor) for x in tree_leaves(input_data))
+            self._refuse_exchange("gather_for_metrics", "objects of the other ranks", use_gather_object)
         return super().gather_for_metrics(input_data, use_gather_object=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """As ``gather``."""
-        self._refuse_exchange("reduce")
+        if self._exchanges("reduce"):
+            return recursively_apply(_reduced, tensor, reduction, error_on_other_type=True)
         return super().reduce(tensor, reduction=reduction, scale=scale)
+
+    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's. Raises UnsupportedError if other ranks' shapes are needed, without collectives."""
+        self._refuse_exchange(
+            "pad_across_processes", "the other ranks' shapes", self._exchanges("pad_across_processes")
+        )
+        return super().pad_across_processes(tensor, *args, **kwargs)
 
     def wait_for_everyone(self) -> None:
         """As Accelerate's. On several ranks without collectives, raises UnsupportedError before ``prepare``."""
         context = get_context()
         if context.world_size > 1 and context.engine is not None and not self.has_collectives:
             mean_over_ranks(0.0)
-            return
-        self._refuse_exchange("wait_for_everyone")
-        super().wait_for_everyone()
+        elif not self._exchanges("wait_for_everyone"):
+            super().wait_for_everyone()
 
-    def _refuse_exchange(self, call: str) -> None:
-        if self.has_collectives or get_context().world_size == 1:
-            return
-        if self.gradient_state.active_dataloader in self._whole_loaders:
-            return
-        raise UnsupportedError(
-            f"accelerator.{call}() needs the other ranks, and RayZero's ranks have no collectives. To evaluate, have "
-            "every rank read all data (with accelerator.whole_data(): loader = accelerator.prepare(loader)); for a "
-            "mean, call rayzero.mean_over_ranks(value, weight=count); or make a torch.distributed group of the ranks "
-            "before the accelerator"
-        )
+    @property
+    def _reads_whole(self) -> bool:
+        """Whether the loader that is read gives every rank all data."""
+        return self.gradient_state.active_dataloader in self._whole_loaders
+
+    def _exchanges(self, call: str) -> bool:
+        """Whether a call must ask the other ranks through the lead. Raises UnsupportedError before ``prepare``."""
+        if self.has_collectives or get_context().world_size == 1 or self._reads_whole:
+            return False
+        self._refuse_exchange(call, "the other ranks", get_context().engine is None)
+        return True
+
+    def _refuse_exchange(self, call: str, what: str, wrong: bool) -> None:
+        if wrong:
+            raise UnsupportedError(
+                f"accelerator.{call}() needs {what}, and RayZero's ranks have no collectives; after "
+                "accelerator.prepare(model, optimizer), gather and reduce exchange small tensors. To evaluate, have "
+                "every rank read all data (with accelerator.whole_data(): loader = accelerator.prepare(loader)); or "
+                "make a torch.distributed group of the ranks before the accelerator"
+            )
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    values = values_of_ranks(tensor)
+    return values.flatten(0, 1) if tensor.dim() else values
+
+
+def _reduced(tensor: Tensor, reduction: str) -> Tensor:
+    values = values_of_ranks(tensor)
+    if reduction == "max":
+        return values.amax(0)
+    total = values.sum(0, dtype=tensor.dtype)
+    return total / len(values) if reduction == "mean" else total
 
 
 def _places(optimizers: Sequence[ZeroOptimizer], directory: str) -> list[Path]:

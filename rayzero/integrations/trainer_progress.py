@@ -46,6 +46,7 @@ class TrainerProgress:
         self._shuffled: dict[str, Any] = {}  # the generators' states at the epoch's beginning
         self._drawn: dict[str, Any] = {}  # the same, once the open step's batches were taken
         self._kept: dict[str, Any] = {}  # ``_drawn`` of an earlier life
+        self._means = 0  # over ranks, before the open step's batches were taken: their tokens are counted together
         self._draws = False  # reading examples changes the generators
         self._first = True  # no batches of this epoch were taken here
         self._loops = False  # an epoch's loop runs
@@ -64,6 +65,7 @@ class TrainerProgress:
             "open": self._open,
             "shuffled": self._shuffled,
             "drawn": self._drawn,
+            "means": self._means,
             "draws": self._draws,
             "state": {name: getattr(trainer.state, name) for name in fields},
             "log": self._log.of(trainer.state.log_history),
@@ -131,9 +133,14 @@ class TrainerProgress:
         if back is not None:
             set_generator_states(back["shuffled"], self._device)
             self._kept = back["drawn"]
+            self._store.means = back["means"]
         self._shuffled = generator_states(self._device)
         self._first = True
         return back
+
+    def takes_batches(self) -> None:
+        """A step's batches are taken next."""
+        self._means = self._store.means
 
     def took_batches(self, before: dict[str, Any]) -> None:
         """A step has its batches. ``before``: the generators' states before they were taken."""
@@ -158,6 +165,10 @@ class TrainerProgress:
     def generators(self) -> dict[str, Any]:
         """Their states now."""
         return generator_states(self._device)
+
+    @property
+    def _store(self) -> Any:
+        return self._trainer.zero_optimizer.engine.store
 
     @property
     def _device(self) -> torch.device:

@@ -12,7 +12,8 @@ For any other Trainer, make :class:`ZeroTraining` the first base: ``class Mine(Z
 [Note: data of several ranks] Every rank runs the same script over the same dataset. The Trainer's sampler is split
 by rank: rank r of R reads batches r, r + R, ... of one order that all ranks shuffle by the same seed, as under
 torchrun. Evaluation has no collectives to add up parts, so every rank evaluates all data, and all get the same
-metrics. The logged training loss is the rank's own.
+metrics. What the Trainer adds up over ranks in training (the tokens of a step, which its losses are divided by, the
+logged loss, tokens seen, flos) is added up through the lead.
 
 [Note: Trainer's checkpoints] A ``checkpoint-N`` has the fp32 model, which ``from_pretrained`` reads, the Trainer's own
 files, and ``rayzero/`` with the masters and moments that the owners wrote. ``train(resume_from_checkpoint=...)``
@@ -28,13 +29,14 @@ no random numbers when an example is read; otherwise, the rank's next life is re
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -48,6 +50,7 @@ from rayzero.engine.prepare import is_prepared
 from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import CheckpointWriteError, ConfigError, UnsupportedError
 from rayzero.integrations.accelerate import ZeroAccelerator
+from rayzero.integrations.rank_values import sum_over_ranks
 from rayzero.integrations.trainer_progress import TrainerProgress
 
 __all__ = ["Seq2SeqTrainer", "Trainer", "ZeroTraining", "save_pretrained"]
@@ -84,12 +87,15 @@ class ZeroTraining:
     Takes the Trainer's own arguments, and ``zero_config`` and ``units`` as in ``rayzero.prepare``. Knows where the
     Trainer uses the model, the optimizer and their files; the Trainer keeps its loop."""
 
-    accelerator: ZeroAccelerator
+    accelerator: _TrainersAccelerator
     args: TrainingArguments
     model: Any
     optimizer: Any
     lr_scheduler: Any
     state: Any
+    control: Any
+    current_flos: float
+    _globalstep_last_logged: int
     _get_output_dir: Any
 
     def __init__(
@@ -112,12 +118,6 @@ class ZeroTraining:
 
     def _refuse_settings(self) -> None:
         self.args._n_gpu = min(self.args.n_gpu, 1)  # a rank has one device; DataParallel would copy the model
-        if self.args.average_tokens_across_devices and self._lacks_collectives:
-            raise UnsupportedError(
-                "average_tokens_across_devices=True needs every rank's number of tokens in every step, and RayZero's "
-                "ranks have no collectives; set it to False: then a rank's loss is the mean over its own tokens, and "
-                "ranks are averaged (the result is the same if their batches have equally many)"
-            )
 
     @property
     def _lacks_collectives(self) -> bool:
@@ -182,6 +182,7 @@ class ZeroTraining:
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's."""
         before = self._progress.generators()
+        self._progress.takes_batches()
         taken = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self._progress.took_batches(before)
         return taken
@@ -192,6 +193,28 @@ class ZeroTraining:
         else:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
             self._progress.generators_changed()
+
+    # ---- what is added up over ranks
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with self.accelerator.sums():
+            return super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+
+    def _track_num_input_tokens(self, *args: Any, **kwargs: Any) -> None:
+        with self.accelerator.sums():
+            super()._track_num_input_tokens(*args, **kwargs)  # type: ignore[misc]
+
+    def store_flos(self) -> None:
+        """As the Trainer's."""
+        if self._lacks_collectives:
+            self.current_flos = mean_over_ranks(float(self.current_flos)) * get_context().world_size
+        super().store_flos()  # type: ignore[misc]
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
+        if logs and self._lacks_collectives:
+            tr_loss.copy_(mean_over_ranks(tr_loss))
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
 
     # ---- checkpoints. [Note: Trainer's checkpoints]
 
@@ -258,6 +281,23 @@ class _TrainersAccelerator(ZeroAccelerator):
     """The accelerator of a Trainer, which counts micro-batches itself and tells Accelerate that there is one."""
 
     planned = 1  # number of backwards between two steps
+    _sums = False
+
+    @contextmanager
+    def sums(self) -> Iterator[None]:
+        """Inside, the Trainer adds up what it gathers: ``gather`` may return the sum over ranks in one number, which
+        costs the lead less than every rank's."""
+        self._sums = True
+        try:
+            yield
+        finally:
+            self._sums = False
+
+    def gather(self, tensor: Any) -> Any:
+        """As ``ZeroAccelerator``'s; see ``sums``."""
+        if self._sums and self._exchanges("gather"):
+            return sum_over_ranks(tensor)
+        return super().gather(tensor)
 
     @property
     def num_micro_batches(self) -> int:

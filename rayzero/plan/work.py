@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from rayzero.errors import UnsupportedError
 from rayzero.layout.model_layout import ModelLayout, UnitLayout
 from rayzero.memory.pool import buffer_bytes
+from rayzero.modes import MachineMode
 from rayzero.plan.activations import Moved, Offload, offloading
 
 __all__ = ["Work", "measure_work"]
@@ -166,7 +166,7 @@ def _convert(model: nn.Module, layout: ModelLayout) -> None:
             module._parameters[key] = made[id(param)]
 
 
-class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _LiveBytes(MachineMode):
     """Counts the bytes of storages that operations create, for as long as something holds them."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:

@@ -141,7 +141,7 @@ class RecipeConfig(ConfigModel):
     export: Flag = False
     """True: at the end, write the folder model/ in the run's folder; transformers' from_pretrained reads it."""
 
-    seed: Annotated[int, Strict(), Field(ge=0)] = 0
+    seed: Annotated[int, Strict(), Field(ge=0, lt=1 << 64)] = 0
     """Seed of the initial weights, unless ``init_from`` has them, and of the batches."""
 
     zero: ZeroConfig = ZeroConfig()

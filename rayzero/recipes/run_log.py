@@ -83,6 +83,12 @@ class StepRows:
         return None if row is None else asdict(row)
 
 
+def trained_since(rows: Sequence[StepRow], step: int) -> tuple[int, int]:
+    """(steps, tokens of all ranks) of the rows after ``step``."""
+    tokens = [round(row.tokens_per_second * row.step_seconds) for row in rows if row.step > step]
+    return len(tokens), sum(tokens)
+
+
 def read_rows(run_dir: Path) -> list[StepRow]:
     """The rows of a recipe's metrics.jsonl in order; empty if there is no file. Skips a last line that a crash cut
     short. Raises DataError if the file holds something else."""

@@ -43,7 +43,7 @@ from rayzero.recipes.planning import (
 from rayzero.recipes.plot import LOSS_PICTURE, draw_losses
 from rayzero.recipes.progress import progress_line, show_addresses
 from rayzero.recipes.recipe import RecipeConfig
-from rayzero.recipes.run_log import StepRow, StepRows, read_rows
+from rayzero.recipes.run_log import StepRow, StepRows, read_rows, trained_since
 from rayzero.recipes.samples import SAMPLES
 
 CONFIG = "config.yaml"
@@ -58,6 +58,7 @@ class Training:
 
     result: Result
     last: StepRow
+    trained: tuple[int, int]  # steps, and tokens of all ranks, since the run was started or resumed
     unigram: float  # nats, on the tokens that validation predicts
     picture: Path
     samples: Path | None  # what the trained model writes
@@ -182,6 +183,7 @@ def _run_in(directory: RunDirectory, prepared: Prepared, console: Console, hardw
     return Training(
         result=result,
         last=rows[-1],
+        trained=trained_since(rows, prepared.resume_step),
         unigram=unigram,
         picture=path / LOSS_PICTURE,
         samples=path / SAMPLES if recipe.sample_tokens and (path / SAMPLES).exists() else None,

@@ -58,13 +58,13 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rayzero.engine.units.transfers import UnitTransfers, device_transfers
 from rayzero.lanes.lane import SPANS_KEPT, Direction, Event, Lane, Span
 from rayzero.lanes.stream_event import StreamEvent
 from rayzero.layout.model_layout import UnitLayout
+from rayzero.modes import MachineMode
 from rayzero.protocol.store import ParameterStore
 from rayzero.testing.happens_before import HappensBefore, Stamp
 from rayzero.testing.simulated_copy import Recording, Work, accesses, makes_view, shares_memory
@@ -440,7 +440,7 @@ def device_behind(lane: Lane) -> Iterator[None]:
         yield
 
 
-class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watching(MachineMode):
     """Notes what the current stream allocates, reads and writes."""
 
     def __init__(self, lane: SimulatedLane) -> None:

@@ -241,6 +241,15 @@ def test_stopped_by_ctrl_c_and_resumed_with_other_owners_over_grpc_the_hash_is_t
     assert outcome(resumed.run) == outcome(whole / "runs" / "a")
 
 
+def test_the_summary_of_a_resumed_run_sets_what_was_trained_since_beside_its_seconds(resumed):
+    """A step of all ranks has 2 x 4 x 32 tokens."""
+    steps = STEPS - int(re.search(r"40 steps from step (\d+)", resumed.said)[1])
+    said = (
+        rf"trained    {steps} steps, {256 * steps:,} tokens, \d+ s \(in all 40 steps, 10,240 tokens\); validation loss"
+    )
+    assert re.search(said, resumed.said), resumed.said
+
+
 def test_the_bytes_that_grpc_carried_are_those_of_the_arithmetic(resumed):
     """Between hosts every rank fetches each unit once a version (all of them fit), and pushes each one once a step. The
     resumed run has its initial weights from the checkpoint."""

@@ -6,12 +6,14 @@ import csv
 import json
 import logging
 import os
+import re
 import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -421,6 +423,41 @@ def test_a_logger_that_is_not_installed_is_refused_by_name(
         capsys.readouterr().err
     )
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("uri", "has_database", "said"),
+    [
+        (None, False, "MLFLOW_TRACKING_URI is not set, and mlflow-skinny cannot open MLflow's own database; set"),
+        ("sqlite:///x.db", False, "MLFLOW_TRACKING_URI is 'sqlite:///x.db', and mlflow-skinny cannot open a database"),
+        ("postgresql+psycopg2://me:secret@h/x", False, "MLFLOW_TRACKING_URI is 'postgresql', and mlflow-skinny"),
+        (None, True, None),
+        ("http://mlflow:5000", False, None),
+        ("file:///mlruns", False, None),
+        ("databricks", False, None),
+    ],
+)
+def test_mlflow_without_a_store_that_it_can_open_is_refused_in_one_line(
+    uri: str | None, has_database: bool, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {"mlflow"} | ({"sqlalchemy"} if has_database else set())
+    found = {name: ModuleSpec(name, None, origin=name) for name in there}
+    monkeypatch.setattr("rayzero.config.loggers.find_spec", found.get)
+    monkeypatch.chdir(tmp_path)
+    if uri is None:
+        monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    else:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    assert ("mlflow" in RunConfig(report_to="all").report_to) == (said is None)
+    if said is None:
+        require_loggers(("mlflow",))
+        return
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        require_loggers(("csv", "mlflow"))
+    assert "pip install mlflow, or leave 'mlflow' out" in str(caught.value)
+    assert "secret" not in str(caught.value)
+    (tmp_path / "mlruns").mkdir()  # which MLflow uses instead
+    assert ("mlflow" in RunConfig(report_to="all").report_to) == (uri is None)
 
 
 def test_settings_are_shown_by_dotted_names() -> None:

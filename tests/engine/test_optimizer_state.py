@@ -313,11 +313,3 @@ def test_what_prepare_saw_unfrozen_can_be_frozen_and_unfrozen() -> None:
     for state, of_optimizer in run_ranks(loop, 2, 2):
         assert relative_difference(state, plain.state_dict()) <= 1e-5
         assert_alike(of_optimizer, reference.state_dict())
-
-
-def test_unfreezing_what_was_frozen_at_prepare_says_what_to_do(alone: RankContext) -> None:
-    model = seeded(Net)
-    model.layers[0].requires_grad_(False)
-    model, _ = rayzero.prepare(model, adamw([p for p in model.parameters() if p.requires_grad]))
-    with pytest.raises(UnsupportedError, match=r"'layers.0.norm.weight' was .* leave requires_grad=True until prepare"):
-        model.layers[0].requires_grad_(True)

@@ -9,10 +9,13 @@ import random
 import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayzero import HybridDeviceOptimizer
 from rayzero.errors import UnsupportedError
@@ -261,3 +264,42 @@ def test_random_delays_anywhere_change_no_bit(seed):
     assert equal(weights(model), weights(twin))
     hybrid.close()
     lane.close()
+
+
+class Operations(TorchDispatchMode):
+    """Notes every operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    """Notes every call of torch's functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(getattr(func, "__qualname__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap_cpu_optimizer_d2h_h2d": False}, {"in_backward": "step"}])
+def test_the_users_modes_see_no_operation_of_the_gate_or_of_gradients_that_leave(options):
+    seen = []
+    for make in (torch.optim.AdamW, partial(HybridDeviceOptimizer, offload_fraction=1.0, bucket_bytes=4096, **options)):
+        model = net()
+        optimizer = make(model.parameters(), **ADAMW)
+        for step in range(2):  # the second forward opens the gate
+            optimizer.zero_grad()
+            with Operations() as operations, Functions() as functions:
+                backward(model, step)
+            optimizer.step()
+            seen.append((operations.seen, functions.seen))
+    assert seen[:2] == seen[2:]

@@ -22,6 +22,7 @@ from rayzero.integrations.transformers import Trainer
 from rayzero.testing import run_ranks
 
 from .test_trainer import arguments, dataset, history
+from .test_trainer_ranks import ragged
 from .training import build
 from .zoo import gpt2
 
@@ -33,7 +34,6 @@ SETTINGS: dict[str, Any] = {  # 2 ranks: 5 batches of an epoch each, so 3 steps,
     "num_train_epochs": EPOCHS,
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
-    "average_tokens_across_devices": False,
     "logging_steps": 2,
     "eval_strategy": "steps",
     "eval_steps": 3,
@@ -98,7 +98,7 @@ def train(
     at: tuple[Point, ...] = (),
     who: int = 1,
     resume: str | None = None,
-    data: Any = dataset,
+    data: Any = ragged,
     **settings: Any,
 ) -> Any:
     """Train; weights, moments, what was logged, the callback's count and the schedule."""
@@ -109,7 +109,7 @@ def train(
         model=build(gpt2, dropout=0.1),
         args=arguments(folder, **SETTINGS | settings),
         train_dataset=data(EXAMPLES),
-        eval_dataset=dataset(4, seed=1),
+        eval_dataset=ragged(4, seed=1),
         callbacks=[patience, Dies(context, who, at)],
         zero_config=ZeroConfig(units=["GPT2Block"]),
     )

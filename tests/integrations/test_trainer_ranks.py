@@ -1,4 +1,5 @@
-"""The Trainer on two ranks that are processes: data split by rank, evaluation whole, one checkpoint."""
+"""The Trainer on two ranks that are processes: data split by rank, tokens counted over both, evaluation whole, one
+checkpoint."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import transformers
 from engine.models import relative_difference, same_bits, tight
 from torch import Tensor
@@ -17,15 +19,24 @@ from rayzero.errors import UnsupportedError
 from rayzero.integrations.transformers import Trainer
 from rayzero.testing import run_ranks
 
-from .test_trainer import arguments, dataset, history
+from .test_trainer import LENGTH, arguments, dataset, history
 from .training import build
 from .zoo import llama
 
 STEPS = 4
 
 
+def ragged(size: int, seed: int = 0) -> list[dict[str, Tensor]]:
+    """Examples with different numbers of labels: 1 of the first, 7 of the last."""
+    examples = dataset(size, seed)
+    for i, example in enumerate(examples):
+        example["labels"] = example["labels"].clone()
+        example["labels"][: LENGTH - 1 - 6 * i // (size - 1)] = -100
+    return examples
+
+
 def trainer_of(kind: type, directory: Path, batch_size: int, **settings: Any) -> Any:
-    """More than an epoch; evaluated in the middle and at the end."""
+    """More than an epoch, which ends with a step of one batch; evaluated in the middle and at the end."""
     extra = {} if kind is transformers.Trainer else {"zero_config": tight(build(llama), spare=0)}
     args = arguments(
         directory,
@@ -33,10 +44,11 @@ def trainer_of(kind: type, directory: Path, batch_size: int, **settings: Any) ->
         max_steps=STEPS,
         eval_strategy="steps",
         eval_steps=2,
-        average_tokens_across_devices=False,
+        gradient_accumulation_steps=2,
+        include_num_input_tokens_seen="all",
         **settings,
     )
-    return kind(model=build(llama), args=args, train_dataset=dataset(12), eval_dataset=dataset(6, seed=1), **extra)
+    return kind(model=build(llama), args=args, train_dataset=ragged(12), eval_dataset=ragged(6, seed=1), **extra)
 
 
 class Best(NamedTuple):
@@ -53,6 +65,7 @@ def train(context: RankContext) -> tuple[dict[str, Tensor], list[dict[str, Any]]
     transformers.utils.logging.set_verbosity_error()
     trainer = trainer_of(Trainer, context.run_dir, 2, save_strategy="steps", save_steps=STEPS)
     trainer.train()
+    exchange(trainer.accelerator, context.rank)
     other = trainer_of(
         Trainer,
         context.run_dir / "best",
@@ -67,6 +80,23 @@ def train(context: RankContext) -> tuple[dict[str, Tensor], list[dict[str, Any]]
     other.train()
     best = Best(other.state.best_global_step, other.state.best_model_checkpoint, rayzero.full_state_dict(other.model))
     return rayzero.full_state_dict(trainer.model), history(trainer), best
+
+
+def exchange(accelerator: Any, rank: int) -> None:
+    """Small tensors of both ranks come through the lead; what cannot is refused."""
+    own = {"one": torch.tensor(rank), "row": torch.tensor([0.1 + rank, 5.0])}
+    both = {"one": torch.tensor([0, 1]), "row": torch.tensor([0.1, 5.0, 1.1, 5.0])}
+    for call in (accelerator.gather, accelerator.gather_for_metrics):
+        assert all(torch.equal(got, both[name]) for name, got in call(own).items())
+    reduced = [accelerator.reduce(own["row"], how)[0].item() for how in ("sum", "mean", "max")]
+    assert reduced == pytest.approx([1.2, 0.6, 1.1])
+    if rank == 1:
+        accelerator.set_trigger()
+    assert accelerator.check_trigger()
+    with pytest.raises(UnsupportedError, match=r"gather_for_metrics\(\) needs objects of the other ranks"):
+        accelerator.gather_for_metrics(["text"])
+    with pytest.raises(UnsupportedError, match=r"pad_across_processes\(\) needs the other ranks' shapes"):
+        accelerator.pad_across_processes(own["row"])
 
 
 def let_rank_1_look_first(trainer: Any, context: RankContext) -> None:
@@ -97,10 +127,8 @@ def test_two_ranks_learn_what_one_learns_from_batches_of_twice_the_size(tmp_path
     ranks = run_ranks(train, 2, 2, "grpc", processes=True, run_dir=tmp_path)
     for state, entries, _ in ranks:
         assert relative_difference(state, expected) <= 1e-5
-        for key in ("learning_rate", "grad_norm", "eval_loss", "epoch"):
-            assert metrics(entries, key) == pytest.approx(metrics(logged, key), rel=1e-5)
-    losses = [metrics(entries, "loss") for _, entries, _ in ranks]
-    assert [sum(pair) / 2 for pair in zip(*losses, strict=True)] == pytest.approx(metrics(logged, "loss"), rel=1e-5)
+        for key in ("loss", "learning_rate", "grad_norm", "eval_loss", "epoch", "num_input_tokens_seen", "total_flos"):
+            assert metrics(entries, key) == pytest.approx(metrics(logged, key), rel=1e-5), key
 
     one, other = (best for _, _, best in ranks)
     assert (one.step, one.folder) == (other.step, other.folder)
@@ -114,13 +142,3 @@ def test_two_ranks_learn_what_one_learns_from_batches_of_twice_the_size(tmp_path
         again = trainer_of(Trainer, tmp_path, 4)
         again.train(resume_from_checkpoint=str(saved))
         assert same_bits(rayzero.full_state_dict(again.model), ranks[0][0])
-
-
-def test_counting_tokens_of_all_ranks_is_refused(tmp_path: Path) -> None:
-    def loop(context: RankContext) -> None:
-        args = arguments(tmp_path, average_tokens_across_devices=True)
-        if context.rank == 0:
-            Trainer(model=build(llama), args=args, train_dataset=dataset())
-
-    with pytest.raises(UnsupportedError, match="average_tokens_across_devices=True needs every rank's number"):
-        run_ranks(loop, 2, 1)

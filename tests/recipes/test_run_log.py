@@ -14,7 +14,7 @@ from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.run import Report
 from rayzero.errors import DataError
 from rayzero.recipes.plot import draw_losses
-from rayzero.recipes.run_log import StepRows, read_rows
+from rayzero.recipes.run_log import StepRows, read_rows, trained_since
 
 KEYS = {
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "fetch_wait_seconds",
@@ -81,6 +81,15 @@ def test_rows_of_another_loop_are_named(tmp_path):
     log.close()
     with pytest.raises(DataError, match=r"metrics\.jsonl line 1 is not a row of this recipe"):
         read_rows(tmp_path)
+
+
+def test_what_a_part_of_a_run_trained_is_told_from_the_whole():
+    joined = StepRows()
+    reports = [rank_report(step, tokens=90 + step, total_tokens=1000 * step, step_seconds=0.7) for step in range(1, 5)]
+    rows = [joined.add(Report(rank=0, metrics=report)) for report in reports]
+    assert trained_since(rows, 2) == (2, 93 + 94)
+    assert trained_since(rows, 0) == (4, 91 + 92 + 93 + 94)
+    assert trained_since([], 7) == (0, 0)
 
 
 def test_the_picture_is_a_png(tmp_path):

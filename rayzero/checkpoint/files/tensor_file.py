@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,11 +35,38 @@ CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
     torch.complex64: "C64",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float4_e2m1fn_x2: "F4",
 }
-
+_TWO_IN_ONE = torch.float4_e2m1fn_x2  # a byte of it is one element in torch, and two in a file
 
 _NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in CODES.items()}
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}  # by the name a manifest gives it
+
+
+def shape_in_file(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[int]:
+    """The shape that a file's header gives a tensor. Raises UnsupportedError naming one that it has no shape for."""
+    if dtype is not _TWO_IN_ONE:
+        return list(shape)
+    if not shape:
+        raise UnsupportedError(f"tensor {name!r} is a {dtype} without dimensions, which safetensors files cannot hold")
+    return [*shape[:-1], 2 * shape[-1]]
+
+
+def shape_in_torch(shape: Sequence[int], dtype: torch.dtype | None) -> tuple[int, ...]:
+    """The inverse of ``shape_in_file``. Raises ValueError for a shape that is none of its results."""
+    if dtype is not _TWO_IN_ONE:
+        return tuple(shape)
+    if not shape or shape[-1] % 2:
+        raise ValueError(f"a tensor of dtype F4 has shape {list(shape)}, and its last size has to be even")
+    return *shape[:-1], shape[-1] // 2
 
 
 def code_name(code: str) -> str:
@@ -221,7 +248,8 @@ def _header(order: list[str], decls: Mapping[str, TensorDecl], metadata: Mapping
     for name in order:
         decl = decls[name]
         stop = offset + decl.size_bytes
-        described[name] = {"dtype": _code(name, decl), "shape": list(decl.shape), "data_offsets": [offset, stop]}
+        shape = shape_in_file(name, decl.shape, decl.dtype)
+        described[name] = {"dtype": _code(name, decl), "shape": shape, "data_offsets": [offset, stop]}
         offset = stop
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the first tensor starts at a multiple of 8 bytes

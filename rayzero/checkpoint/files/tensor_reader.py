@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import CODES, TensorDecl
+from rayzero.checkpoint.files.tensor_file import CODES, TensorDecl, shape_in_torch
 from rayzero.errors import CheckpointError
 from rayzero.files import open_regular, parse_json
 
@@ -130,7 +130,7 @@ def _read_tensor(name: str, described: Any, data_start: int) -> _Held:
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _DTYPES or not is_shape(shape) or not is_shape(offsets):
         raise ValueError(f"tensor {reprlib.repr(name)} is described as {reprlib.repr(described)}")
-    decl = TensorDecl(tuple(shape), _DTYPES[dtype])
+    decl = TensorDecl(shape_in_torch(shape, _DTYPES[dtype]), _DTYPES[dtype])
     if len(offsets) != 2 or offsets[1] - offsets[0] != decl.size_bytes:
         raise ValueError(
             f"tensor {reprlib.repr(name)} needs {decl.size_bytes:,} bytes and has the range {reprlib.repr(offsets)}"

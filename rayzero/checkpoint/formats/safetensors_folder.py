@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import TensorDecl, TensorFileWriter, code_name
+from rayzero.checkpoint.files.tensor_file import DTYPES, TensorDecl, TensorFileWriter, code_name, shape_in_torch
 from rayzero.checkpoint.formats.content import WEIGHT, Content, Param, Reader, WeightDecl, parts_of
 from rayzero.errors import CheckpointError
 from rayzero.files import parse_json, read_text, regular_size, replace_file
@@ -58,9 +58,10 @@ class SafetensorsReader:
                         f"{self._path} says that {name!r} is in {path.name}, which has no such tensor"
                     )
                 part = file.get_slice(name)
-                found[name] = WeightDecl(tuple(part.get_shape()), code_name(part.get_dtype()))
+                dtype = code_name(part.get_dtype())
+                found[name] = WeightDecl(shape_in_torch(part.get_shape(), DTYPES.get(dtype)), dtype)
                 self._files[name] = file
-        except (SafetensorError, OSError, RuntimeError) as exc:  # torch raises the last for a file it cannot map
+        except (SafetensorError, OSError, RuntimeError, ValueError) as exc:  # RuntimeError: torch cannot map the file
             raise CheckpointError(f"{path} cannot be read as safetensors: {_one_line(exc)}") from exc
         return found
 

@@ -6,21 +6,22 @@ wait for the driver, which may be busy, and is not lost if a rank or the driver 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
-import reprlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rayzero.cluster.run import Report
 from rayzero.errors import DataError
-from rayzero.files import parse_json, read_text, replace_file
+from rayzero.files import parse_json, read_bytes, replace_file, to_json
+from rayzero.quantities import count
+from rayzero.telemetry.reported import fault_of
 
 __all__ = [
     "METRICS",
@@ -97,7 +98,7 @@ class MetricsLog:
         if not rows:
             return
         try:
-            self._append("".join(map(_line, rows)).encode())
+            self._append("".join(to_json(row) + "\n" for row in rows).encode())
         except OSError as error:
             if not self.lost:
                 log.warning("%s cannot be written (%s); training goes on without its rows", self._path, error.strerror)
@@ -125,30 +126,25 @@ class MetricsLog:
             self._file = None
 
 
-def _line(row: Row) -> str:
-    return json.dumps({name: value if _is_json(value) else None for name, value in row.items()}) + "\n"
-
-
-def _is_json(value: Any) -> bool:
-    """``value``, with null for inf and NaN, which JSON does not have."""
-    return not isinstance(value, float) or math.isfinite(value)
-
-
 def trim_log(run_dir: Path, resume_step: int) -> None:
-    """Drop the rows after ``resume_step`` of an earlier part of the run, and a last line that a crash cut short.
+    """Drop the rows after ``resume_step`` of an earlier part of the run, and a last line that a crash cut short. A line
+    that cannot be read goes or stays as the row before it does.
 
     Cuts off the end, which needs no room on a full disk; where that is not enough, replaces the file as a whole. Raises
-    DataError if the file holds something else or cannot be replaced."""
+    DataError if the file cannot be read or replaced."""
     path = run_dir / METRICS
-    if not path.exists():
-        return
-    kept = "".join(_line(row) for row in read_log(run_dir) if _step_of(row) <= resume_step)
+    lines = _lines(run_dir)
+    staying, step = [], -1
+    for line in lines:
+        with suppress(ValueError):
+            step = _step_of(parse_row(line))
+        if step <= resume_step and line.endswith(b"\n"):
+            staying.append(line)
+    written, kept = b"".join(lines), b"".join(staying)
     try:
-        written = path.read_text(encoding="utf-8")
-        if kept == written:
-            return
         if written.startswith(kept):
-            os.truncate(path, len(kept.encode()))
+            if written != kept:
+                os.truncate(path, len(kept))
         else:
             replace_file(path, kept)
     except OSError as error:
@@ -171,45 +167,51 @@ def _step_of(row: Row) -> int:
 def read_log(run_dir: Path) -> list[Row]:
     """The rows of a run's metrics.jsonl in order; empty if there is no file. A number that was inf or NaN is None.
 
-    Skips a last line that a crash cut short. Raises DataError if the file holds something else."""
+    Skips a last line that a crash cut short, and others that cannot be read, with one warning for all of these. Raises
+    DataError if the file cannot be read."""
+    rows, faults = [], {}
+    for number, line in enumerate(_lines(run_dir), start=1):
+        try:
+            rows.append(parse_row(line))
+        except ValueError as exc:
+            if line.endswith(b"\n"):
+                faults[number] = exc
+    if faults:
+        first, fault = next(iter(faults.items()))
+        log.warning(
+            "%s of %s cannot be read, and are left out; line %d is not a row: %s",
+            count(len(faults), "line"),
+            run_dir / METRICS,
+            first,
+            fault,
+        )
+    return rows
+
+
+def _lines(run_dir: Path) -> list[bytes]:
+    """The lines of metrics.jsonl with their ends, of which the last one may lack it; none if there is no file."""
     path = run_dir / METRICS
     if not path.exists():
         return []
     try:
-        lines = read_text(path, at_most=_MAX_LOG).splitlines()
-    except (OSError, UnicodeDecodeError) as exc:
+        return read_bytes(path, at_most=_MAX_LOG).splitlines(keepends=True)
+    except OSError as exc:
         raise DataError(f"cannot read {path}: {exc}") from exc
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(parse_row(line))
-        except ValueError as exc:
-            if number < len(lines):
-                raise DataError(f"{path} line {number} is not a row of metrics: {exc}") from exc
-    return rows
 
 
-def parse_row(line: str) -> Row:
-    """The row in a line of metrics.jsonl. Raises ValueError if it is none."""
-    row = parse_json(line)
+def parse_row(line: bytes) -> Row:
+    """The row in a line of metrics.jsonl; a number that is inf or NaN is None. Raises ValueError if it is none."""
+    row = parse_json(line.decode())
     if not isinstance(row, dict) or type(row.get("step")) is not int or type(row.get("rank", 0)) is not int:
         raise ValueError("it has no step, or no number as its rank")
     for name, value in row.items():
-        if not (_is_text(name) and _is_reported(value)):
-            raise ValueError(f"{reprlib.repr(name)} is {reprlib.repr(value)}")
-    return row
+        if fault := fault_of(name, value):
+            raise ValueError(fault)
+    return {name: None if _is_infinite(value) else value for name, value in row.items()}
 
 
-def _is_reported(value: Any) -> bool:
-    """Whether a rank can report this value: a number of at most 64 bits, text or None."""
-    if isinstance(value, int):
-        return abs(value) < 1 << 63
-    return value is None or isinstance(value, float) or _is_text(value)
-
-
-def _is_text(value: Any) -> bool:
-    """Whether it is printable text: a lone surrogate is not a character."""
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def latest_metrics(rows: Sequence[Row]) -> Row | None:
@@ -235,4 +237,4 @@ def _mean(values: Sequence[Any]) -> float | None:
     """The mean; None if a value is not a number."""
     if not all(isinstance(value, int | float) for value in values):
         return None
-    return float(sum(values)) / len(values)
+    return sum(map(float, values)) / len(values)

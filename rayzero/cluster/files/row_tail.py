@@ -34,14 +34,15 @@ class RowTail:
         self._read = 0  # bytes of whole lines
 
     def next(self) -> list[Row]:
-        """Rows not read before, as many as fit; none if there are no more now. A line that is no row is skipped."""
-        lines = self._lines()
-        rows = []
-        for line in lines:
-            try:
-                rows.append(parse_row(line.decode()))
-            except ValueError as error:
-                log.warning("a line of %s is no row: %s", self._path, error)
+        """Rows not read before, as many as fit; none if there are no more now. A line that is no row, or is longer than
+        1 MiB, is skipped."""
+        rows: list[Row] = []
+        while not rows and (lines := self._lines()):
+            for line in lines:
+                try:
+                    rows.append(parse_row(line))
+                except ValueError as error:
+                    log.warning("a line of %s is no row: %s", self._path, error)
         return rows
 
     def _lines(self) -> list[bytes]:
@@ -50,9 +51,13 @@ class RowTail:
                 if file.seek(0, 2) < self._read:
                     self._read = 0  # rows were cut off; the bookmark tells which ones are new
                 file.seek(self._read)
-                lines = file.read(_MOST_BYTES).splitlines(keepends=True)[:_MOST_ROWS]
+                read = file.read(_MOST_BYTES)
+                if len(read) == _MOST_BYTES and b"\n" not in read:
+                    self._read += len(read)  # the rest is a line that is no row, either
+                    return [read]
         except FileNotFoundError:
             return []
+        lines = read.splitlines(keepends=True)[:_MOST_ROWS]
         if lines and not lines[-1].endswith(b"\n"):
             lines.pop()  # the rest of it comes
         self._read += sum(map(len, lines))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -21,7 +20,7 @@ from rayzero.cluster.files.run_lock import LOCK, RunLock
 from rayzero.cluster.run import RunState
 from rayzero.config import RunConfig
 from rayzero.errors import CheckpointError, ConfigError
-from rayzero.files import parse_json, read_text, replace_file
+from rayzero.files import parse_json, read_text, replace_file, to_json
 from rayzero.slabs.hold import Hold
 
 __all__ = [
@@ -220,7 +219,7 @@ class RunDirectory:
 
     def write_record(self, record: Mapping[str, Any]) -> None:
         """Replace ``run.json`` as a whole: a reader sees the old one or the new one."""
-        replace_file(self.path / RECORD, json.dumps(record, indent=1, default=str) + "\n")
+        replace_file(self.path / RECORD, to_json(record, indent=1) + "\n")
 
     def read_record_file(self) -> bytes | None:
         """The content of ``run.json`` now; None if there is none."""

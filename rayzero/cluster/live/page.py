@@ -6,7 +6,6 @@ while the JSON is asked for: a run that nobody looks at has no cost.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 from rayzero.cluster.files.row_tail import RowTail, values_of
 from rayzero.cluster.live.curves import Curves
 from rayzero.cluster.live.snapshot import Known, described, memory_by_tier
+from rayzero.files import to_json
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.http import Page
 from rayzero.telemetry.picture import draw_from, keep
@@ -104,13 +104,4 @@ class LivePage:
 
 
 def _json(told: Any) -> bytes:
-    return json.dumps(_finite(told)).encode()
-
-
-def _finite(told: Any) -> Any:
-    """The same with null for inf and NaN, which JSON does not have."""
-    if isinstance(told, Mapping):
-        return {name: _finite(value) for name, value in told.items()}
-    if isinstance(told, list | tuple):
-        return [_finite(value) for value in told]
-    return None if isinstance(told, float) and not math.isfinite(told) else told
+    return to_json(told).encode()

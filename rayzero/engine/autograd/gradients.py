@@ -17,6 +17,7 @@ from torch import nn
 
 from rayzero.engine.private_torch import at_end_of_backward, graph_task_id, will_execute
 from rayzero.engine.units.param_unit import ParamUnit
+from rayzero.modes import outside_modes
 from rayzero.tensor_metadata import plain
 
 Trained = Sequence[tuple[ParamUnit, Sequence[int]]]  # each unit, with its slots that an optimizer trains
@@ -45,6 +46,7 @@ class GradientCollector:
                 node.register_hook(self._hook(unit, slot, nodes))
 
     def _hook(self, unit: ParamUnit, slot: int, nodes: dict[int, Any]) -> Callable[..., None]:
+        @outside_modes
         def after_accumulate(*_: Any) -> None:
             task = graph_task_id()
             units = self._tasks.get(task) or self._join(task)
@@ -76,6 +78,7 @@ class GradientCollector:
             at_end_of_backward(lambda: self._end(task))
         return units
 
+    @outside_modes
     def _end(self, task: int) -> None:
         for unit in self._tasks.pop(task, {}):
             self._complete(unit)

@@ -1,11 +1,11 @@
 """Saved-tensor hooks: in place of a weight, autograd saves a handle.
 
 [Note: handles] While a unit's forward or a touch runs, any tensor that autograd saves over a parameter's storage is
-packed as (unit, slot, size, stride, offset, versions); unpacking it unshards the unit. So backward, recomputation,
-double backward and retain_graph fetch what they need. Every other tensor goes to the hooks below ours on the stack;
-without any, we keep it with its version, because hooks turn off torch's own check for in-place changes. An activation
-checkpoint counts saved tensors and must count the same in forward and recomputation, whichever hooks are above it, so
-it gets to see the weights too.
+packed as (unit, slot, size, stride, offset, versions), also one that is the values of a sparse tensor; unpacking it
+unshards the unit. So backward, recomputation, double backward and retain_graph fetch what they need. Every other tensor
+goes to the hooks below ours on the stack; without any, we keep it with its version, because hooks turn off torch's own
+check for in-place changes. An activation checkpoint counts saved tensors and must count the same in forward and
+recomputation, whichever hooks are above it, so it gets to see the weights too.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from rayzero.engine.private_torch import (
     PackHook,
     UnpackHook,
     is_checkpoints,
+    lazy_sign,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     saved_tensor_hooks_below,
+    sparse_parts,
     storage_key,
 )
 from rayzero.engine.units.param_unit import ParamUnit
+from rayzero.modes import outside_modes
 
 Slots = dict[int, tuple[ParamUnit, int]]  # storage key -> unit, slot
 
@@ -32,9 +35,11 @@ Slots = dict[int, tuple[ParamUnit, int]]  # storage key -> unit, slot
 class Handle:
     """A weight that autograd saved, as the place to find it again."""
 
-    __slots__ = ("content", "dtype", "offset", "size", "slot", "stride", "unit", "version")
+    __slots__ = ("content", "dtype", "form", "offset", "size", "slot", "stride", "unit", "version")
 
-    def __init__(self, unit: ParamUnit, slot: int, saved: Tensor, content: int) -> None:
+    def __init__(
+        self, unit: ParamUnit, slot: int, saved: Tensor, content: int, form: Callable[[Tensor], Tensor] | None
+    ) -> None:
         self.unit = unit
         self.slot = slot
         self.dtype = saved.dtype
@@ -43,6 +48,7 @@ class Handle:
         self.offset = saved.storage_offset()
         self.version = unit.writes_of(slot)
         self.content = content  # published version of the weights
+        self.form = form  # makes what autograd saved from this view of the weight; None: the view is that
 
 
 class SavedWeights:
@@ -79,14 +85,23 @@ class SavedWeights:
         """Pop our hooks."""
         pop_saved_tensor_hooks()
 
+    @outside_modes
     def pack(self, saved: Tensor) -> Handle | None:
         """A handle for a weight; None for any other tensor."""
-        found = self._slots.get(storage_key(saved.untyped_storage()))
+        view, form = saved, None
+        try:
+            found = self._slots.get(storage_key(saved.untyped_storage()))
+        except NotImplementedError:  # no strided tensor; a sparse one's values may be a weight
+            if (parts := sparse_parts(saved)) is None:
+                return None
+            view, form = parts
+            found = self._slots.get(storage_key(view.untyped_storage()))
         if found is None:
             return None
         self._used(found[0])
-        return Handle(found[0], found[1], saved, self._content())
+        return Handle(found[0], found[1], view, self._content(), form or lazy_sign(saved))
 
+    @outside_modes
     def unpack(self, handle: Handle) -> Tensor:
         """The weight, with its unit up. Raises RuntimeError if it was written to in place or belongs to another
         step."""
@@ -94,7 +109,8 @@ class SavedWeights:
         if handle.content != self._content() or handle.version != unit.writes_of(handle.slot):
             raise _modified(tuple(handle.size), handle.version, unit.layout.slots[handle.slot].name)
         self._fetch(unit)
-        return unit.tensor(handle.slot, handle)
+        weight = unit.tensor(handle.slot, handle)
+        return weight if handle.form is None else handle.form(weight)
 
     def below(self, hooks: tuple[PackHook, UnpackHook]) -> tuple[bool, tuple[PackHook, UnpackHook] | None]:
         """(whether ``hooks`` are ours, and if so the hooks below them)."""
@@ -102,9 +118,11 @@ class SavedWeights:
         return ours, getattr(hooks[0], "below", None) if ours else hooks
 
     def _plain_hooks(self) -> tuple[PackHook, UnpackHook]:
+        @outside_modes
         def pack(saved: Tensor) -> Any:
             return self.pack(saved) or (saved, saved._version)
 
+        @outside_modes
         def unpack(packed: Any) -> Tensor:
             if type(packed) is Handle:
                 return self.unpack(packed)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rayzero.engine.private_torch import outside_graphs
 from rayzero.engine.units.param_unit import ParamUnit
+from rayzero.modes import outside_modes
 
 
 class PassEvents(Protocol):
@@ -144,6 +145,7 @@ class CastInputs(ModuleHook):
 class CopyEntries(ModuleHook):
     """Copies the parameters in a state_dict: entries that share memory would pin their unit."""
 
+    @outside_modes
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         if module is not self.module:
             return

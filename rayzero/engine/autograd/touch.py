@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from rayzero.engine.private_torch import storage_key
 from rayzero.errors import GradientAccessError, UnsupportedError
+from rayzero.modes import outside_modes
 from rayzero.tensor_metadata import METADATA, AbsentParameter, plain
 
 _GRAD: Any = Tensor.grad
@@ -68,6 +69,10 @@ class Toucher(Protocol):
         """Take a value for the running load_state_dict(); False if none is running."""
         ...
 
+    def set_flag(self, param: nn.Parameter, unit: Any, on: bool) -> None:
+        """The parameter was given a ``requires_grad``."""
+        ...
+
     def name_of(self, param: nn.Parameter, unit: Any) -> str:
         """The parameter's name."""
         ...
@@ -102,7 +107,8 @@ class ShardedParameter(AbsentParameter):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ON_SELF:
-            cls._refuse_unfreezing(args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+            on = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+            cls.toucher.set_flag(args[0], cls.unit, bool(on))
         if func == _SET_DATA:
             return cls._set_data(*args)
         if func == Tensor.copy_ and isinstance(args[0], cls) and cls.toucher.take_loaded(args[0], cls.unit, args[1]):
@@ -115,7 +121,8 @@ class ShardedParameter(AbsentParameter):
                 cls._after_grad(args[0], read=func == _GET_GRAD)
             return result
         if func in _BY_EDGES and not kwargs.get("materialize_grads"):
-            return func(*_as_edges(args), **{name: _as_edges(value) for name, value in kwargs.items()})
+            args, kwargs = _as_edges((args, kwargs))
+            return func(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
@@ -141,16 +148,7 @@ class ShardedParameter(AbsentParameter):
             cls.toucher.drop_gradient(param, cls.unit)
 
     @classmethod
-    def _refuse_unfreezing(cls, param: nn.Parameter, value: object) -> None:
-        """Raise UnsupportedError for unfreezing a parameter that was frozen at prepare: it has no optimizer state."""
-        if value and not cls.unit.layout.trainable:
-            raise UnsupportedError(
-                f"parameter {cls.toucher.name_of(param, cls.unit)!r} was given requires_grad=True after "
-                "rayzero.prepare(), but it was frozen there and has no optimizer state; to unfreeze it later, leave "
-                "requires_grad=True until prepare() has returned, and freeze it then"
-            )
-
-    @classmethod
+    @outside_modes
     def _set_data(cls, param: nn.Parameter, value: Tensor) -> None:
         """``param.data = value`` copies the values, because the memory belongs to the engine. Raises UnsupportedError
         if their dtype, shape or device differs from the parameter's."""
@@ -218,6 +216,7 @@ def _shares(ours: Tensor, theirs: Tensor) -> bool:
     return storage_key(ours.untyped_storage()) == storage_key(theirs.untyped_storage())
 
 
+@outside_modes
 def _as_edges(tree: Any) -> Any:
     """Arguments with each guarded Parameter replaced by its gradient edge, so that autograd does not read its bytes."""
     if isinstance(tree, ShardedParameter):
@@ -225,6 +224,8 @@ def _as_edges(tree: Any) -> Any:
             return get_gradient_edge(tree)
     if isinstance(tree, list | tuple):
         return type(tree)(_as_edges(item) for item in tree)
+    if isinstance(tree, dict):
+        return {name: _as_edges(item) for name, item in tree.items()}
     return tree
 
 

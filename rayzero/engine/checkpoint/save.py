@@ -84,11 +84,12 @@ def save_checkpoint(
     beside the training, under its own name; its manifest comes last. A copy that fails is a warning. If a newer
     checkpoint is complete before the copy has begun, the older one is left out.
 
-    Raises UnsupportedError for an optimizer that prepare() did not return, ConfigError if ``loop_state`` is no mapping,
-    and CheckpointError if ``directory`` exists and is not a checkpoint, if it cannot be written, or if ``loop_state``
-    or a tracked object's state holds other values. A failed save leaves no files, and may be tried again once every
-    rank has its error. If the storage fails (CheckpointWriteError) and the run has ``on_checkpoint_error="warn"``,
-    every rank gets None and a warning, and training goes on."""
+    Raises UnsupportedError for an optimizer that prepare() did not return and for parameters that the model was
+    given since, ConfigError if ``loop_state`` is no mapping, and CheckpointError if ``directory`` exists and is not
+    a checkpoint, if it cannot be written, or if ``loop_state`` or a tracked object's state holds other values. A
+    failed save leaves no files, and may be tried again once every rank has its error. If the storage fails
+    (CheckpointWriteError) and the run has ``on_checkpoint_error="warn"``, every rank gets None and a warning, and
+    training goes on."""
     _check_arguments("save_checkpoint", optimizer, loop_state, keep_last, keep_every)
     _check_urls("save_checkpoint", directory, upload_to)
     begun = _begin(optimizer, Path(directory), loop_state, sync=True)
@@ -172,6 +173,7 @@ class _Begun:
 def _begin(optimizer: ZeroOptimizer, directory: Path, loop_state: Mapping[str, Any], *, sync: bool) -> _Begun | None:
     """Wait for the checkpoint before, and stage this rank's file; None: this model's is not saved."""
     engine, context = optimizer.engine, get_context()
+    engine.registered.refuse_added()
     if context.saving is not None:
         context.saving.finish()
     directory = of_model(directory, engine.number)

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from rayzero.errors import ConfigError
+from rayzero.telemetry.reported import fault_of
 
 _MOST_KEPT = 100  # more would be a large state: a hundred steps' reports are on their way only to a dead receiver
 _KEPT_STEPS = 2  # an iteration reports for the step that it has committed, and perhaps before it commits
@@ -38,7 +39,7 @@ class RecentReports:
         self._arrived = (-1, -1)  # the newest: its step and number; set by the thread that sends
 
     def add(self, step: int, metrics: Mapping[str, Any], checkpoint: str | None) -> LoopReport:
-        """The report of these metrics. Raises ConfigError naming the first that is neither number, text nor None."""
+        """The report of these metrics. Raises ConfigError as ``plain_metrics``."""
         plain = plain_metrics(metrics)
         report = LoopReport(step=step, number=self._number(step), metrics=plain, checkpoint=checkpoint)
         lately = [each for each in self._recent if step - each.step < _KEPT_STEPS or self._is_away(each)]
@@ -81,16 +82,17 @@ class RecentReports:
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics as values that any process and JSON can read: one-element tensors and arrays become numbers.
 
-    Raises ConfigError naming the first that is neither number, text nor None.
+    Raises ConfigError naming the first that is neither number, text nor None, or that nobody could read again.
     """
-    return {str(name): _plain(name, value) for name, value in metrics.items()}
+    plain = {str(name): _plain(value) for name, value in metrics.items()}
+    for name, value in plain.items():
+        if fault := fault_of(name, value):
+            raise ConfigError(f"report: {fault}")
+    return plain
 
 
-def _plain(name: str, value: Any) -> Any:
-    plain = value.item() if isinstance(value, Tensor | np.generic | np.ndarray) and _is_one(value) else value
-    if plain is None or isinstance(plain, bool | int | float | str):
-        return plain
-    raise ConfigError(f"report: {name!r} is a {type(value).__name__}; metrics are numbers, text or None")
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor | np.generic | np.ndarray) and _is_one(value) else value
 
 
 def _is_one(value: Tensor | np.generic | np.ndarray[Any, Any]) -> bool:

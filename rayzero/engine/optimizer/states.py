@@ -18,6 +18,7 @@ from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS
 from rayzero.kernels.optimizer_class import State, is_scalar, on_cpu, probe, scalar_like, state_template
+from rayzero.modes import outside_modes
 from rayzero.protocol.messages import STEP, Hyper
 
 
@@ -56,6 +57,7 @@ class StateFormat:
                 )
 
 
+@outside_modes
 def read_states(engine: Engine, form: StateFormat) -> dict[nn.Parameter, State]:
     """The states of all parameters that have one: complete fp32 CPU tensors in the parameters' shapes. Waits for the
     last step's update, but for no other rank."""
@@ -71,6 +73,7 @@ def read_states(engine: Engine, form: StateFormat) -> dict[nn.Parameter, State]:
     return found
 
 
+@outside_modes
 def check_states(engine: Engine, form: StateFormat, states: Mapping[int, State]) -> None:
     """Check, before anything is changed, that ``states`` (by id of the Parameter) fit the engine's parameters.
 
@@ -88,6 +91,7 @@ def check_states(engine: Engine, form: StateFormat, states: Mapping[int, State])
                 form.check(layout.name, groups[slot], state, layout.shape)
 
 
+@outside_modes
 def write_states(engine: Engine, form: StateFormat, states: Mapping[int, State]) -> None:
     """Write the states of all parameters to the owners, unit by unit. A parameter that ``states`` (by id of the
     Parameter) lacks becomes one that was never updated. Every rank calls it with equal ``states``."""

@@ -1,4 +1,4 @@
-"""Detects Parameters that were replaced after prepare(), before a forward computes with them.
+"""Detects Parameters that were replaced after prepare(), before a forward computes with them, and added ones.
 
 ``model.half()``, ``p.data = tensor``, ``module.weight = nn.Parameter(...)`` and the like replace a storage or an object
 that the engine fills. Training would silently go on without that parameter. A plain tensor in a Parameter's place is
@@ -23,6 +23,7 @@ class Registered:
     Knows modules' tables and storages' identities; not what is up or who uses it."""
 
     def __init__(self, model: nn.Module, units: Sequence[ParamUnit]) -> None:
+        self._model = model
         places = {id(param): (unit, i) for unit in units for i, param in enumerate(unit.params)}
         found = [
             (module._parameters, name, param)
@@ -54,3 +55,14 @@ class Registered:
             f"model.to/half/double, param.data = ..., or a new nn.Parameter), but the owners hold its values in the "
             f"dtype it had then; make such changes before prepare(), and give functional_call plain tensors"
         )
+
+    def refuse_added(self) -> None:
+        """Raise UnsupportedError, naming the first Parameter of the model that was not there at prepare(). A forward
+        may compute with it, but the owners have no values of it."""
+        known = set(map(id, self._params))
+        for name, param in self._model.named_parameters():
+            if id(param) not in known:
+                raise UnsupportedError(
+                    f"parameter {name!r} was added to the model after rayzero.prepare(), so the owners neither train "
+                    "nor save it; add it (an adapter, a head) before prepare(), or keep it outside of the model"
+                )

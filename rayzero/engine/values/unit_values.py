@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.unit_cache import UnitCache
+from rayzero.modes import outside_modes
 from rayzero.protocol.bits import same_bits
 from rayzero.protocol.messages import COMPUTE, MASTER
 from rayzero.protocol.store import ParameterStore
@@ -21,6 +22,7 @@ class UnitValues:
     def __init__(self, store: ParameterStore, cache: UnitCache) -> None:
         self._store, self._cache = store, cache
 
+    @outside_modes
     def masters(self, unit: ParamUnit) -> Tensor:
         """A unit's exact values with what this rank has written: 1D, unit.numel elements, host memory; fp32, or the
         unit's dtype if it is frozen and that dtype holds the values exactly. Waits for no other rank."""
@@ -32,11 +34,13 @@ class UnitValues:
             return flat
         return torch.where(same_bits(written, self._cache.fetch_flat(unit, COMPUTE)), flat, written.float())
 
+    @outside_modes
     def write(self, unit: ParamUnit, kind: str, values: Tensor) -> None:
         """Replace what the owners have of ``kind`` (an optimizer state) by ``values`` (1D, unit.numel elements, fp32).
         Every rank calls it with equal values."""
         self._store.write(unit.index, self._cache.version, kind, values).result()
 
+    @outside_modes
     def load(self, unit: ParamUnit, values: Mapping[int, Tensor]) -> None:
         """Replace parameters by the caller's tensors (slot -> tensor of the parameter's shape, any floating dtype).
         Every rank calls it with equal values, once earlier writes have gone to the owners."""

@@ -1,0 +1,66 @@
+"""Small values of all ranks, for packages that gather numbers. They travel as means through the lead: no collective."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rayzero.engine.context import get_context
+from rayzero.engine.mean import mean_over_ranks
+from rayzero.errors import UnsupportedError
+from rayzero.protocol.messages import MEAN_BYTES
+
+_A_CALL = MEAN_BYTES // 8  # numbers in one mean
+MOST_VALUES = 16 * _A_CALL  # of all ranks together: a call waits for the slowest rank, so more take too long
+
+
+def values_of_ranks(tensor: Tensor) -> Tensor:
+    """The tensors of all ranks, on every rank: [world size, *tensor.shape], its dtype and device, without a gradient.
+
+    Every rank calls it after ``rayzero.prepare`` with a tensor of the same shape, and waits for the others. A rank's
+    values come through exactly. Raises UnsupportedError for complex numbers, for integers beyond 2**53 and if there
+    are more than MOST_VALUES numbers; also the errors of ``mean_over_ranks``."""
+    context = get_context()
+    world, rank = context.world_size, context.rank
+    size = world * tensor.numel()
+    if size > MOST_VALUES:
+        raise UnsupportedError(
+            f"tensors of shape {list(tensor.shape)} of {world} ranks have {size:,} numbers; without a "
+            f"torch.distributed group, ranks exchange at most {MOST_VALUES:,}: exchange their mean, or make a group"
+        )
+    exact = _exact(tensor)
+    weight = _weight(rank, world)
+    given = torch.zeros((world, *tensor.shape), dtype=torch.float64)
+    given[rank] = exact / weight
+    if size <= _A_CALL:  # in their shape, so that ranks with other shapes are noticed
+        found = mean_over_ranks(given, weight=weight)
+    else:
+        parts = [mean_over_ranks(part, weight=weight) for part in given.flatten().split(_A_CALL)]
+        found = torch.cat(parts).view(given.shape)
+    return found.to(device=tensor.device, dtype=tensor.dtype)
+
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """The sum of all ranks' tensors, in their shape and dtype, on every rank. For large worlds cheaper than
+    ``values_of_ranks``, and otherwise like it; sums of integers are exact up to 2**51."""
+    world = get_context().world_size
+    total = mean_over_ranks(_exact(tensor)) * world
+    total = total if tensor.is_floating_point() else total.round()
+    return total.to(device=tensor.device, dtype=tensor.dtype)
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    """The same numbers as fp64 on the CPU."""
+    exact = tensor.detach().cpu()
+    if exact.is_complex() or (exact.dtype == torch.int64 and exact.numel() and int(exact.abs().max()) > 2**53):
+        raise UnsupportedError(
+            f"{exact.dtype} tensors with such values cannot be exchanged between ranks without a torch.distributed "
+            "group: fp64 must hold each number"
+        )
+    return exact.double()
+
+
+def _weight(rank: int, world: int) -> float:
+    """A power of two for each rank, which add up to 1: products and quotients with them are exact."""
+    whole = 1 << (world - 1).bit_length()
+    return (2 if rank < whole - world else 1) / whole
