@@ -49,6 +49,7 @@ def test_hf_finetune_trains_generates_and_saves() -> None:
     assert "from_pretrained(checkpoint-20) gives the same weights: True" in said
 
 
+@pytest.mark.thorough
 def test_lora_trains_adapters_on_a_frozen_bf16_base() -> None:
     said = run("lora.py", "--steps", "30")
     assert losses(said)[-1] < losses(said)[0]

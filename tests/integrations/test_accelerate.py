@@ -223,6 +223,7 @@ def with_collectives(context: RankContext) -> tuple[dict[str, Tensor], Tensor]:
     return state, ranks
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("forked_with_trainers")
 def test_a_torch_distributed_group_of_the_ranks_serves_for_gathering(tmp_path: Path) -> None:
     """At a constant lr: Accelerate's schedulers step once a process."""

@@ -182,6 +182,7 @@ def test_a_million_tiny_chunks_of_a_stranger_are_not_read() -> None:
 # ---- messages that no rank would send
 
 
+@pytest.mark.thorough
 def test_messages_of_those_who_may_ask_for_nothing_disturb_no_training() -> None:
     """Replays of what a rank has sent, by other ranks and another run, bent ones, and random ones; ``store.fuzz`` tries
     100,000."""
