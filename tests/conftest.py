@@ -11,12 +11,19 @@ from multiprocessing import forkserver
 
 import pytest
 from hypothesis import settings
+from tiers import mark_thorough
 
 os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 - Ray ends processes where others fill the machine
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - 15 is Ray's: its workers starve beside the other parts' tests
 
 settings.register_profile("rayzero", settings(), deadline=None)  # a loaded machine is no failure
 settings.load_profile("rayzero")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of products are in the first tier with each value once."""
+    mark_thorough(items)
 
 
 def pytest_collection_finish() -> None:

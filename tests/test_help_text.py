@@ -82,6 +82,7 @@ ScalingConfig(num_workrs=2)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("plugins", ["", "plugins = pydantic.mypy"], ids=["plain", "with pydantic's plugin"])
 def test_user_code_with_text_sizes_passes_mypy_strict_and_wrong_code_does_not(tmp_path: Path, plugins: str) -> None:

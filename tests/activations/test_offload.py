@@ -64,6 +64,7 @@ def test_the_share_of_a_known_model_is_exact_to_the_element():
         assert everything_is_back(offload)
 
 
+@pytest.mark.promise("bounded", "activations")
 def test_device_memory_of_what_left_is_really_free():
     seen: list[StorageWeakRef] = []
     x = torch.randn(1000, requires_grad=True)
@@ -649,6 +650,7 @@ def test_a_very_slow_link_makes_the_plan_recompute():
         assert everything_is_back(offload)
 
 
+@pytest.mark.promise("observable", "activations")
 def test_the_summary_is_a_table_and_json(capsys):
     import json
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
 import torch
 from torch import nn
 
@@ -41,6 +42,7 @@ class Noted(nn.Module):
         return y
 
 
+@pytest.mark.promise("hidden", "activations")
 def test_a_copy_out_runs_while_the_next_forward_runs_and_a_copy_in_while_the_later_backward_runs():
     gates = Gates()
 

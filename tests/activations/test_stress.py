@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 import time
 
+import pytest
 import torch
 
 from rayzero.activations import ActivationOffload, OffloadPolicy, ThreadLane
 from tests.activations.models import equal, transformer
+
+pytestmark = pytest.mark.thorough
 
 RUNS = 1000
 

@@ -20,6 +20,8 @@ from rayzero.cli import app
 from rayzero.cli.bench import BENCHES
 from rayzero.errors import ConfigError, RunFailedError
 
+pytestmark = pytest.mark.thorough
+
 TINY = ["--dim", "64", "--layers", "1", "--vocab", "128", "--seq", "16", "--batch", "1"]
 ONCE = ["--rounds", "1", "--steps", "1"]
 GPU_STEP = Path(__file__).parents[2] / "benchmarks" / "gpu_step.py"

@@ -12,6 +12,8 @@ import pytest
 
 from rayzero.bench.step import PLAIN
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -12,6 +12,8 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.wire import translate
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 RANKS = 200
 WAIT = 60.0

@@ -16,6 +16,8 @@ from rayzero.bench.work import Work
 from rayzero.errors import ConfigError
 from rayzero.simulation.machines import Costs, Measured
 
+pytestmark = pytest.mark.thorough
+
 TINY = Work(dim=64, layers=1, vocab=128, seq=16, batch=1)
 
 

@@ -11,6 +11,8 @@ from rayzero.bench.contestants import best_transport, one_process_a_rank
 from rayzero.bench.turns import Entry, Turn, contest
 from rayzero.errors import RunFailedError
 
+pytestmark = pytest.mark.thorough
+
 
 class Counter:
     """Says who it is and what it was asked."""

@@ -82,6 +82,7 @@ def header_bytes(path: Path) -> int:
     return 8 + int.from_bytes(path.read_bytes()[:8], "little")
 
 
+@pytest.mark.promise("refused", "checkpoints")
 @pytest.mark.parametrize("name", [OWNER, RANK, MANIFEST])
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

@@ -171,6 +171,7 @@ export_full(sys.argv[1], sys.argv[2])
 """
 
 
+@pytest.mark.promise("bounded", "checkpoints")
 def test_an_export_needs_memory_for_pieces_not_for_parameters(directory, tmp_path):
     layout = ModelLayout(units=(lay_out_unit(0, "", torch.float32, True, [("w", (24, 1 << 20))]),), shard_numel=1 << 21)
     written = Written(layout, {("w", kind): torch.ones(24 << 20) for kind in STATES})

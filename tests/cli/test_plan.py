@@ -130,6 +130,7 @@ GPUS = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_run_that_fits_because_activations_leave_is_not_refused(capsys, monkeypatch) -> None:
     leaving = ['zero.offload_activations=["blocks.?"]', "zero.activation_min_bytes=4096"]
 

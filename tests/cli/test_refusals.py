@@ -92,6 +92,7 @@ def trained(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.promise("refused", "cli")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -380,6 +381,7 @@ def test_scale_names_a_run_that_is_not_there_or_does_not_go_on_and_a_number_that
     assert "holds no run" in refused(*scale, "3", cwd=tmp_path)
 
 
+@pytest.mark.promise("scalable", "cli")
 def test_a_request_is_left_for_the_driver_which_may_be_on_another_host(tmp_path):
     running(tmp_path)
     ended = rayzero("scale", "r", "--optimizers", "3", "--avoid", "10.0.0.7", "--no-wait", cwd=tmp_path)

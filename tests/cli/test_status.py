@@ -79,6 +79,7 @@ def fails_in_one_line(run: Path) -> bool:
     return bool(said)
 
 
+@pytest.mark.promise("observable", "cli")
 def test_a_sound_run_is_shown(run: Path) -> None:
     assert "step        3 of 9" in shown(run)
 
@@ -223,6 +224,7 @@ def test_a_run_that_was_not_killed_says_nothing_of_memory(run: Path) -> None:
     assert "memory " not in shown(run)
 
 
+@pytest.mark.promise("safe", "cli")
 def test_nothing_that_a_run_says_reaches_the_terminal_as_a_control_character(run: Path) -> None:
     rude = "\x1b[31m\x9b2J\nstate  finished\r\u202e"
     record = RECORD | {

@@ -27,7 +27,7 @@ from rayzero.recipes.recipe import RecipeConfig, load_recipe
 from rayzero.recipes.run_log import read_rows
 from tests.moved import bytes_moved
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.thorough]
 
 VERSE = "the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs.\n"
 STEPS = 40

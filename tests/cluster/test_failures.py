@@ -46,6 +46,7 @@ def test_an_exception_in_one_rank_ends_the_run_with_its_class_message_and_traceb
     assert record["error"] == text
 
 
+@pytest.mark.thorough
 def test_an_error_of_the_users_callback_ends_even_ranks_that_do_not_listen(trainer, nothing_left, tmp_path):
     def broken(one):
         raise ZeroDivisionError("in the progress bar")
@@ -64,6 +65,7 @@ def ten_reports(all_made):
     stopped.wait()
 
 
+@pytest.mark.thorough
 def test_a_signal_while_a_report_is_taken_loses_none(trainer, nothing_left, tmp_path):
     steps, all_made = [], tmp_path / "all_made"
 
@@ -81,6 +83,7 @@ def test_a_signal_while_a_report_is_taken_loses_none(trainer, nothing_left, tmp_
     assert (record["state"], record["metrics"]["0"]) == ("stopped", {"step": 9})
 
 
+@pytest.mark.thorough
 def test_a_callback_that_hangs_ends_with_the_second_signal(trainer, nothing_left, tmp_path, monkeypatch):
     monkeypatch.setattr(interrupts, "_SAME_S", 0.0)
     never = threading.Event()

@@ -24,7 +24,7 @@ from .processes import (
     until_it_trains,
 )
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.thorough]
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ def until_empty(*folders: Path) -> list[str]:
     return found
 
 
+@pytest.mark.promise("safe", "jobs")
 def test_what_a_killed_driver_leaves_is_removed_once_its_processes_are_gone(owner, tmp_path):
     """The driver is not waited for: like one whose parent is busy, it is a zombie all the while."""
     slabs, targets = tmp_path / "slabs", tmp_path / "targets"

@@ -52,6 +52,7 @@ def settings(tmp_path: Path, name: str, **others: object) -> list[str]:
     return [f"run.storage_path={tmp_path}", f"run.name={name}", *(f"{key}={value}" for key, value in others.items())]
 
 
+@pytest.mark.promise("installs", "jobs")
 def test_a_recipe_runs_as_a_job_and_its_exit_code_and_log_are_the_jobs(cluster: Cluster, working_dir, tmp_path):
     done = submit(cluster, working_dir, *TRAIN, *settings(tmp_path, "whole", steps=3))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -63,6 +64,7 @@ def test_a_recipe_runs_as_a_job_and_its_exit_code_and_log_are_the_jobs(cluster: 
     assert "dim 33 must split into 2 heads" in wrong.stdout + wrong.stderr
 
 
+@pytest.mark.thorough
 def test_a_stopped_job_is_resumed_by_another(cluster: Cluster, working_dir, tmp_path):
     forever = settings(tmp_path, "long", steps=100000, **{"run.checkpoint_every": 2})
     submit(cluster, working_dir, *TRAIN, *forever, options=("--no-wait", "--submission-id", "long"))
@@ -86,6 +88,7 @@ def test_a_stopped_job_is_resumed_by_another(cluster: Cluster, working_dir, tmp_
     assert steps[len(first) :] == [left_at + 1, left_at + 2]
 
 
+@pytest.mark.thorough
 def test_a_job_outlives_its_optimizers_death_and_another_goes_on_after_its_drivers(cluster, working_dir, tmp_path):
     def until(done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 120
@@ -113,6 +116,7 @@ def test_a_job_outlives_its_optimizers_death_and_another_goes_on_after_its_drive
     assert rows() == list(range(1, last + 1)), "each step once"
 
 
+@pytest.mark.thorough
 def test_two_runs_share_a_cluster(cluster: Cluster, working_dir, tmp_path):
     ends = {}
 
@@ -132,6 +136,7 @@ def test_two_runs_share_a_cluster(cluster: Cluster, working_dir, tmp_path):
     assert second["started_at"] < first["ended_at"], "at the same time"
 
 
+@pytest.mark.thorough
 def test_a_run_that_has_no_place_says_what_is_missing_and_ends(cluster: Cluster, working_dir, tmp_path):
     wanted = settings(tmp_path, "large", **{"scaling.num_workers": 9, "scaling.cpus_per_worker": 4})
     started = time.monotonic()

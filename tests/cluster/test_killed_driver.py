@@ -26,6 +26,7 @@ from .processes import everyone_of, start_script, still_there, until_it_says
 from .tiny import MAX_NORM, batch, make
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.ray,
     pytest.mark.timeout(500),
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),

@@ -31,7 +31,7 @@ from rayzero.telemetry.scrape import Scrape, scrape
 
 from .test_telemetry import get, series_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.thorough]
 
 WIDTH, LAYERS, STEPS = 2560, 8, 3
 MODEL = 4 * LAYERS * WIDTH * (WIDTH + 1)  # bytes, fp32: 200 MiB

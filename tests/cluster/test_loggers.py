@@ -478,6 +478,7 @@ def learn(config: dict[str, Any]) -> None:
             return
 
 
+@pytest.mark.thorough
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_a_run_that_is_resumed_reports_each_step_once_and_says_where(trainer: Any, nothing_left: None) -> None:

@@ -19,7 +19,7 @@ from rayzero.slabs.sweep import SHARED_MEMORY
 from .processes import start_script, until_it_says
 from .ray_cluster import Cluster, two_nodes
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.thorough]
 
 SCRIPT, STEPS = Path(__file__).with_name("killed_run.py"), 100
 

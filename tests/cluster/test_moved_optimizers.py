@@ -12,6 +12,7 @@ from .processes import left_in_shared_memory, shared_memory, start_script, still
 from .ray_cluster import can_be_apart, one_node
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.ray,
     pytest.mark.timeout(400),
     pytest.mark.skipif(not can_be_apart(), reason="a node cannot have a /dev/shm of its own here"),

@@ -15,7 +15,7 @@ from rayzero.cluster.files.run_dir import read_record
 from .processes import SCRIPT, listens, start_script, still_there, until_it_trains
 from .ray_cluster import submit
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.thorough]
 
 
 def test_a_script_joins_the_cluster_of_ray_address_and_trains_across_its_nodes(cluster, tmp_path):

@@ -167,6 +167,7 @@ def test_one_pair_is_one_whoever_has_tried(answers: dict[str, Any]) -> None:
     assert "more such" not in refusal(tries("rank 0", "a", 0), tries("rank 1", "a", 0))
 
 
+@pytest.mark.thorough
 @pytest.mark.ray
 def test_deaths_and_errors_are_told_apart_as_ray_raises_them(local_ray: None) -> None:
     """And an owner that does not answer holds up no other call to those who are to try it."""

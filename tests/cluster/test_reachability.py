@@ -34,6 +34,7 @@ def test_an_owner_listens_at_its_nodes_address_or_at_the_one_in_the_network(
     assert address_to_serve("optimizer 0", host, network, OWN) == expected
 
 
+@pytest.mark.promise("refused", "hosts")
 def test_a_host_behind_nat_is_refused_by_name() -> None:
     with pytest.raises(ConfigError) as refused:
         address_to_serve("optimizer 3", "203.0.113.9", None, OWN)

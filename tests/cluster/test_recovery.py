@@ -103,6 +103,7 @@ def losses(run_dir: Path) -> dict[tuple[int, int], float]:
     return {(row["rank"], row["done"]): row["loss"] for row in read_log(run_dir)}
 
 
+@pytest.mark.promise("recoverable", "jobs")
 def test_killed_optimizers_and_ranks_are_replaced(trainer, nothing_left, tmp_path, undisturbed):
     said: list[str] = []
     kills = Kills(tmp_path / "demo", {5: "optimizer 1", 15: "rank 1", 25: "optimizer 0"})
@@ -126,6 +127,7 @@ def test_killed_optimizers_and_ranks_are_replaced(trainer, nothing_left, tmp_pat
     assert sum(" is back as pid " in line for line in said) == 3
 
 
+@pytest.mark.thorough
 def test_nobody_notices_a_killed_coordinator(trainer, nothing_left, tmp_path, undisturbed):
     said: list[str] = []
     done: list[tuple[int, int]] = []
@@ -146,6 +148,7 @@ def test_nobody_notices_a_killed_coordinator(trainer, nothing_left, tmp_path, un
     assert any("coordinator died, and is back as pid" in line for line in said)
 
 
+@pytest.mark.thorough
 def test_a_stopped_process_is_killed_and_replaced(trainer, nothing_left, tmp_path, undisturbed):
     kills = Kills(tmp_path / "demo", {5: "optimizer 1"}, signal.SIGSTOP)
     result = trainer(train, on_report=kills, zero_config=ZeroConfig(stall_timeout=20.0)).fit()
@@ -153,12 +156,14 @@ def test_a_stopped_process_is_killed_and_replaced(trainer, nothing_left, tmp_pat
     assert [one["who"] for one in read_record(tmp_path / "demo")["recoveries"]] == ["optimizer 1"]
 
 
+@pytest.mark.thorough
 def test_one_failure_too_many_ends_the_run(trainer, nothing_left, tmp_path):
     kills = Kills(tmp_path / "demo", {5: "optimizer 1", 15: "rank 1"})
     with pytest.raises(RunFailedError, match=r"rank 1 died: .* one failure too many: the run has outlived 1"):
         trainer(train, on_report=kills, run={"max_failures": 1}).fit()
 
 
+@pytest.mark.thorough
 def test_a_spare_takes_the_place_of_an_optimizer_and_another_spare_is_started(
     trainer, nothing_left, tmp_path, undisturbed
 ):
@@ -189,6 +194,7 @@ def train_beyond_the_first_certificates(config: Any) -> None:
 LASTS_S = 8
 
 
+@pytest.mark.thorough
 def test_certificates_are_renewed_while_the_run_goes_on_and_processes_are_replaced(
     trainer, nothing_left, tmp_path, undisturbed, monkeypatch
 ):

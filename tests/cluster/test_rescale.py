@@ -54,6 +54,7 @@ def scaled(config: dict[int, int]) -> None:
     train(None, before)
 
 
+@pytest.mark.promise("scalable", "jobs")
 def test_optimizers_come_and_go_while_it_trains(trainer, nothing_left, tmp_path, undisturbed):
     """While half of the states stay on the ranks' devices. Those below have all of them on the host."""
     said: list[str] = []
@@ -84,6 +85,7 @@ class KillsInChange:
             os.kill(next(member["pid"] for member in members if member["who"] == self._who), signal.SIGKILL)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("who", ["optimizer 0", "rank 1"])
 def test_a_death_while_they_change_costs_nothing(trainer, nothing_left, tmp_path, undisturbed, who):
     kills = KillsInChange(tmp_path / "demo", who, "changing from")
@@ -110,6 +112,7 @@ def refused(config: Any) -> None:
     train(None, before)
 
 
+@pytest.mark.thorough
 def test_a_change_that_cannot_be_is_refused_in_the_record_and_training_goes_on(trainer, nothing_left, tmp_path):
     trainer(refused).fit()
     host = read_record(tmp_path / "demo")["members"][0]["host"]

@@ -19,6 +19,7 @@ from .processes import Kills
 from .tiny import batch, make, unsharded
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.ray,
     pytest.mark.timeout(400),
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),

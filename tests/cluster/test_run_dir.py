@@ -64,6 +64,7 @@ def killed_run(tmp_path, **entries) -> None:
     (tmp_path / "demo" / "run.json").write_text(json.dumps(record | entries))
 
 
+@pytest.mark.promise("recoverable", "cli")
 def test_a_killed_run_without_states_goes_on_from_its_newest_checkpoint_and_says_why(tmp_path):
     (checkpoint,) = saved(tmp_path, 10)
     killed_run(tmp_path)

@@ -25,6 +25,7 @@ def terminate(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.thorough
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_sigterm_while_ray_starts_is_a_stop_and_leaves_nothing_of_it(tmp_path: Path) -> None:

@@ -178,6 +178,7 @@ def test_the_coordinator_has_heard_of_everyone(seen) -> None:
     assert len(ages) == 4
 
 
+@pytest.mark.promise("observable", "jobs")
 @pytest.mark.parametrize("metric", [m for m in names.METRICS if not m.only], ids=lambda metric: metric.name)
 def test_every_metric_is_fed_by_the_processes_it_names_and_by_no_other(seen, metric) -> None:
     suffix = "_count" if metric.kind is Kind.HISTOGRAM else ""
@@ -230,6 +231,7 @@ def test_group_norms_of_the_owners_add_up_to_the_models(seen) -> None:
     assert all(square > 0 for square in squares.values())
 
 
+@pytest.mark.thorough
 def test_a_port_that_is_taken_ends_the_start_with_one_line(trainer, nothing_left, tmp_path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -239,6 +241,7 @@ def test_a_port_that_is_taken_ends_the_start_with_one_line(trainer, nothing_left
             trainer(train, {}, run={"telemetry": TelemetryConfig(port=port)}).fit()
 
 
+@pytest.mark.thorough
 def test_a_protected_run_is_read_by_its_own_tools_and_not_by_others(trainer, nothing_left, tmp_path) -> None:
     """Over TLS, with a password; ``rayzero top`` and ``rayzero trace`` ask as they do here."""
     TestAuthority(tmp_path).issue("server")
@@ -266,6 +269,7 @@ def test_a_protected_run_is_read_by_its_own_tools_and_not_by_others(trainer, not
     assert not (tmp_path / "demo" / VIEWER_FILE).exists()
 
 
+@pytest.mark.thorough
 def test_without_telemetry_no_port_is_opened_and_nothing_written(trainer, nothing_left, tmp_path) -> None:
     (tmp_path / "looked").touch()
     off = {"telemetry": TelemetryConfig(enabled=False)}

@@ -124,6 +124,7 @@ def slices(seen: Seen) -> list[Slice]:
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.thorough
 @pytest.mark.ray
 def test_every_event_is_what_the_trace_event_format_asks_for(seen) -> None:
     for event in seen.events:
@@ -140,6 +141,7 @@ def test_every_event_is_what_the_trace_event_format_asks_for(seen) -> None:
             assert event["args"]
 
 
+@pytest.mark.thorough
 @pytest.mark.ray
 def test_slices_of_a_thread_nest(seen) -> None:
     by_thread: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -156,6 +158,7 @@ def test_slices_of_a_thread_nest(seen) -> None:
             open_ends.append(end)
 
 
+@pytest.mark.thorough
 @pytest.mark.ray
 def test_every_process_has_its_lanes_and_every_kept_step_is_in_them(slices) -> None:
     steps = {one.step for one in slices if one.lane == "forward"}
@@ -184,6 +187,7 @@ def found(slices: list[Slice], lane: str, step: int, *, who: str | None = None, 
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.ray
 def test_causes_come_before_what_they_cause_across_processes(slices) -> None:
     """Both directions between ranks and owners: clocks that were apart would break one of them."""
@@ -210,6 +214,7 @@ def test_causes_come_before_what_they_cause_across_processes(slices) -> None:
             assert last_push <= decide.end <= min(one.start for one in found(slices, "update", step, who=who))
 
 
+@pytest.mark.thorough
 @pytest.mark.ray
 def test_a_rank_is_in_one_phase_at_a_time(slices) -> None:
     for who in RANKS:
@@ -219,6 +224,7 @@ def test_a_rank_is_in_one_phase_at_a_time(slices) -> None:
             assert one.end == pytest.approx(after.start, abs=0.01), "one follows the other"
 
 
+@pytest.mark.thorough
 @pytest.mark.ray
 def test_the_command_traces_a_run_that_is_going_on(seen) -> None:
     live = slices_of(seen.live["traceEvents"])
@@ -228,6 +234,7 @@ def test_the_command_traces_a_run_that_is_going_on(seen) -> None:
     assert seen.live["otherData"]["run"] == "demo"
 
 
+@pytest.mark.thorough
 @pytest.mark.ray
 def test_a_run_that_is_over_is_refused_and_its_own_trace_named(seen) -> None:
     with pytest.raises(

@@ -105,6 +105,7 @@ def test_a_ray_that_was_there_before_is_left_running_without_the_runs_actors(wat
     assert watched.left == []
 
 
+@pytest.mark.promise("safe", "jobs")
 def test_the_record_tells_what_became_of_the_run_and_no_token(watched):
     record = read_record(watched.result.path)
     assert record["state"] == "finished"
@@ -133,6 +134,7 @@ def test_a_record_whose_driver_is_gone_is_a_lost_run(watched, tmp_path):
     assert run_status(tmp_path)["state"] == "lost"
 
 
+@pytest.mark.promise("refused", "jobs")
 @pytest.mark.parametrize(
     ("scaling", "missing"),
     [
@@ -148,6 +150,7 @@ def test_resources_that_are_not_there_are_named_at_once(trainer, nothing_left, s
     assert read_record(tmp_path / "demo") is None, "a run that never ran leaves no record"
 
 
+@pytest.mark.thorough
 def test_resources_that_others_use_are_named_after_the_placement_timeout(trainer, nothing_left):
     holder = ray.util.placement_group([{"CPU": 7}])
     assert holder.wait(30)

@@ -53,6 +53,7 @@ def padded_bytes() -> int:
     return sum(-(-p.numel() // 64) * 64 * 4 for p in make()[0].parameters())
 
 
+@pytest.mark.thorough
 def test_two_ranks_and_two_optimizers_learn_what_plain_pytorch_learns(trainer, nothing_left):
     result = trainer(train, {"first": 0, "steps": STEPS}).fit()
     learnt, want = load_file(result.path / "weights.safetensors"), unsharded(STEPS)
@@ -81,6 +82,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(trainer, nothing_left, t
     assert describe_run(tmp_path / "demo")["last"]["step"] == STEPS
 
 
+@pytest.mark.thorough
 def test_owners_beside_the_ranks_learn_the_same(trainer, nothing_left, tmp_path):
     config, scaling = ZeroConfig(offload_fraction=0.4), {"num_optimizers": 1}
     result = trainer(train, {"first": 0, "steps": 3}, zero_config=config, scaling=scaling).fit()
@@ -90,6 +92,7 @@ def test_owners_beside_the_ranks_learn_the_same(trainer, nothing_left, tmp_path)
         torch.testing.assert_close(learnt[name], expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_a_killed_optimizer_is_named_though_the_ranks_only_see_a_broken_link(trainer, nothing_left, tmp_path):
     def kill(one):
         members = read_record(tmp_path / "demo")["members"]
@@ -99,6 +102,7 @@ def test_a_killed_optimizer_is_named_though_the_ranks_only_see_a_broken_link(tra
         trainer(train_for_ever, on_report=once(kill), run={"max_failures": 0}).fit()
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_is_named_though_the_other_only_sees_it_leave(trainer, nothing_left, tmp_path):
     def kill(one):
         os.kill(one.metrics["pid"], signal.SIGKILL)
@@ -112,6 +116,7 @@ def test_a_killed_rank_is_named_though_the_other_only_sees_it_leave(trainer, not
     assert len(read_log(tmp_path / "demo")) >= rows > 0, "what it had reported stays"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("who", "transport"), [("optimizer 1", "auto"), ("rank 1", "grpc")])
 def test_a_process_that_stands_still_is_named_and_the_run_ends_soon(trainer, nothing_left, tmp_path, who, transport):
     def stop(one):

@@ -95,6 +95,7 @@ def test_panels_do_not_overlap(path: Path) -> None:
         assert apart or b["y"] + b["h"] <= a["y"], (a, b)
 
 
+@pytest.mark.promise("observable", "alerts")
 def test_every_alert_says_what_to_do_and_is_tested() -> None:
     tested = (ROOT / "prometheus" / "tests.yaml").read_text()
     for group in yaml.safe_load(RULES.read_text())["groups"]:
@@ -106,6 +107,7 @@ def test_every_alert_says_what_to_do_and_is_tested() -> None:
                 assert fires in tested, rule["alert"]
 
 
+@pytest.mark.promise("installs", "alerts")
 @pytest.mark.parametrize(
     "command", [("check", "rules", "rules.yaml"), ("test", "rules", "tests.yaml")], ids=lambda command: command[0]
 )

@@ -25,7 +25,7 @@ from rayzero.telemetry.metric import Metric
 
 from .queries import RULES, in_rules, metrics_in, on_boards, with_values
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(420), pytest.mark.thorough]
 
 METRICS = {metric.name: metric for metric in vars(names).values() if isinstance(metric, Metric)}
 HAD = {

@@ -33,6 +33,7 @@ def run(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.promise("installs", "jobs")
 @pytest.mark.parametrize("path", sorted((DEPLOY / "docker").iterdir()), ids=lambda path: path.name)
 def test_what_images_copy_is_there(path: Path) -> None:
     text = path.read_text().replace("\\\n", " ")
@@ -46,6 +47,7 @@ def test_what_images_copy_is_there(path: Path) -> None:
     assert re.search(r"apt-get install .* wget ", last_stage), "KubeRay's probes before 1.6 call it"
 
 
+@pytest.mark.promise("installs", "hosts")
 def test_compose_is_legal_and_what_it_mounts_is_there() -> None:
     path = DEPLOY / "compose" / "docker-compose.yaml"
     described = yaml.safe_load(path.read_text())

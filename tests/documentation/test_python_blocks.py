@@ -14,6 +14,8 @@ from rayzero.engine.context import RankContext, running_in
 from .blocks import DOCUMENTS, PAGES, Block, blocks
 from .setups import SETUPS, SHORTER
 
+pytestmark = pytest.mark.thorough
+
 PYTHON = {page: [one for one in blocks(page) if one.language == "python"] for page in DOCUMENTS}
 STARTS_RAY = "docs/start.md"  # test_start_page.py runs its blocks, with those of the shell
 

@@ -14,7 +14,7 @@ import pytest
 
 from .blocks import Block, blocks
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.thorough]
 
 PAGE = blocks("docs/start.md")
 TRAIN = "rayzero train --steps 300"

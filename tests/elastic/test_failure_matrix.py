@@ -191,6 +191,8 @@ CELLS = {
 }
 
 
+@pytest.mark.promise("recoverable", "transports")
+@pytest.mark.spread(8)
 @pytest.mark.parametrize(("faults", "transport"), CELLS.values(), ids=CELLS)
 def test_a_fault_changes_no_bit(
     faults: tuple[Fault, ...],
@@ -229,6 +231,8 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.promise("recoverable", "hosts")
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("faults", ELSEWHERE.values(), ids=ELSEWHERE)
 def test_an_owner_on_another_host_dies_and_what_ranks_had_pushed_to_it_comes_again(
     faults: tuple[Fault, ...], expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -248,6 +252,8 @@ PROTECTED = {
 }
 
 
+@pytest.mark.promise("recoverable", "tls")
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("faults", PROTECTED.values(), ids=PROTECTED)
 def test_members_of_several_hosts_come_back_over_tls(
     faults: tuple[Fault, ...], expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -259,6 +265,7 @@ def test_members_of_several_hosts_come_back_over_tls(
         disturbed.check(caplog.messages)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("fault", ["finish-drop", "collect-drop", "apply-duplicate", "answer-to-save-drop"])
 def test_calls_that_are_lost_are_repeated_over_tls(
     fault: str, expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -320,6 +327,7 @@ def test_an_owner_that_dies_while_a_rank_maps_its_memory_ends_the_run_by_name(po
     disturbed.check_nothing_left()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("fault", "said"), RAISED.values(), ids=RAISED)
 def test_an_error_in_a_process_ends_the_run_with_one_that_says_where(fault: Fault, said: str, tmp_path: Path) -> None:
     disturbed = Disturbed(tmp_path, fault)

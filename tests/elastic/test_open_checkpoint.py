@@ -87,6 +87,8 @@ CASES = {
 }
 
 
+@pytest.mark.promise("recoverable", "checkpoints")
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_is_complete_or_not_there_and_training_keeps_its_bits(
     case: str, expected: Any, tmp_path: Path
@@ -94,6 +96,7 @@ def test_a_checkpoint_is_complete_or_not_there_and_training_keeps_its_bits(
     check(case, expected, tmp_path, {})
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("case", ["owner", "lead"])
 def test_so_it_is_where_ranks_reach_owners_over_grpc(case: str, expected: Any, tmp_path: Path) -> None:
     with another_host("rank 0", "rank 1") as hosts:

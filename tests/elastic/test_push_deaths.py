@@ -34,6 +34,7 @@ DEATHS = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("faults", DEATHS.values(), ids=DEATHS)
 def test_a_death_among_ranks_that_push_one_sum_changes_no_bit(
     faults: tuple[Fault, ...], expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -134,11 +134,15 @@ def scaled(
     return found
 
 
+@pytest.mark.promise("scalable", "transports")
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("wanted", [{4: 3}, {4: 1}, {4: 5, 10: 1, 16: 3}], ids=["up", "down", "up, to one, up"])
 def test_owners_come_and_go_and_no_bit_changes(tmp_path: Path, undisturbed: Any, wanted: dict[int, int]) -> None:
     assert differences(scaled(tmp_path, wanted, 24, max_failures=1), undisturbed(24)) == []
 
 
+@pytest.mark.promise("scalable", "optimizers")
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("on_host", [0.6, 0.0])
 def test_what_is_on_devices_stays_there_while_other_owners_come_and_go(
     tmp_path: Path, undisturbed: Any, on_host: float
@@ -155,6 +159,8 @@ def test_what_is_on_devices_stays_there_while_other_owners_come_and_go(
 THERE = "optimizer 0", "optimizer 1"
 
 
+@pytest.mark.promise("scalable", "hosts")
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("there", "ranks_there", "wanted", "avoid", "owners"),
     [
@@ -234,6 +240,7 @@ def tensor_bytes(run: str, directory: Path) -> int:
     return sum(512 * slab.path.stat().st_blocks for slab in slabs if slab.header.facts.role in TENSORS)
 
 
+@pytest.mark.thorough
 def test_what_has_moved_to_another_host_takes_no_memory_here(tmp_path: Path) -> None:
     with another_host("optimizer 2") as hosts:
         places = [SHARED_MEMORY, *hosts.values()]
@@ -386,6 +393,7 @@ CELLS = {
 }
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 def test_a_death_while_owners_change_changes_no_bit(
     cell: Cell, tmp_path: Path, undisturbed: Any, caplog: pytest.LogCaptureFixture
@@ -402,6 +410,7 @@ def test_a_death_while_owners_change_changes_no_bit(
         assert any("the owners stay as they are" in line for line in caplog.messages) == cell.stay
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "cell",
     [
@@ -442,6 +451,7 @@ MOVES = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("cell", MOVES.values(), ids=MOVES)
 def test_a_death_while_shards_move_between_hosts_changes_no_bit(
     cell: Cell, tmp_path: Path, undisturbed: Any, caplog: pytest.LogCaptureFixture

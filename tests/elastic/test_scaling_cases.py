@@ -131,6 +131,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.promise("scalable", "precisions", "moments", "accumulation", "codecs")
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("there", [(), ("optimizer 1", "optimizer 3", "rank 1")], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_no_bit_changes(case: dict[str, Any], there: tuple[str, ...], tmp_path: Path) -> None:
@@ -154,6 +156,7 @@ class MixedReach:
         return (self.far if rank in self.ranks else self.near).connect(table, rank, recorder, model, life)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("steps", [1, 3], ids=["alone", "accumulation"])
 @pytest.mark.parametrize("far", [{1}, {0, 1}], ids=["one rank", "both ranks"])
 def test_ranks_over_grpc_send_again_what_the_next_owners_lack(tmp_path: Path, far: set[int], steps: int) -> None:

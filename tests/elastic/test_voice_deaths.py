@@ -21,6 +21,7 @@ from .disturbed import OWNERS_ELSEWHERE, Disturbed, another_host, differences
 from .test_scaling_cases import UNITS, Small, Training, assert_same
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
     pytest.mark.usefixtures("forked_with_pytest"),
 ]

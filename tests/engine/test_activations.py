@@ -73,6 +73,7 @@ def trained(
     return rayzero.full_state_dict(model), gradients, events, activations and activations.summary()
 
 
+@pytest.mark.promise("exact", "activations")
 @pytest.mark.parametrize("up", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("place", PLACES)
@@ -248,6 +249,7 @@ def test_a_copy_of_the_model_has_no_offload_and_threads_end_with_the_rank():
     assert {thread.ident for thread in threading.enumerate()} <= before
 
 
+@pytest.mark.promise("refused", "activations")
 def test_a_pattern_without_match_is_refused_before_anything_is_changed():
     base = seeded(Net)
     with running_in(RankContext()), pytest.raises(ConfigError, match=r"^offload_activations: 'blocks\.\*' matches no"):

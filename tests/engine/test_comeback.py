@@ -235,6 +235,7 @@ GRPC: tuple[Point, ...] = (("forward", 1), ("pushes", 1), ("clipped", 2), ("fini
 SHM: tuple[Point, ...] = (("backward", 1), ("finish", 1), ("stepped", 1), ("pushed", 2), ("writing", 2))
 
 
+@pytest.mark.promise("recoverable", "accumulation")
 @pytest.mark.parametrize(("transport", "deaths"), [("grpc", GRPC), pytest.param("shm", SHM, marks=needs_shm)])
 def test_a_process_that_is_killed_repeats_its_step(
     transport: str, deaths: tuple[Point, ...], undisturbed: Any, tmp_path: Path

@@ -21,6 +21,8 @@ from rayzero.testing import run_ranks
 from .models import Net, same_bits, seeded, tokens
 from .test_comeback import Seen
 
+pytestmark = pytest.mark.thorough
+
 STEPS = 4
 Deaths = tuple[tuple[str, int], ...]
 

@@ -72,6 +72,7 @@ def trained(base: Net, config: ZeroConfig) -> tuple[dict[str, Tensor], dict[str,
 # ---- what is computed
 
 
+@pytest.mark.promise("exact", "codecs")
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_has_the_bits_of_a_plain_one_on_the_values_that_were_kept(
@@ -126,6 +127,7 @@ def wide(dtype: torch.dtype = torch.float32) -> nn.Module:
     return model
 
 
+@pytest.mark.promise("bounded", "codecs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", ["none", *METHODS])
 def test_owners_and_links_count_the_bytes_that_are_kept(method: str, dtype: torch.dtype) -> None:
@@ -216,6 +218,7 @@ def test_a_loaded_owner_plans_with_the_bytes_that_it_measured(method: str, dtype
 # ---- checkpoints, writes, refusals
 
 
+@pytest.mark.promise("recoverable", "codecs")
 @pytest.mark.parametrize("then", ["none", "int8", "lossless"])
 @pytest.mark.parametrize("first", ["none", "int8", "lossless"])
 def test_a_checkpoint_of_any_resumes_with_any(tmp_path: Path, first: str, then: str) -> None:
@@ -310,6 +313,7 @@ def test_a_record_has_its_pages_before_it_is_written_or_says_that_there_are_none
             optimizer.step()
 
 
+@pytest.mark.promise("refused", "codecs")
 def test_values_that_a_codec_cannot_hold_are_refused_by_name() -> None:
     base = wide()
     with torch.no_grad():

@@ -116,6 +116,7 @@ def test_ranks_compute_with_what_they_computed_with(alone: RankContext) -> None:
 # ---- checkpoints, exports, resuming
 
 
+@pytest.mark.promise("recoverable", "precisions")
 @pytest.mark.parametrize(("first", "then"), [(BF16, BF16), (BF16, ROUNDED), (ROUNDED, BF16), (ROUNDED, ROUNDED)])
 def test_checkpoints_hold_them_and_runs_resume_with_them(tmp_path: Path, first: ZeroConfig, then: ZeroConfig) -> None:
     model = frozen_base()

@@ -67,6 +67,7 @@ def states_of(context: RankContext, base: Net) -> dict[str, Tensor]:
     return {**rayzero.full_state_dict(model), **found}
 
 
+@pytest.mark.promise("exact", "moments")
 @pytest.mark.parametrize("moments", CODED)
 def test_bits_do_not_depend_on_the_store_or_the_number_of_owners(moments: str) -> None:
     base = seeded(Net)
@@ -85,6 +86,7 @@ def test_bits_do_not_depend_on_the_store_or_the_number_of_owners(moments: str) -
         assert same_bits(results[1], first), (transport, owners)
 
 
+@pytest.mark.promise("recoverable", "moments")
 @pytest.mark.parametrize("held", ["fp32", "kept"])
 @pytest.mark.parametrize(("first", "then"), [("int8", "int8"), ("bf16", "bf16"), ("int8", "fp32"), ("fp32", "int8")])
 def test_a_checkpoint_of_either_resumes_with_either(tmp_path: Path, first: str, then: str, held: str) -> None:
@@ -153,6 +155,7 @@ def test_states_that_are_written_are_rounded_once(moments: str) -> None:
         )
 
 
+@pytest.mark.promise("bounded", "moments")
 @pytest.mark.parametrize("moments", ["fp32", *CODED])
 def test_the_owner_counts_the_bytes_that_it_keeps(moments: str) -> None:
     with running_in(RankContext()) as context:
@@ -162,6 +165,7 @@ def test_the_owner_counts_the_bytes_that_it_keeps(moments: str) -> None:
     assert held["exp_avg"] == held["exp_avg_sq"] == held["master"] / 4 * moment_bytes(moments)
 
 
+@pytest.mark.promise("refused", "moments")
 def test_optimizers_without_such_moments_are_refused_before_anything_changes() -> None:
     with running_in(RankContext()):
         model = seeded(Net)

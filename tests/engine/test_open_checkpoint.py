@@ -171,6 +171,7 @@ def test_an_error_that_nobody_has_had_comes_with_the_next_one(tmp_path: Path, mo
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
 
+@pytest.mark.promise("observable", "checkpoints")
 def test_a_full_disk_is_a_warning_where_the_run_wants_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

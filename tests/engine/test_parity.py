@@ -41,6 +41,7 @@ def train(
 SMALL_SHARDS = ZeroConfig(shard_bytes=16 << 10, min_unit_bytes=1 << 12)
 
 
+@pytest.mark.promise("exact", "optimizers")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_twenty_clipped_adamw_steps_equal_unsharded_training_for_any_number_of_owners(world_size: int) -> None:
     base = seeded(Net)
@@ -83,6 +84,7 @@ def two_ranks() -> tuple[nn.Module, dict[str, Tensor]]:
     return base, run_ranks(lambda ctx: train(ctx, base, ZeroConfig(), steps=5), 2, 2)[0][0]
 
 
+@pytest.mark.promise("hidden", "precisions")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bits_do_not_depend_on_how_bytes_move(variant: str, two_ranks: tuple[nn.Module, dict[str, Tensor]]) -> None:
     base, expected = two_ranks
@@ -92,6 +94,7 @@ def test_bits_do_not_depend_on_how_bytes_move(variant: str, two_ranks: tuple[nn.
         assert same_bits(state, expected)
 
 
+@pytest.mark.promise("exact", "transports")
 def test_bits_do_not_depend_on_the_transport(two_ranks: tuple[nn.Module, dict[str, Tensor]]) -> None:
     base, expected = two_ranks
     for state, _ in run_ranks(lambda ctx: train(ctx, base, ZeroConfig(), steps=5), 2, 2, "grpc"):
@@ -118,6 +121,7 @@ def accumulate(model: nn.Module, step: int, rank: int) -> None:
         (token_loss(model, tokens(10 * step + micro, rank)) / MICRO_BATCHES).backward()
 
 
+@pytest.mark.promise("exact", "accumulation")
 def test_accumulated_micro_batches_equal_unsharded_accumulation() -> None:
     base = seeded(Net)
 
@@ -177,6 +181,7 @@ def bf16_oracle(
     return {name: names[name].detach() for name in model.state_dict()}
 
 
+@pytest.mark.promise("exact", "precisions")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bf16_parameters_with_fp32_masters_equal_their_oracle(world_size: int) -> None:
     base = seeded(Net)

@@ -22,6 +22,7 @@ from rayzero.testing import run_ranks
 from .test_comeback import AT, base, loop, run, same
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
     pytest.mark.usefixtures("forked_with_pytest"),
 ]

@@ -65,6 +65,7 @@ def draws() -> list[float]:
     return [float(torch.rand(())), random.random(), float(numpy.random.rand())]
 
 
+@pytest.mark.promise("exact", "checkpoints")
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     with running_in(RankContext()):
         model, optimizer = prepared()
@@ -101,6 +102,7 @@ class Counting(Net):
         return self.head(self.norm(x))
 
 
+@pytest.mark.promise("scalable", "checkpoints")
 def test_ranks_resume_with_their_own_state_and_another_number_of_owners(tmp_path: Path) -> None:
     base = seeded(Counting)
 

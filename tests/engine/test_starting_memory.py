@@ -31,6 +31,8 @@ from rayzero.store.rank.store import RankStore
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing import run_ranks
 
+pytestmark = pytest.mark.thorough
+
 WIDTH, BLOCKS = 1024, 96
 UNIT = WIDTH * WIDTH * 4  # bytes in fp32
 MODEL = BLOCKS * UNIT  # 384 MiB

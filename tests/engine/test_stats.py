@@ -119,6 +119,7 @@ def test_phases_add_up_to_the_time_and_steps_to_theirs(alone: RankContext) -> No
     assert 0 < found.exposed_seconds <= found.update_seconds
 
 
+@pytest.mark.promise("observable", "precisions")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_bytes_are_what_the_layout_says(precision: Any, alone: RankContext) -> None:
     model, optimizer = prepared(ZeroConfig(precision=precision, prefetch_adaptive=False))
@@ -414,6 +415,7 @@ def test_ranks_of_a_run_have_stats_without_an_exporter_and_merge() -> None:
     assert merged.steps.longest == max(rank.steps.longest for rank in ranks)
 
 
+@pytest.mark.promise("observable", "hosts")
 def test_over_a_network_bytes_are_measured_and_the_links_limit_is_not() -> None:
     base = seeded(Net)
 

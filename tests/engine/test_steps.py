@@ -288,6 +288,7 @@ def test_a_nan_gradient_raises_under_nonfinite_raise(alone: RankContext) -> None
 # ---- refusals ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("refused", "accumulation")
 def test_an_unplanned_second_backward_in_bf16_names_the_setting(alone: RankContext) -> None:
     model, optimizer = prepared(seeded(Net), ZeroConfig(precision="bf16"))
     token_loss(model, tokens(0)).backward()
@@ -333,6 +334,7 @@ def test_a_rank_that_ends_early_fails_the_others_step_by_name() -> None:
         run_ranks(loop, 2, 2)
 
 
+@pytest.mark.promise("refused", "precisions")
 @pytest.mark.parametrize(
     ("act", "says"),
     [

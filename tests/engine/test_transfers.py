@@ -46,6 +46,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.promise("hidden", "optimizers")
 @pytest.mark.parametrize("lands", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_are_those_of_plain_torch_however_late_copies_run(

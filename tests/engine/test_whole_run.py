@@ -69,6 +69,7 @@ def killed_at(at: list[Point], directory: Path, folder: Path, *, num_owners: int
     return results
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
     undisturbed: Any, slab_dir: Path, tmp_path: Path
 ) -> None:

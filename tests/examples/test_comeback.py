@@ -19,7 +19,7 @@ from rayzero.engine.context import RankContext
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.testing import run_ranks
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked_with_trainers")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked_with_trainers"), pytest.mark.thorough]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 6
 

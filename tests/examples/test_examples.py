@@ -41,6 +41,7 @@ def test_plain_loop_learns_with_a_part_of_the_model_gathered() -> None:
     assert "load into the plain model" in said
 
 
+@pytest.mark.thorough
 def test_hf_finetune_trains_generates_and_saves() -> None:
     said = run("hf_finetune.py", "--steps", "20", "--layers", "2")
     assert losses(said)[0] < 5.6
@@ -48,6 +49,7 @@ def test_hf_finetune_trains_generates_and_saves() -> None:
     assert "from_pretrained(checkpoint-20) gives the same weights: True" in said
 
 
+@pytest.mark.thorough
 def test_lora_trains_adapters_on_a_frozen_bf16_base() -> None:
     said = run("lora.py", "--steps", "30")
     assert losses(said)[-1] < losses(said)[0]
@@ -55,6 +57,7 @@ def test_lora_trains_adapters_on_a_frozen_bf16_base() -> None:
     assert "the base is as it was: True" in said
 
 
+@pytest.mark.thorough
 @pytest.mark.ray
 def test_ray_train_learns_and_keeps_the_checkpoint_of_its_workers() -> None:
     said = run("ray_train.py", "--steps", "40", "--fits", "1")  # the next one: tests/integrations/test_ray_train.py

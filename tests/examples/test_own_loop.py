@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from rayzero.engine.context import RankContext, running_in
 
+pytestmark = pytest.mark.thorough
+
 PAGE = Path(__file__).parents[2] / "docs/howto/own_loop.md"
 
 

@@ -13,6 +13,7 @@ from .hosts import Host, hosts, why_no_hosts
 from .trainings import OWNERS_ELSEWHERE, PYTHON, RANKS_ON_HEAD, RAY_ENV, join_ray, shut, start_ray, train, until
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.ray,
     pytest.mark.timeout(300),
     pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts())),

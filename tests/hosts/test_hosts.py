@@ -19,7 +19,11 @@ from rayzero.store.shm.same_host import host_identity
 
 from .hosts import Host, HostsError, hosts, why_no_hosts
 
-pytestmark = [pytest.mark.ray, pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts())),
+    pytest.mark.thorough,
+]
 
 SERVER = """
 import hashlib, socket, sys

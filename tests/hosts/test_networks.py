@@ -13,7 +13,11 @@ from store.stores import inprocess
 from .hosts import Host, hosts, why_no_hosts
 from .members import OWNERS, RANKS, digest, give_certificates
 
-pytestmark = [pytest.mark.ray, pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts())),
+    pytest.mark.thorough,
+]
 
 MEMBERS = str(Path(__file__).with_name("members.py"))
 PATH = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}

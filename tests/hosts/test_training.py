@@ -23,6 +23,7 @@ PUSHED = STEPS * MODEL_BYTES  # by a rank
 FETCHED = (STEPS + 1) * MODEL_BYTES  # the initial weights, and each step's
 
 
+@pytest.mark.promise("exact", "hosts")
 def test_a_rank_and_an_owner_on_each_host(two_hosts: TwoHosts, undisturbed: str, tmp_path: Path) -> None:
     a, b = two_hosts.a, two_hosts.b
     before = a.sent_to(b), b.sent_to(a)
@@ -40,6 +41,7 @@ def test_a_rank_and_an_owner_on_each_host(two_hosts: TwoHosts, undisturbed: str,
     assert training.digest() == undisturbed
 
 
+@pytest.mark.thorough
 def test_metrics_of_both_hosts_are_for_the_runs_own_tools_and_owners_listen_in_its_network(
     two_hosts: TwoHosts, tmp_path: Path
 ) -> None:
@@ -63,6 +65,7 @@ except urllib.error.HTTPError as error:
     training.end()
 
 
+@pytest.mark.thorough
 def test_a_network_that_hosts_do_not_have_is_refused_by_name(two_hosts: TwoHosts, tmp_path: Path) -> None:
     training = train(two_hosts.a, tmp_path, two_hosts.address, "run.network=203.0.113.0/24")
     said = training.until_it_says("run.network is 203.0.113.0/24, but the host of optimizer")
@@ -70,6 +73,7 @@ def test_a_network_that_hosts_do_not_have_is_refused_by_name(two_hosts: TwoHosts
     assert training.driver.wait(60) != 0
 
 
+@pytest.mark.thorough
 def test_a_host_that_does_not_share_the_runs_folder_is_refused_at_the_start(
     two_hosts: TwoHosts, tmp_path: Path
 ) -> None:
@@ -85,6 +89,7 @@ def test_a_host_that_does_not_share_the_runs_folder_is_refused_at_the_start(
     assert slabs_on(b) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("killed", ["driver", "rank 1", "optimizer 1"])
 def test_a_run_that_ends_badly_leaves_nothing_in_the_other_hosts_memory(
     killed: str, two_hosts: TwoHosts, tmp_path: Path
@@ -106,6 +111,7 @@ def slabs_on(host: Host) -> int:
     return host.run(["ls", "/dev/shm"]).stdout.count("rayzero-")
 
 
+@pytest.mark.thorough
 def test_all_ranks_on_one_host_and_all_owners_on_the_other(
     two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
 ) -> None:
@@ -126,6 +132,7 @@ def test_all_ranks_on_one_host_and_all_owners_on_the_other(
     assert training.digest() == undisturbed
 
 
+@pytest.mark.thorough
 def test_ranks_of_a_host_that_fetch_and_push_each_for_itself(
     two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
 ) -> None:
@@ -143,6 +150,7 @@ def test_ranks_of_a_host_that_fetch_and_push_each_for_itself(
     assert training.digest() == undisturbed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("whom", "settings"),
     [("rank", []), ("optimizer", []), ("optimizer 0", OWNERS_ELSEWHERE)],
@@ -164,6 +172,7 @@ def test_a_process_that_is_killed_on_the_other_host_is_replaced_there(
     assert training.digest() == undisturbed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("seconds", "settings"), [(5.0, []), (15.0, OWNERS_ELSEWHERE)], ids=["delayed", "reopened"])
 def test_a_cable_that_is_cut_for_a_while_changes_nothing(
     seconds: float, settings: list[str], two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
@@ -186,6 +195,7 @@ def test_a_cable_that_is_cut_for_a_while_changes_nothing(
     assert training.digest() == undisturbed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "faults",
     [
@@ -212,6 +222,7 @@ def test_a_bad_cable_changes_no_bit(
     assert training.digest() == undisturbed
 
 
+@pytest.mark.thorough
 def test_a_cable_that_carries_one_way_only_changes_nothing(
     two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
 ) -> None:

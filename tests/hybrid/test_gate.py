@@ -59,6 +59,7 @@ def stepped(model: nn.Module, held: Held, **options) -> HybridDeviceOptimizer:
     return hybrid
 
 
+@pytest.mark.promise("hidden", "hybrid")
 def test_step_returns_while_parameters_are_away_and_metadata_waits_for_nothing(held):
     model = net()
     before = weights(model)

@@ -21,6 +21,7 @@ def plain(model: nn.Module, cls=torch.optim.AdamW, **options) -> torch.optim.Opt
     return cls(model.parameters(), **fused, **options)
 
 
+@pytest.mark.promise("exact", "hybrid")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("in_backward", ["nothing", "send", "step"])
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.77, 1.0])

@@ -11,6 +11,7 @@ from rayzero.errors import ConfigError, UnsupportedError
 from tests.hybrid.models import backward, net
 
 
+@pytest.mark.promise("refused", "hybrid")
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

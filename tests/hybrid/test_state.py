@@ -75,6 +75,7 @@ def test_loading_copies():
     assert equal([value for state in hybrid.state.values() for value in state.values()], before)
 
 
+@pytest.mark.promise("recoverable", "hybrid")
 @pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("state_first", [False, True])
 def test_fp32_masters_survive_a_restart_bit_by_bit(state_first, fraction):
@@ -231,6 +232,7 @@ def test_the_fraction_moves_at_run_time_without_changing_a_bit(dtype):
     assert states_equal(hybrid, fixed)
 
 
+@pytest.mark.promise("observable", "hybrid")
 def test_placement_says_what_lives_where():
     model = net()
     total = sum(param.nbytes for param in model.parameters())
@@ -242,6 +244,7 @@ def test_placement_says_what_lives_where():
     assert found.host_memory_bytes >= 4 * found.offloaded_bytes  # master, gradient, two moments
 
 
+@pytest.mark.promise("bounded", "hybrid")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("budget", [0, 10_000, 20_000, 1 << 20])
 def test_a_device_memory_budget_holds(budget, dtype):

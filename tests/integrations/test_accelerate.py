@@ -71,6 +71,7 @@ def loop(
     return model, logged
 
 
+@pytest.mark.promise("observable", "integrations")
 def test_an_accelerate_loop_has_stats(alone: RankContext) -> None:
     model, logged = loop(ZeroAccelerator(zero_config=ZeroConfig()), seeded(Net), max_norm=None)
     found = rayzero.stats(model)
@@ -79,6 +80,7 @@ def test_an_accelerate_loop_has_stats(alone: RankContext) -> None:
     assert found.waits["push"].count > 0
 
 
+@pytest.mark.promise("exact", "integrations")
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("accumulated", [1, 4])
 def test_a_loop_gives_the_same_bits(precision: str, accumulated: int, alone: RankContext) -> None:
@@ -221,6 +223,7 @@ def with_collectives(context: RankContext) -> tuple[dict[str, Tensor], Tensor]:
     return state, ranks
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("forked_with_trainers")
 def test_a_torch_distributed_group_of_the_ranks_serves_for_gathering(tmp_path: Path) -> None:
     """At a constant lr: Accelerate's schedulers step once a process."""

@@ -18,7 +18,7 @@ from rayzero.engine.context import RankContext
 from rayzero.integrations.accelerate import ZeroAccelerator
 from rayzero.testing import run_ranks
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked_with_trainers")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked_with_trainers"), pytest.mark.thorough]
 EPOCHS = 2
 
 

@@ -335,6 +335,7 @@ def test_what_needs_other_ranks_is_refused(module: type, settings: Any, message:
 # ---- refused ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("refused", "integrations")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

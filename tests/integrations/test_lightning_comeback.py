@@ -19,7 +19,7 @@ from rayzero.testing import run_ranks
 from .test_lightning import Learner, loader, state_of, trainer, zero
 from .test_lightning import pytestmark as filters
 
-pytestmark = [*filters, pytest.mark.usefixtures("forked_with_trainers")]
+pytestmark = [*filters, pytest.mark.usefixtures("forked_with_trainers"), pytest.mark.thorough]
 
 
 class Mortal(Learner):

@@ -185,6 +185,7 @@ def test_a_worker_learns_where_the_successor_of_an_owner_is(in_a_worker: None, m
         assert told.get(timeout=30) == (0, "a:2")
 
 
+@pytest.mark.promise("safe", "integrations")
 def test_the_token_is_not_in_what_ray_train_may_log() -> None:
     assert "secret" not in repr(started(("a:1",), token="secret-of-the-run"))
 

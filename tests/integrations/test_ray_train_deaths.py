@@ -29,6 +29,7 @@ from rayzero.integrations.ray_train import optimizer_actors
 from rayzero.store.shm.same_host import why_no_sharing
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.ray,
     pytest.mark.timeout(400),
     pytest.mark.filterwarnings("default"),  # Ray has some of its own

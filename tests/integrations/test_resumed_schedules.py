@@ -46,6 +46,7 @@ def assert_resumes(train: Callable[[Path | None], Trained], saved: Callable[[int
         assert same_bits(state, expected), f"after step {done}"
 
 
+@pytest.mark.promise("recoverable", "integrations")
 @pytest.mark.parametrize("name", ["OneCycleLR", "CosineAnnealingLR", "StepLR"])
 def test_in_transformers_trainer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.trainer_callback.PrinterCallback, "on_log", lambda *_, **__: None)

@@ -114,6 +114,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.promise("exact", "integrations")
 @pytest.mark.parametrize("case", SETTINGS)
 def test_trains_as_transformers_trainer(case: str, alone: RankContext, tmp_path: Path) -> None:
     base = build(llama, attention_dropout=0.1)

@@ -26,7 +26,7 @@ from .test_trainer_ranks import ragged
 from .training import build
 from .zoo import gpt2
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked_with_trainers")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked_with_trainers"), pytest.mark.thorough]
 Point = tuple[str, int]  # where in the Trainer's step, and the global step that was reached
 
 EXAMPLES, EPOCHS = 20, 3

@@ -16,6 +16,8 @@ from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.native import load
 from rayzero.kernels.stamps import STAMP, UNDO_BYTES, TileStamps
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "rayzero" / "kernels" / "native"
 OPTIONS = AdamOptions(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)

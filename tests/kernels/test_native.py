@@ -558,6 +558,7 @@ def test_the_kernel_uses_as_many_threads_as_torch() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.promise("installs", "optimizers")
 def test_it_is_chosen_where_it_is_there_and_its_sums_with_it() -> None:
     assert isinstance(choose_kernel("auto"), TorchKernel if native.why_not() else native.NativeKernel)
     assert isinstance(choose_kernel(ZeroConfig(kernel="native").kernel), native.NativeKernel)

@@ -63,11 +63,13 @@ def test_fp32_is_12_bytes_an_element_and_4_a_rank() -> None:
     assert found.staging == 3 * 2 * 4 * 1024  # two shards a rank: fp32 memory can add an unplanned push
 
 
+@pytest.mark.promise("bounded", "precisions")
 def test_bf16_is_14_bytes_an_element_and_2_a_rank() -> None:
     found = plan(layout_of((4096, torch.bfloat16, True)), ranks=3)
     assert found.total == (2 + 12 + 3 * 2) * 4096
 
 
+@pytest.mark.promise("bounded", "accumulation")
 def test_accumulation_is_4_bytes_a_rank_and_staging_for_two_largest_units() -> None:
     found = plan(layout_of((4096, torch.bfloat16, True), (1024, torch.bfloat16, True)), ranks=3, steps=2)
     assert found.gradients == 3 * 4 * 5120

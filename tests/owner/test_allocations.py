@@ -32,6 +32,7 @@ def test_the_measure_sees_an_allocation() -> None:
     assert allocated(lambda: torch.zeros(1000) + 1) >= 4000
 
 
+@pytest.mark.promise("bounded", "optimizers")
 @pytest.mark.parametrize("kernel", ["torch", "auto"])
 @pytest.mark.parametrize("ranks", [1, 3, 10])
 def test_an_update_allocates_nothing(kernel: str, ranks: int) -> None:

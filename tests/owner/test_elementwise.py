@@ -105,6 +105,7 @@ WORKS = [
 IDS = ["sgd", "nesterov", "adagrad", "rmsprop", "adadelta", "adamax", "nadam", "radam", "rprop", "asgd", "sub", "lion"]
 
 
+@pytest.mark.promise("exact", "optimizers")
 @pytest.mark.parametrize(("cls", "options"), WORKS, ids=IDS)
 def test_an_elementwise_class_has_its_own_bits_on_shards(cls: type[torch.optim.Optimizer], options: Any) -> None:
     spec = spec_of(cls, **options)
@@ -179,6 +180,7 @@ def test_amsgrad_and_adam_equal_torch(world_size: int) -> None:
 # ---- refusals
 
 
+@pytest.mark.promise("refused", "optimizers")
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [

@@ -48,6 +48,7 @@ def averaged(spec: ModelSpec, grads: Sequence[Grads]) -> list[Tensor]:
     return found
 
 
+@pytest.mark.promise("observable", "optimizers")
 def test_each_groups_norms_are_those_of_its_gradients_its_weights_and_their_change() -> None:
     spec, recorder = make_spec(WORLD), MemoryRecorder()
     with owner_of(spec, recorder=recorder, norms_every=1) as owner:

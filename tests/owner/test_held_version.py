@@ -140,6 +140,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 ENOUGH = 1 << 20
 
 
+@pytest.mark.promise("hidden", "checkpoints")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_go_on_while_a_version_is_written_and_its_file_is_that_of_a_save_nobody_disturbed(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

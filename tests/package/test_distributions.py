@@ -18,6 +18,8 @@ import yaml
 
 import rayzero
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

@@ -37,6 +37,7 @@ def run(code: str, cwd: Path, **environment: str) -> tuple[set[str], str]:
     return set(json.loads(modules)), said
 
 
+@pytest.mark.promise("installs", "cli")
 def test_a_python_without_the_packages_is_named_with_what_it_lacks() -> None:
     """Each Python finds rayzero in a clone; -S leaves out what is installed."""
     command = [sys.executable, "-S", "-m", "rayzero", "doctor"]

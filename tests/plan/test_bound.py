@@ -71,6 +71,7 @@ def test_ranks_on_one_cpu_host_share_its_speed() -> None:
     assert bound_step(traffic, BF16, FOUR.replace(use_gpu=False), CPU_HOST).compute == 4 * 3e12 / 1e12
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_no_real_step_is_faster_than_its_bound(name: str) -> None:
     build, loss, config = MODELS[name]

@@ -115,6 +115,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", POLICIES)
 def test_planned_bytes_of_activations_that_leave_are_those_of_the_offload(name: str) -> None:
     policy = POLICIES[name]
@@ -138,6 +139,7 @@ def test_planned_bytes_of_activations_that_leave_are_those_of_the_offload(name: 
     assert work.backward_peak_bytes >= 0.95 * first
 
 
+@pytest.mark.thorough
 def test_a_device_budget_is_planned_as_what_stays() -> None:
     with torch.device("meta"):
         layout = build_layout(GPT(FOUR_BLOCKS), min_unit_bytes=4096).layout

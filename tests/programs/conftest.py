@@ -35,8 +35,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     cases: list[Case] = metafunc.module.CASES
     found = []
     for number, case in enumerate(cases):
-        for setting in settings(category, number, case, metafunc.config):
-            found.append(pytest.param(case, setting, id=f"{case.name}-{setting}"))
+        chosen = settings(category, number, case, metafunc.config)
+        for at, setting in enumerate(chosen):
+            marks = [] if at == number % len(chosen) else [pytest.mark.thorough]  # the first tier has one each, in turn
+            found.append(pytest.param(case, setting, id=f"{case.name}-{setting}", marks=marks))
     metafunc.parametrize(("case", "setting"), found)
 
 

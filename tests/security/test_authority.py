@@ -216,6 +216,7 @@ def test_a_file_that_is_none_is_named_and_not_waited_for(kind: str, tmp_path: Pa
         issuer("a run", config)
 
 
+@pytest.mark.promise("refused", "tls")
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -34,6 +34,7 @@ def authority(tmp_path: Path) -> TestAuthority:
     return made
 
 
+@pytest.mark.promise("refused", "alerts")
 @pytest.mark.parametrize(
     ("text", "said"),
     [

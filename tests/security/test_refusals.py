@@ -10,6 +10,7 @@ from rayzero.telemetry.names import REFUSED
 from rayzero.telemetry.recorder import MemoryRecorder
 
 
+@pytest.mark.promise("observable", "tls")
 def test_all_are_counted_and_few_are_told(caplog: pytest.LogCaptureFixture) -> None:
     recorder, clock = MemoryRecorder(), Clock()
     refusals = Refusals("metrics", recorder, clock)

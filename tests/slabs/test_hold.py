@@ -149,6 +149,7 @@ def test_a_fifo_with_a_slabs_name_stays_and_disturbs_no_sweep(tmp_path: Path) ->
         Slab.attach(tmp_path / "rayzero-0.slab", writable=False, run="demo", layout_digest="ab" * 16)
 
 
+@pytest.mark.promise("safe", "hosts")
 def test_another_users_files_are_neither_swept_nor_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep may not remove them, and what they hold, and by whom, is their maker's word: ``end_hold`` would end
     whom it names."""

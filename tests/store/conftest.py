@@ -11,8 +11,10 @@ import pytest
 from rayzero.slabs.sweep import SHARED_MEMORY
 from store.stores import STORES, StoreFactory
 
+FIRST_TIER = ("inprocess", "shm", "sums", "mixed-relay")  # each way that bytes go is in one of them
 
-@pytest.fixture(params=list(STORES))
+
+@pytest.fixture(params=[pytest.param(s, marks=[] if s in FIRST_TIER else [pytest.mark.thorough]) for s in STORES])
 def make_stores(request: pytest.FixtureRequest) -> StoreFactory:
     """One store after the other."""
     return STORES[request.param]

@@ -162,6 +162,7 @@ def test_a_rank_that_skips_units_and_waits_blocks_nobody(make_stores: StoreFacto
             wait.result(WAIT)
 
 
+@pytest.mark.promise("hidden", "transports")
 def test_a_rank_pushes_everything_while_the_others_have_not_begun(make_stores: StoreFactory) -> None:
     spec = make_spec(3, accumulation_steps=3)
     with make_stores(3, 2) as stores:
@@ -213,6 +214,7 @@ def test_a_backward_may_be_pushed_while_the_one_before_is_on_its_way(make_stores
         assert equal(pushed_at_once, masters(ranks[0]))
 
 
+@pytest.mark.promise("exact", "transports")
 def test_sums_across_ranks_run_in_groups_of_8(make_stores: StoreFactory) -> None:
     spec = make_spec(10, optimizer="torch.optim.sgd:SGD", hyper=[{"lr": 1.0}])
     grads = [random_grads(spec, seed) for seed in range(10)]
@@ -234,6 +236,7 @@ def test_sums_across_ranks_run_in_groups_of_8(make_stores: StoreFactory) -> None
     assert plain < grouped  # the order matters for these numbers
 
 
+@pytest.mark.promise("refused", "transports")
 def test_an_unplanned_second_backward_of_a_16_bit_unit_names_the_setting(make_stores: StoreFactory) -> None:
     spec = make_spec(1, dtypes=[BF16, torch.float32, torch.float32])
     with make_stores(1, 1) as stores:

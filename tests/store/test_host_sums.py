@@ -217,6 +217,7 @@ def test_only_the_first_ranks_of_a_group_are_added(stack: ExitStack) -> None:
     assert (sum(sent[:6]), sent[6], sent[7], sum(sent[8:])) == (whole, whole, whole, whole)
 
 
+@pytest.mark.promise("hidden", "hosts")
 def test_a_unit_leaves_once_its_last_rank_has_pushed_it_and_not_at_the_end_of_the_step(stack: ExitStack) -> None:
     spec = make_spec(2)
     place = Place(stack, [0, 0])

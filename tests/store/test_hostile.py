@@ -101,6 +101,7 @@ def test_clients_that_do_not_speak_the_protocol_are_cut(said: str, shown: Identi
 # ---- frames of HTTP/2 by hand: grpc's own client sends no lies
 
 
+@pytest.mark.promise("bounded", "tls")
 @pytest.mark.parametrize("service", ["StoreService/Push", "StoreService/Attach", "OwnerService/Apply"])
 @pytest.mark.parametrize("token", [TOKEN, "guess"])
 def test_a_message_that_claims_two_gigabytes_is_refused(service: str, token: str) -> None:
@@ -181,6 +182,7 @@ def test_a_million_tiny_chunks_of_a_stranger_are_not_read() -> None:
 # ---- messages that no rank would send
 
 
+@pytest.mark.thorough
 def test_messages_of_those_who_may_ask_for_nothing_disturb_no_training() -> None:
     """Replays of what a rank has sent, by other ranks and another run, bent ones, and random ones; ``store.fuzz`` tries
     100,000."""
@@ -220,6 +222,7 @@ def test_what_a_rank_asks_for_in_vain_is_refused_soon(method: str, taken: int) -
         assert all(each.__context__ is None for each in kept), "grpc keeps them, and so it would keep what was refused"
 
 
+@pytest.mark.promise("safe", "transports")
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_a_member_sends_is_answered_by_name(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -40,6 +40,7 @@ SHARES = why_no_sharing() is None
 # ---- faults at random moments (faults.py tries more seeds, and says how to replay one)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("which", LINKS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_run_whose_links_break_ends_with_the_bits_of_one_whose_links_do_not(fault: str, which: str) -> None:
@@ -91,6 +92,7 @@ _NEVER += ("DescribeEpoch", "GiveShards", "Speak", "Mute")  # tests/store/test_n
 # no answer to lose, or not in the run
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("method", [method for method in _REPEATED if method not in _NEVER])
 def test_a_call_whose_answer_is_lost_is_repeated_and_counts_once(method: str, tmp_path: Path) -> None:
     if method == "Share" and not SHARES:
@@ -217,6 +219,7 @@ def test_a_link_that_stays_down_ends_waits_that_stall_and_is_named(lead: bool) -
         assert time.monotonic() - began < 5
 
 
+@pytest.mark.thorough
 def test_a_link_that_breaks_again_and_again_hides_no_stall() -> None:
     """It comes back each time, but no push gets through."""
     spec = toy_spec(2)

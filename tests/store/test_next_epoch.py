@@ -143,6 +143,7 @@ def test_shards_that_have_come_do_not_come_again(stream_bytes: int) -> None:
     assert asked == [list(there.shards), list(there.shards)[40 // each :]]
 
 
+@pytest.mark.promise("scalable", "tls")
 @WAYS
 def test_all_of_a_shard_comes_over_tls(stream_bytes: int) -> None:
     with owner(SHOWN) as there, over(Proxy) as beside:

@@ -90,6 +90,7 @@ def interleave(spec: ModelSpec, program: Sequence[Sequence[RankStep]], num_owner
         return masters(ranks[0])
 
 
+@pytest.mark.spread(3)
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_any_interleaving_ends_with_the_same_bits(
@@ -101,6 +102,7 @@ def test_any_interleaving_ends_with_the_same_bits(
     assert equal(interleave(spec, program, num_owners, order), interleave(spec, program, 1, in_rank_order))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("store", STORES)
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(program=programs(), num_owners=st.integers(1, 4))

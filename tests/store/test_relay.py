@@ -100,6 +100,7 @@ def step(ranks: list[Rank], seed: int) -> None:
     take_step(ranks, [random_grads(ranks[0].spec, 10 * seed + rank.rank) for rank in ranks])
 
 
+@pytest.mark.promise("bounded", "hosts")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_crosses_the_network_does_not_depend_on_the_ranks_of_a_host(stack: ExitStack, world_size: int) -> None:
     place = Place(stack)

@@ -158,6 +158,7 @@ def test_gradients_are_gathered_where_owners_read_and_parameters_read_where_owne
     assert not torch.equal(mapped, before), "the same memory shows the new version"
 
 
+@pytest.mark.promise("observable", "transports")
 def test_bytes_are_counted_as_shared_memory(stack: ExitStack) -> None:
     recorder = MemoryRecorder()
     addresses = served(stack, 2)
@@ -203,6 +204,7 @@ def test_a_directory_without_room_is_one_line_at_start(stack: ExitStack) -> None
     assert not [slab for slab in list_slabs() if "too-large" in slab.path.name]
 
 
+@pytest.mark.promise("bounded", "transports")
 @pytest.mark.parametrize("accumulation_steps", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_memory_of_a_run_is_the_plans_within_5_percent(

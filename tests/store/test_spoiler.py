@@ -35,6 +35,7 @@ def spoilt(kind: str, *, tls: bool, most: int) -> Iterator[Net]:
     assert sum(each.spoilt for each in made) >= 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_tls_records_that_are_spoilt_change_nothing(kind: str, tmp_path: Path) -> None:
     """The connection ends, and its calls are repeated over a new one."""

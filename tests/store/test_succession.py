@@ -174,6 +174,7 @@ def same(ours: dict[int, list[Tensor]], theirs: dict[int, list[Tensor]]) -> list
     return [(shard, kind) for shard, row in rows for kind, a, b in row if not torch.equal(a, b)]
 
 
+@pytest.mark.promise("recoverable", "optimizers")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("num_owners", [1, 2])
 def test_a_run_that_was_killed_at_any_moment_loses_no_committed_step(

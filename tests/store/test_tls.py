@@ -74,6 +74,7 @@ def one_step_goes_on(servers: list[OwnerServer]) -> Iterator[None]:
         assert masters(ranks[0])
 
 
+@pytest.mark.promise("exact", "tls")
 def test_steps_over_tls() -> None:
     with serving(2, tls=OWN) as servers, one_step_goes_on(servers):
         pass
@@ -99,6 +100,7 @@ STRANGERS = {
 }
 
 
+@pytest.mark.promise("safe", "tls")
 @pytest.mark.parametrize("stranger", STRANGERS)
 def test_a_stranger_with_the_token_is_not_let_in(stranger: str) -> None:
     with serving(tls=OWN) as servers, one_step_goes_on(servers):

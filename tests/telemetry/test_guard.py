@@ -125,6 +125,7 @@ def step_seen(exporter: Exporter, protection: Protection, viewer: Viewer) -> flo
 # ---- passwords
 
 
+@pytest.mark.promise("safe", "alerts")
 def test_only_the_right_password_is_answered(serve: Open, tmp_path: Path) -> None:
     made = access(tmp_path, USERS)
     exporter = serve(made.given)

@@ -19,6 +19,8 @@ from rayzero.telemetry.recorder import MemoryRecorder
 
 from .exposed import rank_settings
 
+pytestmark = pytest.mark.thorough
+
 SCRAPES = 1000
 
 

@@ -49,6 +49,7 @@ class Harmful:
 # ---- pickles ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("safe", "checkpoints")
 def test_code_in_dcp_metadata_is_named_and_not_run(tmp_path: Path, states: States) -> None:
     folder = write_grid(tmp_path / "dcp", states.of(WEIGHT), 1)
     (folder / ".metadata").write_bytes(pickle.dumps(Harmful(tmp_path / "owned")))

@@ -48,6 +48,7 @@ def states() -> States:
     return States.random()
 
 
+@pytest.mark.promise("exact", "checkpoints")
 @pytest.mark.parametrize("source", SOURCES)
 def test_deepspeed_reads_bit_equal(tmp_path: Path, states: States, source: str) -> None:
     reader, found = read_all(SOURCES[source](tmp_path / "global_step30", states))

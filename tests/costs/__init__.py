@@ -1,0 +1,1 @@
+"""What each test costs: `scripts/test --costs` writes COSTS.md beside this file."""

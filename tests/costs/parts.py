@@ -1,0 +1,67 @@
+"""Divides the files of tests among what runs side by side, by what `report.py` knows of their cost.
+
+    parts.py first        the files of the first tier, or those of
+    parts.py all          the whole suite, or
+    parts.py quarter N    the N-th quarter (modulo 4) of what the second tier adds
+
+Prints a line for each part: its name, then its files. Tests that start a Ray on this host are one part, because Rays of
+one host find each other; those that start it on hosts of their own another; all others are two."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+_UNKNOWN = (1.0, 1.0)  # seconds of a file that is newer than the figures: in the first tier, and beyond it
+
+_WHOLE_FILE = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.thorough", re.M)  # it is in the second tier
+
+Costs = dict[str, tuple[float, float]]  # file -> CPU seconds of its first tier, and of what the second adds
+
+
+def divide(files: Iterable[str], number: int, cost: Callable[[str], float]) -> list[list[str]]:
+    """Files in ``number`` parts of about equal cost: the dearest first, each to the part that has least so far."""
+    parts: list[list[str]] = [[] for _ in range(number)]
+    sums = [0.0] * number
+    for file in sorted(files, key=lambda name: (-cost(name), name)):
+        least = sums.index(min(sums))
+        parts[least].append(file)
+        sums[least] += cost(file)
+    return [sorted(part) for part in parts]
+
+
+def parts_of(files: dict[str, str], tier: str, quarter: int, costs: Costs) -> dict[str, list[str]]:
+    """Name of a part -> its files. ``files``: path -> text. ``tier``: "first", "all" or "quarter"."""
+    first = {file for file in files if not _WHOLE_FILE.search(files[file])}
+    hosts = {file for file in files if file.startswith("tests/hosts/")}
+    rays = {file for file in files if "mark.ray" in files[file]} - hosts
+
+    def seconds(file: str) -> float:
+        early, late = costs.get(file, _UNKNOWN)
+        return {"first": early, "all": early + late, "quarter": late}[tier]
+
+    def chosen(group: set[str]) -> set[str]:
+        if tier == "first":
+            return group & first
+        return group if tier == "all" else set(divide(group, 4, seconds)[quarter % 4])
+
+    others = divide(chosen(set(files) - hosts), 2, seconds)
+    return {"rays": sorted(chosen(rays)), "hosts": sorted(chosen(hosts)), "one": others[0], "two": others[1]}
+
+
+def main() -> None:
+    """Print the parts that the command line asks for."""
+    tier, quarter = sys.argv[1], int((sys.argv[2:] or ["0"])[0])
+    figures = Path(__file__).with_name("files.json")
+    costs = {file: (row[0], row[1]) for file, row in json.loads(figures.read_text()).items()}
+    files = {str(path.relative_to(TESTS.parent)): path.read_text() for path in sorted(TESTS.rglob("test_*.py"))}
+    for name, part in parts_of(files, tier, quarter, costs).items():
+        print(name, *part)
+
+
+if __name__ == "__main__":
+    main()
