@@ -37,6 +37,7 @@ _REFUSED = {  # reasons that are clearer than the probe's
 # ---- instances ---------------------------------------------------------------------------------------------------
 
 
+@outside_modes  # some classes make states at once: on the default device, which is a mode
 def build(
     cls: type[torch.optim.Optimizer], hyper: Sequence[Hyper], members: Sequence[Sequence[Tensor]]
 ) -> torch.optim.Optimizer:
@@ -87,7 +88,7 @@ def scalar_like(template: object, value: float) -> object:
     )  # type: ignore[call-arg]
 
 
-@outside_modes  # as owners make states: a default device is a mode
+@outside_modes
 def stepped_once(optimizer: torch.optim.Optimizer) -> State:
     """Step an optimizer of one parameter with a zero gradient. Returns what it keeps for the parameter."""
     (param,) = optimizer.param_groups[0]["params"]
