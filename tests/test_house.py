@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rayzero"
@@ -106,3 +107,51 @@ def _public() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("module", "name"), _public())
 def test_what_a_module_offers_is_there(module: str, name: str) -> None:
     getattr(importlib.import_module(module), name)
+
+
+# ---- torch's defaults -------------------------------------------------------------------------------------------
+
+FACTORIES = {function.__name__ for function in _device_constructors()}
+WHOLE_NUMBERS = {"randint", "randperm", "tril_indices", "triu_indices"}  # int64 whatever the default is
+ON_THE_DEFAULT_DEVICE = {"recipes/gpt.py", "recipes/planning.py"}  # models that are built where their caller says
+
+
+def _has_own_dtype(factory: str) -> bool:
+    return factory in WHOLE_NUMBERS or factory.startswith("sparse_")
+
+
+def _left_to_defaults(source: str) -> list[str]:
+    """Uses of torch's factories that leave the dtype or the device to what the program has set for all of torch."""
+    tree = ast.parse(source)
+    named = {
+        id(function)
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        for function in (call.func, *call.args[:1])  # also of partial(torch.zeros, ...)
+        if isinstance(function, ast.Attribute)
+        and {word.arg for word in call.keywords}
+        >= ({"device"} if _has_own_dtype(function.attr) else {"dtype", "device"})
+    }
+    return [
+        f"line {node.lineno}: torch.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node.value) == "torch"
+        and node.attr in FACTORIES
+        and id(node) not in named
+    ]
+
+
+@pytest.mark.parametrize(
+    "path", sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if "_pb" not in path.parts)
+)
+def test_torchs_factories_are_called_with_dtype_and_device(path: str) -> None:
+    if path not in ON_THE_DEFAULT_DEVICE:
+        assert _left_to_defaults((PACKAGE / path).read_text()) == []
+
+
+def test_a_factory_without_dtype_or_device_is_found() -> None:
+    source = (
+        "torch.zeros(2, dtype=x)\nmap(torch.tensor, y)\ntorch.randperm(3, device=z)\ntorch.ones(2, dtype=x, device=z)"
+    )
+    assert _left_to_defaults(source) == ["line 1: torch.zeros", "line 2: torch.tensor"]

@@ -94,7 +94,9 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]] | 
     with torch.no_grad():
         if tensor.layout is torch.sparse_coo:
             indices, size, coalesced = tensor._indices(), tensor.shape, tensor.is_coalesced()  # type: ignore[no-untyped-call]
-            make: Any = functools.partial(torch.sparse_coo_tensor, check_invariants=False, is_coalesced=coalesced)
+            make: Any = functools.partial(
+                torch.sparse_coo_tensor, check_invariants=False, is_coalesced=coalesced, device=tensor.device
+            )
             return tensor._values(), lambda values: make(indices, values, size)  # type: ignore[no-untyped-call]
         by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
         if not by_rows and tensor.layout not in (torch.sparse_csc, torch.sparse_bsc):
@@ -104,7 +106,9 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]] | 
         places = sparse.col_indices() if by_rows else sparse.row_indices()
         size, make = (
             sparse.shape,
-            functools.partial(torch.sparse_compressed_tensor, layout=sparse.layout, check_invariants=False),
+            functools.partial(
+                torch.sparse_compressed_tensor, layout=sparse.layout, check_invariants=False, device=sparse.device
+            ),
         )
         return sparse.values(), lambda values: make(starts, places, values, size)
 

@@ -163,7 +163,7 @@ def scalar_like(template: object, value: float) -> object:
     )  # type: ignore[call-arg]
 
 
-@outside_modes  # as owners make states: a default device is a mode
+@outside_modes
 def stepped_once(optimizer: torch.optim.Optimizer) -> State:
     """Step an optimizer of one parameter with a zero gradient. Returns what it keeps for the parameter."""
     (param,) = optimizer.param_groups[0]["params"]

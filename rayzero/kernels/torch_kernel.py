@@ -162,9 +162,9 @@ class _Hand:
 
     def __init__(self, tile: int, device: torch.device | None) -> None:
         self._sum = RankSum(tile, device)
-        self._scaled = torch.zeros(tile, device=device, dtype=torch.float32)
+        self._scaled = torch.zeros(tile, device=device or "cpu", dtype=torch.float32)
         self._step = torch.zeros(
-            (), device=device, dtype=torch.float32
+            (), device=device or "cpu", dtype=torch.float32
         )  # torch's kernels read the step count from a tensor
         self._rounded: Tensor | None = None  # parameters for elsewhere: [Note: over the link] in rank_sum.py
 

@@ -232,6 +232,6 @@ class DeviceMemory:
 
 def carve(sizes: Sizes, dtype: torch.dtype, *, device: torch.device | None = None) -> dict[int, Tensor]:
     """One zeroed block cut into 1D tensors. ``device``: None is the host."""
-    block = torch.zeros(sum(numel for _, numel in sizes), dtype=dtype, device=device)
+    block = torch.zeros(sum(numel for _, numel in sizes), dtype=dtype, device=device or "cpu")
     ends = accumulate(numel for _, numel in sizes)
     return {key: block[end - numel : end] for (key, numel), end in zip(sizes, ends, strict=True)}

@@ -139,6 +139,8 @@ def trained(
 
 def differing(ours: Any, theirs: Any, path: str = "") -> list[str]:
     """Where two nested values differ: in bits, dtype or device."""
+    if isinstance(ours, Tensor) and ours.dim() == 0 and ours.dtype is torch.float64:
+        ours = ours.to(theirs.dtype)  # torch's own optimizers count steps in the default dtype if that is float64
     if isinstance(theirs, Tensor):
         same = isinstance(ours, Tensor) and (ours.dtype, ours.device) == (theirs.dtype, theirs.device)
         return [] if same and torch.equal(ours, theirs) else [f"{path}: {ours!r:.60} instead of {theirs!r:.60}"]
@@ -171,7 +173,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], d
 
 
 CASES = [("AdamW", setting, default) for setting in SETTINGS for default in DEFAULTS] + [
-    (optimizer, "two units", default) for optimizer in OPTIMIZERS if optimizer != "AdamW" for default in DEFAULTS
+    (optimizer, "two units", default)
+    for optimizer in OPTIMIZERS
+    for default in DEFAULTS
+    if optimizer != "AdamW" and (optimizer, default) != ("NAdam", "float64")  # torch's own then has a float64 product
 ]
 
 
@@ -214,7 +219,10 @@ def hybrid(default: Callable[[], AbstractContextManager[Any]], *options: Any) ->
         return model.state_dict(), state
 
 
-@pytest.mark.parametrize("default", DEFAULTS)
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize(  # torch's own Adagrad cannot step where it was made under a default device of meta
+    ("cls", "default"),
+    [(torch.optim.AdamW, default) for default in DEFAULTS]
+    + [(torch.optim.Adagrad, default) for default in DEFAULTS if "meta" not in default],
+)
 def test_a_default_of_torch_changes_nothing_of_a_hybrid_optimizer(cls: type, default: str) -> None:
     assert differing(hybrid(DEFAULTS[default], cls), hybrid(nullcontext, cls)) == []

@@ -195,7 +195,9 @@ def _entry(reader: Reader, unit: UnitLayout, slot: ParamSlot, param: Param, kind
     held = kind == WEIGHT or kind in param.states
     make = partial(_values, reader, slot.name, kind, start, stop, unit.initial_dtype) if held else None
     values = DeferredTensor(
-        numel=stop - start, dtype=unit.initial_dtype, make=make or partial(torch.zeros, stop - start)
+        numel=stop - start,
+        dtype=unit.initial_dtype,
+        make=make or partial(torch.zeros, stop - start, dtype=torch.float32, device="cpu"),
     )
     return f"{slot.name}/{written}/{start}", values, described
 
