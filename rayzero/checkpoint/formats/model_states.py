@@ -139,7 +139,7 @@ def _owners(module: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in module.items():
         if isinstance(value, Tensor) and value.layout is torch.strided:
-            place = (value.untyped_storage()._cdata, value.storage_offset(), tuple(value.shape))
+            place = (value.untyped_storage()._cdata, int(value.storage_offset()), tuple(value.shape))
             if (owner := first.setdefault(place, name)) != name:
                 found[name] = owner
     return found

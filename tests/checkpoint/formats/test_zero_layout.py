@@ -10,6 +10,7 @@ import torch
 from rayzero.checkpoint import CheckpointReader
 from rayzero.checkpoint.convert import convert
 from rayzero.checkpoint.formats.content import WEIGHT
+from rayzero.checkpoint.formats.model_states import ModelStates
 from rayzero.checkpoint.formats.zero_layout import Segment, stage3_segments, stage12_segments
 from rayzero.errors import CheckpointError
 
@@ -64,3 +65,8 @@ def test_frozen_parameters_stay_frozen_in_their_dtype(tmp_path: Path, stage: int
     with CheckpointReader(convert(folder, tmp_path / "start", to="rayzero").path) as start:
         assert start.kinds("base") == ["compute"]
         assert torch.equal(start.read_slice("base", "compute", 0, 9), frozen.view(-1))
+
+
+def test_steps_that_fp16_skipped_are_no_updates() -> None:
+    states = ModelStates([{"global_steps": 30, "skipped_steps": 4}], sharded=False)
+    assert (states.steps, states.updates) == (30, 26)
