@@ -144,8 +144,10 @@ class AbsentParameter(nn.Parameter):
 def own_class(param: nn.Parameter) -> type[nn.Parameter]:
     """The class that a Parameter was made with. Classes made of it name it in ``made``."""
     kinds: tuple[Any, ...] = type(param).__mro__
-    made = vars(kinds[0]).get("made")
-    return made or next(kind for kind in kinds if not issubclass(kind, AbsentParameter))
+    found: type[nn.Parameter] = vars(kinds[0]).get("made") or next(
+        k for k in kinds if not issubclass(k, AbsentParameter)
+    )
+    return found
 
 
 def class_name(param: nn.Parameter) -> str:

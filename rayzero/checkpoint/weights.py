@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rayzero.checkpoint.formats import open_reader
 from rayzero.checkpoint.formats.content import PART, WEIGHT, WeightDecl
@@ -126,7 +126,7 @@ class NamedWeights:
         together from others passes through memory in parts of ``PART`` elements."""
         self._source.copy_to(self._given[name], flat)
 
-    def for_model(self, model: nn.Module, held: Collection[str]) -> NamedWeights:
+    def for_model(self, model: Any, held: Collection[str]) -> NamedWeights:
         """As ``model.from_pretrained`` takes them, where ``model`` is one of transformers': with the names of its
         parameters and buffers, merged and split. held: all of the model's names. Raises as ``to_model``."""
         translation = to_model(model, held, self.decls, self._part, self)

@@ -93,11 +93,11 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]] | 
     none."""
     with torch.no_grad():
         if tensor.layout is torch.sparse_coo:
-            indices, size, coalesced = tensor._indices(), tensor.shape, tensor.is_coalesced()  # type: ignore[no-untyped-call]
+            indices, size, coalesced = tensor._indices(), tensor.shape, tensor.is_coalesced()
             make: Any = functools.partial(
                 torch.sparse_coo_tensor, check_invariants=False, is_coalesced=coalesced, device=tensor.device
             )
-            return tensor._values(), lambda values: make(indices, values, size)  # type: ignore[no-untyped-call]
+            return tensor._values(), lambda values: make(indices, values, size)
         by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
         if not by_rows and tensor.layout not in (torch.sparse_csc, torch.sparse_bsc):
             return None
@@ -385,7 +385,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _modes_are_left() -> bool:
     modes: Callable[[], int] = _C._len_torch_dispatch_stack
-    with _Mode():
+    with _Mode():  # type: ignore[no-untyped-call]
         return (modes(), outside_modes(modes)(), modes()) == (1, 0, 1)
 
 

@@ -40,6 +40,9 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from rayzero.checkpoint.fit import misfits
+from rayzero.checkpoint.formats.safetensors_folder import INDEX_FILE, WHOLE_FILE
+from rayzero.checkpoint.weights import Weights
 from rayzero.config import ZeroConfig
 from rayzero.engine.checkpoint.save import save_checkpoint
 from rayzero.engine.context import get_context
@@ -47,6 +50,8 @@ from rayzero.engine.full_values import full_state_dict
 from rayzero.engine.mean import mean_over_ranks
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.prepare import is_prepared
+from rayzero.engine.start.initial_values import wanted_by
+from rayzero.engine.start.weight_stream import require_fit
 from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import CheckpointWriteError, ConfigError, UnsupportedError
 from rayzero.integrations.accelerate import ZeroAccelerator
@@ -261,7 +266,8 @@ class ZeroTraining:
         """The owners read their own files when the model is prepared; a plain Trainer's checkpoint is loaded before."""
         ours = _owners_files(resume_from_checkpoint)
         if not ours.is_dir():
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            if not self._load_published(Path(resume_from_checkpoint)):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
             return
         if is_prepared(self.model):
             raise UnsupportedError(
@@ -269,6 +275,26 @@ class ZeroTraining:
                 "in a new run"
             )
         get_context().resume = ours
+
+    def _load_best_model(self) -> None:
+        if not self._load_published(Path(self.state.best_model_checkpoint)):
+            super()._load_best_model()  # type: ignore[misc]
+
+    def _load_published(self, folder: Path) -> bool:
+        """Load a folder of ``save_pretrained`` into the model. Returns False if it is something else, such as an
+        adapter's.
+
+        The Trainer's own methods pass over names that the model lacks, and published ones often differ from those of
+        its parameters: experts would stay as they are. Raises CheckpointError if a shape does not fit."""
+        held = any((folder / name).is_file() for name in (WHOLE_FILE, INDEX_FILE))
+        if not held or not isinstance(self.model, transformers.PreTrainedModel):
+            return False
+        names = list(self.model.state_dict())
+        weights = Weights(folder).open().for_model(self.model, names)
+        require_fit(weights, self.model, misfits(wanted_by(self.model), weights.decls, strict=False))
+        values = {name: weights.read(name) for name in names if name in weights}
+        self.model.load_state_dict(values, strict=False)
+        return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not _owners_files(checkpoint).is_dir():

@@ -20,10 +20,10 @@ class GroupEntries:
 
     def __init__(self, make: OptimizerMaker, hyper: Sequence[Hyper]) -> None:
         """``hyper``: each group's options."""
-        like = {"dtype": torch.float32, "device": "cpu"}
-        members = [[torch.zeros(_NUMEL, requires_grad=True, **like)] for _ in hyper]  # type: ignore[arg-type]
+        like: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        members = [[torch.zeros(_NUMEL, requires_grad=True, **like)] for _ in hyper]
         for (param,) in members:
-            param.grad = torch.zeros(_NUMEL, **like)  # type: ignore[arg-type]
+            param.grad = torch.zeros(_NUMEL, **like)
         self._optimizer = make.build(hyper, members)
         self.num_groups = len(members)
 

@@ -156,11 +156,10 @@ def is_long(value: object) -> bool:
 
 def scalar_like(template: object, value: float) -> object:
     """``value`` in the form of ``template``."""
-    return (
-        torch.tensor(value, dtype=template.dtype, device="cpu")
-        if isinstance(template, Tensor)
-        else type(template)(value)
-    )  # type: ignore[call-arg]
+    if isinstance(template, Tensor):
+        return torch.tensor(value, dtype=template.dtype, device="cpu")
+    kind: Any = type(template)
+    return kind(value)  # type: ignore[no-any-return]
 
 
 @outside_modes

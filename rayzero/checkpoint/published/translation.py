@@ -19,7 +19,7 @@ from traceback import walk_tb
 from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from rayzero.checkpoint.formats.content import WeightDecl
 from rayzero.checkpoint.published.moved import Range, Strided
@@ -47,7 +47,7 @@ class Translation:
     elements: Mapping[str, Strided]
 
 
-def is_pretrained(model: nn.Module) -> bool:
+def is_pretrained(model: object) -> bool:
     """Whether a model is one of transformers', which may publish its weights under other names."""
     loaded = sys.modules.get("transformers.modeling_utils")
     return loaded is not None and isinstance(model, loaded.PreTrainedModel)

@@ -166,9 +166,9 @@ class ShardedParameter(AbsentParameter):
         with type(self).brought([self]):
             return self.__reduce_ex__(protocol)  # the open class's
 
-    def __repr__(self, **how: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         with type(self).brought([self]):
-            return self.__repr__(**how)
+            return self.__repr__(tensor_contents=tensor_contents)
 
 
 ShardedParameter.family = ShardedParameter

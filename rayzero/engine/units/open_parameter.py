@@ -53,7 +53,7 @@ def _unit_of(param: Tensor) -> OwnsData | None:
 def _get(param: Any) -> Tensor:
     unit = _unit_of(param)
     if unit is None or type(param).__torch_function__ is _NO_FUNCTION:
-        return get_data(param) if unit is None else unit.data_of(param)  # type: ignore[no-any-return]
+        return get_data(param) if unit is None else unit.data_of(param)
     shown: Tensor = get_data(param)  # what the class makes of it
     with plain():
         if _unit_of(shown) is not unit or shown.dtype is not param.dtype:
@@ -87,7 +87,8 @@ def _reduce_ex(param: Any, protocol: Any) -> Any:
 
 def _repr(param: Any, **how: Any) -> str:
     with as_made(param):
-        return type(param).__repr__(param, **how)  # type: ignore[no-any-return]
+        shown: Any = type(param).__repr__
+        return str(shown(param, **how))
 
 
 @functools.cache

@@ -209,7 +209,7 @@ class ParamUnit:
 
     # ---- .data. [Note: data]
 
-    def data_of(self, param: nn.Parameter) -> Tensor:
+    def data_of(self, param: Tensor) -> Tensor:
         """What ``param.data`` is while the unit is up: a detached tensor over its memory. Writes through it are
         counted, but autograd does not see them."""
         slot = self.slot_of(param)
@@ -220,7 +220,7 @@ class ParamUnit:
                 self._at_rest[slot] += 1
             return self._data[slot].detach()
 
-    def assign_data(self, param: nn.Parameter, value: Tensor) -> None:
+    def assign_data(self, param: Tensor, value: Tensor) -> None:
         """``param.data = value`` while the unit is up: copies the values, unless they are the same bits.
 
         Raises UnsupportedError if their dtype, shape or device differs from the parameter's, or if another parameter
