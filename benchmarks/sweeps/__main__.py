@@ -12,7 +12,7 @@ from types import ModuleType
 from .table import page, write
 from .trial import WRONG, Outcome, outcome_of
 
-_NO_FAMILY = {"__init__", "__main__", "table", "tiny_configs", "trial"}
+_NO_FAMILY = {"__init__", "__main__", "beside", "table", "tiny_configs", "trial"}
 FAMILIES = sorted(file.stem for file in Path(__file__).parent.glob("*.py") if file.stem not in _NO_FAMILY)
 
 
