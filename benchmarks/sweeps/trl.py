@@ -33,7 +33,30 @@ Trained = tuple[dict[str, torch.Tensor], list[float]]  # weights; logged losses
 
 STEPS = 3
 _ROUNDING = 2e-4  # of a tensor's largest value; losses: relative
-_WORDS = "zero one two three four five six seven eight nine ten red green blue tall small old new cat dog sun sea".split()
+_WORDS = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "red",
+    "green",
+    "blue",
+    "tall",
+    "small",
+    "old",
+    "new",
+    "cat",
+    "dog",
+    "sun",
+    "sea",
+]
 _TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
@@ -41,7 +64,9 @@ def cases() -> list[Case]:
     """Every trainer on one rank and on two."""
     names = list(_KINDS)
     return [
-        Case(f"{name}, {world} rank{'s' * (world > 1)}", partial(_case, name, world)) for world in (1, 2) for name in names
+        Case(f"{name}, {world} rank{'s' * (world > 1)}", partial(_case, name, world))
+        for world in (1, 2)
+        for name in names
     ]
 
 

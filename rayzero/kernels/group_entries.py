@@ -9,7 +9,7 @@ import torch
 from rayzero.kernels.optimizer_class import OptimizerMaker, options_of, plain_value, set_options, step_alone
 from rayzero.protocol.messages import Hyper
 
-_NUMEL = 64  # elements of a stand-in
+_SHAPE = (8, 8)  # of a stand-in: some classes take matrices only
 
 
 class GroupEntries:
@@ -20,10 +20,9 @@ class GroupEntries:
 
     def __init__(self, make: OptimizerMaker, hyper: Sequence[Hyper]) -> None:
         """``hyper``: each group's options."""
-        like: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-        members = [[torch.zeros(_NUMEL, requires_grad=True, **like)] for _ in hyper]
+        members = [[torch.zeros(_SHAPE, dtype=torch.float32, device="cpu").requires_grad_()] for _ in hyper]
         for (param,) in members:
-            param.grad = torch.zeros(_NUMEL, **like)
+            param.grad = torch.zeros(_SHAPE, dtype=torch.float32, device="cpu")
         self._optimizer = make.build(hyper, members)
         self.num_groups = len(members)
 

@@ -159,7 +159,8 @@ def scalar_like(template: object, value: float) -> object:
     if isinstance(template, Tensor):
         return torch.tensor(value, dtype=template.dtype, device="cpu")
     kind: Any = type(template)
-    return kind(value)  # type: ignore[no-any-return]
+    made: object = kind(value)
+    return made
 
 
 @outside_modes

@@ -70,9 +70,7 @@ class _Shapes:
     def pieces(self) -> list[list[Part]]:
         """Three instances with a part of each parameter; the first has the small ones."""
         ends = [(0, *ends) for ends in self.cut.values()]
-        found: list[list[Part]] = [
-            [(index, each[at], each[at + 1]) for index, each in enumerate(ends)] for at in range(3)
-        ]
+        found = [[(index, each[at], each[at + 1]) for index, each in enumerate(ends)] for at in range(3)]
         return [found[0] + [part for (part,) in self.whole()[len(ends) :]], *found[1:]]
 
 

@@ -236,6 +236,25 @@ class GlobalNorm(Each):
         return grad / self.norm
 
 
+class MatricesOnly(Each):
+    def begin(self, group):
+        group["count"] = group.get("count", 0) + 1
+
+    def direction(self, p, grad, state, group):
+        if p.dim() != 2:
+            raise ValueError("matrices only")
+        return grad - grad.mean()
+
+
+def test_a_class_that_takes_matrices_only_is_tried_with_matrices() -> None:
+    verdict = try_class(OptimizerMaker(MatricesOnly), OPTIONS)
+    assert (verdict.scope, verdict.writes) == (Scope.PARAMETER, ("count",))
+    with pytest.raises(
+        UnsupportedError, match="MatricesOnly cannot run on shards: a trial on slices raised ValueError"
+    ):
+        require_elementwise(OptimizerMaker(MatricesOnly), OPTIONS)
+
+
 class Noisy(Each):
     def direction(self, p, grad, state, group):
         return grad + torch.randn_like(grad)

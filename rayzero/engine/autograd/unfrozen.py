@@ -103,8 +103,8 @@ class _UnfrozenParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy has the class that it has without the flag."""
         watching = type(self)
-        self.__class__ = watching._open
+        self.__class__ = watching._open  # type: ignore[assignment]
         try:
             return copy.deepcopy(self, memo)
         finally:
-            self.__class__ = watching  # type: ignore[assignment]
+            self.__class__ = watching

@@ -100,7 +100,7 @@ class ParamUnit:
     def __repr__(self) -> str:
         return f"<ParamUnit {self.name!r} {self.state.name}>"
 
-    def slot_of(self, param: nn.Parameter) -> int:
+    def slot_of(self, param: Tensor) -> int:
         """The slot of one of the unit's Parameters."""
         return next(slot for slot, own in enumerate(self.params) if own is param)
 
