@@ -1,7 +1,7 @@
 """TRL's trainers on RayZero beside themselves: one rank beside one process, two ranks beside DDP on gloo.
 
-`python -m benchmarks.sweeps.trl CASE WORLD SIDE FILE` is a part of a case of two ranks: SIDE is "ours", or the index of a
-process of DDP. It saves what it has trained in FILE."""
+`python -m benchmarks.sweeps.trl CASE WORLD SIDE FILE` is a part of a case of two ranks: SIDE is "ours", or the index of
+a process of DDP. It saves what it has trained in FILE."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .trial import REFUSED, ROUNDING, SAME, WRONG, Case, Outcome
 
 TITLE = "TRL's trainers that were tried"
 INTRO = """
-Each trainer runs for three clipped steps of AdamW, with its own defaults but for bf16, on a tiny Llama and a tokenizer
-that are made here: as `class Mine(ZeroTraining, DPOTrainer)` on RayZero, and as it is. On one rank the weights must have
-the same bits (norm clipping is off there, because its scale is computed in fp64 here). On two ranks, each with its own
-part of the data, weights and logged losses are compared with those of two processes under DistributedDataParallel on
-gloo, whose sums are in another order. "Adapter" is a LoRA adapter of PEFT; "existing" one was there before, so that the
-trainer compares with a frozen copy of it.
+Each trainer runs for three clipped steps of AdamW, with its own defaults but for bf16, on a tiny Llama and a
+tokenizer that are made here: as `class Mine(ZeroTraining, DPOTrainer)` on RayZero, and as it is. On one rank the
+weights must have the same bits (norm clipping is off there, because its scale is computed in fp64 here). On two
+ranks, each with its own part of the data, weights and logged losses are compared with those of two processes under
+DistributedDataParallel on gloo, whose sums are in another order. "Adapter" is a LoRA adapter of PEFT; "existing" one
+was there before, so that the trainer compares with a frozen copy of it.
 """
 PACKAGES = ["trl", "transformers", "peft", "accelerate", "torch"]
 
