@@ -21,7 +21,7 @@ from rayzero.cluster.run import Report
 from rayzero.errors import DataError
 from rayzero.files import parse_json, read_bytes, replace_file, to_json
 from rayzero.quantities import count
-from rayzero.telemetry.reported import fault_of
+from rayzero.telemetry.metric import fault_of
 
 __all__ = [
     "METRICS",

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from rayzero.errors import ConfigError
-from rayzero.telemetry.reported import fault_of
+from rayzero.telemetry.metric import fault_of
 
 _MOST_KEPT = 100  # more would be a large state: a hundred steps' reports are on their way only to a dead receiver
 _KEPT_STEPS = 2  # an iteration reports for the step that it has committed, and perhaps before it commits
