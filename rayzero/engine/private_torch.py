@@ -82,11 +82,11 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]] | 
     none."""
     with torch.no_grad():
         if tensor.layout is torch.sparse_coo:
-            indices, size, coalesced = tensor._indices(), tensor.shape, tensor.is_coalesced()  # type: ignore[no-untyped-call]
+            indices, size, coalesced = tensor._indices(), tensor.shape, tensor.is_coalesced()
             make: Any = functools.partial(
                 torch.sparse_coo_tensor, check_invariants=False, is_coalesced=coalesced, device=tensor.device
             )
-            return tensor._values(), lambda values: make(indices, values, size)  # type: ignore[no-untyped-call]
+            return tensor._values(), lambda values: make(indices, values, size)
         by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
         if not by_rows and tensor.layout not in (torch.sparse_csc, torch.sparse_bsc):
             return None
@@ -375,7 +375,7 @@ class _Counting(BaseTorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _modes_are_left() -> bool:
     weight = torch.ones(2, dtype=torch.float32, device="cpu")
-    with _Counting() as mode:
+    with _Counting() as mode:  # type: ignore[no-untyped-call]
         outside_modes(weight.abs)()
         unseen = mode.seen
         weight.abs()

@@ -81,11 +81,9 @@ def is_scalar(value: object) -> bool:
 
 def scalar_like(template: object, value: float) -> object:
     """``value`` in the form of ``template``."""
-    return (
-        torch.tensor(value, dtype=template.dtype, device="cpu")
-        if isinstance(template, Tensor)
-        else type(template)(value)
-    )  # type: ignore[call-arg]
+    if isinstance(template, Tensor):
+        return torch.tensor(value, dtype=template.dtype, device="cpu")
+    return type(template)(value)  # type: ignore[call-arg]
 
 
 @outside_modes
