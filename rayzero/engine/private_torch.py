@@ -384,18 +384,9 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _modes_are_left() -> bool:
-<<<<<<< HEAD
     modes: Callable[[], int] = _C._len_torch_dispatch_stack
     with _Mode():  # type: ignore[no-untyped-call]
         return (modes(), outside_modes(modes)(), modes()) == (1, 0, 1)
-=======
-    weight = torch.ones(2, dtype=torch.float32, device="cpu")
-    with _Counting() as mode:  # type: ignore[no-untyped-call]
-        outside_modes(weight.abs)()
-        unseen = mode.seen
-        weight.abs()
-    return (unseen, mode.seen) == (0, 1)
->>>>>>> modes
 
 
 def _checkpoint_is_known() -> bool:

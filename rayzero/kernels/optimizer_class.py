@@ -158,13 +158,9 @@ def scalar_like(template: object, value: float) -> object:
     """``value`` in the form of ``template``."""
     if isinstance(template, Tensor):
         return torch.tensor(value, dtype=template.dtype, device="cpu")
-<<<<<<< HEAD
     kind: Any = type(template)
     made: object = kind(value)
     return made
-=======
-    return type(template)(value)  # type: ignore[call-arg]
->>>>>>> modes
 
 
 @outside_modes
