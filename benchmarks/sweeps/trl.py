@@ -183,7 +183,7 @@ _KINDS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {  # traine
     "DPO, accumulation": ("DPO", _pair, {"gradient_accumulation_steps": 2}, {"adapter": True}),
     "KTO": ("KTO", _judged, {}, {}),
     "KTO, existing adapter": ("KTO", _judged, {}, {"adapter": True}),
-    "GRPO": ("GRPO", _prompt, _GENERATES, {}),
+    "GRPO": ("GRPO", _prompt, _GENERATES | {"beta": 0.0}, {}),
     "GRPO, existing adapter": ("GRPO", _prompt, _GENERATES, {"adapter": True}),
     "RLOO, existing adapter": ("RLOO", _prompt, _GENERATES, {"adapter": True}),
 }
@@ -212,13 +212,15 @@ def _trainer(name: str, folder: Path, *, ours: bool, clipped: bool) -> Any:
         dataloader_pin_memory=False,
         **settings,
     )
-    rewards = {"reward_funcs": _few_distinct} if kind in ("GRPO", "RLOO") else {}
+    more: dict[str, Any] = {"reward_funcs": _few_distinct} if kind in ("GRPO", "RLOO") else {}
+    if kind in ("DPO", "KTO") and not model:
+        more["ref_model"] = _model(adapter=False, reward=False)  # else loaded again, by its name
     return cls(
         model=_model(**{"adapter": False, "reward": False} | model),
         args=args,
         train_dataset=_rows(data),
         processing_class=_tokenizer(),
-        **rewards,
+        **more,
     )
 
 

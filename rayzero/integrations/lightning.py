@@ -14,9 +14,17 @@ was decided yet. Otherwise its fit() is refused by name, before it trains, and t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -104,9 +112,16 @@ class ZeroStrategy(ParallelStrategy):
         plain, *others = trainer.optimizers
         _refuse(others or not plain.param_groups, "configure_optimizers() of other than one optimizer", "return one")
         config = self._zero_config or get_context().config or ZeroConfig()
-        planned = max(config.gradient_accumulation_steps, trainer.accumulate_grad_batches)
-        config = config.replace(gradient_accumulation_steps=planned)
-        optimizer: Any = self._prepared(module, plain, config)
+        planned = [config.gradient_accumulation_steps, trainer.accumulate_grad_batches]
+        for callback in trainer.callbacks:
+            if isinstance(callback, GradientAccumulationScheduler):  # in later epochs
+                planned += callback.scheduling.values()
+        config = config.replace(gradient_accumulation_steps=max(planned))
+        finetunes = [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]
+        for callback in finetunes:  # a resumed one gives the plain optimizer its groups, before the states are loaded
+            callback.on_fit_start(trainer, module)
+        with _trainable(module if finetunes else None):
+            optimizer: Any = self._prepared(module, plain, config)
         self.optimizers = [optimizer]
 
     def _prepared(self, module: Any, plain: Any, config: ZeroConfig) -> ZeroOptimizer:
@@ -160,6 +175,20 @@ class ZeroStrategy(ParallelStrategy):
         decision = self.is_distributed and not isinstance(obj, str | None)
         _refuse(decision, f"broadcast of {obj!r} (Timer, train_time_interval, ...)", "stop by steps or epochs")
         return obj
+
+
+@contextmanager
+def _trainable(module: nn.Module | None) -> Iterator[None]:
+    """Prepare inside what a callback has frozen and may unfreeze later: the owners must hold it as they hold what is
+    trained. Which of the module's frozen parameters these are, only the callback knows."""
+    frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()] if module else []
+    for param in frozen:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
 
 
 def _refuse(wrong: object, what: str, instead: str) -> None:

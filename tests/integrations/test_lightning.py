@@ -11,7 +11,15 @@ import pytest
 import torch
 from engine.models import VOCAB, Net, relative_difference, same_bits, seeded, tight, token_loss
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, Timer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, SequentialLR, StepLR
@@ -168,6 +176,66 @@ def test_trains_as_lightning_alone(case: str, alone: RankContext) -> None:
     assert done[ours].validate(ours, loader(6), verbose=False) == [
         pytest.approx(row) for row in done[plain].validate(plain, loader(6), verbose=False)
     ]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_accumulation_may_change_between_epochs(precision: str, alone: RankContext) -> None:
+    """Sums of several gradients are kept in fp32 where a step has several in any epoch."""
+    plain, ours = Learner(), Learner()
+    for module, strategy in ((plain, "auto"), (ours, zero(precision=precision))):
+        schedule = GradientAccumulationScheduler({1: 3, 2: 2})
+        trainer(strategy=strategy, max_epochs=3, callbacks=[schedule]).fit(module, loader())
+    assert ours.lrs == plain.lrs
+    if precision == "fp32":
+        assert same_bits(state_of(ours), plain.state_dict())
+    else:
+        assert relative_difference(state_of(ours), plain.state_dict()) < 0.1
+
+
+class Finetuned(Learner):
+    """A part is frozen by a callback until an epoch begins, another one for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.norm.requires_grad_(False)
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.net.layers
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3, fused=True)
+
+
+class LateLayers(BaseFinetuning):
+    """Trains the layers from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=5e-4)
+
+
+def test_a_callback_may_unfreeze_what_it_froze(alone: RankContext, tmp_path: Path) -> None:
+    """Also in a later fit(), from a checkpoint before or after it."""
+    for begun in (None, 1, 2):
+        states = []
+        for strategy in ("auto", zero()):
+            path = None
+            if begun is not None:
+                path = tmp_path / f"{begun}-{len(states)}.ckpt"
+                with running_in(RankContext()):
+                    first = trainer(strategy=zero() if states else "auto", max_epochs=begun, callbacks=[LateLayers()])
+                    first.fit(Finetuned(), loader())
+                    first.save_checkpoint(path)
+            module = Finetuned()
+            with running_in(RankContext()):
+                trainer(strategy=strategy, max_epochs=3, callbacks=[LateLayers()]).fit(module, loader(), ckpt_path=path)
+                assert not any(p.requires_grad for p in module.net.norm.parameters())
+                states.append(state_of(module) if states else module.state_dict())
+        assert same_bits(states[1], states[0]), begun
 
 
 def test_a_step_that_leaves_forward_out_gets_inputs_of_the_precision(alone: RankContext) -> None:
