@@ -152,7 +152,7 @@ def _try(make: OptimizerMaker, hyper: Hyper) -> Verdict:
         plain = _plain_course(make, hyper, shapes)
         failed = ""
         try:
-            in_pieces = not plain.odd_state and plain.followed(make, shapes.pieces(), made_again=True)
+            in_pieces = not plain.odd_state and plain.followed(make, plain.shapes.pieces(), made_again=True)
         except Exception as exc:
             in_pieces, failed = False, f"a trial on slices raised {exc!r}"
         if not in_pieces:
