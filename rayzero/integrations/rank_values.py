@@ -9,6 +9,7 @@ from rayzero.engine.context import get_context
 from rayzero.engine.mean import mean_over_ranks
 from rayzero.errors import UnsupportedError
 from rayzero.protocol.messages import MEAN_BYTES
+from rayzero.quantities import count
 
 _A_CALL = MEAN_BYTES // 8  # numbers in one mean
 MOST_VALUES = 16 * _A_CALL  # of all ranks together: a call waits for the slowest rank, so more take too long
@@ -25,12 +26,12 @@ def values_of_ranks(tensor: Tensor) -> Tensor:
     size = world * tensor.numel()
     if size > MOST_VALUES:
         raise UnsupportedError(
-            f"tensors of shape {list(tensor.shape)} of {world} ranks have {size:,} numbers; without a "
+            f"tensors of shape {list(tensor.shape)} of {count(world, 'rank')} have {count(size, 'number')}; without a "
             f"torch.distributed group, ranks exchange at most {MOST_VALUES:,}: exchange their mean, or make a group"
         )
     exact = _exact(tensor)
     weight = _weight(rank, world)
-    given = torch.zeros((world, *tensor.shape), dtype=torch.float64)
+    given = torch.zeros((world, *tensor.shape), dtype=torch.float64, device="cpu")
     given[rank] = exact / weight
     if size <= _A_CALL:  # in their shape, so that ranks with other shapes are noticed
         found = mean_over_ranks(given, weight=weight)

@@ -13,7 +13,7 @@ from rayzero.activations.attach import match_modules
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.engine.activations import policy_of
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
-from rayzero.engine.units.inventory import ModelParameters, ModelParameterStats
+from rayzero.engine.start.inventory import ModelParameters, ModelParameterStats
 from rayzero.engine.units.partition import ROOT
 from rayzero.kernels import adam_states
 from rayzero.kernels.moments import moment_bytes

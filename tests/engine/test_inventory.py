@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rayzero.engine.units.inventory import ModelParameters, ModelParameterStats
+from rayzero.engine.start.inventory import ModelParameters, ModelParameterStats
 from rayzero.errors import ConfigError
 
 

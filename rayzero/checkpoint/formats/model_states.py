@@ -196,7 +196,7 @@ def range_of(pieces: Sequence[Tensor], start: int, stop: int) -> Tensor:
         begin += len(piece)
     if len(parts) == 1:
         return parts[0]
-    return torch.cat(parts) if parts else torch.empty(0)
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def as_dict(value: Any) -> dict[Any, Any]:
