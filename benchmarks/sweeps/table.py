@@ -52,5 +52,5 @@ def _version(package: str) -> str:
 
 
 def _cell(text: str) -> str:
-    line = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    line = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("[", "\\[")
     return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
