@@ -179,6 +179,7 @@ class SavedWeights:
 
         return self._mark(pack, (pack_below, unpack_below)), unpack
 
+    @outside_modes
     def _stand_in(self, saved: Tensor) -> Tensor:
         """A tensor of one element that looks like ``saved``."""
         like = (saved.size(), saved.dtype, saved.device)
@@ -195,11 +196,14 @@ class SavedWeights:
         return cast(PackHook, pack)
 
 
+_OURS = (__file__, outside_modes.__code__.co_filename)
+
+
 def _refuse_python(unit: ParamUnit, slot: int) -> None:
     """Raise UnsupportedError if Python code unpacks a weight of another class than nn.Parameter: torch gives it a plain
     tensor for what a hook has packed, so that the code would do something else. Torch's own operations do not."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__:
+    while frame is not None and frame.f_code.co_filename in _OURS:
         frame = frame.f_back
     if frame is not None and frame.f_code.co_name != "_engine_run_backward":
         kind = type(unit.params[slot]).made.__name__  # type: ignore[attr-defined]
