@@ -228,7 +228,7 @@ def unkept(state: Mapping[str, Any], shape: Sequence[int]) -> str:
             continue
         if not isinstance(value, Tensor):
             return f"{name!r}, which is a {type(value).__name__}"
-        if type(value) not in (Tensor, torch.nn.Parameter):
+        if type(value) is not Tensor:
             return f"{name!r}, which is a {type(value).__name__} and not a plain tensor"
         if tuple(value.shape) != tuple(shape):
             return f"{name!r} of shape {tuple(value.shape)} for a parameter of shape {tuple(shape)}"
