@@ -1,6 +1,6 @@
 """TRL's trainers on RayZero beside themselves: one rank beside one process, two ranks beside DDP on gloo.
 
-`python -m benchmarks.sweeps.trl CASE WORLD SIDE FILE` is a part of a case of two ranks: SIDE is "ours", or the index of a
+`python -m benchmarks.sweeps.trl CASE SIDE FILE` is a part of a case of two ranks: SIDE is "ours", or the index of a
 process of DDP. It saves what it has trained in FILE."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ part of the data, weights and logged losses are compared with those of two proce
 gloo, whose sums are in another order. "Adapter" is a LoRA adapter of PEFT; "existing" one was there before, so that the
 trainer compares with a frozen copy of it.
 """
+SECONDS = 600.0  # for a case: two ranks are five processes that import TRL
 PACKAGES = ["trl", "transformers", "peft", "accelerate", "torch"]
 
 Trained = tuple[dict[str, torch.Tensor], list[float]]  # weights; logged losses
@@ -226,6 +228,7 @@ def _together(name: str, folder: Path) -> tuple[Trained, Trained]:
         parts = [
             subprocess.Popen(
                 [sys.executable, "-m", __name__, name, side, str(file)],
+                stdin=subprocess.PIPE,
                 env=os.environ | (world | {"RANK": side, "LOCAL_RANK": side} if side != "ours" else {}),
             )
             for side, file in zip(sides, files, strict=True)
@@ -263,6 +266,7 @@ def _part(name: str, side: str, file: Path) -> None:
     """A part of a case of two ranks; see the module."""
     from rayzero.testing import run_ranks
 
+    threading.Thread(target=_end_with_the_case, daemon=True).start()
     try:
         if side == "ours":
             loop = partial(_rank, name=name)
@@ -275,6 +279,12 @@ def _part(name: str, side: str, file: Path) -> None:
         torch.save(error, file)
         raise
     torch.save(found, file)
+
+
+def _end_with_the_case() -> None:
+    """The case holds the other end of stdin, and may be killed."""
+    sys.stdin.read()
+    os._exit(1)
 
 
 def _same_on_both(ranks: list[Trained]) -> None:

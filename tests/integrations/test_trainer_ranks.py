@@ -146,7 +146,7 @@ def test_two_ranks_learn_what_one_learns_from_batches_of_twice_the_size(tmp_path
 
 
 class Gathering(Trainer):
-    """As TRL's GRPOTrainer: its module calls Accelerate's function, which returns a rank's own values without a group."""
+    """As TRL's GRPOTrainer: its module has Accelerate's function, which without a group gives a rank its own values."""
 
 
 def test_a_trainer_that_gathers_by_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +156,6 @@ def test_a_trainer_that_gathers_by_itself_is_refused(tmp_path: Path, monkeypatch
 
     monkeypatch.setitem(globals(), "all_ranks", accelerate.utils.gather_object)
     with pytest.raises(
-        UnsupportedError, match=r"Gathering calls accelerate.utils.gather_object\(\), .* init_process_group"
+        UnsupportedError, match=r"Gathering calls accelerate.utils.gather_object\(\), .*init_process_group"
     ):
         run_ranks(loop, 2, 1)
