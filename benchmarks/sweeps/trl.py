@@ -21,12 +21,11 @@ from .trial import REFUSED, ROUNDING, SAME, WRONG, Case, Outcome
 
 TITLE = "TRL's trainers that were tried"
 INTRO = """
-Each trainer runs for three clipped steps of AdamW, with its own defaults but for bf16, on a tiny Llama and a tokenizer
-that are made here: as `class Mine(ZeroTraining, DPOTrainer)` on RayZero, and as it is. On one rank the weights must have
-the same bits (norm clipping is off there, because its scale is computed in fp64 here). On two ranks, each with its own
-part of the data, weights and logged losses are compared with those of two processes under DistributedDataParallel on
-gloo, whose sums are in another order. "Adapter" is a LoRA adapter of PEFT; "existing" one was there before, so that the
-trainer compares with a frozen copy of it.
+Each trainer does three steps of AdamW, with its own defaults but for bf16, on a tiny Llama and a tokenizer that are
+made here: as `class Mine(ZeroTraining, DPOTrainer)` on RayZero, and as it is. On one rank, weights and logged losses
+must have the same bits; norms are not clipped there, because the scale is computed in fp64 here. Two ranks clip, and
+are compared with two processes under DistributedDataParallel on gloo, whose sums are in another order. "Adapter" is a
+LoRA adapter of PEFT that existed before, so that the trainer compares with a frozen copy of it.
 """
 SECONDS = 600.0  # for a case: two ranks are five processes that import TRL
 PACKAGES = ["trl", "transformers", "peft", "accelerate", "torch"]
@@ -35,7 +34,7 @@ Trained = tuple[dict[str, torch.Tensor], list[float]]  # weights; logged losses
 
 STEPS = 3
 _ROUNDING = 2e-4  # of a tensor's largest value; losses: relative
-_WORDS = "zero one two three four five six seven eight nine ten red green blue tall small old new cat dog sun sea".split()
+_WORDS = ["red", "green", "blue", "tall", "small", "old", "new", "cat", "dog", "sun", "sea", "one", "two", "three"]
 _TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
@@ -43,7 +42,9 @@ def cases() -> list[Case]:
     """Every trainer on one rank and on two."""
     names = list(_KINDS)
     return [
-        Case(f"{name}, {world} rank{'s' * (world > 1)}", partial(_case, name, world)) for world in (1, 2) for name in names
+        Case(f"{name}, {world} rank{'s' * (world > 1)}", partial(_case, name, world))
+        for world in (1, 2)
+        for name in names
     ]
 
 
@@ -156,13 +157,13 @@ _KINDS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {  # traine
     "SFT, adapter": ("SFT", _text, {}, {"adapter": True}),
     "Reward": ("Reward", _pair, {}, {"reward": True}),
     "DPO": ("DPO", _pair, {}, {}),
-    "DPO, existing adapter": ("DPO", _pair, {}, {"adapter": True}),
-    "DPO, accumulation": ("DPO", _pair, {"gradient_accumulation_steps": 2}, {"adapter": True}),
+    "DPO, adapter": ("DPO", _pair, {}, {"adapter": True}),
+    "DPO, adapter, accumulation": ("DPO", _pair, {"gradient_accumulation_steps": 2}, {"adapter": True}),
     "KTO": ("KTO", _judged, {}, {}),
-    "KTO, existing adapter": ("KTO", _judged, {}, {"adapter": True}),
+    "KTO, adapter": ("KTO", _judged, {}, {"adapter": True}),
     "GRPO": ("GRPO", _prompt, _GENERATES | {"beta": 0.0}, {}),
-    "GRPO, existing adapter": ("GRPO", _prompt, _GENERATES, {"adapter": True}),
-    "RLOO, existing adapter": ("RLOO", _prompt, _GENERATES, {"adapter": True}),
+    "GRPO, adapter": ("GRPO", _prompt, _GENERATES, {"adapter": True}),
+    "RLOO, adapter": ("RLOO", _prompt, _GENERATES, {"adapter": True}),
 }
 
 
