@@ -35,7 +35,7 @@ def values_of_ranks(tensor: Tensor) -> Tensor:
     if size <= _A_CALL:  # in their shape, so that ranks with other shapes are noticed
         found = mean_over_ranks(given, weight=weight)
     else:
-        parts = [mean_over_ranks(part, weight=weight) for part in given.flatten().split(_A_CALL)]
+        parts = [mean_over_ranks(part, weight=weight) for part in torch.split(given.flatten(), _A_CALL)]
         found = torch.cat(parts).view(given.shape)
     return found.to(device=tensor.device, dtype=tensor.dtype)
 

@@ -107,4 +107,4 @@ class _UnfrozenParameter(nn.Parameter):
         try:
             return copy.deepcopy(self, memo)
         finally:
-            self.__class__ = watching  # type: ignore[assignment]
+            self.__class__ = watching
