@@ -36,7 +36,7 @@ def _run(family: ModuleType, only: str | None) -> dict[str, Outcome]:
         if only is not None and only not in case.name:
             continue
         began = time.perf_counter()
-        outcomes[case.name] = outcome = outcome_of(case)
+        outcomes[case.name] = outcome = outcome_of(case, seconds=getattr(family, "SECONDS", 180.0))
         print(f"{case.name}: {outcome.kind} {outcome.why} ({time.perf_counter() - began:.1f} s)", flush=True)
     return outcomes
 

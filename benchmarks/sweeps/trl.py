@@ -1,7 +1,7 @@
 """TRL's trainers on RayZero beside themselves: one rank beside one process, two ranks beside DDP on gloo.
 
-`python -m benchmarks.sweeps.trl CASE WORLD SIDE FILE` is a part of a case of two ranks: SIDE is "ours", or the index of
-a process of DDP. It saves what it has trained in FILE."""
+`python -m benchmarks.sweeps.trl CASE SIDE FILE` is a part of a case of two ranks: SIDE is "ours", or the index of a
+process of DDP. It saves what it has trained in FILE."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,43 +21,20 @@ from .trial import REFUSED, ROUNDING, SAME, WRONG, Case, Outcome
 
 TITLE = "TRL's trainers that were tried"
 INTRO = """
-Each trainer runs for three clipped steps of AdamW, with its own defaults but for bf16, on a tiny Llama and a
-tokenizer that are made here: as `class Mine(ZeroTraining, DPOTrainer)` on RayZero, and as it is. On one rank the
-weights must have the same bits (norm clipping is off there, because its scale is computed in fp64 here). On two
-ranks, each with its own part of the data, weights and logged losses are compared with those of two processes under
-DistributedDataParallel on gloo, whose sums are in another order. "Adapter" is a LoRA adapter of PEFT; "existing" one
-was there before, so that the trainer compares with a frozen copy of it.
+Each trainer does three steps of AdamW, with its own defaults but for bf16, on a tiny Llama and a tokenizer that are
+made here: as `class Mine(ZeroTraining, DPOTrainer)` on RayZero, and as it is. On one rank, weights and logged losses
+must have the same bits; norms are not clipped there, because the scale is computed in fp64 here. Two ranks clip, and
+are compared with two processes under DistributedDataParallel on gloo, whose sums are in another order. "Adapter" is a
+LoRA adapter of PEFT that existed before, so that the trainer compares with a frozen copy of it.
 """
+SECONDS = 600.0  # for a case: two ranks are five processes that import TRL
 PACKAGES = ["trl", "transformers", "peft", "accelerate", "torch"]
 
 Trained = tuple[dict[str, torch.Tensor], list[float]]  # weights; logged losses
 
 STEPS = 3
 _ROUNDING = 2e-4  # of a tensor's largest value; losses: relative
-_WORDS = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "red",
-    "green",
-    "blue",
-    "tall",
-    "small",
-    "old",
-    "new",
-    "cat",
-    "dog",
-    "sun",
-    "sea",
-]
+_WORDS = ["red", "green", "blue", "tall", "small", "old", "new", "cat", "dog", "sun", "sea", "one", "two", "three"]
 _TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
@@ -179,13 +157,13 @@ _KINDS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {  # traine
     "SFT, adapter": ("SFT", _text, {}, {"adapter": True}),
     "Reward": ("Reward", _pair, {}, {"reward": True}),
     "DPO": ("DPO", _pair, {}, {}),
-    "DPO, existing adapter": ("DPO", _pair, {}, {"adapter": True}),
-    "DPO, accumulation": ("DPO", _pair, {"gradient_accumulation_steps": 2}, {"adapter": True}),
+    "DPO, adapter": ("DPO", _pair, {}, {"adapter": True}),
+    "DPO, adapter, accumulation": ("DPO", _pair, {"gradient_accumulation_steps": 2}, {"adapter": True}),
     "KTO": ("KTO", _judged, {}, {}),
-    "KTO, existing adapter": ("KTO", _judged, {}, {"adapter": True}),
+    "KTO, adapter": ("KTO", _judged, {}, {"adapter": True}),
     "GRPO": ("GRPO", _prompt, _GENERATES | {"beta": 0.0}, {}),
-    "GRPO, existing adapter": ("GRPO", _prompt, _GENERATES, {"adapter": True}),
-    "RLOO, existing adapter": ("RLOO", _prompt, _GENERATES, {"adapter": True}),
+    "GRPO, adapter": ("GRPO", _prompt, _GENERATES, {"adapter": True}),
+    "RLOO, adapter": ("RLOO", _prompt, _GENERATES, {"adapter": True}),
 }
 
 
@@ -251,6 +229,7 @@ def _together(name: str, folder: Path) -> tuple[Trained, Trained]:
         parts = [
             subprocess.Popen(
                 [sys.executable, "-m", __name__, name, side, str(file)],
+                stdin=subprocess.PIPE,
                 env=os.environ | (world | {"RANK": side, "LOCAL_RANK": side} if side != "ours" else {}),
             )
             for side, file in zip(sides, files, strict=True)
@@ -288,6 +267,7 @@ def _part(name: str, side: str, file: Path) -> None:
     """A part of a case of two ranks; see the module."""
     from rayzero.testing import run_ranks
 
+    threading.Thread(target=_end_with_the_case, daemon=True).start()
     try:
         if side == "ours":
             loop = partial(_rank, name=name)
@@ -300,6 +280,12 @@ def _part(name: str, side: str, file: Path) -> None:
         torch.save(error, file)
         raise
     torch.save(found, file)
+
+
+def _end_with_the_case() -> None:
+    """The case holds the other end of stdin, and may be killed."""
+    sys.stdin.read()
+    os._exit(1)
 
 
 def _same_on_both(ranks: list[Trained]) -> None:

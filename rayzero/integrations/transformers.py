@@ -29,11 +29,13 @@ no random numbers when an example is read; otherwise, the rank's next life is re
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 import transformers
 from torch import Tensor, nn
@@ -123,6 +125,17 @@ class ZeroTraining:
 
     def _refuse_settings(self) -> None:
         self.args._n_gpu = min(self.args.n_gpu, 1)  # a rank has one device; DataParallel would copy the model
+        if not self._lacks_collectives:
+            return
+        for kind in type(self).__mro__:
+            used = vars(sys.modules[kind.__module__]).values()
+            for function in (accelerate.utils.gather, accelerate.utils.gather_object):
+                if any(each is function for each in used):
+                    raise UnsupportedError(
+                        f"{kind.__name__} calls accelerate.utils.{function.__name__}(), which returns a rank's own "
+                        "values where there is no torch.distributed group; call torch.distributed.init_process_group("
+                        "'gloo', ...) on every rank before the trainer is made"
+                    )
 
     @property
     def _lacks_collectives(self) -> bool:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -142,3 +143,19 @@ def test_two_ranks_learn_what_one_learns_from_batches_of_twice_the_size(tmp_path
         again = trainer_of(Trainer, tmp_path, 4)
         again.train(resume_from_checkpoint=str(saved))
         assert same_bits(rayzero.full_state_dict(again.model), ranks[0][0])
+
+
+class Gathering(Trainer):
+    """As TRL's GRPOTrainer: its module has Accelerate's function, which without a group gives a rank its own values."""
+
+
+def test_a_trainer_that_gathers_by_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loop(context: RankContext) -> None:
+        if context.rank == 0:
+            Gathering(model=build(llama), args=arguments(tmp_path), train_dataset=dataset())
+
+    monkeypatch.setitem(globals(), "all_ranks", accelerate.utils.gather_object)
+    with pytest.raises(
+        UnsupportedError, match=r"Gathering calls accelerate.utils.gather_object\(\), .*init_process_group"
+    ):
+        run_ranks(loop, 2, 1)
