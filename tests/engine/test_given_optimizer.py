@@ -72,6 +72,13 @@ class Needs(torch.optim.SGD):
         super().__init__(params, lr=0.1 * size)
 
 
+class Kept(Mine):
+    """Cannot be made without an argument, which it keeps in an object."""
+
+    def __init__(self, params: Any, lr: float = 0.1, *, bits: int) -> None:
+        super().__init__(params, lr, bits=bits)
+
+
 class Large(Mine):
     """Changes its mind at a size that no trial has."""
 
@@ -139,11 +146,21 @@ def after(make: Make, change: Callable[[Any], object]) -> Make:
         lambda params: Mine(params, bits=8),
         after(Mine, lambda optimizer: setattr(optimizer, "scale", 0.5)),
         after(Mine, lambda optimizer: setattr(optimizer.args, "bits", 16)),
+        lambda params: Kept(params, bits=16),
         lambda params: Flagged(params, signs=True),
         after(Flagged, lambda optimizer: setattr(optimizer, "signs", True)),
         lambda params: Mine([{"params": list(params), "mine": 0.25}]),
     ],
-    ids=["argument", "nested argument", "set", "nested set", "subclass", "subclass set", "entry of a group"],
+    ids=[
+        "argument",
+        "nested argument",
+        "set",
+        "nested set",
+        "needed argument",
+        "subclass",
+        "subclass set",
+        "entry of a group",
+    ],
 )
 def test_what_an_instance_keeps_trains(make: Make) -> None:
     both(make)

@@ -219,6 +219,21 @@ class SumsInGroup(Each):
         group["sum"] = group.get("sum", 0.0) + sum(float(p.grad.sum()) for p in group["params"] if p.grad is not None)
 
 
+class CountsBeside(Each):
+    """Writes into its group what it counts in an attribute, and does not look at it."""
+
+    count = 0
+
+    def begin(self, group):
+        self.count += 1
+        group["count"] = self.count
+
+
+def test_entries_that_a_resumed_run_would_write_otherwise_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"step\(\) writes count of its parameter groups"):
+        try_class(OptimizerMaker(CountsBeside), OPTIONS)
+
+
 def test_entries_of_groups_that_a_step_writes_are_found_and_can_be_written_elsewhere() -> None:
     assert require_elementwise(OptimizerMaker(CountsInGroup), OPTIONS).writes == ("count", "warm")
     entries, group = GroupEntries(OptimizerMaker(CountsInGroup), [OPTIONS]), {**OPTIONS, "count": 1, "mine": "x"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from functools import partial
 from types import MethodType
@@ -45,7 +45,8 @@ def maker_of(optimizer: torch.optim.Optimizer, hyper: Sequence[Hyper]) -> Optimi
         return OptimizerMaker(cls)
     refuse_known(OptimizerMaker(cls))
     arguments = inspect.signature(cls).parameters.keys() - hyper[0].keys()
-    make = OptimizerMaker(cls, {name: v for name, v in _own(optimizer).items() if name in arguments and _is_plain(v)})
+    named = {path: value for path, value in _plain_values(_own(optimizer)) if path.rpartition(".")[2] in arguments}
+    make = OptimizerMaker(cls, named)
     left = _differing(_own(optimizer), _own(stand_in(make, hyper)))
     make = OptimizerMaker(cls, make.attributes | {path: value for path, value in left.items() if _is_plain(value)})
     if left := _differing(_own(optimizer), _own(stand_in(make, hyper))):
@@ -105,6 +106,15 @@ def _differing(ours: dict[str, Any], theirs: dict[str, Any], path: str = "") -> 
         else:
             found |= _differing(inside, _inside(other) or {}, f"{at}.")
     return found
+
+
+def _plain_values(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The plain values, and those directly inside others ("args.bits"), with their paths."""
+    for name, value in values.items():
+        inside = (
+            {name: value} if _is_plain(value) else {f"{name}.{key}": v for key, v in (_inside(value) or {}).items()}
+        )
+        yield from ((path, held) for path, held in inside.items() if _is_plain(held))
 
 
 class _Missing:
