@@ -225,6 +225,17 @@ def is_recomputations(pack: PackHook) -> bool:
     return getattr(pack, "__qualname__", "").startswith("_recomputation_hook.")
 
 
+def awaited_holder(pack: PackHook) -> Any:
+    """What the checkpoint's forward was given for the tensor that its recomputation saves next; None if nobody has it
+    any more. ``pack``: a hook of :func:`is_recomputations`."""
+    function: Any = getattr(pack, "_torchdynamo_orig_callable", pack)
+    names = function.__code__.co_freevars
+    held = {name: cell.cell_contents for name, cell in zip(names, function.__closure__, strict=True)}
+    frame = held["target_frame_ref"]()
+    at = frame.recomp_counter[held["gid"]]
+    return frame.weak_holders[at]() if at < len(frame.weak_holders) else None
+
+
 def saved_tensor_hooks_allowed() -> bool:
     """False inside torch.func transforms that cannot have saved-tensor hooks."""
     return bool(_autograd._saved_tensors_hooks_is_enabled())
@@ -393,8 +404,10 @@ def _checkpoint_is_known() -> bool:
     """Whether torch still names its checkpoint hooks as :func:`is_checkpoints` and :func:`is_recomputations` expect.
     Reads the code, because running a checkpoint imports the compiler."""
     makers: list[Any] = [torch.utils.checkpoint._checkpoint_hook, torch.utils.checkpoint._recomputation_hook]
-    made = {getattr(part, "co_qualname", "") for maker in makers for part in maker.__init__.__code__.co_consts}
-    return made >= {f"{maker.__qualname__}.__init__.<locals>.pack_hook" for maker in makers}
+    parts = [part for maker in makers for part in maker.__init__.__code__.co_consts]
+    made = {getattr(part, "co_qualname", ""): getattr(part, "co_freevars", ()) for part in parts}
+    ours, recomputations = (f"{maker.__qualname__}.__init__.<locals>.pack_hook" for maker in makers)
+    return ours in made and {"target_frame_ref", "gid"} <= set(made.get(recomputations, ()))
 
 
 class _Scaled(torch.optim.SGD):

@@ -9,7 +9,9 @@ check for in-place changes.
 [Note: checkpointed weights] An activation checkpoint counts saved tensors and must count the same in forward and
 recomputation, whichever hooks are above it, so it gets to see the weights too. Unpacking a weight asks it first, as
 plain torch does, because the recomputation may write to the weight; a change of the weight since is then no error.
-What the checkpoint keeps in a recomputation is a stand-in without memory: the weight would pin its unit.
+What the checkpoint keeps in a recomputation is then a stand-in without memory: the weight would pin its unit. Of a unit
+that was open already when the checkpoint began, the forward gave the checkpoint the weight itself, so the recomputation
+does, too.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +28,7 @@ from torch import Tensor, nn
 from rayzero.engine.private_torch import (
     PackHook,
     UnpackHook,
+    awaited_holder,
     is_checkpoints,
     is_recomputations,
     lazy_sign,
@@ -90,6 +94,7 @@ class SavedWeights:
         self._content = content
         self._plain = self._plain_hooks()
         self._stand_ins: dict[Any, Tensor] = {}  # by size, dtype and device
+        self._shown: WeakSet[Any] = WeakSet()  # what checkpoints gave for weights that have handles
 
     def push(self) -> None:
         """Push our hooks; they pass tensors that are not weights to the hooks below."""
@@ -168,8 +173,12 @@ class SavedWeights:
             if handle is None:
                 return pack_below(saved)
             if recomputes:
-                pack_below(self._stand_in(saved))
-            return Checkpointed(handle, pack_below(saved)) if checkpoints else handle
+                pack_below(self._stand_in(saved) if awaited_holder(last) in self._shown else saved)
+            if not checkpoints:
+                return handle
+            shown = pack_below(saved)
+            self._shown.add(shown)
+            return Checkpointed(handle, shown)
 
         def unpack(packed: Any) -> Tensor:
             if type(packed) is Checkpointed:
