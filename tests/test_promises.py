@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from costs.parts import is_thorough
 from promises import CANNOT_BREAK, MECHANISMS, PROMISES
 
 TESTS = Path(__file__).parent
@@ -29,11 +30,10 @@ def marks(decorators: list[ast.expr]) -> dict[str, list[list[str]]]:
 
 def held(source: str) -> set[Cell]:
     """The cells that the tests of one file hold in the first tier."""
-    tree = ast.parse(source)
-    if any("pytest.mark.thorough" in ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)):
+    if is_thorough(source):
         return set()
     cells: set[Cell] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
             of = marks(node.decorator_list)
             if "thorough" not in of:

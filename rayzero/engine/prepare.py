@@ -35,7 +35,7 @@ from rayzero.engine.loop.comeback import comeback_of, keep_began
 from rayzero.engine.optimizer.given import maker_of
 from rayzero.engine.optimizer.param_groups import hyper_of
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
-from rayzero.engine.private_torch import self_test
+from rayzero.engine.private_torch import has_memory, self_test
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.start.initial_values import Start
 from rayzero.engine.start.meta import materialise
@@ -271,7 +271,7 @@ def _refuse_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     for name, param in model.named_parameters():
         if isinstance(param, ShardedParameter):
             raise UnsupportedError(f"parameter {name!r} belongs to another prepared model; give this one its own")
-        if type(param) is not nn.Parameter:
+        if type(param) is not nn.Parameter and has_memory(param):  # else the layout refuses it
             require_keepable(name, param)
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise UnsupportedError(

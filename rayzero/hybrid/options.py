@@ -116,10 +116,6 @@ def equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return bool(
-            torch.equal(
-                torch.as_tensor(a, dtype=torch.float64, device="cpu").cpu().double(),
-                torch.as_tensor(b, dtype=torch.float64, device="cpu").cpu().double(),
-            )
-        )
+        first, second = (torch.as_tensor(value, dtype=torch.float64, device="cpu") for value in (a, b))
+        return bool(torch.equal(first, second))
     return bool(a == b)

@@ -192,7 +192,7 @@ class _LogText:
         return (
             torch.frombuffer(bytearray(self._text), dtype=torch.uint8)
             if self._text
-            else torch.empty(0, dtype=torch.float32, device="cpu").byte()
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
 
     def entries(self, text: torch.Tensor) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ class OptimizerMaker:
     Knows the class, and what the user's instance keeps in attributes; not parameters."""
 
     cls: type[torch.optim.Optimizer]
-    attributes: Hyper = field(default_factory=dict)  # "scale" or "args.bits" -> plain value; see optimizer_attributes
+    attributes: Hyper = field(default_factory=dict)  # "scale" or "args.bits" -> plain value
 
     @property
     def name(self) -> str:

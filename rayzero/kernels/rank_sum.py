@@ -44,9 +44,9 @@ class RankSum:
 
     def __init__(self, tile: int, device: torch.device | None = None) -> None:
         """``tile``: the most elements that one call may sum. ``device``: where it sums; None is the host."""
-        self._total = torch.zeros(tile, device=device or "cpu", dtype=torch.float32)
-        self._group = torch.zeros(tile, device=device or "cpu", dtype=torch.float32)
-        self._wide = torch.zeros(tile, device=device or "cpu", dtype=torch.float32)
+        self._total, self._group, self._wide = (
+            torch.zeros(tile, device=device or "cpu", dtype=torch.float32) for _ in range(3)
+        )
         self._came: dict[torch.dtype, Tensor] = {}  # for parts from elsewhere. [Note: over the link]
 
     def sum(self, gradients: Sequence[Gradient], ranks: Sequence[int], start: int, stop: int) -> Tensor:

@@ -162,10 +162,9 @@ class _Hand:
 
     def __init__(self, tile: int, device: torch.device | None) -> None:
         self._sum = RankSum(tile, device)
-        self._scaled = torch.zeros(tile, device=device or "cpu", dtype=torch.float32)
-        self._step = torch.zeros(
-            (), device=device or "cpu", dtype=torch.float32
-        )  # torch's kernels read the step count from a tensor
+        on = device or torch.device("cpu")
+        self._scaled = torch.zeros(tile, device=on, dtype=torch.float32)
+        self._step = torch.zeros((), device=on, dtype=torch.float32)  # torch's kernels read it from a tensor
         self._rounded: Tensor | None = None  # parameters for elsewhere: [Note: over the link] in rank_sum.py
 
     @torch.no_grad()

@@ -132,7 +132,7 @@ def test_a_row_that_cannot_be_read_costs_that_row_alone(tmp_path: Path, caplog: 
     write_record(tmp_path)
     assert describe_run(tmp_path)["last"] == {"step": 2}
     trim_log(tmp_path, 2)
-    assert path.read_bytes() == b"\n".join([*lines[:-1], b""]), "nobody's bytes are lost but those of a line cut short"
+    assert path.read_bytes() == b"\n".join([*lines[:-1], b""]), "no bytes are lost but those of a line cut short"
     trim_log(tmp_path, 1)
     assert path.read_bytes() == b"\n".join([*lines[:-2], b""])
 

@@ -18,9 +18,14 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 _UNKNOWN = (1.0, 1.0)  # seconds of a file that is newer than the figures: in the first tier, and beyond it
 
-_WHOLE_FILE = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.thorough", re.M)  # it is in the second tier
+_WHOLE_FILE = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.thorough", re.M)
 
 Costs = dict[str, tuple[float, float]]  # file -> CPU seconds of its first tier, and of what the second adds
+
+
+def is_thorough(source: str) -> bool:
+    """Whether a whole file of tests is in the second tier."""
+    return _WHOLE_FILE.search(source) is not None
 
 
 def divide(files: Iterable[str], number: int, cost: Callable[[str], float]) -> list[list[str]]:
@@ -36,7 +41,7 @@ def divide(files: Iterable[str], number: int, cost: Callable[[str], float]) -> l
 
 def parts_of(files: dict[str, str], tier: str, quarter: int, costs: Costs) -> dict[str, list[str]]:
     """Name of a part -> its files. ``files``: path -> text. ``tier``: "first", "all" or "quarter"."""
-    first = {file for file in files if not _WHOLE_FILE.search(files[file])}
+    first = {file for file in files if not is_thorough(files[file])}
     hosts = {file for file in files if file.startswith("tests/hosts/")}
     rays = {file for file in files if "mark.ray" in files[file]} - hosts
 

@@ -214,18 +214,12 @@ def test_a_backward_of_the_users_own_that_reads_such_a_parameter_is_refused(alon
 
 
 class _Dispatched(Tensor):
-    @staticmethod
-    def __new__(cls, data: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(cls, data.size(), dtype=data.dtype)
-
-    def __init__(self, data: Tensor) -> None:
-        self.inner = data
+    """Has memory, and operations of its own below autograd."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].inner)
-        raise NotImplementedError(func)
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **(kwargs or {})).as_subclass(cls)
 
 
 class _Final(type(nn.Parameter)):  # type: ignore[misc]
@@ -242,7 +236,10 @@ class SealedParameter(nn.Parameter, metaclass=_Final):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda data: nn.Parameter(_Dispatched(data)), r"'up.weight' is a _Dispatched, .* __torch_dispatch__"),
+        (
+            lambda data: nn.Parameter(data.as_subclass(_Dispatched)),
+            r"'up.weight' is a _Dispatched, .* __torch_dispatch__",
+        ),
         (SealedParameter, r"'up.weight' is a SealedParameter, .*SealedParameter has no subclasses"),
     ],
 )

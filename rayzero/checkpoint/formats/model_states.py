@@ -1,9 +1,9 @@
 """What DeepSpeed's ``*_model_states.pt`` say: which parameters the optimizer has, and the values of everything else.
 
 A state dict's entries are in different places. Of what the optimizer trains, ``param_shapes`` has names and shapes in
-the order of the flat partitions, and the values are elsewhere. Frozen parameters are in ``frozen_param_fragments`` in
-stages 2 and 3, by rank in stage 3. Buffers, other parameters and, in stage 1, frozen ones are in ``module`` alone,
-which has all names. In stage 3 ``module`` has no values of parameters: each is an empty tensor.
+the order of the flat partitions, and the optimizer's files have the values. Frozen parameters are in
+``frozen_param_fragments`` in stages 2 and 3, by rank in stage 3. Buffers, other parameters and, in stage 1, frozen ones
+are in ``module`` alone, which has all names. In stage 3 ``module`` has no values of parameters: each is empty.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def require_keepable(name: str, param: nn.Parameter) -> None:
     kind: Any = type(param)
     why = None
     if kind.__torch_dispatch__ is not nn.Parameter.__torch_dispatch__:
-        why = "its operations go through __torch_dispatch__ of that class, which may hold the values elsewhere"
+        why = "its operations go through __torch_dispatch__ of that class, which need not hold the values themselves"
     try:
         for other in () if why else (type("ShardedParameter", (ShardedParameter, kind), {}), open_class(kind), kind):
             param.__class__ = other
@@ -218,11 +218,9 @@ def guard_classes(toucher: Toucher, params: Sequence[nn.Parameter]) -> list[type
     made: dict[type, type[ShardedParameter]] = {}
     for kind in map(type, params):
         if kind not in made:
-            plainly = ShardedParameter if kind is nn.Parameter else kind  # code may look at a class by its name
-            names = {"_toucher": ref(toucher), "made": kind, "__module__": plainly.__module__}
-            made[kind] = type(
-                plainly.__name__, (ShardedParameter, kind), names | {"__qualname__": plainly.__qualname__}
-            )
+            named = ShardedParameter if kind is nn.Parameter else kind  # code may look at a class by its name
+            names = {"_toucher": ref(toucher), "made": kind, "__module__": named.__module__}
+            made[kind] = type(named.__name__, (ShardedParameter, kind), names | {"__qualname__": named.__qualname__})
     return [made[type(param)] for param in params]
 
 

@@ -54,7 +54,7 @@ def maker_of(optimizer: torch.optim.Optimizer, hyper: Sequence[Hyper]) -> Optimi
         raise UnsupportedError(
             f"the {cls.__name__} has attributes that owners cannot get: {names}. They make instances from the class, "
             "the options in its groups, and attributes that are numbers, texts, flags, lists or dicts of these; make "
-            "it without them, or keep them elsewhere"
+            "it without them, or keep them outside of the optimizer"
         )
     return make
 

@@ -65,7 +65,9 @@ class Start:
         if not held and rank == 0 and self._weights is not None:
             for name in filter(self._given, self._params):
                 if is_opaque(self._params[name]):
-                    require_own_bytes(self._weights, name, self._params[name], self._read(name))
+                    require_own_bytes(
+                        self._weights, name, self._params[name], self._weights.read(self._source_name[name])
+                    )
 
     # ---- checks
 
@@ -138,10 +140,6 @@ class Start:
                 with plain():  # the value, whatever its class makes of operations
                     values.view(slot.shape).copy_(self._params[slot.name].detach())
         load(unit.index, flat).result()
-
-    def _read(self, name: str) -> Tensor:
-        assert self._weights is not None
-        return self._weights.read(self._source_name[name])
 
 
 def wanted_by(model: nn.Module) -> list[Wanted]:

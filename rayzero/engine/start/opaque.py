@@ -19,6 +19,7 @@ from rayzero.codecs.record import codec_of
 from rayzero.engine.units.partition import UnitPlan, is_opaque
 from rayzero.errors import CheckpointError, UnsupportedError
 from rayzero.layout.model_layout import ParamSlot, UnitLayout, dtype_name
+from rayzero.protocol.bits import same_bits
 from rayzero.protocol.messages import COMPUTE
 from rayzero.tensor_metadata import class_name, own_class
 
@@ -57,7 +58,9 @@ def refuse_codes(plan: UnitPlan, params: Mapping[str, nn.Parameter]) -> None:
 def require_own_bytes(source: object, name: str, param: nn.Parameter, value: Tensor) -> None:
     """Raise CheckpointError if ``value`` (of the parameter's shape and dtype) would give other bytes to a parameter
     whose key is the model's own."""
-    if is_opaque(param) and _has_key(param) and not _same_bytes(value, param):
+    if not is_opaque(param) or not _has_key(param):
+        return
+    if not same_bits(value.cpu(), param.detach().cpu()).all():
         raise _other_bytes(source, name, param)
 
 
@@ -95,8 +98,3 @@ def _other_bytes(source: object, name: str, param: nn.Parameter) -> CheckpointEr
         f"{name!r} is a {class_name(param)} and has other bytes in {source} than in the model; what tells their "
         f"meaning is on the model's Parameter ({_keys(param)}) and nowhere else, so build the model from the same base"
     )
-
-
-def _same_bytes(ours: Tensor, theirs: Tensor) -> bool:
-    first, second = (tensor.detach().cpu().reshape(-1).view(torch.uint8) for tensor in (ours, theirs))
-    return torch.equal(first, second)
