@@ -1,4 +1,4 @@
-"""What deaths leave in the members that outlive them: ``scripts/faults --slope``.
+"""What deaths leave in the members that outlive them: ``scripts/soak faults --slope``.
 
 One run of many steps, in which an owner and a rank are killed in turn, at even distances. The others are looked at
 between the deaths: private memory (RssAnon), open files, threads. The slope is that of a straight line through what was

@@ -1,11 +1,11 @@
 """A campaign of seeded faults: processes of small runs are killed and stopped at random moments and at named points.
 Every run must end with the bits of one that was not disturbed, and leave nothing.
 
-    scripts/faults [--seed 0] [--count 1000] [--each 20] [--json OUT]
-    scripts/faults --seed 0 --run 17                       # one run again, with the same faults
-    scripts/faults --scale --count 200 --each 5            # mostly other numbers of owners, and faults meanwhile
-    scripts/faults --scale --apart --count 100 --each 2    # owners 1 and 3 share no memory with the others
-    scripts/faults --slope                                 # what 5,000 steps with 50 kills leave in memory
+    scripts/soak faults [--seed 0] [--count 1000] [--each 20] [--json OUT]
+    scripts/soak faults --seed 0 --run 17                       # one run again, with the same faults
+    scripts/soak faults --scale --count 200 --each 5            # mostly other numbers of owners, and faults meanwhile
+    scripts/soak faults --scale --apart --count 100 --each 2    # owners 1 and 3 share no memory with the others
+    scripts/soak faults --slope                                 # what 5,000 steps with 50 kills leave in memory
 
 A run has 2 ranks and 1 to 3 owners, each a process, and a training loop with everything in it that can be cut: norm,
 clip, scheduler, means, checkpoints, writes. Faults come while the run goes on, or while it still recovers. Their kinds:
@@ -492,7 +492,7 @@ def main() -> int:
             seconds[kind].append(each)
         failed += bool(wrong)
         kind = " --scale" * given.scale + " --apart" * given.apart
-        replay = f"scripts/faults{kind} --seed {given.seed} --each {given.each} --run {run}"
+        replay = f"scripts/soak faults{kind} --seed {given.seed} --each {given.each} --run {run}"
         print(f"{replay}: {len(took)} faults, " + ("equal" if not wrong else "; ".join(wrong[:6])), flush=True)
     rows = table(seconds)
     print("\n".join(rows))

@@ -1,6 +1,6 @@
 """A training run over real sockets whose links break at random moments. Alone, it tries many seeds:
 
-python tests/store/faults.py --seed 0 --count 300
+scripts/soak links --seed 0 --count 300
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def main() -> None:
             what = traceback.format_exc()
         if what:
             failed += 1
-            replay = f"PYTHONPATH=.:tests .venv/bin/python -m store.faults --seed {seed} --count 1"
+            replay = f"scripts/soak links --seed {seed} --count 1"
             print(f"FAILED {replay}: {what}", flush=True)
     print(f"{options.count} runs, {failed} failed, {time.monotonic() - began:.0f} s")
     sys.exit(failed > 0)

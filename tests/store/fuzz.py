@@ -2,7 +2,7 @@
 replay what a rank has really sent, bend it, send messages filled at random, name connections that are not theirs, and
 send noise to the port for tensors. Alone, it tries as many as one wants:
 
-PYTHONPATH=.:tests .venv/bin/python -m store.fuzz --messages 100000
+scripts/soak messages --messages 100000
 """
 
 from __future__ import annotations
@@ -325,6 +325,8 @@ def main() -> None:
         f"{found.grown / (1 << 20):.0f} MiB, weights after {found.steps:,} steps "
         f"{'differ' if found.differs else 'are those of an undisturbed training'}"
     )
+    if not right:
+        print(f"FAILED scripts/soak messages --seed {options.seed} --messages {options.messages}")
     sys.exit(not right)
 
 
