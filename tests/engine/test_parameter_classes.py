@@ -268,3 +268,23 @@ def test_init_and_prepare_compute_nothing_with_such_a_parameter(alone: RankConte
     model.up.weight = Hostile(value.clone())
     model, _ = rayzero.prepare(model, sgd(model.parameters()))
     assert torch.equal(rayzero.full_state_dict(model)["up.weight"], value)
+
+
+class Relisted(nn.Module):
+    """Merges an adapter into its weight each time its Parameters are listed, as PEFT's LoRA on MultiheadAttention
+    does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        self.base.weight = nn.Parameter(self.base.weight.detach().clone(), requires_grad=False)
+        return super().named_modules(*args, **kwargs)
+
+
+def test_a_module_that_makes_its_parameters_anew_is_refused_by_name(alone: RankContext) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Relisted())
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match=r"module '1\.base', a torch.*Linear, makes another .*'1\.base\.weight'"):
+        rayzero.prepare(model, optimizer)
