@@ -37,6 +37,7 @@ from rayzero.engine.optimizer.param_groups import hyper_of
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.private_torch import has_memory, self_test
 from rayzero.engine.rank_step import RankStep
+from rayzero.engine.start.buffers import refuse_buffers
 from rayzero.engine.start.initial_values import Start
 from rayzero.engine.start.meta import materialise
 from rayzero.engine.start.opaque import refuse_apart, refuse_codes
@@ -121,6 +122,7 @@ def prepare(
     check_moments(config.moments, type(optimizer), optimizer.param_groups)
     _check_fraction(config, context)
     _refuse_prepared(model, optimizer)
+    refuse_buffers(model)
     hyper = hyper_of(optimizer, type(optimizer))
     make = maker_of(optimizer, hyper)
     verdicts = [] if make.cls in ADAMS else [require_elementwise(make, options) for options in hyper]
@@ -273,6 +275,7 @@ def _refuse_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             raise UnsupportedError(f"parameter {name!r} belongs to another prepared model; give this one its own")
         if type(param) is not nn.Parameter and has_memory(param):  # else the layout refuses it
             require_keepable(name, param)
+    _refuse_made_anew(model)
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise UnsupportedError(
             "a torch.jit.ScriptModule cannot be prepared, because it reads parameters without going through Python; "
@@ -283,6 +286,20 @@ def _refuse_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             "the optimizer has stepped already, and prepare() would lose its state; pass a new optimizer, and load "
             "this one's state_dict() into the optimizer that prepare() returns"
         )
+
+
+def _refuse_made_anew(model: nn.Module) -> None:
+    """Raise UnsupportedError for a module that has another Parameter each time the model's Parameters are listed."""
+    first, again = dict(model.named_parameters()), dict(model.named_parameters())
+    for name, param in first.items():
+        if again.get(name) is not param:
+            holder = name.rpartition(".")[0]
+            kind = type(model.get_submodule(holder))
+            raise UnsupportedError(
+                f"module {holder!r}, a {kind.__module__}.{kind.__qualname__}, makes another Parameter {name!r} each "
+                "time its Parameters are listed, so there is none that the owners could train (PEFT's LoRA on "
+                "nn.MultiheadAttention does that); leave the module out, in PEFT by target_modules or exclude_modules"
+            )
 
 
 def _as_weights(given: WeightSource | None) -> Weights | None:

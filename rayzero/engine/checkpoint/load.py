@@ -13,14 +13,14 @@ from torch import Tensor
 
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.state_values import unpack
-from rayzero.engine.checkpoint.save import check_resume, of_model, widest_kind
+from rayzero.engine.checkpoint.save import check_resume, of_model, require_model, widest_kind
 from rayzero.engine.context import get_context
 from rayzero.engine.engine import Engine
 from rayzero.engine.loop.rank_state import names_of
 from rayzero.engine.optimizer.param_groups import ResumedGroups
 from rayzero.engine.optimizer.states import StateFormat, check_states, write_states
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
-from rayzero.engine.start.meta import fill_buffers
+from rayzero.engine.start.buffers import fill_buffers
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.errors import CheckpointError
 from rayzero.kernels.optimizer_class import State
@@ -38,10 +38,11 @@ def load_checkpoint(optimizer: ZeroOptimizer, directory: Path | str) -> None:
     before anything is changed, if the checkpoint is missing, damaged or of another model."""
     engine, rank = optimizer.engine, get_context().rank
     directory = of_model(Path(directory), engine.number)
-    check_resume(directory, engine.model)
+    require_model(directory)
     with CheckpointReader(directory) as reader:
         _check_optimizer(reader, optimizer.make.cls)
         _check_parameters(reader, engine.units)
+        check_resume(directory, engine.model)
         form = StateFormat(optimizer.make, optimizer.hyper())
         states = _SavedStates(reader, engine, form)
         check_states(engine, form, states)

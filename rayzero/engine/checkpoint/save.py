@@ -34,13 +34,12 @@ from rayzero.engine.loop.open_checkpoint import OpenCheckpoint
 from rayzero.engine.loop.rank_state import (
     generator_states,
     names_of,
-    persistent_buffers,
     set_generator_states,
     tied_names,
 )
 from rayzero.engine.optimizer.param_groups import ResumedGroups, saved_groups
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
-from rayzero.engine.start.meta import fill_buffers
+from rayzero.engine.start.buffers import check_buffers, fill_buffers, persistent_buffers
 from rayzero.engine.start.opaque import require_same_form
 from rayzero.errors import (
     CheckpointAbandonedError,
@@ -412,7 +411,7 @@ def check_resume(resume: Path | None, model: nn.Module) -> None:
     Owners check the parameters that they own; this finds those that only the checkpoint has."""
     if resume is None:
         return
-    _require_model(resume)
+    require_model(resume)
     known, tied = dict(model.named_parameters()), tied_names(model)
     with CheckpointReader(resume) as reader:
         for unit in reader.layout.units:
@@ -426,6 +425,7 @@ def check_resume(resume: Path | None, model: nn.Module) -> None:
                     )
                 else:
                     require_same_form(reader, unit, slot, known[slot.name])
+        check_buffers(resume, model, reader.buffers())
 
 
 def _check_tied(reader: CheckpointReader, slot: ParamSlot, name: str) -> None:
@@ -447,7 +447,7 @@ def widest_kind(reader: CheckpointReader, name: str) -> str:
     return MASTER if MASTER in reader.kinds(name) else COMPUTE
 
 
-def _require_model(resume: Path) -> None:
+def require_model(resume: Path) -> None:
     """Raise CheckpointError if a later model is missing: the first model's checkpoint is complete before the others are
     saved."""
     whole = resume.parent

@@ -26,11 +26,12 @@ import torch
 
 from rayzero.checkpoint.state_values import to_bytes
 from rayzero.engine.loop.comeback import Comeback, State, put_back
-from rayzero.engine.loop.rank_state import generator_states, persistent_buffers, set_generator_states
+from rayzero.engine.loop.rank_state import generator_states, set_generator_states
 from rayzero.engine.loop.reports import RecentReports
 from rayzero.engine.loop.tracked import Tracked
 from rayzero.engine.optimizer.param_groups import saved_options
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
+from rayzero.engine.start.buffers import persistent_buffers
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, MOST_LOOP_STATE, LoopState
 from rayzero.quantities import format_bytes
 

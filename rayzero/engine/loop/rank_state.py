@@ -1,4 +1,4 @@
-"""What a rank's process has beside parameters and tracked objects: random number generators and the model's buffers."""
+"""What a rank's process has beside parameters and tracked objects: random number generators, and names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
@@ -20,16 +20,6 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     """Other names of tied parameters -> their name in the layout."""
     first = names_of(model)
     return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name != first[id(p)]}
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The persistent buffers in host memory, under each of their state_dict names."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer.detach().cpu()
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-        if name not in module._non_persistent_buffers_set
-    }
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rayzero.checkpoint.fit import Wanted, misfits
 from rayzero.checkpoint.published.translation import is_pretrained
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.weights import NamedWeights, Weights
-from rayzero.engine.start.meta import fill_buffers
+from rayzero.engine.start.buffers import fill_buffers
 from rayzero.engine.start.opaque import require_own_bytes
 from rayzero.engine.start.unit_init import Init, UnitInit
 from rayzero.engine.start.weight_stream import Load, require_fit, take_stream, unit_vector

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,23 +69,3 @@ def materialise(param: nn.Parameter, tensor: Tensor) -> nn.Parameter:
     param._backward_hooks = param._backward_hooks  # puts the user's own hooks on the new tensor
     param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
     return other
-
-
-def fill_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Copy values into the named buffers. A buffer on meta becomes a CPU tensor everywhere it is registered."""
-    made: dict[int, Tensor] = {}
-    with torch.no_grad():
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            if name in values:
-                target = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer
-                target.copy_(values[name])
-                made[id(buffer)] = target
-    replace_buffers(model, made)
-
-
-def replace_buffers(model: nn.Module, made: Mapping[int, Tensor]) -> None:
-    """Replace buffers: id of the registered tensor -> the new one."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) in made:
-                module._buffers[name] = made[id(buffer)]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.engine.private_torch import swap_tensors
-from rayzero.engine.start.meta import materialise, replace_buffers
+from rayzero.engine.start.buffers import replace_buffers
+from rayzero.engine.start.meta import materialise
 from rayzero.engine.units.partition import UnitPlan
 from rayzero.errors import UnsupportedError
 from rayzero.layout.model_layout import UnitLayout

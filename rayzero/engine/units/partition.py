@@ -261,14 +261,14 @@ def _refuse_overlaps(found: Sequence[_Found]) -> None:
     for sharing in by_storage.values():
         for i, first in enumerate(sharing):
             for second in sharing[i + 1 :]:
-                if _share_elements(first.tensor, second.tensor):
+                if share_elements(first.tensor, second.tensor):
                     raise UnsupportedError(
                         f"parameters {first.name!r} and {second.name!r} overlap in memory but are two Parameters; "
                         "tie them by assigning one Parameter to both modules, or clone one"
                     )
 
 
-def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+def share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two dense tensors of one storage have a byte in common (exact when their dtypes agree)."""
     (a_start, a_stop), (b_start, b_stop) = _byte_range(a), _byte_range(b)
     if a_stop <= b_start or b_stop <= a_start:
