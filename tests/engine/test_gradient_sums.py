@@ -21,7 +21,8 @@ def test_gradients_of_16_bits_are_added_in_32() -> None:
     assert sums.slots(0) == {0}
     total, nothing = sums.take(unit)
     assert nothing is None
-    assert total is not None and total.tolist() == [1.5] * 4
+    assert total is not None
+    assert total.tolist() == [1.5] * 4
     assert total.dtype is torch.bfloat16
     assert first.tolist() == [1.0] * 4
     assert 0 not in sums
