@@ -16,6 +16,7 @@ pytestmark = pytest.mark.thorough
 RUNS = 1000
 
 
+@pytest.mark.thorough
 def test_a_thousand_steps_with_random_delays_are_bit_equal():
     rng = random.Random(11)
     model, plain = transformer(dim=16, num_layers=2), transformer(dim=16, num_layers=2)

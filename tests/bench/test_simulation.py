@@ -39,6 +39,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
         simulation.main(["--save", str(tmp_path / "nowhere" / "here.json")])
 
 
+@pytest.mark.thorough
 def test_it_measures_and_compares_a_case(here, monkeypatch, capsys):
     found = Measured.from_json(json.loads(here.read_text()))
     assert found.to_json() == json.loads(here.read_text())
@@ -88,6 +89,7 @@ def test_wrong_cases_and_files_are_refused(tmp_path):
         simulation.main(["--load", str(tmp_path / "none.json")])
 
 
+@pytest.mark.thorough
 def test_described_hosts_are_simulated_at_scale(tmp_path, capsys):
     """The command of docs/scale_simulation.md, with its smallest runs."""
     path = Path(__file__).parents[2] / "benchmarks" / "scale_simulation.py"

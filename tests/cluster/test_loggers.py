@@ -154,6 +154,7 @@ def test_a_resumed_run_is_one_run_with_each_step_once_in_wandb(tmp_path: Path, m
     assert (config["lr"], config["zero.precision"]) == (0.1, "bf16")
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(200)
 def test_a_resumed_run_is_one_run_with_each_step_once_in_mlflow(tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("mlflow")

@@ -76,6 +76,7 @@ def test_bits_norms_and_states_are_those_of_an_optimizer_on_the_host(settings, w
             assert same_states(states, want[2])
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kernel", ["native", "torch", "reference"])
 def test_every_kernel_computes_beside_a_rank_too(kernel):
     base = seeded(Net)

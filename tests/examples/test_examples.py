@@ -33,6 +33,7 @@ def losses(text: str) -> list[float]:
     return [float(value) for value in re.findall(r"'?loss'?:? '?([\d.]+)", text)]
 
 
+@pytest.mark.thorough
 def test_plain_loop_learns_with_a_part_of_the_model_gathered() -> None:
     said = run("plain_loop.py", "--steps", "20")
     assert losses(said)[-1] < losses(said)[0]

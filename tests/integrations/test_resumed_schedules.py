@@ -140,6 +140,7 @@ def train_in_ray_train(config: dict[str, Any]) -> Trained:
         return rayzero.full_state_dict(model), rates
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_in_a_worker_of_ray_train(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_train.train, "get_context", Place)

@@ -123,6 +123,7 @@ def test_an_elementwise_class_has_its_own_bits_on_shards(cls: type[torch.optim.O
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(("cls", "options"), WORKS, ids=IDS)
 def test_its_states_survive_a_checkpoint_and_another_number_of_owners(
     cls: type[torch.optim.Optimizer], options: Any, tmp_path: Path

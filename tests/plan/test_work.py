@@ -70,6 +70,7 @@ def peak_allocated(act: Callable[[], object]) -> int:
     return peak
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_planned_device_bytes_are_those_of_a_real_step(name: str) -> None:
     build, loss, config = MODELS[name]

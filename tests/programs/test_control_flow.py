@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from engine.models import VOCAB, WIDTH, Block, Net, token_loss
 from torch import Tensor, nn
@@ -361,5 +362,6 @@ CASES = [
 ]
 
 
+@pytest.mark.spread(14)
 def test_trains_as_unsharded(case: Case, setting: Setting, check: Callable[[Case, Setting], None]) -> None:
     check(case, setting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 import torch
 from engine.models import token_loss
 from torch import Tensor, nn
@@ -179,5 +180,6 @@ CASES = [
 ]
 
 
+@pytest.mark.spread(9)
 def test_trains_as_unsharded(case: Case, setting: Setting, check: Callable[[Case, Setting], None]) -> None:
     check(case, setting)

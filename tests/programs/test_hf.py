@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 from integrations.training import generate
 from integrations.zoo import GENERATING, MODELS, batch
 from torch import Tensor, nn
@@ -56,5 +57,6 @@ CASES = [
 ]
 
 
+@pytest.mark.spread(6)
 def test_trains_as_unsharded(case: Case, setting: Setting, check: Callable[[Case, Setting], None]) -> None:
     check(case, setting)

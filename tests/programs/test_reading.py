@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from engine.models import VOCAB, WIDTH, Block, token_loss
 from torch import Tensor, nn
@@ -201,5 +202,6 @@ CASES = [
 ]
 
 
+@pytest.mark.spread(9)
 def test_trains_as_unsharded(case: Case, setting: Setting, check: Callable[[Case, Setting], None]) -> None:
     check(case, setting)

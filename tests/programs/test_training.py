@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from engine.models import VOCAB, Net, token_loss, tokens
 from torch import Tensor, nn
@@ -490,6 +491,7 @@ CASES: list[Case] = [
 ]
 
 
+@pytest.mark.spread(22)
 def test_trains_as_unsharded(case: Case, setting: Setting, check: Callable[[Case, Setting], None]) -> None:
     check(case, setting)
 

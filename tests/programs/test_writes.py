@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from engine.models import Net, token_loss
 from torch import Tensor, nn
@@ -200,5 +201,6 @@ CASES = [
 ]
 
 
+@pytest.mark.spread(6)
 def test_trains_as_unsharded(case: Case, setting: Setting, check: Callable[[Case, Setting], None]) -> None:
     check(case, setting)

@@ -72,6 +72,7 @@ class Scraper:
             self.error = error
 
 
+@pytest.mark.thorough
 def test_a_thousand_scrapes_while_training_give_no_error_and_equal_weights(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
