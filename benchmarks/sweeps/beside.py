@@ -1,7 +1,7 @@
 """Trains a model with plain PyTorch and with RayZero in one process, and compares every bit.
 
-Plain: AdamW(fused=True), fp32, one thread. RayZero: the same with the smallest `gpu_param_memory_budget` that the model
-allows, so that units come and go all the time.
+Plain: AdamW(fused=True) unless a family says otherwise, fp32, one thread. RayZero: the same with the smallest
+`gpu_param_memory_budget` that the model allows, so that units come and go all the time.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ from .trial import NOT_TRIED, REFUSED, ROUNDING, SAME, WRONG, Outcome
 
 STEPS = 3
 LR = 1e-3
-_MOST = 6_000_000  # parameters: larger ones take too long here
+_MOST = 30_000_000  # parameters: larger ones take too long here
 _ROUNDING = 1e-4  # of the distance that Adam can have moved a weight: more is no rounding
 
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Loss = Callable[[nn.Module, int], Tensor]  # of the model at a step; the same at each call
 
 
-def trained_beside_plain(build: Callable[[], nn.Module], loss: Loss) -> Outcome:
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW for what is trained of a model."""
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=LR, fused=True)
+
+
+def trained_beside_plain(build: Callable[[], nn.Module], loss: Loss, optim: MakeOptimizer = adamw) -> Outcome:
     """What came of a model: ``build`` makes it on the CPU, from the global generator. ``loss``: see ``Loss``."""
     torch.set_num_threads(1)
     try:
@@ -37,7 +43,7 @@ def trained_beside_plain(build: Callable[[], nn.Module], loss: Loss) -> Outcome:
         size = sum(param.numel() for param in plain.parameters())
         if size > _MOST:
             return Outcome(NOT_TRIED, f"{size / 1e6:.0f} million parameters")
-        expected = _trained(plain, _adamw(plain), loss)
+        expected = _trained(plain, optim(plain), loss)
     except Exception as exc:  # the edge to foreign libraries: what they raise without RayZero
         return Outcome(NOT_TRIED, f"plain PyTorch: {type(exc).__name__}: {exc}")
     if not all(map(torch.isfinite, expected)):
@@ -46,7 +52,7 @@ def trained_beside_plain(build: Callable[[], nn.Module], loss: Loss) -> Outcome:
     if not all(_same(value, before[name]) for name, value in _state(_built(build)).items()):
         return Outcome(NOT_TRIED, "the same seed makes other weights each time")
     try:
-        found, weights, units = _with_least_budget(build, loss)
+        found, weights, units = _with_least_budget(build, loss, optim)
     except RayZeroError as exc:
         return Outcome(REFUSED, str(exc))
     return _compared(_state(plain), weights, before, expected, found, units)
@@ -86,18 +92,16 @@ def _seed(number: int) -> None:
     random.seed(number)
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=LR, fused=True)
-
-
-def _with_least_budget(build: Callable[[], nn.Module], loss: Loss) -> tuple[list[Tensor], dict[str, Tensor], int]:
+def _with_least_budget(
+    build: Callable[[], nn.Module], loss: Loss, optim: MakeOptimizer
+) -> tuple[list[Tensor], dict[str, Tensor], int]:
     """(losses, weights, units) of training with the smallest budget: a refusal says what it lacks."""
     budget = 1
     while True:
         model = _built(build)
         try:
             prepared, optimizer = rayzero.prepare(
-                model, _adamw(model), rayzero.ZeroConfig(gpu_param_memory_budget=budget)
+                model, optim(model), rayzero.ZeroConfig(gpu_param_memory_budget=budget)
             )
             found = _trained(prepared, optimizer, loss)
             return found, rayzero.full_state_dict(prepared), len(optimizer.engine.layout.units)
