@@ -84,10 +84,3 @@ def test_an_index_of_the_single_file_and_others_is_refused(tmp_path: Path) -> No
     files = {WHOLE_FILE: {"a": 1.0}, "two.safetensors": {"b": 2.0}}
     folder = write(tmp_path / "hf", files, {"a": WHOLE_FILE, "b": "two.safetensors"})
     assert f"both {WHOLE_FILE} and {INDEX_FILE}" in refused(folder)
-
-
-def test_a_config_that_names_another_file_of_weights_is_followed(tmp_path: Path) -> None:
-    folder = write(tmp_path / "hf", {WHOLE_FILE: {"a": 9.0}, "mine.safetensors": {"a": 1.0}})
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "transformers_weights": "mine.safetensors"}))
-    assert "names 'mine.safetensors'" in refused(folder)
-    assert read(folder / "mine.safetensors") == {"a": 1.0}
