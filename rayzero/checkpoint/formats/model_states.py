@@ -59,8 +59,21 @@ class ModelStates:
     @property
     def round_robin(self) -> bool:
         """Whether gradients were partitioned in an order of their own."""
-        zero = as_dict(as_dict(self._first.get("ds_config") or {}).get("zero_optimization") or {})
-        return bool(zero.get("round_robin_gradients"))
+        return bool(self._zero.get("round_robin_gradients"))
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's stage."""
+        return step_count(self._zero.get("stage", 0), "stage")
+
+    @property
+    def _zero(self) -> dict[Any, Any]:
+        return as_dict(as_dict(self._first.get("ds_config") or {}).get("zero_optimization") or {})
+
+    def value(self, name: str) -> Tensor:
+        """A whole parameter that ``params`` has, in its shape."""
+        shape = self.params[name].decl.shape
+        return self.read(name, 0, math.prod(shape)).view(shape)
 
     def rounded(self, name: str) -> Tensor | None:
         """The model's own value of a parameter that the optimizer trains, in the model's dtype; None if it is in no
@@ -148,18 +161,19 @@ def _owners(module: Mapping[str, Any]) -> dict[str, str]:
 def _require_values(missing: Sequence[str], others: Sequence[str]) -> None:
     if missing:
         raise UnsupportedError(
-            f"it has no values of {_listed(missing)}: ZeRO-3 saves no parameter that gets gradients and is in no "
+            f"it has no values of {listed(missing)}: ZeRO-3 saves no parameter that gets gradients and is in no "
             "optimizer, and with exclude_frozen_parameters none that is frozen; add them to the optimizer, or freeze "
             "them before deepspeed.initialize, and save without exclude_frozen_parameters"
         )
     if others:
         raise UnsupportedError(
-            f"it has {_listed(others)} in its state dict, which is no tensor, and no other format could hold it; "
+            f"it has {listed(others)} in its state dict, which is no tensor, and no other format could hold it; "
             "convert the weights alone (--weights-only)"
         )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Names for an error, the first few of many."""
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
     return ", ".join(map(repr, names[:_MOST])) + more
 
