@@ -219,3 +219,20 @@ def test_a_folder_of_stage_0_that_does_not_say_whose_masters_are_is_refused(
     torch.save(file, tmp_path / TAG / name)
     for weights_only in (False, True):
         assert says in refusal_of(tmp_path / TAG, "hf", weights_only=weights_only)
+
+
+@pytest.mark.parametrize("name", ["zero0-fp16", "zero2-client"])
+def test_what_the_loop_saved_beside_the_model_is_named(folders: Path, tmp_path: Path, name: str) -> None:
+    done = convert(folders / name / TAG, tmp_path / "hf", to="hf")
+    assert done.content.left_out == ("epoch", "lr_scheduler", "sampler")
+    assert "; left out: 'epoch', 'lr_scheduler', 'sampler'" in str(done)
+
+
+def test_an_extra_state_that_weights_alone_leave_out_is_named(folders: Path, tmp_path: Path) -> None:
+    done = convert(folders / "zero2-extra" / TAG, tmp_path / "hf", to="hf", weights_only=True)
+    assert done.content.left_out == ("down._extra_state",)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero1-universal", "zero3", "zero3-universal"])
+def test_nothing_is_said_of_a_folder_that_is_carried_whole(folders: Path, name: str) -> None:
+    assert read_all(folders / name / TAG)[0].content.left_out == ()
