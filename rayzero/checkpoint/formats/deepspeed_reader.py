@@ -41,7 +41,10 @@ def load_model_states(folder: Path) -> list[Any]:
     UnsupportedError for tensor or pipeline parallelism."""
     names = sorted(path.name for path in folder.iterdir())
     if any(name.startswith("layer_") for name in names):
-        raise UnsupportedError(f"{folder} was saved with pipeline parallelism; make a universal checkpoint of it")
+        raise UnsupportedError(
+            f"{folder} was saved with pipeline parallelism, or with experts in files of their own; make a universal "
+            "checkpoint of it"
+        )
     return [load_torch_file(folder / name) for name in _by_rank(folder, names, _MODEL, "model_states")]
 
 
@@ -121,6 +124,7 @@ class ZeroReader:
             tied=model.tied,
             groups=groups_from(self._inner[0]["param_groups"], groups) if states else (),
             step=model.steps if states else 0,
+            left_out=model.left_out,
         )
 
     def _kinds(self, group: int, name: str) -> tuple[str, ...]:

@@ -16,13 +16,20 @@ import torch
 from torch import Tensor
 
 from rayzero.checkpoint.files.tensor_reader import is_shape
-from rayzero.checkpoint.formats.content import Group, Param, WeightDecl, plain_option
+from rayzero.checkpoint.formats.content import Group, Param, WeightDecl, listed, plain_option
 from rayzero.checkpoint.formats.pickles import require_dense
 from rayzero.checkpoint.formats.zero_layout import Shapes
 from rayzero.errors import CheckpointError, UnsupportedError
 from rayzero.layout.model_layout import dtype_name
 
-_MOST = 10  # names that an error lists
+_OWN = frozenset(  # DeepSpeed's own keys; "lr_scheduler" and others are there without a value, too
+    (
+        "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+        "frozen_param_fragments", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+        "checkpoint_parallel_dimensions", "sparse_tensor_module_names", "num_experts", "ds_config", "ds_version",
+        "universal_checkpoint_info",
+    )
+)  # fmt: skip
 
 
 class ModelStates:
@@ -43,6 +50,7 @@ class ModelStates:
         self.params: dict[str, Param] = {}  # those that no optimizer has
         self.buffers: dict[str, WeightDecl] = {}
         self.tied: dict[str, str] = {}
+        self.left_out: tuple[str, ...] = ()  # entries of the module that are no tensors, and what the loop saved
         self._take_frozen(files if sharded else files[:1])
         self._take_module(sharded, everything)
 
@@ -134,6 +142,11 @@ class ModelStates:
             name: shared[name] for name in absent if shared[name] in self.optimized or shared[name] in self.params
         }
         _require_values(missing, others if everything else [])
+        self.left_out = tuple(
+            sorted(
+                [*others, *(str(key) for key, value in self._first.items() if key not in _OWN and value is not None)]
+            )
+        )
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements of a parameter that no optimizer has, or of a buffer; 1D."""
@@ -170,12 +183,6 @@ def _require_values(missing: Sequence[str], others: Sequence[str]) -> None:
             f"it has {listed(others)} in its state dict, which is no tensor, and no other format could hold it; "
             "convert the weights alone (--weights-only)"
         )
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names for an error, the first few of many."""
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(map(repr, names[:_MOST])) + more
 
 
 def groups_from(given: Any, shapes: Sequence[Shapes]) -> tuple[Group, ...]:

@@ -23,11 +23,12 @@ from rayzero.checkpoint.formats.content import (
     Group,
     Param,
     WeightDecl,
+    listed,
     plain_option,
     require_states,
 )
 from rayzero.checkpoint.formats.deepspeed_reader import load_model_states
-from rayzero.checkpoint.formats.model_states import ModelStates, as_dict, listed, step_count
+from rayzero.checkpoint.formats.model_states import ModelStates, as_dict, step_count
 from rayzero.checkpoint.formats.pickles import require_dense
 from rayzero.errors import CheckpointError, RayZeroError, UnsupportedError
 from rayzero.layout.model_layout import dtype_name
@@ -84,6 +85,7 @@ class Stage0Reader:
             tied=self._model.tied,
             groups=tuple(_group(group, own) for group, own in zip(given, names or [], strict=False)) if states else (),
             step=self._model.steps if states else 0,
+            left_out=self._model.left_out,
         )
 
     def _trained(self, name: str, param: Param, master: Tensor | None, state: Mapping[str, Any]) -> Param:

@@ -88,11 +88,11 @@ LOOP = {
 @pytest.mark.parametrize("top", ["", "app"])
 @pytest.mark.parametrize("optimizer", [True, False])
 def test_what_lies_beside_the_model_is_named(tmp_path: Path, top: str, optimizer: bool) -> None:
-    """A scheduler, a loader, averaged weights: nothing of it can be in another format, and nothing is dropped unsaid."""
+    """A scheduler, a loader, averaged weights: no other format can hold them, and none is dropped unsaid."""
     model, optim = _trained()
     weights, states = get_state_dict(model, optim)
     state = {"model": weights, **({"optim": states} if optimizer else {}), **LOOP}
-    folder = _save(tmp_path / "dcp", {top: state} if top else state)
+    folder = _save(tmp_path / "saved", {top: state} if top else state)
     names = tuple(f"{top}.{name}" if top else name for name in ("ema", "loader", "scheduler", "step"))
     for to in ("hf", "dcp", "rayzero"):
         done = convert(folder, tmp_path / to, to=to)
@@ -102,7 +102,7 @@ def test_what_lies_beside_the_model_is_named(tmp_path: Path, top: str, optimizer
 
 def test_what_no_tensor_is_in_a_plain_state_dict_is_named(tmp_path: Path) -> None:
     folder = _save(tmp_path / "dcp", {"w": torch.ones(2), "step": 7, "scheduler": {"last_epoch": 3}})
-    done = convert(folder, tmp_path / "hf", to="hf")
+    done = convert(folder, tmp_path / "hf", to="hf", weights_only=True)
     assert done.content.left_out == ("scheduler", "step")
     assert list(done.content.params) == ["w"]
 
