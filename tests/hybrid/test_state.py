@@ -294,7 +294,7 @@ def test_a_group_is_added_while_training():
 
 
 class Warming(torch.optim.Optimizer):
-    """Its step writes into its groups: a count that it makes, as a number or a tensor, and a rate that depends on it."""
+    """Its step writes into its groups: a count that it makes, a number or a tensor, and a rate by it."""
 
     def __init__(self, params, lr=0.1, tensor=False):
         super().__init__(params, {"lr": lr, "tensor": tensor})
