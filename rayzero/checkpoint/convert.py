@@ -13,6 +13,7 @@ import torch
 
 from rayzero.checkpoint.files.tensor_file import fsync_directory
 from rayzero.checkpoint.formats import Content, Format, Reader, open_reader
+from rayzero.checkpoint.formats.content import listed
 from rayzero.checkpoint.formats.dcp_writer import write_dcp
 from rayzero.checkpoint.formats.rayzero_writer import write_rayzero
 from rayzero.checkpoint.formats.safetensors_folder import SafetensorsReader, write_safetensors
@@ -41,10 +42,12 @@ class Converted:
     def __str__(self) -> str:
         held, written = self.content.has_states, "with" if self.states else "without"
         dropped = ", which the source has and this format or --weights-only leaves out" if held > self.states else ""
+        named = f", {self.names}" if self.names else ""
+        left_out = f"; left out: {listed(self.content.left_out)}" if self.content.left_out else ""
         params, buffers = count(len(self.content.params), "parameter"), count(len(self.content.buffers), "buffer")
         return (
             f"{self.path}  {count(self.files, 'file')}, {count(self.size_bytes, 'byte')}: {params} and {buffers} "
-            f"of step {self.content.step}, {written} optimizer states{dropped}{', ' + self.names if self.names else ''}"
+            f"of step {self.content.step}, {written} optimizer states{dropped}{named}{left_out}"
         )
 
 

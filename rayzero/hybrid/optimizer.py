@@ -334,16 +334,19 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def _link(self) -> None:
         """Copy hyper-parameters in both directions."""
-        links: list[HyperLink] = [self._sides.device_link]
         for run in self._runs:
-            if run.update is None:
-                links.append(run.link)
-            elif names := run.link.changed(self.param_groups):
+            if run.update is not None and (names := run.link.changed(self.param_groups)):
                 self._refuse_early(f"changing {', '.join(names)} between backward and step()")
+        for link in self._pull():
+            link.push(self.param_groups)
+
+    def _pull(self) -> list[HyperLink]:
+        """Take over what was changed in or added to groups on either side; returns the links of all that no early
+        update is using."""
+        links = [self._sides.device_link, *(run.link for run in self._runs if run.update is None)]
         for link in links:
             link.pull(self.param_groups)
-        for link in links:
-            link.push(self.param_groups)
+        return links
 
     def _start(self) -> list[int]:
         """Start the host's updates, in the order in which the last forward used the parameters; returns their
@@ -390,10 +393,12 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._sides.remember(piece.param for piece in run.bucket.pieces)
 
     def wait(self) -> None:
-        """Wait until every parameter is back. The next step updates buckets in this step's order of first use."""
+        """Wait until every parameter is back, and take over what the step wrote into parameter groups. The next step
+        updates buckets in this step's order of first use."""
         if self._placed is None:
             return
         self._gate.open_all()
+        self._pull()
         used = list(dict.fromkeys(self._gate.order))
         self._order = used + [index for index in self._order if index not in set(used)]
 
@@ -433,6 +438,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def state(self, value: Mapping[Any, Any]) -> None:
         if value:
             raise UnsupportedError("HybridDeviceOptimizer.state cannot be assigned: call load_state_dict()")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch, with what the classes of both sides wrote into their groups."""
+        self.wait()
+        return super().state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

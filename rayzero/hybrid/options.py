@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS
-from rayzero.kernels.optimizer_class import options_of
+from rayzero.kernels.optimizer_class import is_counter, options_of, own_option
 
 OptimizerClass = type[torch.optim.Optimizer]
 Group = dict[str, Any]
@@ -65,20 +65,23 @@ def fitting(saved: Sequence[Group], groups: Sequence[Group]) -> Sequence[Group]:
 
 
 def numbers_of(group: Group) -> Group:
-    """``options_of`` with numbers in place of 0-dim tensors: the worker reads them while a scheduler may write the
-    tensors."""
+    """``options_of`` with numbers in place of 0-dim tensors, because the worker reads them while a scheduler may write
+    the tensors; counters are copied."""
     return {key: _number(value) for key, value in options_of(group).items()}
 
 
 def _number(value: Any) -> Any:
     if isinstance(value, tuple):  # betas
         return tuple(map(_number, value))
+    if is_counter(value):
+        return own_option(value)
     return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
 
 
 class HyperLink:
     """Keeps a sub-optimizer's groups equal to the user's groups that they stand for. Knows options; not parameters. An
-    option that only the sub-optimizer changed since the last ``push`` is taken from it; all others are copied to it."""
+    option that only the sub-optimizer changed or added since the last ``push`` is taken from it; all others are copied
+    to it. Each has counters of its own."""
 
     def __init__(
         self,
@@ -92,18 +95,21 @@ class HyperLink:
         self._last: list[Group] = [{} for _ in indices]
 
     def pull(self, groups: Sequence[Group]) -> None:
-        """Take over options that the sub-optimizer changed."""
+        """Take over options that the sub-optimizer changed or added."""
         for index, sub, last in zip(self._indices, self._groups_of_sub(), self._last, strict=True):
             ours = self._adapt(groups[index])
             for key, value in last.items():
                 if key in sub and not equal(sub[key], value) and key in ours and equal(ours[key], value):
-                    groups[index][key] = sub[key]
+                    groups[index][key] = own_option(sub[key])
+            for key in options_of(sub).keys() - last.keys() - groups[index].keys():
+                groups[index][key] = own_option(sub[key])
 
     def push(self, groups: Sequence[Group]) -> None:
         """Copy all options to the sub-optimizer."""
-        self._last = [self._adapt(groups[index]) for index in self._indices]
-        for sub, options in zip(self._groups_of_sub(), self._last, strict=True):
-            sub.update(options)
+        adapted = [self._adapt(groups[index]) for index in self._indices]
+        self._last = [{key: own_option(value) for key, value in options.items()} for options in adapted]
+        for sub, options in zip(self._groups_of_sub(), adapted, strict=True):
+            sub.update({key: own_option(value) for key, value in options.items()})
 
     def changed(self, groups: Sequence[Group]) -> list[str]:
         """The names of the options that ``push`` would change."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rayzero.kernels.optimizer_class import OptimizerMaker, options_of, plain_value, set_options, step_alone
+from rayzero.kernels.optimizer_class import OptimizerMaker, as_options, options_of, plain_value, set_options, step_alone
 from rayzero.protocol.messages import Hyper
 
 _SHAPE = (8, 8)  # of a stand-in: some classes take matrices only
@@ -32,6 +32,5 @@ class GroupEntries:
         set_options(self._optimizer, told)
         step_alone(self._optimizer)
         for group, was, ours in zip(groups, told, self._optimizer.param_groups, strict=True):
-            for name, value in options_of(ours).items():
-                if (now := plain_value(value, name)) != was.get(name, was):
-                    group[name] = now
+            now = {name: plain_value(value, name) for name, value in options_of(ours).items()}
+            group.update(as_options({name: value for name, value in now.items() if value != was.get(name, was)}))

@@ -20,6 +20,8 @@ from rayzero.protocol.messages import STEP, Hyper
 
 State = dict[str, Any]  # of one parameter, as torch has it: name -> tensor or number
 
+_INTEGER = "integer"  # the key of a counter's value in JSON. [Note: counters]
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _KEPT_EXACTLY = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.bool)  # by fp32
 
 
@@ -123,12 +125,36 @@ def on_cpu(options: Hyper) -> Hyper:
 
 
 def as_options(hyper: Hyper) -> Hyper:
-    """A group's options with JSON's lists turned into tuples, as torch has them."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in hyper.items()}
+    """A group's options as torch has them: JSON's lists turned into tuples, counters into tensors of their own. See
+    [Note: counters]."""
+    return {key: _as_option(value) for key, value in hyper.items()}
+
+
+def _as_option(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {_INTEGER, "dtype"}:
+        return torch.tensor(value[_INTEGER], dtype=getattr(torch, value["dtype"]), device="cpu")
+    return own_option(tuple(value) if isinstance(value, list) else value)
+
+
+def own_option(value: Any) -> Any:
+    """An option for a group of another optimizer: a copy of a counter, else ``value``."""
+    return value.clone() if is_counter(value) else value
+
+
+def is_counter(value: object) -> bool:
+    """Whether an option is an integer in a tensor.
+
+    [Note: counters] A class that keeps a count of steps in such a tensor adds to it in place, so instances get it as a
+    tensor, and each a tensor of its own. Numbers in floating-point tensors (a rate) are only read: instances get
+    numbers."""
+    return isinstance(value, Tensor) and value.dim() == 0 and value.dtype in _INTEGERS
 
 
 def plain_value(value: Any, name: str) -> Any:
-    """Option ``name`` of a group as a plain JSON value. Raises UnsupportedError if it is none."""
+    """Option ``name`` of a group as a plain JSON value; ``as_options`` reads it. Raises UnsupportedError if it is
+    none."""
+    if isinstance(value, Tensor) and is_counter(value):
+        return {_INTEGER: value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, list | tuple):

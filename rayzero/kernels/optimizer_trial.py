@@ -24,9 +24,11 @@ from rayzero.kernels.group_entries import GroupEntries
 from rayzero.kernels.optimizer_class import (
     OptimizerMaker,
     State,
+    as_options,
     flat_states,
     is_long,
     options_of,
+    own_option,
     plain_value,
     restored_state,
     set_options,
@@ -231,7 +233,8 @@ def stand_in(make: OptimizerMaker, hyper: Sequence[Hyper]) -> torch.optim.Optimi
 def _require_numbers(make: OptimizerMaker, hyper: Hyper) -> None:
     """Raise UnsupportedError unless instances can be made, and take as options what they are given."""
     (group,) = stand_in(make, [hyper]).param_groups
-    if tensors := [name for name in hyper if isinstance(group[name], Tensor) and not isinstance(hyper[name], Tensor)]:
+    given = as_options(hyper)
+    if tensors := [name for name in given if isinstance(group[name], Tensor) and not isinstance(given[name], Tensor)]:
         raise _refusal(
             make, f"it turns {', '.join(tensors)} of its parameter groups into tensors, but owners set numbers"
         )
@@ -251,7 +254,8 @@ class _Course:
         params = [value.clone().view(shape).requires_grad_() for value, shape in zip(self.first, shapes, strict=True)]
         optimizer = make.build([hyper], [params])
         (group,) = optimizer.param_groups
-        at_first, attributes = dict(options_of(group)), dict(vars(optimizer))
+        at_first = {name: own_option(value) for name, value in options_of(group).items()}  # counters change in place
+        attributes = dict(vars(optimizer))
         self.gradients: list[list[Tensor | None]] = []
         self.before: list[Hyper] = []  # the options of each step ...
         self.after: list[Hyper] = []  # ... and what it left of them
@@ -405,9 +409,10 @@ def _written(make: OptimizerMaker, plain: _Course) -> tuple[str, ...]:
             break
         if step == _MADE_AGAIN:
             entries = GroupEntries(make, [plain.hyper])
-        group = dict(before)
+        group = as_options(before)
         entries.step([group])
-        if wrong := [name for name in names if group.get(name) != after.get(name)]:
+        found = {name: plain_value(group.get(name), name) for name in names}
+        if wrong := [name for name in names if found[name] != after.get(name)]:
             raise _refusal(
                 make,
                 f"step() writes {', '.join(wrong)} of its parameter groups from gradients or weights of all of them",

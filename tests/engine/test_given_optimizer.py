@@ -67,6 +67,16 @@ class Counting(Mine):
         super().step()
 
 
+class CountingInTensor(Mine):
+    """Counts in a tensor of its groups, in place."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group.setdefault("step", torch.tensor(0, dtype=torch.int32)).add_(1)
+            group["mine"] = min(1.0, group["step"].item() / 4)
+        super().step()
+
+
 class Needs(torch.optim.SGD):
     def __init__(self, params: Any, size: int) -> None:
         super().__init__(params, lr=0.1 * size)
@@ -218,27 +228,39 @@ def _shards(optimizer: Any) -> list[Any]:
 # ---- entries that step() writes into its groups
 
 
-def test_a_class_that_counts_in_its_groups_trains_resumes_and_saves(alone: RankContext, tmp_path: Any) -> None:
+@pytest.mark.parametrize("cls", [Counting, CountingInTensor])
+def test_a_class_that_counts_in_its_groups_trains_resumes_and_saves(
+    alone: RankContext, tmp_path: Any, cls: type[Mine]
+) -> None:
     plain = net()
-    theirs = Counting(plain.parameters())
+    theirs = cls(plain.parameters())
     train(plain, theirs, 3)
     model = net()
-    model, optimizer = rayzero.prepare(model, Counting(model.parameters()))
+    model, optimizer = rayzero.prepare(model, cls(model.parameters()))
     train(model, optimizer, 3)
     same(model, plain)
     ours = {key: value for key, value in optimizer.state_dict()["param_groups"][0].items() if key != "params"}
     assert ours == {"lr": 0.1, "step": 3, "mine": 0.75}
+    assert type(ours["step"]) is type(theirs.param_groups[0]["step"])
     rayzero.save_checkpoint(optimizer, tmp_path / "at-3")
     again = net()
-    again, resumed = rayzero.prepare(again, Counting(again.parameters()), resume=tmp_path / "at-3")
+    again, resumed = rayzero.prepare(again, cls(again.parameters()), resume=tmp_path / "at-3")
     train(again, resumed, 2)
     train(plain, theirs, 2)
     same(again, plain)
+    loaded = net()
+    loaded, third = rayzero.prepare(loaded, cls(loaded.parameters()))
+    third.load_state_dict(theirs.state_dict())
+    loaded.load_state_dict(plain.state_dict())
+    train(loaded, third, 2)
+    train(plain, theirs, 2)
+    same(loaded, plain)
 
 
-def test_a_step_that_a_grad_scaler_skips_is_not_counted() -> None:
+@pytest.mark.parametrize("cls", [Counting, CountingInTensor])
+def test_a_step_that_a_grad_scaler_skips_is_not_counted(cls: type[Mine]) -> None:
     model = net()
-    model, optimizer = rayzero.prepare(model, Counting(model.parameters()))
+    model, optimizer = rayzero.prepare(model, cls(model.parameters()))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for factor in (1.0, float("inf"), 1.0):
         scaler.scale(model(batch(0)).square().mean() * factor).backward()

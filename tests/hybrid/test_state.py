@@ -291,3 +291,60 @@ def test_a_group_is_added_while_training():
     assert equal(got, want)
     assert states_equal(hybrid, reference)
     assert hybrid.placement().offload_fraction == pytest.approx(0.5, abs=0.01)
+
+
+class Warming(torch.optim.Optimizer):
+    """Its step writes into its groups: a count that it makes, a number or a tensor, and a rate by it."""
+
+    def __init__(self, params, lr=0.1, tensor=False):
+        super().__init__(params, {"lr": lr, "tensor": tensor})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if "count" not in group:
+                group["count"] = torch.tensor(0, dtype=torch.int32) if group["tensor"] else 0
+            group["count"] += 1
+            group["scheduled"] = group["lr"] / int(group["count"])
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["scheduled"])
+
+
+def _entries(optimizer: torch.optim.Optimizer) -> list[dict]:
+    return [
+        {key: value for key, value in group.items() if key != "params"} for group in saved(optimizer)["param_groups"]
+    ]
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("fraction", [0.0, 0.37, 1.0])
+def test_what_a_class_adds_to_its_groups_is_in_the_state(fraction, tensor):
+    def made(model):
+        return HybridDeviceOptimizer(model.parameters(), fraction, Warming, bucket_bytes=4096, tensor=tensor)
+
+    straight = net()
+    want = train(straight, plain := Warming(straight.parameters(), tensor=tensor), 5)
+    first = net()
+    train(first, begun := made(first), 3)
+    half = net()
+    train(half, stopped := Warming(half.parameters(), tensor=tensor), 3)
+    assert _entries(begun) == _entries(stopped)
+    assert begun.param_groups[0]["count"] == 3
+    for make in (made, lambda model: Warming(model.parameters(), tensor=tensor)):
+        second = net()
+        resumed = make(second)
+        resumed.load_state_dict(saved(begun))
+        second.load_state_dict(first.state_dict())
+        assert equal(train(second, resumed, 2, first=3), want)
+        assert _entries(resumed) == _entries(plain)
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_what_a_class_adds_to_its_groups_moves_with_the_fraction(tensor):
+    straight, moved = net(), net()
+    want = train(straight, Warming(straight.parameters(), tensor=tensor), 5)
+    optimizer = HybridDeviceOptimizer(moved.parameters(), 0.2, Warming, bucket_bytes=4096, tensor=tensor)
+    train(moved, optimizer, 3)
+    optimizer.set_offload_fraction(0.8)
+    assert equal(train(moved, optimizer, 2, first=3), want)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from rayzero.errors import UnsupportedError
 from rayzero.kernels.group_entries import GroupEntries
-from rayzero.kernels.optimizer_class import OptimizerMaker
+from rayzero.kernels.optimizer_class import OptimizerMaker, plain_value
 from rayzero.kernels.optimizer_trial import Scope, require_elementwise, try_class
+from rayzero.protocol.messages import canonical_json
 
 OPTIONS = {"lr": 0.1}
 
@@ -241,6 +243,34 @@ def test_entries_of_groups_that_a_step_writes_are_found_and_can_be_written_elsew
     assert group == {**OPTIONS, "count": 2, "mine": "x", "warm": 0.1 * 0.4}
     with pytest.raises(UnsupportedError, match=r"step\(\) writes sum of its parameter groups from gradients"):
         try_class(OptimizerMaker(SumsInGroup), OPTIONS)
+
+
+class CountsInTensor(Each):
+    """Counts in a tensor of its group, in place."""
+
+    def begin(self, group):
+        if "count" not in group:
+            group["count"] = torch.tensor(0, dtype=torch.int32)
+        group["count"].add_(1)
+
+    def direction(self, p, grad, state, group):
+        return grad / group["count"]
+
+
+def test_a_count_in_a_tensor_stays_one_and_is_nobody_elses() -> None:
+    assert require_elementwise(OptimizerMaker(CountsInTensor), OPTIONS).writes == ("count",)
+    count = torch.tensor(4, dtype=torch.int32)
+    group = {**OPTIONS, "count": count}
+    entries = GroupEntries(OptimizerMaker(CountsInTensor), [OPTIONS])
+    entries.step([group])
+    entries.step([group])
+    assert torch.equal(group["count"], torch.tensor(6, dtype=torch.int32))
+    assert group["count"].dtype == torch.int32
+    assert count == 4
+    # an optimizer that has counted already is tried with its count
+    told = {name: plain_value(value, name) for name, value in group.items()}
+    assert json.loads(canonical_json(told)) == told
+    assert require_elementwise(OptimizerMaker(CountsInTensor), told).writes == ("count",)
 
 
 class GlobalNorm(Each):

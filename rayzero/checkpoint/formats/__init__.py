@@ -11,10 +11,11 @@ from enum import StrEnum
 from pathlib import Path
 
 from rayzero.checkpoint.formats.content import Content, Reader, WeightDecl, damaged
-from rayzero.checkpoint.formats.deepspeed_reader import ZeroReader, has_zero_files
+from rayzero.checkpoint.formats.deepspeed_reader import ZeroReader, has_model_files, has_zero_files
 from rayzero.checkpoint.formats.pickles import METADATA_FILE
 from rayzero.checkpoint.formats.rayzero_reader import RayZeroReader
 from rayzero.checkpoint.formats.safetensors_folder import INDEX_FILE, WHOLE_FILE, SafetensorsReader
+from rayzero.checkpoint.formats.stage0_reader import Stage0Reader
 from rayzero.checkpoint.formats.universal_reader import ZERO_FOLDER, UniversalReader
 from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.errors import CheckpointError
@@ -33,6 +34,7 @@ class Format(StrEnum):
     HF = "hf"
     DCP = "dcp"
     DEEPSPEED = "deepspeed"
+    STAGE0 = "deepspeed-stage-0"
     UNIVERSAL = "deepspeed-universal"
 
 
@@ -47,6 +49,7 @@ _READERS: dict[Format, Callable[[Path, bool], Reader]] = {
     Format.HF: lambda path, states: SafetensorsReader(path),
     Format.DCP: _open_dcp,
     Format.DEEPSPEED: lambda path, states: ZeroReader(path, states=states),
+    Format.STAGE0: lambda path, states: Stage0Reader(path, states=states),
     Format.UNIVERSAL: lambda path, states: UniversalReader(path, states=states),
 }
 
@@ -59,9 +62,11 @@ def format_of(names: Collection[str]) -> Format:
         return Format.DCP
     if has_zero_files(sorted(names)):
         return Format.DEEPSPEED
-    if ZERO_FOLDER in names and WHOLE_FILE not in names and INDEX_FILE not in names:
+    if WHOLE_FILE in names or INDEX_FILE in names:
+        return Format.HF
+    if ZERO_FOLDER in names:
         return Format.UNIVERSAL
-    return Format.HF
+    return Format.STAGE0 if has_model_files(sorted(names)) else Format.HF
 
 
 def open_reader(path: Path, *, states: bool = True) -> Reader:

@@ -5,7 +5,7 @@ Readers describe their source by a ``Content`` before they read a value; writers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -18,6 +18,8 @@ from rayzero.errors import CheckpointError, UnsupportedError
 
 WEIGHT = "weight"  # the kind of a parameter's or buffer's own values; other kinds are the names of optimizer states
 PART = 1 << 20  # elements that are read at once
+
+_MOST = 10  # names that a message lists
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -64,6 +66,7 @@ class Content:
     tied: Mapping[str, str] = field(default_factory=dict)  # other names of tied parameters -> the name in ``params``
     groups: tuple[Group, ...] = ()  # empty: the source says nothing of them
     step: int = 0  # optimizer steps of the run
+    left_out: tuple[str, ...] = ()  # what else there is: states of the loop, which no other format has; sorted names
     optimizer: str = ""  # import path of the optimizer's class; "": the source does not say
 
     @property
@@ -132,6 +135,12 @@ def plain_option(value: Any) -> Any:
         items = [plain_option(item) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
     return value if isinstance(value, bool | int | float | str) else None
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for a message, the first few of many."""
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return ", ".join(map(repr, names[:_MOST])) + more
 
 
 def damaged(where: object, why: object) -> CheckpointError:

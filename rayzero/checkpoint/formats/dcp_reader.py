@@ -69,6 +69,7 @@ class Roles:
     states: Mapping[str, Mapping[str, str]]  # parameter -> state -> entry
     groups: Mapping[Keys, Mapping[str, str]]  # keys to a parameter group -> option, "params" too -> entry
     options: Mapping[str, Mapping[str, str]]  # parameter -> option -> entry, of flattened parameter groups
+    others: tuple[Keys, ...]  # the keys to what is none of these
 
 
 def roles_of(paths: Mapping[str, Keys], plain: Collection[str] = ()) -> Roles:
@@ -86,6 +87,7 @@ def roles_of(paths: Mapping[str, Keys], plain: Collection[str] = ()) -> Roles:
     states: dict[str, dict[str, str]] = {}
     options: dict[str, dict[str, str]] = {}
     groups: dict[Keys, dict[str, str]] = {}
+    others: list[Keys] = []
     for entry, path in paths.items():
         keys, end = [str(key) for key in path], _model_end(path, optimizers)
         flat = None if end else _flattened(keys[-1])
@@ -98,7 +100,7 @@ def roles_of(paths: Mapping[str, Keys], plain: Collection[str] = ()) -> Roles:
             where = states if flat[0] == _STATE else options
             where.setdefault(flat[1], {})[flat[2]] = entry
         elif outside:
-            continue
+            others.append(path)
         elif (name := ".".join(keys[end:]) if end else keys[-1]) in weights:
             raise UnsupportedError(
                 f"two tensors are named {name!r} ({weights[name]!r} and {entry!r}); only one model can be "
@@ -106,7 +108,7 @@ def roles_of(paths: Mapping[str, Keys], plain: Collection[str] = ()) -> Roles:
             )
         else:
             weights[name] = entry
-    return Roles(weights, states, groups, options)
+    return Roles(weights, states, groups, options, tuple(others))
 
 
 def _optimizers(paths: Mapping[str, Keys], plain: Collection[str]) -> tuple[set[Keys], set[tuple[Keys, str]]]:
@@ -149,7 +151,8 @@ class DcpReader:
         self._sizes: dict[str, int] = {}  # file -> its bytes
         tensors, self._bytes = self._entries(metadata)
         self._tensors = {entry: self._stored(entry, found, metadata) for entry, found in tensors.items()}
-        roles = roles_of(self._paths(metadata), self._bytes)
+        self._keys = self._paths(metadata)
+        roles = roles_of(self._keys, self._bytes)
         self._require_tensors(roles, states)
         self._entry = {(name, WEIGHT): entry for name, entry in roles.weights.items() if entry in self._tensors}
         self._loaded: dict[Chunk, Tensor] = {}  # of the tensor that was read last
@@ -259,7 +262,18 @@ class DcpReader:
             buffers={name: decl for name, decl in decls.items() if name not in params},
             groups=self._groups(roles) if states else (),
             step=max((param.updates for param in params.values()), default=0),
+            left_out=self._left_out(roles),
         )
+
+    def _left_out(self, roles: Roles) -> tuple[str, ...]:
+        """What is neither of the model nor of an optimizer: of a scheduler's many entries, its name alone."""
+        plain = [self._keys[entry] for entry in roles.weights.values() if entry in self._bytes]
+        others = [*roles.others, *plain]
+        kept = {path[:end] for path in set(self._keys.values()) - set(others) for end in range(1, len(path) + 1)}
+        shortest = (
+            next((path[:end] for end in range(1, len(path)) if path[:end] not in kept), path) for path in others
+        )
+        return tuple(sorted({".".join(map(str, keys)) for keys in shortest}))
 
     def _param(self, name: str, decl: WeightDecl, kinds: Mapping[str, str]) -> Param:
         held = []

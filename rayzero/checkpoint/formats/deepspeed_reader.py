@@ -31,6 +31,23 @@ def has_zero_files(names: Sequence[str]) -> bool:
     return any(_OPTIM.fullmatch(name) for name in names)
 
 
+def has_model_files(names: Sequence[str]) -> bool:
+    """Whether a folder with files of these names has a model of DeepSpeed's; in stage 0 it has nothing else."""
+    return any(_MODEL.fullmatch(name) for name in names)
+
+
+def load_model_states(folder: Path) -> list[Any]:
+    """What each rank's ``*_model_states.pt`` holds. Raises CheckpointError if one is missing or damaged,
+    UnsupportedError for tensor or pipeline parallelism."""
+    names = sorted(path.name for path in folder.iterdir())
+    if any(name.startswith("layer_") for name in names):
+        raise UnsupportedError(
+            f"{folder} was saved with pipeline parallelism, or with experts in files of their own; make a universal "
+            "checkpoint of it"
+        )
+    return [load_torch_file(folder / name) for name in _by_rank(folder, names, _MODEL, "model_states")]
+
+
 class ZeroReader:
     """An open folder of a ZeRO stage: ``TAG/`` below the folder that ``save_checkpoint`` was given."""
 
@@ -40,9 +57,9 @@ class ZeroReader:
         self._folder = folder
         names = sorted(path.name for path in folder.iterdir())
         self._optim = [load_torch_file(folder / name) for name in _by_rank(folder, names, _OPTIM, "optim_states")]
-        model = [load_torch_file(folder / name) for name in _by_rank(folder, names, _MODEL, "model_states")]
+        model = load_model_states(folder)
         try:
-            self._check_parallelism(names)
+            self._check_parallelism()
             self._shards = [as_dict(as_dict(each)["optimizer_state_dict"]) for each in self._optim]
             stage3 = "fp32_flat_groups" in self._shards[0]
             self._model = ModelStates(model, sharded=stage3, everything=states)
@@ -57,9 +74,7 @@ class ZeroReader:
 
     # ---- what goes where
 
-    def _check_parallelism(self, names: Sequence[str]) -> None:
-        if any(name.startswith("layer_") for name in names):
-            raise UnsupportedError("it was saved with pipeline parallelism; make a universal checkpoint of it")
+    def _check_parallelism(self) -> None:
         world = len(self._optim)
         count = as_dict(self._optim[0])["optimizer_state_dict"].get("partition_count", world)
         if set(count if isinstance(count, list | tuple) else [count]) != {world}:
@@ -109,6 +124,7 @@ class ZeroReader:
             tied=model.tied,
             groups=groups_from(self._inner[0]["param_groups"], groups) if states else (),
             step=model.steps if states else 0,
+            left_out=model.left_out,
         )
 
     def _kinds(self, group: int, name: str) -> tuple[str, ...]:

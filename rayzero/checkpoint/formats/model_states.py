@@ -16,13 +16,20 @@ import torch
 from torch import Tensor
 
 from rayzero.checkpoint.files.tensor_reader import is_shape
-from rayzero.checkpoint.formats.content import Group, Param, WeightDecl, plain_option
+from rayzero.checkpoint.formats.content import Group, Param, WeightDecl, listed, plain_option
 from rayzero.checkpoint.formats.pickles import require_dense
 from rayzero.checkpoint.formats.zero_layout import Shapes
 from rayzero.errors import CheckpointError, UnsupportedError
 from rayzero.layout.model_layout import dtype_name
 
-_MOST = 10  # names that an error lists
+_OWN = frozenset(  # DeepSpeed's own keys; "lr_scheduler" and others are there without a value, too
+    (
+        "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+        "frozen_param_fragments", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+        "checkpoint_parallel_dimensions", "sparse_tensor_module_names", "num_experts", "ds_config", "ds_version",
+        "universal_checkpoint_info",
+    )
+)  # fmt: skip
 
 
 class ModelStates:
@@ -43,6 +50,7 @@ class ModelStates:
         self.params: dict[str, Param] = {}  # those that no optimizer has
         self.buffers: dict[str, WeightDecl] = {}
         self.tied: dict[str, str] = {}
+        self.left_out: tuple[str, ...] = ()  # entries of the module that are no tensors, and what the loop saved
         self._take_frozen(files if sharded else files[:1])
         self._take_module(sharded, everything)
 
@@ -59,8 +67,21 @@ class ModelStates:
     @property
     def round_robin(self) -> bool:
         """Whether gradients were partitioned in an order of their own."""
-        zero = as_dict(as_dict(self._first.get("ds_config") or {}).get("zero_optimization") or {})
-        return bool(zero.get("round_robin_gradients"))
+        return bool(self._zero.get("round_robin_gradients"))
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's stage."""
+        return step_count(self._zero.get("stage", 0), "stage")
+
+    @property
+    def _zero(self) -> dict[Any, Any]:
+        return as_dict(as_dict(self._first.get("ds_config") or {}).get("zero_optimization") or {})
+
+    def value(self, name: str) -> Tensor:
+        """A whole parameter that ``params`` has, in its shape."""
+        shape = self.params[name].decl.shape
+        return self.read(name, 0, math.prod(shape)).view(shape)
 
     def rounded(self, name: str) -> Tensor | None:
         """The model's own value of a parameter that the optimizer trains, in the model's dtype; None if it is in no
@@ -121,6 +142,11 @@ class ModelStates:
             name: shared[name] for name in absent if shared[name] in self.optimized or shared[name] in self.params
         }
         _require_values(missing, others if everything else [])
+        self.left_out = tuple(
+            sorted(
+                [*others, *(str(key) for key, value in self._first.items() if key not in _OWN and value is not None)]
+            )
+        )
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements of a parameter that no optimizer has, or of a buffer; 1D."""
@@ -148,20 +174,15 @@ def _owners(module: Mapping[str, Any]) -> dict[str, str]:
 def _require_values(missing: Sequence[str], others: Sequence[str]) -> None:
     if missing:
         raise UnsupportedError(
-            f"it has no values of {_listed(missing)}: ZeRO-3 saves no parameter that gets gradients and is in no "
+            f"it has no values of {listed(missing)}: ZeRO-3 saves no parameter that gets gradients and is in no "
             "optimizer, and with exclude_frozen_parameters none that is frozen; add them to the optimizer, or freeze "
             "them before deepspeed.initialize, and save without exclude_frozen_parameters"
         )
     if others:
         raise UnsupportedError(
-            f"it has {_listed(others)} in its state dict, which is no tensor, and no other format could hold it; "
+            f"it has {listed(others)} in its state dict, which is no tensor, and no other format could hold it; "
             "convert the weights alone (--weights-only)"
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(map(repr, names[:_MOST])) + more
 
 
 def groups_from(given: Any, shapes: Sequence[Shapes]) -> tuple[Group, ...]:

@@ -33,6 +33,7 @@ class RayZeroReader:
             tied=self._reader.tied(),
             groups=self._groups() if states else (),
             step=self._reader.step,
+            left_out=self._tracked() if states else (),
             optimizer=self._reader.spec.optimizer,
         )
 
@@ -56,6 +57,13 @@ class RayZeroReader:
             return tuple(Group(params=tuple(group["params"]), options=_plain(group["options"])) for group in groups)
         except (CheckpointError, KeyError, TypeError, AttributeError) as exc:
             raise damaged(self._reader.directory, f"its parameter groups are wrong: {exc!r}") from exc
+
+    def _tracked(self) -> tuple[str, ...]:
+        """The names that the loop gave to ``rayzero.track``: their states are for the loop that saved them."""
+        try:
+            return tuple(sorted(map(str, unpack(*self._reader.rank_state(0)).get("tracked", {}))))
+        except (CheckpointError, KeyError, TypeError, AttributeError) as exc:
+            raise damaged(self._reader.directory, f"its tracked states are wrong: {exc!r}") from exc
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """See ``Reader.read``."""

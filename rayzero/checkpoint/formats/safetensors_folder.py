@@ -26,17 +26,26 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 class SafetensorsReader:
     """One safetensors file, or the files that a Hugging Face index names, memory-mapped.
 
-    Nothing in the format tells parameters from buffers: floating-point tensors count as parameters, others as
-    buffers."""
+    As in transformers, every tensor of those files counts, and no other file. Nothing in the format tells parameters
+    from buffers: floating-point tensors count as parameters, others as buffers."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError if files are missing or damaged, or if the index names one outside its folder."""
+        """Raises CheckpointError if files are missing or damaged, if the index names one outside its folder, or if
+        nobody can tell which values are meant: of two sets of weights, or of a tensor that two files have."""
         self._path = path
         self._files: dict[str, Any] = {}  # tensor -> its open file. freed by: close()
         self._flat: tuple[str, Tensor] | None = None  # the tensor that was read last
         decls: dict[str, WeightDecl] = {}
-        for file, only in _files_of(path):
-            decls |= self._add(file, only)
+        files: dict[str, str] = {}  # tensor -> its file's name
+        for file, promised in _files_of(path):
+            found = self._add(file, promised)
+            if twice := sorted(found.keys() & decls.keys()):
+                raise CheckpointError(
+                    f"{path}: {twice[0]!r} is in both {files[twice[0]]} and {file.name}, and only one of them can be "
+                    "meant; save the model again, into an empty folder"
+                )
+            decls |= found
+            files |= dict.fromkeys(found, file.name)
         self.content = Content(
             params={name: Param(decl=decl) for name, decl in decls.items() if decl.dtype in _FLOATS},
             buffers={name: decl for name, decl in decls.items() if decl.dtype not in _FLOATS},
@@ -45,18 +54,19 @@ class SafetensorsReader:
     def __str__(self) -> str:
         return str(self._path)
 
-    def _add(self, path: Path, only: list[str] | None) -> dict[str, WeightDecl]:
+    def _add(self, path: Path, promised: list[str]) -> dict[str, WeightDecl]:
+        """Every tensor of a file. ``promised``: those that it must have."""
         opener: Any = safe_open
         found: dict[str, WeightDecl] = {}
         try:
             regular_size(path)  # a link to a regular file is fine: the Hugging Face cache consists of links
             file = opener(path, framework="pt")
-            held = set(file.keys())
-            for name in sorted(held) if only is None else only:
-                if name not in held:
-                    raise CheckpointError(
-                        f"{self._path} says that {name!r} is in {path.name}, which has no such tensor"
-                    )
+            held = sorted(file.keys())
+            if lacking := set(promised) - set(held):
+                raise CheckpointError(
+                    f"{self._path} says that {min(lacking)!r} is in {path.name}, which has no such tensor"
+                )
+            for name in held:
                 part = file.get_slice(name)
                 dtype = code_name(part.get_dtype())
                 found[name] = WeightDecl(shape_in_torch(part.get_shape(), DTYPES.get(dtype)), dtype)
@@ -84,30 +94,37 @@ def _one_line(exc: Exception) -> str:
     return " ".join(str(exc.strerror if isinstance(exc, OSError) and exc.strerror else exc).split())
 
 
-def _files_of(path: Path) -> list[tuple[Path, list[str] | None]]:
-    """Each file of ``path``, and which of its tensors count; None if all do."""
+def _files_of(path: Path) -> list[tuple[Path, list[str]]]:
+    """Each file of ``path``, and the tensors that an index says it has."""
     try:
         if path.is_dir():
             path = _in_directory(path)
         if not path.is_file():
             raise CheckpointError(f"no weights at {path}: give a safetensors file, or a directory with {WHOLE_FILE}")
-        return _indexed(path) if path.suffix == ".json" else [(path, None)]
+        return _indexed(path) if path.suffix == ".json" else [(path, [])]
     except OSError as exc:
         raise CheckpointError(f"weights cannot be read from {path}: {_one_line(exc)}") from exc
 
 
 def _in_directory(directory: Path) -> Path:
-    for name in (INDEX_FILE, WHOLE_FILE):
-        if (directory / name).is_file():
-            return directory / name
-    held = sorted(entry.name for entry in directory.iterdir())[:8]
-    raise CheckpointError(
-        f"{directory} has neither {WHOLE_FILE} nor {INDEX_FILE}; it has {', '.join(held) or 'nothing'}. Give "
-        "safetensors, or a checkpoint of RayZero, torch DCP or DeepSpeed ZeRO"
-    )
+    """The file or index of a folder. Raises CheckpointError if it has neither, or both and they may differ (of which
+    transformers takes the single file without a word)."""
+    found = [name for name in (INDEX_FILE, WHOLE_FILE) if (directory / name).is_file()]
+    if not found:
+        held = sorted(entry.name for entry in directory.iterdir())[:8]
+        raise CheckpointError(
+            f"{directory} has neither {WHOLE_FILE} nor {INDEX_FILE}; it has {', '.join(held) or 'nothing'}. Give "
+            "safetensors, or a checkpoint of RayZero, torch DCP or DeepSpeed ZeRO"
+        )
+    if len(found) == 2 and set(_weight_map(directory / INDEX_FILE).values()) != {WHOLE_FILE}:
+        raise CheckpointError(
+            f"{directory} has both {WHOLE_FILE} and {INDEX_FILE}, and they may be of different models; give the path "
+            "of the one that is meant, or remove the other"
+        )
+    return directory / found[0]
 
 
-def _indexed(index: Path) -> list[tuple[Path, list[str] | None]]:
+def _indexed(index: Path) -> list[tuple[Path, list[str]]]:
     by_file: dict[str, list[str]] = {}
     for name, file in _weight_map(index).items():
         by_file.setdefault(file, []).append(name)

@@ -48,6 +48,7 @@ class UniversalReader:
                 tied=self._model.tied,
                 groups=self._param_groups(),
                 step=max((param.updates for param in params.values()), default=0),
+                left_out=self._model.left_out,
             )
             if self._model.round_robin:
                 self._check_values()

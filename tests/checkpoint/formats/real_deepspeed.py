@@ -50,11 +50,18 @@ class Case:
     excluded: bool = False  # exclude_frozen_parameters
     amsgrad: bool = False
     extra: bool = False  # a module has an extra state, which is no tensor
+    named: bool = False  # the optimizer was made of named parameters
+    client: bool = False  # a scheduler's state and values of the loop are saved, too
     zero: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
 CASES: dict[str, Case] = {
+    "zero0-fp32": Case(0, dtype="fp32", loose=True, empty=True),
+    "zero0-fp32-named": Case(0, dtype="fp32", named=True),
+    "zero0-bf16": Case(0, loose=True),
+    "zero0-fp16": Case(0, dtype="fp16", client=True),
+    "zero2-client": Case(2, world=1, client=True),
     "zero1": Case(1, loose=True, empty=True, universal=True),
     "zero1-fp32-alone": Case(1, world=1, dtype="fp32"),
     "zero1-amsgrad": Case(1, world=1, amsgrad=True),
@@ -227,12 +234,18 @@ def _write_case(case: Case, folder: Path) -> None:
     }
     if case.dtype != "fp32":
         config[case.dtype] = {"enabled": True}
-    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-3, betas=(0.9, 0.98), amsgrad=case.amsgrad)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    names = {param: name for name, param in model.named_parameters()}
+    groups = groups_of(model)
+    if case.named:
+        groups = [{**group, "params": [(names[param], param) for param in group["params"]]} for group in groups]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98), amsgrad=case.amsgrad)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) if case.client else None
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=scheduler)
     for _ in range(STEPS):
         engine.backward(engine(torch.randint(0, 7, (2, 4))).float().square().mean())
         engine.step()
-    engine.save_checkpoint(folder, tag=TAG, exclude_frozen_parameters=case.excluded)
+    loop = {"epoch": 2, "sampler": {"seed": 5}} if case.client else {}
+    engine.save_checkpoint(folder, tag=TAG, client_state=loop, exclude_frozen_parameters=case.excluded)
     tensors, said = _held(engine, case)
     if torch.distributed.get_rank() == 0:
         for script in folder.glob("*.py"):  # DeepSpeed puts its tools beside a checkpoint
@@ -247,7 +260,7 @@ def _held(engine: Any, case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     model = engine.module
-    if case.stage < 3:  # DeepSpeed 0.19.8 links states after the first group's first step, when the second has none
+    if 0 < case.stage < 3:  # DeepSpeed 0.19.8 links states after the first group's first step, when the second has none
         optimizer = engine.optimizer
         if "round_robin_gradients" in case.zero:  # and it links by another order than that of the partitions
             optimizer.bit16_groups = optimizer.round_robin_bit16_groups
@@ -258,8 +271,21 @@ def _held(engine: Any, case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]:
     trained = {id(param) for group in grouped for param in group}
     names = {id(param): name for name, param in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
+    updates = STEPS - engine.skipped_steps
     for name, param in model.named_parameters():
-        if id(param) in trained:
+        if id(param) in trained and case.stage == 0:
+            inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+            (master,) = (
+                mine
+                for params, group in zip(grouped, inner.param_groups, strict=True)
+                for own, mine in zip(params, group["params"], strict=True)
+                if own is param
+            )
+            assert torch.equal(master.to(param.dtype), param)
+            tensors[f"weight/{name}"] = master.detach().clone()
+            updates = int(inner.state[master]["step"])  # one more in 16 bits: DeepSpeed steps once to make states
+            tensors |= {f"{kind}/{name}": inner.state[master][kind].clone() for kind in MOMENTS}
+        elif id(param) in trained:
             tensors[f"weight/{name}"] = master = safe_get_full_fp32_param(param).clone()
             assert case.stage == 3 or torch.equal(master.to(param.dtype), param)
             for kind in (*MOMENTS, "max_exp_avg_sq")[: 3 if case.amsgrad else 2]:
@@ -280,7 +306,7 @@ def _held(engine: Any, case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]:
             {"params": [names[id(p)] for p in params], "lr": lr, "weight_decay": decay, "betas": [0.9, 0.98]}
             for params, lr, decay in zip(grouped, (1e-3, 2e-3), (0.1, 0.0), strict=True)
         ],
-        "updates": STEPS - engine.skipped_steps,
+        "updates": updates,
     }
     return tensors, said
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+from rayzero.checkpoint.convert import convert
 from rayzero.checkpoint.formats.content import WEIGHT
 
 from .foreign import read_all, refusal_of, same
@@ -74,3 +75,46 @@ def test_a_model_that_was_pickled_whole_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_tensor_in_a_model_is_refused_by_name(tmp_path: Path) -> None:
     folder = _save(tmp_path / "dcp", {"model": {"w": torch.ones(2), "pair": (torch.ones(1),)}})
     assert "'pair' in its model's state dict, which is no tensor" in refusal_of(folder, "hf")
+
+
+LOOP = {
+    "step": 7,
+    "scheduler": {"last_epoch": 3, "base_lrs": [0.1]},
+    "loader": {"generator": torch.arange(9, dtype=torch.uint8)},
+    "ema": {"model_ema": {"w": torch.ones(2)}},
+}
+
+
+@pytest.mark.parametrize("top", ["", "app"])
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_what_lies_beside_the_model_is_named(tmp_path: Path, top: str, optimizer: bool) -> None:
+    """A scheduler, a loader, averaged weights: no other format can hold them, and none is dropped unsaid."""
+    model, optim = _trained()
+    weights, states = get_state_dict(model, optim)
+    state = {"model": weights, **({"optim": states} if optimizer else {}), **LOOP}
+    folder = _save(tmp_path / "saved", {top: state} if top else state)
+    names = tuple(f"{top}.{name}" if top else name for name in ("ema", "loader", "scheduler", "step"))
+    for to in ("hf", "dcp", "rayzero"):
+        done = convert(folder, tmp_path / to, to=to)
+        assert done.content.left_out == names
+        assert f"; left out: {', '.join(map(repr, names))}" in str(done)
+
+
+def test_what_no_tensor_is_in_a_plain_state_dict_is_named(tmp_path: Path) -> None:
+    folder = _save(tmp_path / "dcp", {"w": torch.ones(2), "step": 7, "scheduler": {"last_epoch": 3}})
+    done = convert(folder, tmp_path / "hf", to="hf", weights_only=True)
+    assert done.content.left_out == ("scheduler", "step")
+    assert list(done.content.params) == ["w"]
+
+
+def test_an_extra_state_that_weights_alone_leave_out_is_named(tmp_path: Path) -> None:
+    folder = _save(tmp_path / "dcp", {"model": {"w": torch.ones(2), "pair": (torch.ones(1),)}, "step": 1})
+    done = convert(folder, tmp_path / "hf", to="hf", weights_only=True)
+    assert done.content.left_out == ("model.pair", "step")
+
+
+def test_nothing_is_said_of_a_folder_that_is_carried_whole(tmp_path: Path) -> None:
+    weights, states = get_state_dict(*_trained())
+    done = convert(_save(tmp_path / "dcp", {"model": weights, "optim": states}), tmp_path / "again", to="dcp")
+    assert done.content.left_out == ()
+    assert "left out" not in str(done)

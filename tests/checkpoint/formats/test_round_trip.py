@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import rayzero
 from rayzero.checkpoint import CheckpointReader
 from rayzero.checkpoint.convert import convert
 from rayzero.checkpoint.formats.content import WEIGHT
@@ -150,3 +151,16 @@ def test_a_checkpoint_of_owners_passes_through(tmp_path: Path, states: States) -
         other.verify()
         assert one.digest == other.digest
         assert len(other.manifest.owner_files) > len(one.manifest.owner_files) == 1
+
+
+def test_tracked_objects_that_no_other_format_holds_are_named(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()), rayzero.ZeroConfig())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    rayzero.track(scheduler=scheduler)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    rayzero.save_checkpoint(optimizer, tmp_path / "step-000001")
+    done = convert(tmp_path / "step-000001", tmp_path / "hf", to="hf")
+    assert done.content.left_out == ("scheduler",)
+    assert "; left out: 'scheduler'" in str(done)
