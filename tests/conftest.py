@@ -27,7 +27,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """See ``_keep``: the thousands of collected tests, and what collecting them has imported."""
+    """Processes that test files start begin with pytest, which they import too: 0.2 s each. And see ``_keep``: the
+    thousands of collected tests, and what collecting them has imported."""
+    if "rayzero.testing.processes" in sys.modules:  # else no test here needs torch
+        sys.modules["rayzero.testing.processes"].PRELOADED.insert(0, "pytest")
     _keep()
 
 
@@ -58,29 +61,13 @@ def no_ray_without_the_mark(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def forked_with_pytest() -> None:
-    """Processes of ranks begin with what test files import."""
-    _fork_with("pytest")
-
-
-@pytest.fixture(scope="session")
 def forked_with_trainers() -> None:
-    """Processes of ranks begin with what the integrations import."""
-    _fork_with(
-        "pytest",
-        "lightning",
-        "rayzero.integrations.transformers",
-        "rayzero.integrations.lightning",
-        "transformers.models.gpt2.modeling_gpt2",
-    )
-
-
-def _fork_with(*modules: str) -> None:
-    """Start the server anew that forks the processes of ``run_ranks``, with what their loops need: each process would
-    import it again, which takes 0.2 s for pytest and 4 s for transformers."""
+    """Start the server anew that forks the processes of ranks, with what the integrations import: each process would
+    import it again, which takes 4 s."""
     from rayzero.testing.processes import PRELOADED  # not above: it imports torch, which many tests do without
 
     forkserver._forkserver._stop()  # the one that runs has imported something else
     *ours, last = PRELOADED
-    multiprocessing.set_forkserver_preload([*ours, *modules, last])
+    modules = ["lightning", "rayzero.integrations.transformers", "rayzero.integrations.lightning"]
+    multiprocessing.set_forkserver_preload([*ours, *modules, "transformers.models.gpt2.modeling_gpt2", last])
     forkserver.ensure_running()

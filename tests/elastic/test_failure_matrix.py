@@ -26,7 +26,6 @@ from .disturbed import OWNERS, RANKS, Disturbed, another_host, differences, trai
 
 pytestmark = [
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
-    pytest.mark.usefixtures("forked_with_pytest"),
 ]
 
 

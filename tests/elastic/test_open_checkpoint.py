@@ -28,7 +28,6 @@ from .disturbed import another_host
 
 pytestmark = [
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
-    pytest.mark.usefixtures("forked_with_pytest"),
 ]
 
 STEPS, SAVES = 6, (2, 5)

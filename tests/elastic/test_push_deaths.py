@@ -14,7 +14,6 @@ from .disturbed import OWNERS_ELSEWHERE, Disturbed, another_host, differences
 
 pytestmark = [
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
-    pytest.mark.usefixtures("forked_with_pytest"),
 ]
 
 DEATHS = {

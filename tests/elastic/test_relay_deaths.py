@@ -21,7 +21,6 @@ from .test_scaling_cases import UNITS, Small, Training, assert_same
 
 pytestmark = [
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
-    pytest.mark.usefixtures("forked_with_pytest"),
 ]
 
 _ATTEMPTS = 4  # until the rank that is to die has been the first to need a part

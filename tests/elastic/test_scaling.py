@@ -36,7 +36,6 @@ from .disturbed import MOMENTS, another_host, differences
 
 pytestmark = [
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
-    pytest.mark.usefixtures("forked_with_pytest"),
 ]
 
 PAUSE_S = 0.03

@@ -34,7 +34,6 @@ from rayzero.testing.processes import OwnerProcesses, run_processes
 
 pytestmark = [
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
-    pytest.mark.usefixtures("forked_with_pytest"),
 ]
 
 STEPS = 12

@@ -23,7 +23,6 @@ from .test_scaling_cases import UNITS, Small, Training, assert_same
 pytestmark = [
     pytest.mark.thorough,
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
-    pytest.mark.usefixtures("forked_with_pytest"),
 ]
 
 DEATHS = {

@@ -24,7 +24,6 @@ from .test_comeback import AT, base, loop, run, same
 pytestmark = [
     pytest.mark.thorough,
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
-    pytest.mark.usefixtures("forked_with_pytest"),
 ]
 
 Death = tuple[str, int, str]  # at a point of rank 1's loop, in a step: who dies ("rank 1", "optimizer 0")

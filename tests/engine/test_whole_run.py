@@ -25,7 +25,6 @@ from .whole_run import LINEAGE, RUN, WholeRun
 
 pytestmark = [
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
-    pytest.mark.usefixtures("forked_with_pytest"),
 ]
 
 

@@ -105,7 +105,7 @@ class WholeRun:
         lineage: str = LINEAGE,
     ) -> None:
         server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["tests.engine.whole_run", "tests.engine.test_comeback", *PRELOADED])
+        server.set_forkserver_preload(PRELOADED)
         self._processes: list[Any] = []
 
         def begin(work: Callable[..., None], *args: Any) -> Connection:

@@ -8,8 +8,6 @@ import gc
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import Forked, forked
 
 from rayzero.config.run import MAX_NAME_BYTES
 from rayzero.errors import (
@@ -168,7 +167,8 @@ slab = Slab.attach(Path({str(slab.path)!r}), writable=True, **{OURS!r})
 (data,) = slab.header.regions_of("data")
 slab.tensor(data.offset, 4, torch.bfloat16).mul_(2)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    with forked(code) as process:
+        assert process.wait() == 0
     assert slab.tensor(data.offset, 4, torch.bfloat16).tolist() == [2.0, 4.0, 6.0, 8.0]
 
 
@@ -322,12 +322,11 @@ print("made", flush=True)
 """
 
 
-def maker(directory: Path, then: str, run: str = FACTS.run) -> subprocess.Popen[str]:
-    code = MAKER.replace(repr(FACTS), repr(replace(FACTS, run=run))) + then
-    process = subprocess.Popen([sys.executable, "-c", code, str(directory)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "made\n"
-    return process
+@contextmanager
+def maker(directory: Path, then: str, run: str = FACTS.run) -> Iterator[Forked]:
+    with forked(MAKER.replace(repr(FACTS), repr(replace(FACTS, run=run))) + then, directory) as process:
+        assert process.said() == "made"
+        yield process
 
 
 def test_slabs_of_a_killed_process_are_swept_and_those_of_a_living_one_are_not(tmp_path: Path, slab: Slab) -> None:
@@ -348,8 +347,7 @@ def test_slabs_of_a_killed_process_are_swept_and_those_of_a_living_one_are_not(t
 
 def test_slabs_of_a_killed_process_wait_for_its_successor_while_its_run_lives(tmp_path: Path, slab: Slab) -> None:
     with maker(tmp_path, "tensor[3] = 7; print('set', flush=True); import time; time.sleep(100)") as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+        assert process.said() == "set"
         (theirs, other) = [one.path for one in list_slabs(tmp_path) if one.path != slab.path]
         with pytest.raises(StoreError, match="cannot be taken over: the process that made it still runs"):
             Slab.adopt(theirs)
@@ -377,7 +375,7 @@ def test_a_process_that_ends_by_itself_removes_its_slabs(tmp_path: Path, end: st
 
 
 def test_a_forked_child_that_ends_leaves_its_parents_slabs_alone(tmp_path: Path) -> None:
-    forked = """
+    forks = """
 import fcntl
 import os
 if (child := os.fork()) == 0:
@@ -388,8 +386,8 @@ assert os.waitpid(child, 0)[1] == 0
 from rayzero.slabs.sweep import sweep
 print(sweep(Path(sys.argv[1])), len(list(Path(sys.argv[1]).iterdir())))
 """
-    with maker(tmp_path, forked) as process:
-        assert process.communicate(timeout=60)[0] == "[] 2\n"
+    with maker(tmp_path, forks) as process:
+        assert process.said() == "[] 2"
 
 
 def test_a_slab_left_on_purpose_is_the_next_sweeps_also_while_its_tensors_live(tmp_path: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from forked import forked
 
 from rayzero.errors import MemoryPlanError, StoreClosedError, UnsupportedError
 from rayzero.memory.pages import PAGE
@@ -72,7 +71,8 @@ from rayzero.slabs.slab import Slab
 slab = Slab.attach(Path({str(slabs[1].path)!r}), writable=True, run="r", layout_digest="d")
 slab.tensor(3 * {PAGE}, 5, torch.uint8).fill_(99)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    with forked(code) as process:
+        assert process.wait() == 0
     slabs[0].tensor(2 * PAGE, 1, torch.uint8).fill_(98)
     changed = (tensor != before).nonzero().flatten().tolist()
     assert changed == [*range(PAGE, PAGE + 5), 2 * PAGE]

@@ -24,6 +24,7 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
+from rayzero.testing.processes import PRELOADED
 
 from .stores import TOKEN, inprocess
 from .test_succession import CLIP, KINDS, RANKS, gradients
@@ -48,7 +49,7 @@ class Owners:
         self.directory, self.num = directory, num_owners
         self.stores: list[RankStore] = []
         self._server = multiprocessing.get_context("forkserver")
-        self._server.set_forkserver_preload(["rayzero.testing", "tests.store.deaths", "rayzero.testing.permanent"])
+        self._server.set_forkserver_preload(PRELOADED)
         self._made = [self._start(owner, succeeds=False) for owner in range(num_owners)]
         self.addresses = [pipe.recv() for _, pipe in self._made]
         for _, pipe in self._made:

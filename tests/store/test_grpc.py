@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 import torch
+from forked import forked
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rayzero import errors
@@ -63,11 +67,11 @@ from rayzero.store.wire.rpc import (
 from rayzero.store.wire.seal import unseal
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES, TRANSFER_RETRIES
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
-from store.processes import REPOSITORY, python
 from store.stores import TOKEN
 from store.toy import HYPER, WAIT, equal, initial_values, make_spec, masters, random_grads, start, take_step
 
 BF16 = torch.bfloat16
+REPOSITORY = Path(__file__).parents[2]
 
 
 @contextmanager
@@ -409,10 +413,9 @@ def test_a_dead_process_is_noticed_at_once() -> None:
             print("attached", flush=True)
             input()
         """
-        with python(program, "-W", "error", stderr=subprocess.PIPE) as process:
+        with forked(program) as process:
             ranks = start(stores[:1], spec)
-            assert process.stdout is not None
-            assert process.stdout.readline() == "attached\n"
+            assert process.said() == "attached"
             norm, fetch = ranks[0].finish(), ranks[0].fetch_unit(0, 1)[0]
             process.send_signal(signal.SIGKILL)
             for future in (norm, fetch):
@@ -531,9 +534,10 @@ def test_a_process_that_forgets_to_close_exits_in_silence() -> None:
         ranks[0].fetch_unit(0, 2)
         print("done")
     """
-    with python(program, "-W", "error", stderr=subprocess.PIPE) as process:
-        out, err = process.communicate(timeout=3 * WAIT)
-    assert (process.returncode, out, err) == (0, "done\n", "")
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
+    paths = {"PYTHONPATH": str(REPOSITORY / "tests")}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=3 * WAIT, env=os.environ | paths)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
 
 
 # ---- errors on the wire

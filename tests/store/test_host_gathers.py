@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from forked import forked
 
 from rayzero.errors import RayZeroError, StallError, UnsupportedError
 from rayzero.protocol.gathers import Stop
@@ -162,21 +161,13 @@ sys.stdin.read()
 
 
 def test_a_death_is_noticed_from_the_process_and_ends_the_waits(join: Join, tmp_path: Path) -> None:
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", OTHER, str(tmp_path)]
-    other = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
-    )
-    try:
+    with forked(OTHER, tmp_path) as other:
         first = join(0)
         assert first is not None
         looks: list[str | None] = []
         first.listen(lambda: looks.append(first.stopped()))
         assert first.announce(0, 0)
         assert first.stopped() is None
-    finally:
-        other.kill()
-        other.communicate()
     until(lambda: first.stopped() is not None)
     assert first.stopped() == f"rank 1 (pid {other.pid}) has died"
     until(lambda: looks[-1] is not None)

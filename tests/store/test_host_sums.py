@@ -278,6 +278,7 @@ def test_a_rank_that_comes_back_pushes_again_and_its_sums_too(stack: ExitStack) 
     assert equal(*found)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_ranks_that_leave_one_after_the_other_leave_their_sums_to_the_rest(
     stack: ExitStack, order: tuple[int, ...]

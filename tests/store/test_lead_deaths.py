@@ -88,6 +88,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return undisturbed(spec_of("undisturbed"), STEPS, Loop(tmp_path_factory.mktemp("saved")))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("seed", "ranks", "num_owners"), [(0, "shm", 2), (1, "grpc", 2), (2, "mixed", 1)])
 def test_no_call_is_lost_with_an_owner(
     seed: int, ranks: str, num_owners: int, expected: Run, slab_dir: Path, tmp_path: Path

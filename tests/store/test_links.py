@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
+from forked import forked
 
 from rayzero.concurrency.backoff import backoff
 from rayzero.concurrency.processes import ProcessIdentity
@@ -28,7 +29,6 @@ from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, LinkNumber, break_of, link_of, methods
 from rayzero.telemetry.names import LINK_DOWN_SECONDS, LINK_RECONNECTS
 from store.faults import FAULTS, LINKS, difference, make_spec, net, outcome, ranks_of, run, undisturbed
-from store.processes import python, said
 from store.proxy import Proxy, all_of
 from store.stores import TOKEN
 from store.toy import WAIT, random_grads, start, take_step
@@ -43,10 +43,12 @@ SHARES = why_no_sharing() is None
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("which", LINKS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_run_whose_links_break_ends_with_the_bits_of_one_whose_links_do_not(fault: str, which: str) -> None:
-    for seed in (1, 2):
-        differs = run(seed, fault, which)
-        assert not differs, f"run({seed}, {fault!r}, {which!r}) of tests/store/faults.py"
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_run_whose_links_break_ends_with_the_bits_of_one_whose_links_do_not(
+    seed: int, fault: str, which: str
+) -> None:
+    differs = run(seed, fault, which)
+    assert not differs, f"run({seed}, {fault!r}, {which!r}) of tests/store/faults.py"
 
 
 # ---- a call that is executed, whose answer is lost
@@ -349,17 +351,16 @@ def test_an_owner_that_dies_is_named_at_once(dead: int) -> None:
     """Owner 0 leads. Rank 1 ends no second step: rank 0 waits. Proxies go on listening: no connection is refused."""
     spec = toy_spec(2)
     with (
-        python(OWNER.format(owner=0, token=TOKEN)) as zero,
-        python(OWNER.format(owner=1, token=TOKEN)) as one,
+        forked(OWNER.format(owner=0, token=TOKEN)) as zero,
+        forked(OWNER.format(owner=1, token=TOKEN)) as one,
     ):
         processes = [zero, one]
-        targets = [said(process) for process in processes]
+        targets = [process.said() for process in processes]
         with Proxy(targets[0]) as first, Proxy(targets[1]) as second:
             proxies = [first, second]
             for process in processes:
-                assert process.stdin is not None
-                print(first.address, second.address, file=process.stdin, flush=True)
-                assert said(process) == "connected"
+                process.say(first.address, second.address)
+                assert process.said() == "connected"
             addresses = [proxy.address for proxy in proxies]
             stores = [
                 RankStore(RemoteConnection(rank, addresses, token=TOKEN, stall_timeout=600.0, chunk_bytes=1000))
@@ -390,15 +391,14 @@ def test_an_owner_that_dies_while_a_rank_attaches_is_not_waited_for() -> None:
         ShardService.attach = attach
     """
     program = textwrap.dedent(program) + textwrap.dedent(OWNER.format(owner=0, token=TOKEN)).replace("(0, 2)", "(0, 1)")
-    with python(program) as process:
-        address = said(process)
-        assert process.stdin is not None
-        print(address, file=process.stdin, flush=True)
-        assert said(process) == "connected"
+    with forked(program) as process:
+        address = process.said()
+        process.say(address)
+        assert process.said() == "connected"
         store = RankStore(RemoteConnection(0, [address], token=TOKEN))
         with ThreadPoolExecutor(1) as threads:
             attaching = threads.submit(store.attach, toy_spec(1))
-            assert said(process) == "attaching"
+            assert process.said() == "attaching"
             process.send_signal(signal.SIGKILL)
             with pytest.raises(StoreError, match=rf"optimizer 0 \(pid {process.pid}\) has died"):
                 attaching.result(WAIT)
@@ -408,12 +408,11 @@ def test_an_owner_that_dies_while_a_rank_attaches_is_not_waited_for() -> None:
 def test_the_lead_names_an_owner_that_dies_to_ranks_that_cannot_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayzero.store.rank.links.owner_link.SeenProcess.open", lambda _: None)
     spec = toy_spec(1)
-    with python(OWNER.format(owner=0, token=TOKEN)) as zero, python(OWNER.format(owner=1, token=TOKEN)) as one:
-        addresses = [said(zero), said(one)]
+    with forked(OWNER.format(owner=0, token=TOKEN)) as zero, forked(OWNER.format(owner=1, token=TOKEN)) as one:
+        addresses = [zero.said(), one.said()]
         for process in (zero, one):
-            assert process.stdin is not None
-            print(*addresses, file=process.stdin, flush=True)
-            assert said(process) == "connected"
+            process.say(*addresses)
+            assert process.said() == "connected"
         store = RankStore(RemoteConnection(0, addresses, token=TOKEN, stall_timeout=600.0, chunk_bytes=1000))
         (rank,) = start([store], spec)
         take_step([rank], [random_grads(spec, 1)])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
+from forked import forked
 
 from rayzero.concurrency.processes import this_process
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -18,7 +19,6 @@ from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import STORE_SERVICE, life_metadata, methods, open_channel, token_metadata
 from rayzero.store.wire.tensor_stream import WELCOME
 
-from .processes import python, said
 from .stores import TOKEN, over_grpc
 from .test_grpc import attach_request, connected
 from .toy import WAIT, make_spec, random_grads, start, take_step
@@ -40,8 +40,8 @@ def owners(num_owners: int) -> Iterator[tuple[list[str], int]]:
         print(*(server.address for server in servers), flush=True)
         input()
     """
-    with python(program) as process:
-        yield said(process).split(), process.pid
+    with forked(program) as process:
+        yield process.said().split(), process.pid
 
 
 def as_rank(stack: ExitStack, address: str, rank: int, num_ranks: int) -> None:

@@ -23,6 +23,7 @@ def expected() -> Run:
     return undisturbed(spec_of("undisturbed"), STEPS, train)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("num_owners", [1, 2])
 def test_ranks_outlive_their_owners(num_owners: int, seed: int, slab_dir: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import forked
 from typer.testing import CliRunner
 
 from rayzero.cli import app
@@ -223,21 +222,19 @@ def test_every_kernel_stamps_what_it_wrote(kernel: str) -> None:
 
 PROGRAM = """
 import os, pathlib, signal, sys
-sys.path.insert(0, sys.argv[1])
 from contextlib import ExitStack
 from store import test_recovery as t
 class Patch:
     setattr = staticmethod(setattr)
 t.halt_at("between tiles", Patch, lambda: os.kill(os.getpid(), signal.SIGKILL))
-t.two_steps(ExitStack(), t.large_spec("killed"), pathlib.Path(sys.argv[2])).fetch(2)
+t.two_steps(ExitStack(), t.large_spec("killed"), pathlib.Path(sys.argv[1])).fetch(2)
 """
 
 
 @needs_signals
 def test_doctor_tells_what_a_killed_owner_left_before_it_sweeps(slab_dir: Path) -> None:
-    tests = str(Path(__file__).parents[1])
-    killed = subprocess.run([sys.executable, "-c", PROGRAM, tests, str(slab_dir)], timeout=60)
-    assert killed.returncode == -signal.SIGKILL
+    with forked(PROGRAM, slab_dir) as process:
+        assert process.wait() == -signal.SIGKILL
     told = CliRunner().invoke(app, ["doctor", "--sweep", "--slab-dir", str(slab_dir)]).output.splitlines()
     said = "run killed: redo: step 1 was decided; 4 tiles of 2 of 2 shards lack its update"
     assert said in told

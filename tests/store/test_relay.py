@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import Forked, forked
 
 from rayzero.concurrency.futures import settled
 from rayzero.config import ZeroConfig
@@ -191,18 +189,10 @@ sys.stdin.read()
 """
 
 
-def another_process(stack: ExitStack, place: Place) -> subprocess.Popen[str]:
+def another_process(stack: ExitStack, place: Place) -> Forked:
     """A rank's process with a claim to every shard of version 1, all of them half written."""
-    tests = str(Path(__file__).parents[1])
-    command = [sys.executable, "-c", CLAIMER, str(place.directory), place.token]
-    path = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
-    )
-    stack.enter_context(process)
-    stack.callback(process.kill)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "claimed\n"
+    process = stack.enter_context(forked(CLAIMER, place.directory, place.token))
+    assert process.said() == "claimed"
     return process
 
 

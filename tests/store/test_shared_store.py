@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -15,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from forked import forked
 
 import rayzero
 from rayzero.config import ZeroConfig
@@ -299,22 +298,17 @@ def test_a_file_that_is_no_slab_is_not_opened(tmp_path: Path) -> None:
 def test_the_slabs_of_a_killed_process_are_gone_after_the_next_start(stack: ExitStack, slab_dir: Path) -> None:
     program = """
 import pathlib, signal, sys
-sys.path.insert(0, sys.argv[1])
 from contextlib import ExitStack
 from store.test_shared_store import ranks_of, served
-stack, slab_dir = ExitStack(), pathlib.Path(sys.argv[2])
+stack, slab_dir = ExitStack(), pathlib.Path(sys.argv[1])
 ranks_of(stack, served(stack, 1, directory=slab_dir), 1, share=slab_dir)
 print("up", flush=True)
 signal.pause()
 """
-    tests = str(Path(__file__).parents[1])
-    command = [sys.executable, "-c", program, tests, str(slab_dir)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
+    with forked(program, slab_dir) as process:
+        assert process.said() == "up"
         left = [slab.path for slab in list_slabs(slab_dir)]
         assert len(left) == 6
-        process.kill()
     assert all(path.exists() for path in left)
     ranks = ranks_of(stack, served(stack, 1, directory=slab_dir), 1, share=slab_dir)
     assert not any(path.exists() for path in left)

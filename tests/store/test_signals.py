@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import subprocess
-import sys
 import threading
 from array import array
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from forked import Forked, forked
 
 from rayzero.errors import UnsupportedError
 from rayzero.store.shm import signals
@@ -54,8 +54,8 @@ def words() -> tuple[int, object]:
     return ctypes.addressof(memory), memory
 
 
-def other_process(page: Path, code: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", OTHER + code, str(page)])
+def other_process(page: Path, code: str) -> AbstractContextManager[Forked]:
+    return forked(OTHER + code, page)
 
 
 # ---- flags ------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ for round in range({rounds}):
         for round in range(rounds):
             ping.ring()
             assert pong.wait(round, PATIENCE) == round + 1
-    assert process.returncode == 0
+        assert process.wait(PATIENCE) == 0
 
 
 def test_handlers_of_signals_run_while_a_wait_sleeps_and_may_end_it(page: Path) -> None:
@@ -229,5 +229,5 @@ for number in range(1, 100_001):
             assert message == bytes([number % 251]) * (number % 251 * 3)
             assert number >= last
             last, reads = number, reads + 1
-    assert process.returncode == 0
+        assert process.wait(PATIENCE) == 0
     assert last == 100_000

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ from typing import Literal
 import psutil
 import pytest
 import torch
+from forked import Forked, forked
 
 import rayzero
 from rayzero.engine.context import RankContext
@@ -27,7 +27,6 @@ from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
-from store.processes import python, said
 from store.stores import TOKEN
 from store.toy import WAIT, Rank, make_spec, random_grads, start, take_step
 
@@ -38,7 +37,7 @@ WAYS = ["grpc"] if why_no_sharing() is not None else ["grpc", "shm"]
 
 
 @contextmanager
-def owner_process(owner: int, share: Path | None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def owner_process(owner: int, share: Path | None) -> Iterator[tuple[Forked, str]]:
     """One of two owners in a process of its own; its address. It is told its peers on its standard input."""
     program = f"""
         import sys
@@ -52,12 +51,12 @@ def owner_process(owner: int, share: Path | None) -> Iterator[tuple[subprocess.P
         print("connected", flush=True)
         input()
     """
-    with python(program) as process:
-        yield process, said(process)
+    with forked(program) as process:
+        yield process, process.said()
 
 
 @contextmanager
-def one_rank(way: str, away: int, slab_dir: Path) -> Iterator[tuple[Rank, subprocess.Popen[str]]]:
+def one_rank(way: str, away: int, slab_dir: Path) -> Iterator[tuple[Rank, Forked]]:
     """A rank that has attached to two owners; the process of owner ``away``, the other one is here."""
     share = slab_dir if way == "shm" else None
     with ExitStack() as stack:
@@ -66,10 +65,8 @@ def one_rank(way: str, away: int, slab_dir: Path) -> Iterator[tuple[Rank, subpro
         stack.callback(models.close)
         server = stack.enter_context(serve_models(models, token=TOKEN))
         addresses = [server.address, address] if away else [address, server.address]
-        assert process.stdin is not None
-        assert process.stdout is not None
-        print(*addresses, file=process.stdin, flush=True)
-        assert process.stdout.readline() == "connected\n"
+        process.say(*addresses)
+        assert process.said() == "connected"
         server.connect_peers(addresses)
         store = RankStore(RemoteConnection(0, addresses, token=TOKEN, share=share, stall_timeout=TIMEOUT_S))
         stack.callback(store.close)

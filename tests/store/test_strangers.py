@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from forked import forked
 
 from rayzero.store.owner.calls.allowance import BODIES, UPLOADS, WAITING
 from rayzero.store.owner.calls.allowance import CALLS as CALLS_AT_ONCE
@@ -23,7 +23,6 @@ from rayzero.store.wire.rpc import (
     token_metadata,
 )
 from store.http2 import UnendedCalls
-from store.processes import python, said
 from store.stores import TOKEN
 from store.toy import WAIT
 
@@ -43,8 +42,8 @@ def owner() -> Iterator[tuple[str, int]]:
         print(server.address, flush=True)
         input()
     """
-    with python(program, stderr=subprocess.DEVNULL) as process:
-        yield said(process), process.pid
+    with forked(program, quiet=True) as process:
+        yield process.said(), process.pid
 
 
 def peak(pid: int) -> int:

@@ -30,6 +30,7 @@ from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.signals import available
+from rayzero.testing.processes import PRELOADED
 
 from .stores import TOKEN, inprocess
 from .toy import WAIT, make_spec, random_grads, start, take_step
@@ -111,7 +112,7 @@ def train(directory: Path, spec: ModelSpec, num_owners: int, told: Connection) -
 def killed(directory: Path, spec: ModelSpec, num_owners: int, after: int, seed: int) -> int:
     """Train in a process and kill it after some steps and a random while; the last step that it had told of."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["rayzero.testing", "tests.store.test_succession", "rayzero.testing.permanent"])
+    server.set_forkserver_preload(PRELOADED)
     ours, theirs = server.Pipe(duplex=False)
     process = server.Process(target=train, args=(directory, spec, num_owners, theirs))
     process.start()
@@ -175,6 +176,7 @@ def same(ours: dict[int, list[Tensor]], theirs: dict[int, list[Tensor]]) -> list
 
 
 @pytest.mark.promise("recoverable", "optimizers")
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("num_owners", [1, 2])
 def test_a_run_that_was_killed_at_any_moment_loses_no_committed_step(
