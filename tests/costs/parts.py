@@ -9,8 +9,8 @@ one host find each other; those that start it on hosts of their own another; all
 
 from __future__ import annotations
 
+import ast
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,14 +18,14 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 _UNKNOWN = (1.0, 1.0)  # seconds of a file that is newer than the figures: in the first tier, and beyond it
 
-_WHOLE_FILE = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.thorough", re.M)
 
 Costs = dict[str, tuple[float, float]]  # file -> CPU seconds of its first tier, and of what the second adds
 
 
 def is_thorough(source: str) -> bool:
     """Whether a whole file of tests is in the second tier."""
-    return _WHOLE_FILE.search(source) is not None
+    assigned = [node for node in ast.parse(source).body if isinstance(node, ast.Assign)]
+    return any("pytest.mark.thorough" in ast.unparse(node) for node in assigned)
 
 
 def divide(files: Iterable[str], number: int, cost: Callable[[str], float]) -> list[list[str]]:

@@ -15,14 +15,14 @@ import pytest
 
 from rayzero.kernels import native
 
+pytestmark = pytest.mark.thorough
+
 REPOSITORY = Path(__file__).parents[2]
 
 UPDATE = """
 import logging, torch
 logging.basicConfig(format="%(message)s")
 from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel, native
-
-pytestmark = pytest.mark.thorough
 library = native.load()
 print(library if isinstance(library, str) else library.path.name)
 memory = AdamMemory(master=torch.ones(64), exp_avg=torch.zeros(64), exp_avg_sq=torch.zeros(64), max_exp_avg_sq=None,
