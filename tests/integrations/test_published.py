@@ -183,6 +183,15 @@ def test_a_stream_without_strict_loses_no_published_name(tmp_path: Path) -> None
     require_equal(started(mixtral(), stream), model.state_dict())
 
 
+def test_a_stream_may_have_what_from_pretrained_drops(tmp_path: Path) -> None:
+    model = filled(llama())
+    tensors = published_by(model, tmp_path)
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    require_equal(started(empty(llama), iter((old | tensors).items())), model.state_dict())
+    with pytest.raises(CheckpointError, match=r"the model lacks 'model\.layers\.9"):
+        started(empty(llama), iter((tensors | {"model.layers.9.weight": torch.ones(8)}).items()))
+
+
 def test_a_stream_holds_a_merged_tensors_parts_and_no_more(tmp_path: Path) -> None:
     tensors = sorted(published_by(filled(mixtral()), tmp_path).items())
     model = mixtral()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rayzero.checkpoint.formats.content import WeightDecl
@@ -70,5 +70,4 @@ def _made(
     decls = {name: WeightDecl(tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in group.items()}
     made = to_model(model, held, decls, lambda name, start, stop: flat[name][start:stop], source)
     for name, decl in made.decls.items():
-        numel = torch.Size(decl.shape).numel()
-        yield name, made.elements[name].read(0, numel).view(decl.shape)
+        yield name, made.elements[name].read(0, math.prod(decl.shape)).view(decl.shape)

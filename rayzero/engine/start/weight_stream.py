@@ -48,8 +48,8 @@ def take_stream(
     digests: dict[str, str] = {}  # of tied ones
     stream = weights.stream()
     if is_pretrained(model):
-        held = {name: WeightDecl(one.shape, one.dtype) for name, one in by_name.items()}
-        stream = with_model_names(model, held, stream, "the stream of weights")
+        decls = {name: WeightDecl(one.shape, one.dtype) for name, one in by_name.items()}
+        stream = with_model_names(model, decls, stream, "the stream of weights")
     for name, tensor in stream:
         one = by_name.get(name)
         decl = declare_weight(name, tensor)
