@@ -38,7 +38,7 @@ class Weights:
             RayZero, torch DCP or DeepSpeed (``checkpoint/formats/``), of which only the weights count; a mapping of
             named tensors; or an iterable of (name, tensor). Tensors have the shapes of the model's parameters and
             buffers. An iterable is read once, and its order decides how much is in memory: a unit is held from its
-            first tensor to its last.
+            first tensor to its last, and so are the parts of what transformers merges.
         rename: gives the model's name for a name of the source, or None to leave that tensor out.
         strict: as in ``load_state_dict``. If False, names that the model lacks are left out, and parameters that the
             source lacks keep the model's own values, or those of ``init``.

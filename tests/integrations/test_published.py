@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     LlamaModel,
@@ -22,6 +23,8 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import rayzero
 from rayzero.checkpoint.convert import convert
+from rayzero.checkpoint.published.streamed import with_model_names
+from rayzero.checkpoint.weights import declare_weight
 from rayzero.engine.start.initial_values import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.integrations.transformers import Trainer, save_pretrained
@@ -155,6 +158,73 @@ def test_a_mapping_of_published_names_starts_a_model_and_so_do_the_models_own(tm
         published = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     require_equal(started(empty(mixtral), published), model.state_dict())
     require_equal(started(empty(mixtral), model.state_dict()), model.state_dict())
+
+
+def published_by(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("order", ["saved", "backwards"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_stream_of_published_names_starts_a_model(name: str, order: str, tmp_path: Path) -> None:
+    model = filled(MODELS[name]())
+    tensors = list(published_by(model, tmp_path).items())
+    stream = iter(tensors if order == "saved" else tensors[::-1])
+    require_equal(started(empty(MODELS[name]), rayzero.Weights(stream)), model.state_dict())
+    own = ((key, value) for key, value in model.state_dict().items())
+    require_equal(started(empty(MODELS[name]), own), model.state_dict())
+
+
+def test_a_stream_without_strict_loses_no_published_name(tmp_path: Path) -> None:
+    """Names that the model lacks are left out then: the experts' would be."""
+    model = filled(mixtral())
+    stream = rayzero.Weights(iter(published_by(model, tmp_path).items()), strict=False)
+    require_equal(started(mixtral(), stream), model.state_dict())
+
+
+def test_a_stream_may_have_what_from_pretrained_drops(tmp_path: Path) -> None:
+    model = filled(llama())
+    tensors = published_by(model, tmp_path)
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    require_equal(started(empty(llama), iter((old | tensors).items())), model.state_dict())
+    with pytest.raises(CheckpointError, match=r"the model lacks 'model\.layers\.9"):
+        started(empty(llama), iter((tensors | {"model.layers.9.weight": torch.ones(8)}).items()))
+
+
+def test_a_stream_holds_a_merged_tensors_parts_and_no_more(tmp_path: Path) -> None:
+    tensors = sorted(published_by(filled(mixtral()), tmp_path).items())
+    model = mixtral()
+    held = {name: declare_weight(name, value) for name, value in model.state_dict().items()}
+    taken = 0
+
+    def counted() -> Iterator[tuple[str, Tensor]]:
+        nonlocal taken
+        for item in tensors:
+            taken += 1
+            yield item
+
+    at = {name: taken for name, _ in with_model_names(model, held, counted(), "the stream")}
+    numbers = {name: number for number, (name, _) in enumerate(tensors, start=1)}
+    for layer in range(len(model.model.layers)):
+        last = max(number for name, number in numbers.items() if f"layers.{layer}.block_sparse_moe.experts" in name)
+        experts = [name for name in held if f"layers.{layer}." in name and "experts" in name]
+        assert experts
+        assert max(at[name] for name in experts) == last
+
+
+def test_a_stream_that_ends_within_a_merged_tensor_is_refused(tmp_path: Path) -> None:
+    tensors = sorted(published_by(filled(mixtral()), tmp_path).items())
+    lost = next(name for name, _ in tensors if "experts.1.w1" in name)
+    with pytest.raises(CheckpointError, match=r"experts.*gate_up_proj"):
+        started(empty(mixtral), (item for item in tensors if item[0] != lost))
+
+
+def test_a_name_that_comes_twice_within_a_merged_tensor_is_refused(tmp_path: Path) -> None:
+    tensors = sorted(published_by(filled(mixtral()), tmp_path).items())
+    twice = next(item for item in tensors if "experts.0.w1" in item[0])
+    with pytest.raises(CheckpointError, match=r"experts\.0\.w1\.weight' comes twice"):
+        started(empty(mixtral), iter([twice, *tensors]))
 
 
 def test_the_written_config_says_the_dtype_that_was_written(tmp_path: Path) -> None:

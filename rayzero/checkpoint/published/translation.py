@@ -62,36 +62,27 @@ def to_model(
     that the model has no place for keep their names, unless the model's class says that they may be left over. Raises
     CheckpointError, with ``source``, if two tensors would get one name or some do not go together, UnsupportedError
     that names an operation which does more than move elements, and if this transformers has no such mapping."""
-    library = _library()
-    mapping = library.get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, library.WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, library.WeightConverter)]
-    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-    places = dict.fromkeys(held, True)  # transformers asks for a state dict, and looks only whether a name is in it
+    names = Names(model, held)
     tracer, made = Trace(), _Made(source)
     merged: dict[str, Any] = {}
-    left_over: dict[str, str] = {}
-    for given in sorted(decls, key=library.dot_natural_key):
-        prefix = model.base_model_prefix
-        name, pattern = library.rename_source_key(given, renamings, converters, prefix, places)
-        if name not in places and given in places:
-            name, pattern = library.rename_source_key(given, [], [], prefix, places)
-        if name not in places:
-            left_over[given] = name
+    left_over: list[str] = []
+    for given in names.in_order(decls):
+        name, pattern = names.of(given)
+        if name is None:
+            left_over.append(given)
             continue
         tensor = tracer.tensor(given, decls[given], _range(read, given))
         if pattern is None:
             made.add(name, given, tensor)
         else:
-            entry = merged.setdefault(name, deepcopy(by_pattern[pattern]))
+            entry = merged.setdefault(name, names.converter(pattern))
             entry.add_tensor(name, given, pattern, tensor)
     for name, entry in merged.items():
         givens = sorted(given for target in entry.layer_targets.values() for given in target)
         for target, tensor in _converted(entry, name, model, tracer, source).items():
             made.add(target, givens[0], tensor)
-    ignored = _may_be_left_over(model)
-    for given, name in left_over.items():
-        if not any(pattern.search(name) for pattern in ignored):
+    for given in left_over:
+        if not names.may_be_left_over(given):
             made.add(given, given, tracer.tensor(given, decls[given], _range(read, given)))
     return made.translation(tracer)
 
@@ -112,6 +103,49 @@ def from_model(model: Any, decls: Mapping[str, WeightDecl], read: ReadPart, sour
     for name, tensor in found.items():
         made.add(name, name, tensor)
     return made.translation(tracer)
+
+
+class Names:
+    """Where transformers puts the names of a checkpoint in a model. Asks transformers; knows no tensors."""
+
+    def __init__(self, model: Any, held: Collection[str]) -> None:
+        """held: all names of the model's parameters and persistent buffers. Raises UnsupportedError if this
+        transformers has no such mapping."""
+        self._library = library = _library()
+        mapping = library.get_model_conversion_mapping(model)
+        self._renamings = [entry for entry in mapping if isinstance(entry, library.WeightRenaming)]
+        self._converters = [entry for entry in mapping if isinstance(entry, library.WeightConverter)]
+        self._by_pattern = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
+        self._places = dict.fromkeys(held, True)  # transformers asks for a state dict, and looks only for its names
+        self._prefix = model.base_model_prefix
+        self._ignored = _may_be_left_over(model)
+
+    def in_order(self, names: Collection[str]) -> list[str]:
+        """The names in the order in which transformers takes them."""
+        return sorted(names, key=self._library.dot_natural_key)
+
+    def of(self, given: str) -> tuple[str | None, str | None]:
+        """(the model's name for a name, the pattern of the converter that it goes through with others). No name: the
+        model has no place for it; no pattern: it is renamed alone."""
+        name, pattern = self._renamed(given)
+        if name not in self._places and given in self._places:
+            name, pattern = self._library.rename_source_key(given, [], [], self._prefix, self._places)
+        return (name, pattern) if name in self._places else (None, None)
+
+    def converter(self, pattern: str) -> Any:
+        """A copy of transformers' converter that has this pattern."""
+        return deepcopy(self._by_pattern[pattern])
+
+    def may_be_left_over(self, given: str) -> bool:
+        """Whether the model's class says that a name it has no place for may be dropped."""
+        name, _ = self._renamed(given)
+        return any(pattern.search(name) for pattern in self._ignored)
+
+    def _renamed(self, given: str) -> tuple[str, str | None]:
+        found: tuple[str, str | None] = self._library.rename_source_key(
+            given, self._renamings, self._converters, self._prefix, self._places
+        )
+        return found
 
 
 class _Made:
