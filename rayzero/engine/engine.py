@@ -498,7 +498,7 @@ class Engine:
     def mean(self, given: MeanInput) -> tuple[float, ...]:
         """The mean over all ranks; see ``ParameterStore.mean``. Waits for all ranks, and leaves the step as it is."""
         start = time.perf_counter()
-        mean = self.store.mean(given).result()
+        mean = self.store.mean(given).result() if self.loop is None else self.loop.mean(given)
         self.clock.waited("mean", time.perf_counter() - start)
         return mean
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from rayzero.protocol.messages import MeanInput
 from rayzero.telemetry.names import (
     EXPOSED_WAIT_SECONDS,
     LAST_STEP_TIMESTAMP,
@@ -73,6 +74,10 @@ class LoopMoments(Protocol):
 
     def begin_forward(self) -> None:
         """The model's forward begins."""
+        ...
+
+    def mean(self, given: MeanInput) -> tuple[float, ...]:
+        """See ``ParameterStore.mean``. Waits."""
         ...
 
 

@@ -31,6 +31,7 @@ Point = tuple[str, int]  # where in the loop, in which step
 STEPS, AT = 5, 2  # steps of a run; the step in which most of these tests let a rank die
 POINTS = (
     "fetch",
+    "counted",
     "forward",
     "backward",
     "pushes",
@@ -141,13 +142,16 @@ def loop(
     model.layers[1].register_forward_pre_hook(lambda *_: fault("forward", step))
     for step in range(context.step, STEPS):
         fault("fetch", step)
-        for _ in range(accumulate):
+        for micro in range(accumulate):
             x, y = next(batches)
+            if micro == 0:
+                counted = rayzero.mean_over_ranks(float(y.sum()))
+                fault("counted", step)
             out = model(x)
             out.register_hook(lambda _, step=step: fault("backward", step))
             loss = F.cross_entropy(out.flatten(0, 1), y.flatten())
             (loss / accumulate).backward()
-        seen.losses = [*seen.losses, loss.detach()]
+        seen.losses, seen.means = [*seen.losses, loss.detach()], [*seen.means, counted]
         fault("pushed", step)
         if step % 2 == 0:
             fault("norm", step)

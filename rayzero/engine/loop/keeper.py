@@ -27,12 +27,13 @@ import torch
 from rayzero.checkpoint.state_values import to_bytes
 from rayzero.engine.loop.comeback import Comeback, State, put_back
 from rayzero.engine.loop.rank_state import generator_states, set_generator_states
+from rayzero.engine.loop.repeated_means import RepeatedMeans, key_of
 from rayzero.engine.loop.reports import RecentReports
 from rayzero.engine.loop.tracked import Tracked
 from rayzero.engine.optimizer.param_groups import saved_options
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.buffers import persistent_buffers
-from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, MOST_LOOP_STATE, LoopState
+from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, MOST_LOOP_STATE, LoopState, MeanInput
 from rayzero.quantities import format_bytes
 
 log = logging.getLogger(__name__)
@@ -59,12 +60,17 @@ class LoopKeeper:
         self._optimizer, self._tracked, self._reports, self._comeback = optimizer, tracked, reports, comeback
         self._engine = optimizer.engine
         self._returns = comeback is not None and comeback.state is not None  # and has not begun a forward
+        self._means: list[str] = []  # keys of the calls of mean_over_ranks since the last commit
+        self._repeated: RepeatedMeans | None = None  # [Note: calls before a forward] in repeated_means.py
+        if comeback is not None and comeback.state is not None:
+            self._repeated = RepeatedMeans(self._engine.rank, comeback.state["calls"], comeback.state["means"])
         self._open: int | None = None  # the step whose state lacks its second part
         self._too_large = False
         self.repeating = comeback is not None and comeback.at_commit is not None  # [Note: an unfinished iteration]
 
     def committing(self, step: int) -> None:
         """``step`` is committed next: keep the first part of the next one's state."""
+        self._means = []
         if self._comeback is not None and step < self._comeback.decided:
             self._put_back(self._comeback.at_commit)
         elif self._tracked.active:
@@ -91,6 +97,9 @@ class LoopKeeper:
 
     def begin_forward(self) -> None:
         """The model's forward begins: the iteration before has ended."""
+        if self._repeated is not None and torch.is_grad_enabled():
+            self._repeated.end()
+            self._repeated = None
         if self._returns and torch.is_grad_enabled():
             self._returns = False
             assert self._comeback is not None
@@ -103,8 +112,24 @@ class LoopKeeper:
                 RNG_AT_FORWARD: generator_states(self._engine.device),
                 "buffers": persistent_buffers(self._engine.model),
                 "written": self._written(),
+                "calls": self._means,
             }
             self._keep(step, AT_FORWARD, self._after_tail() | rest)
+
+    def mean(self, given: MeanInput) -> tuple[float, ...]:
+        """See ``ParameterStore.mean``; a rank that has come back gets what its earlier life got. Waits."""
+        store = self._engine.store
+        if self._repeated is None:
+            if self._open is not None:
+                self._means.append(key_of(given))
+            return store.mean(given).result()
+        means = []
+        for number in self._repeated.next(given):
+            store.means = number - 1
+            means.append(store.mean(given).result())
+        if len(set(map(repr, means))) > 1:
+            raise self._repeated.unclear()
+        return means[-1]
 
     def _written(self) -> list[tuple[int, torch.Tensor]]:
         """What the user has written since the last call that told the owners, by unit."""
