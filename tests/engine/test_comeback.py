@@ -236,6 +236,7 @@ SHM: tuple[Point, ...] = (("backward", 1), ("finish", 1), ("stepped", 1), ("push
 
 
 @pytest.mark.promise("recoverable", "accumulation")
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("transport", "deaths"), [("grpc", GRPC), pytest.param("shm", SHM, marks=needs_shm)])
 def test_a_process_that_is_killed_repeats_its_step(
     transport: str, deaths: tuple[Point, ...], undisturbed: Any, tmp_path: Path
@@ -333,6 +334,7 @@ RESUMED: tuple[tuple[Point, ...], ...] = (
 )
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("names", [newest, newest_at_first])
 @pytest.mark.parametrize("deaths", RESUMED)
 @pytest.mark.parametrize("transport", ["inproc", "grpc", pytest.param("shm", marks=needs_shm)])

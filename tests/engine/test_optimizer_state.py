@@ -102,6 +102,7 @@ def test_the_state_is_torchs_and_loads_into_plain_torch(name: str, world_size: i
         assert_alike(loaded.state_dict(), state)
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize(
     ("name", "world_size", "precision"),
     [("AdamW", 1, "fp32"), ("AdamW", 3, "bf16"), *((name, 2, "fp32") for name in OPTIMIZERS)],

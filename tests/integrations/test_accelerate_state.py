@@ -211,6 +211,7 @@ def on_ranks(
     return ends, loop.rates, random
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("forked_with_trainers")
 def test_ranks_save_and_load_together_and_other_owners_go_on(tmp_path: Path) -> None:
     whole = run_ranks(on_ranks, 2, 2, "grpc", processes=True, run_dir=tmp_path)

@@ -15,6 +15,7 @@ import pytest
 
 from rayzero.kernels import native
 
+pytestmark = pytest.mark.thorough
 REPOSITORY = Path(__file__).parents[2]
 
 UPDATE = """
