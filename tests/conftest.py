@@ -17,7 +17,14 @@ os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 - Ray ends pro
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - 15 is Ray's: its workers starve beside the other parts' tests
 
 settings.register_profile("rayzero", settings(), deadline=None)  # a loaded machine is no failure
+settings.register_profile("first tier", settings.get_profile("rayzero"), max_examples=25)
 settings.load_profile("rayzero")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Properties have fewer examples in the first tier, except where a test says how many."""
+    if "not thorough" in config.getoption("markexpr"):
+        settings.load_profile("first tier")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks

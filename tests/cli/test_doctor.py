@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
+from forked import forked
 from typer.testing import CliRunner
 
 from rayzero.cli import app
@@ -114,8 +114,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.fixture
 def living(tmp_path: Path):
     """A slab of this process, beside one of a process that was killed."""
-    killed = subprocess.run([sys.executable, "-c", DEAD_MAKER, str(tmp_path)], timeout=60)
-    assert killed.returncode == -signal.SIGKILL
+    with forked(DEAD_MAKER, tmp_path) as process:
+        assert process.wait() == -signal.SIGKILL
     facts = SlabFacts(run="here", role="params", index=0, incarnation=1, layout_digest="d", kernel="k")
     slab = Slab.create(lay_out_slab(facts, [("data", 1 << 20, 0)]), tmp_path)
     yield slab

@@ -251,6 +251,7 @@ def test_what_has_moved_to_another_host_takes_no_memory_here(tmp_path: Path) -> 
     assert (here + there) / all_here == pytest.approx(1.0, rel=0.05)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_waits_for_an_update_hears_first_that_its_owners_have_gone(tmp_path: Path) -> None:
     """They say so before the rank goes over to the next ones: then its wait ends in another way."""
     check_change_in_step_3(
@@ -260,6 +261,7 @@ def test_a_rank_that_waits_for_an_update_hears_first_that_its_owners_have_gone(t
     )
 
 
+@pytest.mark.thorough
 def test_an_owner_dies_on_another_host_as_ranks_push_again_to_it(tmp_path: Path) -> None:
     check_change_in_step_3(
         tmp_path, Fault(LEAD, "owner.held", "delay", seconds=0.5), Fault(NEW, "owner.landing"), max_failures=2
@@ -392,7 +394,7 @@ CELLS = {
 }
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 def test_a_death_while_owners_change_changes_no_bit(
     cell: Cell, tmp_path: Path, undisturbed: Any, caplog: pytest.LogCaptureFixture
@@ -409,7 +411,7 @@ def test_a_death_while_owners_change_changes_no_bit(
         assert any("the owners stay as they are" in line for line in caplog.messages) == cell.stay
 
 
-@pytest.mark.spread(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "cell",
     [
@@ -465,6 +467,7 @@ def test_a_death_while_shards_move_between_hosts_changes_no_bit(
     assert any("the owners stay as they are" in line for line in caplog.messages) == cell.stay
 
 
+@pytest.mark.thorough
 def test_what_a_rank_has_pushed_since_it_came_back_counts_and_not_what_it_left_when_it_died(
     tmp_path: Path, undisturbed: Any
 ) -> None:

@@ -155,7 +155,7 @@ class MixedReach:
         return (self.far if rank in self.ranks else self.near).connect(table, rank, recorder, model, life)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps", [1, 3], ids=["alone", "accumulation"])
 @pytest.mark.parametrize("far", [{1}, {0, 1}], ids=["one rank", "both ranks"])
 def test_ranks_over_grpc_send_again_what_the_next_owners_lack(tmp_path: Path, far: set[int], steps: int) -> None:

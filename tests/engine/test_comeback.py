@@ -240,6 +240,7 @@ SHM: tuple[Point, ...] = (("backward", 1), ("finish", 1), ("stepped", 1), ("push
 
 
 @pytest.mark.promise("recoverable", "accumulation")
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("transport", "deaths"), [("grpc", GRPC), pytest.param("shm", SHM, marks=needs_shm)])
 def test_a_process_that_is_killed_repeats_its_step(
     transport: str, deaths: tuple[Point, ...], undisturbed: Any, tmp_path: Path

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from forked import forked
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -73,5 +71,5 @@ def test_the_first_call_of_a_model_may_be_compiled() -> None:
         compiled = torch.compile(model, backend="eager")(x)
         print(torch.equal(compiled, model(x)))
         """
-    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
-    assert ran.stdout == "True\n", ran.stderr
+    with forked(code) as process:
+        assert process.said() == "True"

@@ -6,11 +6,11 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 
 import pytest
 import torch
+from forked import forked
 from torch.utils.checkpoint import checkpoint
 
 import rayzero
@@ -183,5 +183,5 @@ def test_a_rank_loads_the_compiler_only_to_compile() -> None:
 
         print(train(torch.ones(1, 2)).tolist(), plain.weight.grad)
         """
-    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
-    assert ran.stdout.split() == ["False", "[[2.0,", "2.0]]", "None"], ran.stderr
+    with forked(code) as process:
+        assert process.stdout.read().split() == ["False", "[[2.0,", "2.0]]", "None"]

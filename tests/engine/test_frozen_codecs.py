@@ -106,6 +106,7 @@ def states_of(context: RankContext, base: Net) -> dict[str, Tensor]:
     return rayzero.full_state_dict(model)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("method", ["int8", "quantization", "lossless"])
 def test_bits_do_not_depend_on_the_store_or_the_number_of_owners(method: str) -> None:
     base = frozen_base(torch.bfloat16)

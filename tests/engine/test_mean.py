@@ -84,6 +84,7 @@ def test_several_ranks_are_connected_by_prepare_and_not_before() -> None:
         run_ranks(loop, 2, 1)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("transport", ["inproc", "grpc", "shm"])
 def test_a_loop_may_call_it_wherever_it_likes_and_learns_what_it_learns_without(transport: Any) -> None:
     base = [seeded(Net) for _ in range(4)]

@@ -68,6 +68,7 @@ def states_of(context: RankContext, base: Net) -> dict[str, Tensor]:
 
 
 @pytest.mark.promise("exact", "moments")
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("moments", CODED)
 def test_bits_do_not_depend_on_the_store_or_the_number_of_owners(moments: str) -> None:
     base = seeded(Net)

@@ -42,7 +42,8 @@ SMALL_SHARDS = ZeroConfig(shard_bytes=16 << 10, min_unit_bytes=1 << 12)
 
 
 @pytest.mark.promise("exact", "optimizers")
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.spread(1)
+@pytest.mark.parametrize("world_size", [2, 1, 3])
 def test_twenty_clipped_adamw_steps_equal_unsharded_training_for_any_number_of_owners(world_size: int) -> None:
     base = seeded(Net)
     expected, expected_norms = oracle(base, adamw, world_size=world_size, steps=STEPS, max_norm=MAX_NORM)

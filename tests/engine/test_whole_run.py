@@ -76,12 +76,14 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
     assert same(killed_at(deaths, slab_dir, tmp_path), undisturbed)
 
 
+@pytest.mark.spread(1)
+@pytest.mark.parametrize("kills", [2, 4])
 def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(
-    undisturbed: Any, slab_dir: Path, tmp_path: Path
+    kills: int, undisturbed: Any, slab_dir: Path, tmp_path: Path
 ) -> None:
     draw, one = random.Random(7), functools.partial(loop, base=base(), folder=tmp_path)
     found: Continuation | Lost = Lost(why="it has not begun")
-    for _ in range(4):
+    for _ in range(kills):
         whole = WholeRun(one, slab_dir, found if isinstance(found, Continuation) else None)
         time.sleep(0.5 + draw.random() * 0.7)
         whole.kill()

@@ -25,7 +25,7 @@ def checkpointing(model: nn.Module, *, reentrant: bool) -> None:
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_activation_checkpointing_changes_nothing(name: str, reentrant: bool) -> None:
@@ -40,7 +40,7 @@ def without_cache(model: nn.Module) -> None:
     model.generation_config.use_cache = False
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", GENERATING)
 def test_generates_the_same_without_a_cache(name: str) -> None:
     base = build(MODELS[name]).train()
@@ -80,7 +80,7 @@ def steps(
     return rayzero.full_state_dict(model)
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_resumed_training_is_bit_equal(name: str, tmp_path: Path) -> None:
     base, saved = build(MODELS[name]).train(), tmp_path / "step"

@@ -47,6 +47,7 @@ def assert_resumes(train: Callable[[Path | None], Trained], saved: Callable[[int
 
 
 @pytest.mark.promise("recoverable", "integrations")
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["OneCycleLR", "CosineAnnealingLR", "StepLR"])
 def test_in_transformers_trainer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.trainer_callback.PrinterCallback, "on_log", lambda *_, **__: None)
@@ -94,6 +95,7 @@ class Learner(LightningModule):
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need")
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_in_lightning(name: str, tmp_path: Path) -> None:
     def trained(resume: Path | None) -> Trained:

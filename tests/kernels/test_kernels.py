@@ -144,7 +144,7 @@ def test_threads_of_the_torch_kernel_share_an_update() -> None:
     for threads in (1, 3):
         memory, working = make_memory(numel, bf16=True), set[int]()
         kernel = TorchKernel(64 * 7, threads=threads)
-        for _ in range(20):
+        for _ in range(3):
             segments = [whole(numel, OPTIONS, 1, 2)]
             kernel.update(memory, grads, segments, 0.5, lambda *_, ids=working: ids.add(threading.get_ident()))
         results.append(memory)

@@ -109,6 +109,7 @@ class Case:
     precisions: tuple[str, ...] = ("fp32", "bf16")
     ranks: tuple[int, ...] = (1, 2, 3)
     once: bool = False  # slow: only on one rank in fp32, in process
+    thorough: bool = False  # slower still: in the second tier alone
     refused: str | None = None  # a regular expression of the message
 
 

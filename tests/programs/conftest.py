@@ -37,7 +37,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for number, case in enumerate(cases):
         chosen = settings(category, number, case, metafunc.config)
         for at, setting in enumerate(chosen):
-            marks = [] if at == _in_the_first_tier(number, len(chosen)) else [pytest.mark.thorough]
+            early = at == _in_the_first_tier(number, len(chosen)) and not case.thorough
+            marks = [] if early else [pytest.mark.thorough]
             found.append(pytest.param(case, setting, id=f"{case.name}-{setting}", marks=marks))
     metafunc.parametrize(("case", "setting"), found)
 

@@ -624,7 +624,7 @@ CASES = [
     Case("exception in backward, kept", failed_backward_kept, backwards=2),
     Case("torch.compile of the model", compiled("whole", "aot_eager"), once=True),
     Case("torch.compile of blocks", compiled("blocks", "aot_eager"), once=True),
-    Case("torch.compile of blocks, inductor", compiled("blocks", "inductor"), once=True, tolerance=1e-6),
+    Case("torch.compile of blocks, inductor", compiled("blocks", "inductor"), once=True, thorough=True, tolerance=1e-6),
 ]
 
 

@@ -223,6 +223,7 @@ def plain_validation(recipe: RecipeConfig, model: torch.nn.Module) -> float:
     return sum(losses) / len(losses)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits_learn_too(recipe, precision):
     reports = train(recipe.replace(precision=precision, steps=30))

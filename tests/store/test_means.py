@@ -334,6 +334,7 @@ def test_the_lead_keeps_no_call_that_all_ranks_have_left_behind() -> None:
     assert len(lead._means._calls) == 1 + 64  # which a rank that comes back may ask for again
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", [name for name in STORES if name != "inprocess"])
 def test_a_mean_ends_with_the_error_that_nobody_foresaw_in_the_lead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def decide(*args: object) -> None:

@@ -193,6 +193,7 @@ def test_a_run_that_was_killed_at_any_moment_loses_no_committed_step(
     assert list_slabs(slab_dir) == []
 
 
+@pytest.mark.spread(1)
 def test_a_rank_that_dies_before_it_meets_the_successor_is_read_once_its_next_life_comes(
     undisturbed: tuple[str, Undisturbed], slab_dir: Path
 ) -> None:
@@ -254,6 +255,7 @@ def test_states_that_ended_with_the_process_are_refused(slab_dir: Path) -> None:
     assert [slab.path for slab in list_slabs(slab_dir)] == left
 
 
+@pytest.mark.spread(1)
 def test_a_successor_with_other_threads_continues(slab_dir: Path, undisturbed: tuple[str, Undisturbed]) -> None:
     moments, expected = undisturbed
     spec = spec_of("threads", moments=moments)
