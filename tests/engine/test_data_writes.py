@@ -126,6 +126,44 @@ def test_data_assigned_inside_forward_before_its_use_is_trained_on(config: str, 
     check(net(_assign), config)
 
 
+def _hold_then_assign(block: Block) -> None:
+    if not hasattr(block, "held"):
+        block.held = block.up.weight.data
+        block.held.mul_(0.9)
+    else:
+        block.up.weight.data = block.up.weight.data * 0.9
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_data_assigned_in_a_later_forward_while_others_hold_it_is_trained_on(config: str, alone: RankContext) -> None:
+    """The write that counted through what they hold must not make up for this one."""
+    check(net(_hold_then_assign), config)
+
+
+def test_units_whose_data_was_assigned_while_others_held_it_still_come_and_go(alone: RankContext) -> None:
+    """What autograd saves of the new memory is found there, so that it pins nothing."""
+
+    def assign(block: Block) -> None:
+        held = block.up.weight.data
+        block.up.weight.data = held * 0.9
+        block.held = held
+
+    def build() -> nn.Module:
+        model = Net()
+        model.layers = nn.ModuleList(Writing(assign, "before use") for _ in range(3))
+        return model
+
+    plain = seeded(build)
+    model = copy.deepcopy(plain)
+    losses = train(plain, sgd(plain.parameters()))
+    config = tight(model, prefetch_buffer_size=1, spare=0)
+    model, optimizer = rayzero.prepare(model, sgd(model.parameters()), config)
+    assert train(model, optimizer) == losses
+    loss = token_loss(model, tokens(0))
+    assert not [unit for unit in optimizer.engine.units if unit.buffer is not None and unit.pinned_slots()]
+    loss.backward()
+
+
 def test_data_assigned_after_its_use_is_torchs_error(alone: RankContext) -> None:
     """Autograd has saved views of the old memory, which plain torch keeps."""
     model = net(_assign, "after use")

@@ -28,6 +28,7 @@ from rayzero.engine.units.residency import Residency
 from rayzero.engine.units.unit_group import UnitGroup, part_of
 from rayzero.errors import ConfigError, StallError, StoreError, UnsupportedError
 from rayzero.lanes import ThreadLane
+from rayzero.layout.model_layout import ALIGN
 from rayzero.memory.pool import BufferPool
 from rayzero.protocol.gathers import Stop
 from rayzero.slabs.sweep import SHARED_MEMORY
@@ -297,6 +298,27 @@ def groups(tmp_path: Path) -> Iterator[list[UnitGroup]]:
     yield [made[0], made[1]]
     for group in made.values():
         group.end()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int16, torch.uint8], ids=str
+)
+def test_a_gather_moves_the_bytes_of_any_dtype(groups: list[UnitGroup], dtype: torch.dtype) -> None:
+    """NaNs keep their bits, and a part ends where one of its dtype does."""
+    expected = torch.randint(256, (2 * ALIGN * dtype.itemsize,), dtype=torch.uint8)
+    wholes = [torch.zeros(2 * ALIGN, dtype=dtype) for _ in groups]
+    for group, whole in zip(groups, wholes, strict=True):
+        start, stop = part_of(whole.numel(), group.place, group.size)
+        whole[start:stop] = expected.view(dtype)[start:stop]
+    threads = [
+        threading.Thread(target=group.gather, args=(whole,)) for group, whole in zip(groups, wholes, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for whole in wholes:
+        assert torch.equal(whole.view(torch.uint8), expected)
 
 
 class OneRank:

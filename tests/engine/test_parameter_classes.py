@@ -137,6 +137,51 @@ def test_parameters_keep_their_class(kind: str, config: str, frozen: bool, alone
     assert same_bits(state, {name: value.as_subclass(Tensor) for name, value in plain.state_dict().items()})
 
 
+class Masters:
+    """Plain PyTorch's step with bf16 parameters and fp32 masters. The model becomes bf16."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.pairs = [(param, param.detach().as_subclass(Tensor).clone()) for param in model.parameters()]
+        self.optimizer = sgd([master.requires_grad_(param.requires_grad) for param, master in self.pairs])
+        for param, master in self.pairs:
+            param.data = param.data.bfloat16()
+            assert torch.equal(param.detach().as_subclass(Tensor), master.bfloat16())
+
+    def step(self) -> None:
+        for param, master in self.pairs:
+            master.grad = None if param.grad is None else param.grad.as_subclass(Tensor).float()
+        self.optimizer.step()
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for param, master in self.pairs:
+                param.copy_(master)
+
+    def zero_grad(self) -> None:
+        for param, _ in self.pairs:
+            param.grad = None
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_keep_their_class_in_bf16(kind: str, frozen: bool, alone: RankContext) -> None:
+    """Frozen ones of a class are never converted: the user does that."""
+    plain, model = net(kind, frozen=frozen), net(kind, frozen=frozen)
+    for one in (plain, model) if frozen else ():
+        for param in one.layers[1].parameters():
+            param.data = param.data.bfloat16()
+    masters = Masters(plain)
+    losses = train(plain, masters)  # type: ignore[arg-type]
+    looks = []
+    model.layers[1].register_forward_pre_hook(lambda layer, _: looks.append(_looks(layer.up.weight)[:3]))
+    model, optimizer = rayzero.prepare(model, sgd(model.parameters()), CONFIGS["bf16"](model))
+    assert train(model, optimizer) == losses
+    assert looks[-1][2][1] is torch.bfloat16
+    state = rayzero.full_state_dict(model)
+    expected = {name: master for (name, _), (_, master) in zip(plain.named_parameters(), masters.pairs, strict=True)}
+    assert same_bits(
+        {name: state[name].float() for name in expected}, {n: m.detach().float() for n, m in expected.items()}
+    )
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_recomputations_see_the_class(kind: str, reentrant: bool, alone: RankContext) -> None:
