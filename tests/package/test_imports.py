@@ -74,3 +74,21 @@ def test_completion_knows_commands_and_runs_and_loads_neither_torch_nor_ray(tmp_
 
     assert completed("rayzero tra") == ["train", "trace"]
     assert completed("rayzero status de") == ["deep", "demo"]
+
+
+@pytest.mark.promise("installs", "cli")
+def test_training_loads_no_format_of_other_systems(tmp_path: Path) -> None:
+    """torch.distributed.checkpoint imports all of DTensor: a second of processor time."""
+    modules, _ = run("import rayzero.recipes.training", tmp_path)
+    assert {"torch.distributed.checkpoint", "torch.distributed.tensor"} & modules == set()
+
+
+@pytest.mark.parametrize(
+    "module", ["rayzero.cluster.janitor", "rayzero.slabs.janitor", "rayzero.cluster.loggers.children"]
+)
+def test_processes_that_outlive_others_load_neither_torch_nor_ray(module: str, tmp_path: Path) -> None:
+    assert run(f"import {module}", tmp_path)[0] & {"torch", "numpy", "ray", "grpc"} == set()
+
+
+def test_a_coordinator_loads_no_torch(tmp_path: Path) -> None:
+    assert "torch" not in run("import rayzero.cluster.processes.coordinator", tmp_path)[0]
