@@ -14,7 +14,6 @@ import torch
 from rayzero.checkpoint.files.tensor_file import fsync_directory
 from rayzero.checkpoint.formats import Content, Format, Reader, open_reader
 from rayzero.checkpoint.formats.content import listed
-from rayzero.checkpoint.formats.dcp_writer import write_dcp
 from rayzero.checkpoint.formats.rayzero_writer import write_rayzero
 from rayzero.checkpoint.formats.safetensors_folder import SafetensorsReader, write_safetensors
 from rayzero.checkpoint.published.config import CONFIG_FILE, find_config, read_config
@@ -127,7 +126,13 @@ def _named(source: Reader, config: Path | None, to: str) -> Named:
     return published(source, config) if to == Format.HF else Named(reader=source, says="")
 
 
-_WRITERS: dict[Format, Callable[..., list[Path]]] = {Format.HF: write_safetensors, Format.DCP: write_dcp}
+def _write_dcp(reader: Reader, folder: Path, *, dtype: torch.dtype | None, max_bytes: int) -> list[Path]:
+    from rayzero.checkpoint.formats.dcp_writer import write_dcp  # imports torch.distributed.checkpoint
+
+    return write_dcp(reader, folder, dtype=dtype, max_bytes=max_bytes)
+
+
+_WRITERS: dict[Format, Callable[..., list[Path]]] = {Format.HF: write_safetensors, Format.DCP: _write_dcp}
 
 
 def _check_arguments(to: str, dtype: torch.dtype | None, max_bytes: int) -> None:

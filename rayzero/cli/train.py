@@ -17,6 +17,7 @@ import typer
 
 from rayzero.cli.run_choice import newest_run
 from rayzero.cli.text.plain_text import plain
+from rayzero.concurrency.uncollected import uncollected
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.quantities import count, format_bytes
 
@@ -83,8 +84,9 @@ def train(
 def choose_recipe(arguments: list[str], options: dict[str, Any], run_dir: Path | None) -> RecipeConfig:
     """The recipe of a command line: a file or the resumed run's config.yaml, changed by overrides and then by
     options. Raises ConfigError."""
-    from rayzero.config import apply_overrides, read_yaml, set_value
-    from rayzero.recipes.recipe import RecipeConfig
+    with uncollected():
+        from rayzero.config import apply_overrides, read_yaml, set_value
+        from rayzero.recipes.recipe import RecipeConfig
 
     path, overrides = _split_arguments(arguments, RecipeConfig.model_fields)
     settings = apply_overrides(read_yaml(path) if path is not None else {}, overrides)
@@ -158,8 +160,9 @@ def _try(recipe: RecipeConfig, coordinator: ProcessMemory) -> None:
 def _train(recipe: RecipeConfig, coordinator: ProcessMemory) -> None:
     from rich.console import Console
 
-    from rayzero.cluster.interrupts import interruptible
-    from rayzero.recipes.training import plan_prepared, prepare_run, run_prepared
+    with uncollected():
+        from rayzero.cluster.interrupts import interruptible
+        from rayzero.recipes.training import plan_prepared, prepare_run, run_prepared
 
     console = Console()
     try:

@@ -74,3 +74,48 @@ def test_completion_knows_commands_and_runs_and_loads_neither_torch_nor_ray(tmp_
 
     assert completed("rayzero tra") == ["train", "trace"]
     assert completed("rayzero status de") == ["deep", "demo"]
+
+
+@pytest.mark.promise("installs", "cli")
+def test_training_loads_no_format_of_other_systems(tmp_path: Path) -> None:
+    """torch.distributed.checkpoint imports all of DTensor: a second of processor time."""
+    modules, _ = run("import rayzero.recipes.training", tmp_path)
+    assert {"torch.distributed.checkpoint", "torch.distributed.tensor"} & modules == set()
+
+
+@pytest.mark.parametrize(
+    "module", ["rayzero.cluster.janitor", "rayzero.slabs.janitor", "rayzero.cluster.loggers.children"]
+)
+def test_processes_that_outlive_others_load_neither_torch_nor_ray(module: str, tmp_path: Path) -> None:
+    assert run(f"import {module}", tmp_path)[0] & {"torch", "numpy", "ray", "grpc"} == set()
+
+
+def test_a_coordinator_loads_no_torch(tmp_path: Path) -> None:
+    assert "torch" not in run("import rayzero.cluster.processes.coordinator", tmp_path)[0]
+
+
+COLLECTIONS = """
+import gc, ray, sys
+{before}
+enabled, began = gc.isenabled(), []
+gc.callbacks.append(lambda phase, info: began.append(info["generation"]) if phase == "start" else None)
+import rayzero.cluster.processes.{module}
+gc.callbacks.clear()
+print(sorted(generation for generation in began if generation == 2), gc.isenabled() == enabled, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "before"),
+    [
+        ("rank_worker", ""),
+        pytest.param("optimizer_actor", "", marks=pytest.mark.thorough),
+        pytest.param("rank_worker", "gc.disable()", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_process_of_a_run_looks_for_no_garbage_among_what_it_imports(
+    module: str, before: str, tmp_path: Path
+) -> None:
+    """It would find none, and look through all of torch many times: a sixth of the import's processor time."""
+    _, said = run(COLLECTIONS.format(module=module, before=before), tmp_path)
+    assert said.split() == ["[]", "True", "True"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,22 @@ def test_the_standard_library_is_text_that_every_machine_has():
     assert text.size_bytes > 5_000_000
     assert 0.03 < len(text.validation) / text.size_bytes < 0.25
     assert len(text.train) + len(text.validation) == text.size_bytes
+
+
+def test_the_standard_library_is_found_in_order_without_a_look_at_installed_packages():
+    root = Path(sysconfig.get_paths()["stdlib"])
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    entered: list[Path] | None = []
+
+    def note(event, arguments):  # Python cannot take an audit hook back
+        if entered is not None and event == "os.scandir":
+            entered.append(Path(arguments[0]))
+
+    sys.addaudithook(note)
+    found, folders, entered = find_files(["stdlib"]), entered, None
+    assert root in folders
+    assert [folder for folder in folders if left_out & set(folder.relative_to(root).parts)] == []
+    assert found == [p for p in sorted(root.rglob("*.py")) if not left_out & set(p.relative_to(root).parts)]
 
 
 @pytest.mark.parametrize("source", ["nowhere", "nowhere/*.txt"])

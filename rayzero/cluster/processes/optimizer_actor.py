@@ -9,31 +9,34 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
+from rayzero.concurrency.uncollected import uncollected
 
-from rayzero.cluster.nodes.numa import bind
-from rayzero.cluster.processes.coordinator import this_process
-from rayzero.cluster.processes.member_process import MemberProcess
-from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
-from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
-from rayzero.cluster.run import Load, Member, optimizer_name
-from rayzero.elastic.reform import Step
-from rayzero.kernels.bandwidth import measure_bandwidth
-from rayzero.memory.malloc import keep_message_buffers
-from rayzero.memory.pressure import PressureGauge, read_host_pressure
-from rayzero.memory.process_memory import own_bytes
-from rayzero.store.owner.hosted import HostedModels
-from rayzero.telemetry.discovery import Target
-from rayzero.telemetry.names import (
-    HOST_BANDWIDTH_LIMIT,
-    MEMORY_PRESSURE_RATIO,
-    OPTIMIZER_CORES,
-    OPTIMIZER_CPU_SECONDS,
-    OPTIMIZER_THREADS,
-    OPTIMIZER_UPDATE_SECONDS,
-    PLAN_ERROR_RATIO,
-)
-from rayzero.telemetry.recorder import Measurements, MemoryRecorder, Reading
+with uncollected():  # a process of a run does nothing else meanwhile
+    import torch
+
+    from rayzero.cluster.nodes.numa import bind
+    from rayzero.cluster.processes.coordinator import this_process
+    from rayzero.cluster.processes.member_process import MemberProcess
+    from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
+    from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
+    from rayzero.cluster.run import Load, Member, optimizer_name
+    from rayzero.elastic.reform import Step
+    from rayzero.kernels.bandwidth import measure_bandwidth
+    from rayzero.memory.malloc import keep_message_buffers
+    from rayzero.memory.pressure import PressureGauge, read_host_pressure
+    from rayzero.memory.process_memory import own_bytes
+    from rayzero.store.owner.hosted import HostedModels
+    from rayzero.telemetry.discovery import Target
+    from rayzero.telemetry.names import (
+        HOST_BANDWIDTH_LIMIT,
+        MEMORY_PRESSURE_RATIO,
+        OPTIMIZER_CORES,
+        OPTIMIZER_CPU_SECONDS,
+        OPTIMIZER_THREADS,
+        OPTIMIZER_UPDATE_SECONDS,
+        PLAN_ERROR_RATIO,
+    )
+    from rayzero.telemetry.recorder import Measurements, MemoryRecorder, Reading
 
 __all__ = ["OptimizerActor"]
 

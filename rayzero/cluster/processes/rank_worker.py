@@ -10,31 +10,35 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 
-from rayzero.cluster.loop import PackedLoop, unpack_loop
-from rayzero.cluster.nodes.numa import bind, cpus_near_gpu
-from rayzero.cluster.processes.coordinator import Received, this_process
-from rayzero.cluster.processes.member_process import MemberProcess
-from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
-from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
-from rayzero.cluster.processes.remains import Remains, leaving_nothing
-from rayzero.cluster.processes.reports import ReportChannel, ReportGauges, ReportSender, RunGoneError
-from rayzero.cluster.run import Load, Member, Report, rank_name
-from rayzero.cluster.supervision import RankOutcome, failure_of
-from rayzero.config import CheckpointErrors, ZeroConfig
-from rayzero.elastic.reform import Step
-from rayzero.engine.context import RankContext, running_in
-from rayzero.engine.loop.reports import LoopReport, RecentReports
-from rayzero.engine.private_torch import load_compiler_only_to_compile
-from rayzero.protocol.ownership import Ownership
-from rayzero.protocol.store import ParameterStore
-from rayzero.security.credentials import Credentials, Identity, identity_of
-from rayzero.store.rank.owner_table import OwnerTable
-from rayzero.store.rank.select import connect_store
-from rayzero.telemetry.discovery import Target
-from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS, STEP_SECONDS
-from rayzero.telemetry.recorder import Measurements, MemoryRecorder
+from rayzero.concurrency.uncollected import uncollected
+
+with uncollected():  # a process of a run does nothing else meanwhile
+    import torch
+
+    from rayzero.cluster.loop import PackedLoop, unpack_loop
+    from rayzero.cluster.nodes.numa import bind, cpus_near_gpu
+    from rayzero.cluster.processes.coordinator import Received, this_process
+    from rayzero.cluster.processes.member_process import MemberProcess
+    from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
+    from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
+    from rayzero.cluster.processes.remains import Remains, leaving_nothing
+    from rayzero.cluster.processes.reports import ReportChannel, ReportGauges, ReportSender, RunGoneError
+    from rayzero.cluster.run import Load, Member, Report, rank_name
+    from rayzero.cluster.supervision import RankOutcome, failure_of
+    from rayzero.config import CheckpointErrors, ZeroConfig
+    from rayzero.elastic.reform import Step
+    from rayzero.engine.context import RankContext, running_in
+    from rayzero.engine.loop.reports import LoopReport, RecentReports
+    from rayzero.engine.private_torch import load_compiler_only_to_compile
+    from rayzero.protocol.ownership import Ownership
+    from rayzero.protocol.store import ParameterStore
+    from rayzero.security.credentials import Credentials, Identity, identity_of
+    from rayzero.store.rank.owner_table import OwnerTable
+    from rayzero.store.rank.select import connect_store
+    from rayzero.telemetry.discovery import Target
+    from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS, STEP_SECONDS
+    from rayzero.telemetry.recorder import Measurements, MemoryRecorder
 
 __all__ = ["RankSettings", "RankWorker"]
 

@@ -172,8 +172,11 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def _stdlib_files() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return [p for p in sorted(root.rglob("*.py")) if not _NOT_STDLIB & set(p.relative_to(root).parts)]
+    found: list[Path] = []
+    for parent, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        folders[:] = [name for name in folders if name not in _NOT_STDLIB]  # packages installed there are many
+        found += (Path(parent, name) for name in names if name.endswith(".py"))
+    return sorted(found)
 
 
 def _hidden(relative: Path) -> bool:
