@@ -79,6 +79,8 @@ def convert(
     dest = Path(dest)
     _check_arguments(to, dtype, max_bytes)
     _check_dest(dest)
+    if config is not None and config.is_dir():
+        config /= CONFIG_FILE  # as transformers takes it
     if config is not None and read_config(config) is None:
         raise ConfigError(f"{config} names no model_type; give the config.json of a model of transformers")
     with nearby(os.fspath(source), dest) as path:

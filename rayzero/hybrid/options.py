@@ -23,7 +23,9 @@ def defaults(cpu: OptimizerClass, gpu: OptimizerClass, given: Mapping[str, Any])
     Raises TypeError for an option that neither class has, ConfigError if their defaults differ, UnsupportedError for
     ``differentiable=True``."""
     if given.get("differentiable"):
-        raise UnsupportedError("differentiable=True is not supported: the update runs outside autograd")
+        raise UnsupportedError(
+            "differentiable=True of the optimizer is not supported: the update runs outside of autograd; leave it out"
+        )
     known = [_options(cls, given) for cls in dict.fromkeys((cpu, gpu))]
     unknown = sorted(key for key in given if not any(key in options for options in known))
     if unknown:

@@ -65,7 +65,9 @@ class AdamOptions:
         ``foreach``, ``fused`` and ``capturable`` only choose among torch's implementations and are not read.
         Raises UnsupportedError for ``differentiable=True``."""
         if hyper.get("differentiable"):
-            raise UnsupportedError("differentiable=True is not supported: the update runs outside autograd")
+            raise UnsupportedError(
+                "differentiable=True of the optimizer is not supported: owners update outside of autograd; leave it out"
+            )
         beta1, beta2 = hyper["betas"]
         return cls(
             lr=float(hyper["lr"]),

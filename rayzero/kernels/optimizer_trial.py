@@ -10,6 +10,7 @@ instances are made again from what a checkpoint keeps. What a class fails at is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -46,6 +47,7 @@ _WITHOUT = (3, 1)  # the step in which this parameter has no gradient
 
 _INSTEAD = "use an element-wise optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, ...)"
 _IN_8_BITS = "torch.optim.AdamW with ZeroConfig(moments='int8')"
+_FEWER_BITS = re.compile(r"[48]-?bit|fp8", re.IGNORECASE)  # in names of classes that keep states in fewer bits
 
 _REFUSED = {  # reasons that are clearer than the trial's
     "LBFGS": "it needs a closure and a line search over all parameters",
@@ -211,7 +213,8 @@ def _in_whole(make: OptimizerMaker, plain: _Course, failed: str) -> Verdict:
 
 
 def _refusal(make: OptimizerMaker, why: str) -> UnsupportedError:
-    return UnsupportedError(f"{make.name} cannot be offloaded: {why}; {_INSTEAD}")
+    fewer = f", or for fewer bytes {_IN_8_BITS}" if _FEWER_BITS.search(make.cls.__name__) else ""
+    return UnsupportedError(f"{make.name} cannot be offloaded: {why}; {_INSTEAD}{fewer}")
 
 
 @outside_modes  # a default device is a mode

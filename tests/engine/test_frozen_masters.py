@@ -275,3 +275,15 @@ def test_masters_are_planned_for_and_kept_by_owners_alone(alone: RankContext) ->
         sizes[config.frozen_masters] = optimizer.engine.store.connection.owners.services[0].planned_bytes
     units = plan_units(frozen_base(), BF16).layout.units
     assert sizes[True] - sizes[False] == 4 * sum(unit.numel for unit in units if unit.frozen_master)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+def test_a_model_of_16_bits_that_computes_in_fp32_is_told(
+    dtype: torch.dtype, name: str, alone: RankContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    for precision in ("fp32", name):
+        caplog.clear()
+        model = seeded(Net).to(dtype)
+        rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), ZeroConfig(precision=precision))
+        told = f"with ZeroConfig(precision={name!r}) they compute in 16 bits" in caplog.text
+        assert told is (precision == "fp32")

@@ -248,6 +248,19 @@ def test_a_config_of_another_model_leaves_the_names_and_says_so(tmp_path: Path) 
     assert not (tmp_path / "hf" / "config.json").exists()
 
 
+def test_a_config_may_be_given_by_its_folder_and_without_one_the_names_are_said(tmp_path: Path) -> None:
+    model = filled(mixtral())
+    checkpoint = saved(model, tmp_path / "run")
+    for file in (tmp_path / "run").rglob("config.json"):
+        file.unlink()
+    said = str(convert(checkpoint, tmp_path / "plain"))
+    assert "under their own names, because no config.json is beside it: --config FILE gives the published ones" in said
+    model.config.save_pretrained(tmp_path / "described")
+    convert(checkpoint, tmp_path / "hf", config=tmp_path / "described")
+    read = loaded(type(model), tmp_path / "hf").state_dict()
+    assert all(torch.equal(read[name], value) for name, value in model.state_dict().items())
+
+
 def test_a_config_that_is_none_of_transformers_is_refused_if_it_was_asked_for(tmp_path: Path) -> None:
     checkpoint = saved(filled(llama()), tmp_path / "run")
     (tmp_path / "mine.json").write_text('{"lr": 0.1}')

@@ -385,3 +385,16 @@ def test_torchs_hooks_for_all_optimizers_do_not_run_in_a_trial() -> None:
         for hook in hooks:
             hook.remove()
     assert not calls
+
+
+class Made8bit(Each):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        raise TypeError("32 bits only")
+
+
+def test_a_refused_class_of_fewer_bits_names_what_there_is_instead() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"for fewer bytes torch\.optim\.AdamW with ZeroConfig\(moments='int8'\)"
+    ):
+        require_elementwise(OptimizerMaker(Made8bit), OPTIONS)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rayzero.checkpoint.formats.content import WEIGHT, Content, Param, Reader, WeightDecl
-from rayzero.checkpoint.published.config import models_of, read_config, written_config
+from rayzero.checkpoint.published.config import CONFIG_FILE, models_of, read_config, written_config
 from rayzero.checkpoint.published.translation import Translation, from_model, to_model
 from rayzero.errors import CheckpointError
 
@@ -46,6 +46,8 @@ def published(reader: Reader, config: Path | None) -> Named:
     Raises CheckpointError or UnsupportedError if transformers' mapping cannot be followed, or would not bring the same
     values back."""
     settings, why = _settings(config)
+    if config is None:
+        why = f"under their own names, because no {CONFIG_FILE} is beside it: --config FILE gives the published ones"
     if config is None or settings is None:
         return Named(reader=reader, says=why)
     decls = reader.content.decls

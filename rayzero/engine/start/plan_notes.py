@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from rayzero.codecs.record import codec_of
@@ -22,6 +23,22 @@ def tell_plan(layout: ModelLayout, config: ZeroConfig, params: Mapping[str, nn.P
     _tell_fraction(layout, config)
     _tell_coded(layout, config)
     _tell_rounded(layout, params)
+    if config.precision == "fp32":
+        _tell_widened(params)
+
+
+def _tell_widened(params: Mapping[str, nn.Parameter]) -> None:
+    """Trained parameters of 16 bits in a run that computes in fp32."""
+    narrow = [param for param in params.values() if param.requires_grad and param.dtype in (torch.bfloat16, torch.half)]
+    if narrow:
+        log.warning(
+            "precision='fp32' is the default, and the model is %s: %s (%s elements) compute in float32; "
+            "with ZeroConfig(precision=%r) they compute in 16 bits, and owners keep fp32 masters",
+            dtype_name(narrow[0].dtype),
+            count(len(narrow), "trained parameter"),
+            f"{sum(param.numel() for param in narrow):,}",
+            "bf16" if narrow[0].dtype is torch.bfloat16 else "fp16",
+        )
 
 
 def _tell_fraction(layout: ModelLayout, config: ZeroConfig) -> None:
