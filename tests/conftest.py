@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 from tiers import mark_thorough
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to the other parts
 os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 - Ray ends processes where others fill the machine
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - 15 is Ray's: its workers starve beside the other parts' tests
 

@@ -19,6 +19,7 @@ import ray
 from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 
+from .compared_run import train_undisturbed
 from .processes import left_in_shared_memory, shared_memory
 from .ray_cluster import Cluster, two_nodes
 
@@ -38,6 +39,12 @@ def cluster() -> Iterator[Cluster]:
     """Two nodes that others have started."""
     with two_nodes() as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def undisturbed(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing disturbed."""
+    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture

@@ -6,16 +6,13 @@ import os
 import signal
 import ssl
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-import torch
 from cryptography.x509 import load_pem_x509_certificate
-from safetensors.torch import load_file, save_file
 from telemetry.web_configs import TestAuthority, written
 
 import rayzero
@@ -24,57 +21,19 @@ from rayzero.cluster.files.run_dir import read_record
 from rayzero.cluster.run import NAMESPACE, coordinator_name
 from rayzero.cluster.upkeep import renewal
 from rayzero.config import ZeroConfig
-from rayzero.engine import full_state_dict, get_context, report
+from rayzero.engine import get_context, report
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.security import authority
 from rayzero.store.shm.same_host import why_no_sharing
 
+from .compared_run import STEPS, losses, same, train
 from .processes import Kills
-from .tiny import MAX_NORM, batch, make
 
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(400),
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
 ]
-
-STEPS = 40
-
-
-def train(config: Any, before_step: Callable[[int], None] = lambda _: None) -> None:
-    """Train to STEPS from wherever this life of the rank begins."""
-    context = get_context()
-    model, plain = make()
-    model, optimizer = rayzero.prepare(model, plain)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=STEPS)
-    rayzero.track(scheduler=scheduler)
-    for step in range(context.step, STEPS):
-        before_step(step)
-        loss = model(batch(step, context.rank)).square().mean()
-        loss.backward()
-        optimizer.clip_grad_norm_(MAX_NORM)
-        report({"done": step + 1, "loss": loss.item(), "pid": os.getpid()})  # after step(), a death may lose a row
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    weights = full_state_dict(model)
-    if context.rank == 0:
-        assert context.run_dir is not None
-        save_file(weights, Path(context.run_dir) / "weights.safetensors")
-
-
-def train_undisturbed(folder: Path) -> Path:
-    """Train with two ranks and two optimizers. Returns the run's folder."""
-    scaling = rayzero.ScalingConfig(num_workers=2, num_optimizers=2, threads_per_worker=1, threads_per_optimizer=1)
-    rayzero.ZeroTrainer(
-        train, scaling_config=scaling, run_config=rayzero.RunConfig(name="demo", storage_path=str(folder))
-    ).fit()
-    return folder / "demo"
-
-
-@pytest.fixture(scope="module")
-def undisturbed(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 def train_beside_a_spare(config: Any) -> None:
@@ -92,15 +51,6 @@ def wait_for(spare: str) -> None:
         assert time.monotonic() < deadline, f"there is no {spare}"
         report({"done": 0, "loss": 0.0, "pid": os.getpid()})  # so that the driver writes its record
         time.sleep(0.2)
-
-
-def same(ours: Path, theirs: Path) -> bool:
-    mine, other = load_file(ours / "weights.safetensors"), load_file(theirs / "weights.safetensors")
-    return mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
-
-
-def losses(run_dir: Path) -> dict[tuple[int, int], float]:
-    return {(row["rank"], row["done"]): row["loss"] for row in read_log(run_dir)}
 
 
 @pytest.mark.promise("recoverable", "jobs")

@@ -17,18 +17,13 @@ from rayzero.elastic.requests import ScaleRequest, ask
 from rayzero.engine import get_context
 from rayzero.store.shm.same_host import why_no_sharing
 
-from .test_recovery import STEPS, losses, same, train, train_undisturbed
+from .compared_run import STEPS, losses, same, train
 
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(400),
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
 ]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 def await_outcomes(run_dir: Path, number: int) -> None:

@@ -65,6 +65,7 @@ def test_two_ranks_and_two_optimizers_learn_what_plain_pytorch_learns(trainer, n
     assert result.metrics["step"] == 100 * STEPS
 
 
+@pytest.mark.thorough  # resuming on Ray: the recipe that runs as a job, and local runs, are in the first tier
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(trainer, nothing_left, tmp_path):
     first = trainer(train, {"first": 0, "steps": 3, "save_at": 3}).fit()
     assert first.checkpoint == tmp_path / "demo" / "checkpoints" / "final"
