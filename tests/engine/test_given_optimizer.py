@@ -94,7 +94,7 @@ class Large(Mine):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         super().step()
-        for p in self.param_groups[0]["params"]:
+        for p in (p for group in self.param_groups for p in group["params"]):
             if p.grad is not None:
                 self.state[p]["kept"] = torch.zeros(p.numel() // 64) if p.numel() >= 100_000 else torch.zeros_like(p)
 
@@ -394,6 +394,10 @@ class Tuned(Mine):
         return self.boost
 
 
+class Both(Nested, Tuned):
+    pass
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -408,9 +412,6 @@ class Tuned(Mine):
 def test_a_change_inside_the_given_optimizer_after_prepare_is_refused_by_name(
     change: Callable[[Any], object], name: str
 ) -> None:
-    class Both(Nested, Tuned):
-        pass
-
     model = net()
     given = Both(model.parameters())
     model, optimizer = rayzero.prepare(model, given)
