@@ -23,7 +23,7 @@ from rayzero.errors import UnsupportedError
 from rayzero.kernels import ADAMS
 from rayzero.kernels.optimizer_class import OptimizerMaker
 from rayzero.kernels.optimizer_trial import refuse_known, stand_in
-from rayzero.kernels.parameter_reads import NAMES, attributes_read, reads_names
+from rayzero.kernels.parameter_reads import refuse_reads
 from rayzero.protocol.messages import Hyper
 
 HOOKS = tuple(
@@ -58,25 +58,8 @@ def maker_of(optimizer: torch.optim.Optimizer, hyper: Sequence[Hyper]) -> Optimi
             "the options in its groups, and attributes that are numbers, texts, flags, lists or dicts of these; make "
             "it without them, or keep them outside of the optimizer"
         )
-    _refuse_reads(optimizer, make, hyper)
+    refuse_reads(make, optimizer.param_groups, hyper[0])
     return make
-
-
-def _refuse_reads(optimizer: torch.optim.Optimizer, make: OptimizerMaker, hyper: Sequence[Hyper]) -> None:
-    """Raise UnsupportedError if the class reads what the Parameters or the groups have and owners do not."""
-    if _is_torchs(make.cls):
-        return
-    held = {name for group in optimizer.param_groups for param in group["params"] for name in vars(param)}
-    if held and (read := sorted(held & attributes_read(make, hyper))):
-        raise UnsupportedError(
-            f"{make.name} cannot be offloaded: it reads {', '.join(map(repr, read))} of the Parameters, which owners "
-            "do not have; give those Parameters a group with an entry that says the same"
-        )
-    if any(NAMES in group for group in optimizer.param_groups) and reads_names(make, hyper):
-        raise UnsupportedError(
-            f"{make.name} cannot be offloaded: it reads {NAMES!r} of its groups, but owners have parts of parameters "
-            "without names; give those parameters a group with an entry that says the same"
-        )
 
 
 def attribute_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
