@@ -70,9 +70,11 @@ class CheckpointRequests:
         self._ending: CheckpointRequest | None = None  # owners have answered; a thread commits it or clears up
         self._owed: dict[int, Saved] = {}  # ranks that may not have heard of the last save of the lead's former life
         self._resumes = False  # the next save may be one that a former life of the lead had begun
-        self._back: set[int] = set()  # ranks that have come back and may ask for the last checkpoint again
+        self._back: set[int] = set()  # ranks that have come back and may ask again for checkpoints that were made
         self._lost: dict[int, tuple[int, Path]] = {}  # by rank: what others know that a former life had begun
-        self._made: tuple[tuple[int, Path], CheckpointInfo] | None = None  # the last one, and what was asked for
+        self._made: dict[
+            tuple[int, Path], CheckpointInfo
+        ] = {}  # of the newest step that has any, by what was asked for
         self._ended: tuple[tuple[int, Path], CheckpointInfo | BaseException] | None = None  # the same, made or not
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-commit")
 
@@ -135,13 +137,16 @@ class CheckpointRequests:
                     self._open = None
 
     def made_again(self, rank: int, step: int, directory: Path) -> CheckpointInfo | None:
-        """The checkpoint that a rank asks for which has come back, if it was made while the rank was away."""
+        """The checkpoint that a rank asks for which has come back, if it was made before. A loop may make several
+        between two steps; the rank repeats them until it asks for one that was not made."""
         with self._lock:
-            again = rank in self._back
-            self._back.discard(rank)
-            made = self._made
-            over = self._open is None and self._running is None and self._ending is None
-            return made[1] if again and over and made and made[0] == (step, directory) else None
+            under_way = any(
+                each and each.key == (step, directory) for each in (self._open, self._running, self._ending)
+            )
+            made = self._made.get((step, directory)) if rank in self._back and not under_way else None
+            if made is None:
+                self._back.discard(rank)
+            return made
 
     def owed(self, rank: int, step: int, directory: Path) -> CheckpointInfo | RayZeroError | None:
         """What came of the checkpoint that a rank asks for, if it ended in a former life of the lead and only others
@@ -159,7 +164,7 @@ class CheckpointRequests:
         with self._lock:
             self._resumes = True
             if newest is not None and isinstance(newest.outcome, CheckpointInfo):  # for ranks that die after this
-                self._made = (newest.step, Path(newest.directory)), newest.outcome
+                self._made = {(newest.step, Path(newest.directory)): newest.outcome}
             for rank, saved in ended.items():
                 if newest is not None and (saved is None or saved.number < newest.number):
                     self._owed[rank] = newest
@@ -334,7 +339,7 @@ class CheckpointRequests:
 
     def _tell(self, request: CheckpointRequest, info: CheckpointInfo) -> None:
         with self._lock:
-            self._made = request.key, info
+            self._made = {key: made for key, made in self._made.items() if key[0] == request.step} | {request.key: info}
         waiting = self._over(request, info)
         if request.repeated:
             discard_staging(request.directory)  # what ranks that have come back have staged again
