@@ -15,14 +15,13 @@ import ray
 from cryptography.x509 import load_pem_x509_certificate
 from telemetry.web_configs import TestAuthority, written
 
-import rayzero
 from rayzero.cluster.files.metrics_log import read_log
 from rayzero.cluster.files.run_dir import read_record
 from rayzero.cluster.run import NAMESPACE, coordinator_name
 from rayzero.cluster.upkeep import renewal
 from rayzero.config import ZeroConfig
 from rayzero.engine import get_context, report
-from rayzero.errors import ConfigError, RunFailedError
+from rayzero.errors import RunFailedError
 from rayzero.security import authority
 from rayzero.store.shm.same_host import why_no_sharing
 
@@ -182,10 +181,3 @@ def test_certificates_are_renewed_while_the_run_goes_on_and_processes_are_replac
 def certificate_at(address: str) -> Any:
     host, _, port = address.rpartition(":")
     return load_pem_x509_certificate(ssl.get_server_certificate((host, int(port)), timeout=20).encode())
-
-
-def test_without_shared_memory_there_are_no_successors_and_so_no_spares():
-    with pytest.raises(ConfigError, match=r"warm_spares is 1, but with transport='grpc'"):
-        rayzero.ZeroTrainer(
-            train, zero_config=ZeroConfig(transport="grpc"), run_config=rayzero.RunConfig(warm_spares=1)
-        )

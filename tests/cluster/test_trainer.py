@@ -19,9 +19,9 @@ from rayzero.cluster.files.run_dir import read_record
 from rayzero.cluster.files.status import run_status
 from rayzero.cluster.run import Report
 from rayzero.cluster.trainer import Result, ZeroTrainer
-from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
+from rayzero.config import RunConfig, ScalingConfig
 from rayzero.engine.context import get_context, report
-from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
+from rayzero.errors import ConfigError
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -160,18 +160,3 @@ def test_resources_that_others_use_are_named_after_the_placement_timeout(trainer
             trainer(count_to, {"steps": 1}, scaling=scaling).fit()
     finally:
         ray.util.remove_placement_group(holder)
-
-
-def test_wrong_settings_are_raised_without_ray(tmp_path, monkeypatch):
-    monkeypatch.setattr(ray, "init", None)
-    run = RunConfig(name="demo", storage_path=str(tmp_path))
-    with pytest.raises(UnsupportedError, match="overlap='backward'"):
-        ZeroTrainer(count_to, zero_config=ZeroConfig(overlap="backward"))
-    with pytest.raises(UnsupportedError, match="transport='inproc'"):
-        ZeroTrainer(count_to, zero_config=ZeroConfig(transport="inproc"))
-    with pytest.raises(ConfigError, match="it takes a, b"):
-        ZeroTrainer(lambda a, b: None)
-    with pytest.raises(ConfigError, match="num_workers"):
-        ScalingConfig(num_workers=0)
-    with pytest.raises(CheckpointError, match="nothing to resume"):
-        ZeroTrainer(count_to, run_config=run.replace(resume=True)).fit()
