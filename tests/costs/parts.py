@@ -12,14 +12,15 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-_UNKNOWN = (1.0, 1.0)  # seconds of a file that is newer than the figures: in the first tier, and beyond it
+_UNKNOWN = (1.0, 1.0, 20.0, 20.0)  # of a file that is newer than the figures
 
 
-Costs = dict[str, tuple[float, float]]  # file -> CPU seconds of its first tier, and of what the second adds
+Costs = dict[str, Sequence[float]]  # file -> see `report.by_file`
 
 
 def is_thorough(source: str) -> bool:
@@ -45,23 +46,25 @@ def parts_of(files: dict[str, str], tier: str, quarter: int, costs: Costs) -> di
     hosts = {file for file in files if file.startswith("tests/hosts/")}
     rays = {file for file in files if "mark.ray" in files[file]} - hosts
 
-    def seconds(file: str) -> float:
-        early, late = costs.get(file, _UNKNOWN)
+    def cost(file: str, with_ray: bool) -> float:
+        early, late = costs.get(file, _UNKNOWN)[2 * with_ray : 2 * with_ray + 2]
         return {"first": early, "all": early + late, "quarter": late}[tier]
 
-    def chosen(group: set[str]) -> set[str]:
+    computes, waits = partial(cost, with_ray=False), partial(cost, with_ray=True)
+
+    def chosen(group: set[str], seconds: Callable[[str], float]) -> set[str]:
         if tier == "first":
             return group & first
         return group if tier == "all" else set(divide(group, 4, seconds)[quarter % 4])
 
     # In the first tier those of Ray and hosts end early, so a fifth of the others comes after them.
-    one, two, *rest = divide(chosen(set(files) - hosts), 5 if tier == "first" else 2, seconds)
+    one, two, *rest = divide(chosen(set(files) - hosts, computes), 5 if tier == "first" else 2, computes)
     last = rest.pop() if rest else []
     for part, more in zip((one, two), rest, strict=False):
         part += more
     return {
-        "rays": sorted(chosen(rays)),
-        "hosts": sorted(chosen(hosts)),
+        "rays": sorted(chosen(rays, waits)),
+        "hosts": sorted(chosen(hosts, waits)),
         "one": sorted(one),
         "two": sorted(two),
         "three": last,
@@ -72,7 +75,7 @@ def main() -> None:
     """Print the parts that the command line asks for."""
     tier, quarter = sys.argv[1], int((sys.argv[2:] or ["0"])[0])
     figures = Path(__file__).with_name("files.json")
-    costs = {file: (row[0], row[1]) for file, row in json.loads(figures.read_text()).items()}
+    costs: Costs = json.loads(figures.read_text())
     files = {str(path.relative_to(TESTS.parent)): path.read_text() for path in sorted(TESTS.rglob("test_*.py"))}
     for name, part in parts_of(files, tier, quarter, costs).items():
         print(name, *part)

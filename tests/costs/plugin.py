@@ -44,12 +44,13 @@ def _cpu_seconds() -> float:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Write a line for each test: its name, tier, seconds and CPU seconds."""
+    """Write a line for each test: its name, tier, whether it needs Ray, seconds and CPU seconds."""
     began, used = time.perf_counter(), _cpu_seconds()
     yield
     row = {
         "test": item.nodeid,
         "thorough": item.get_closest_marker("thorough") is not None,
+        "ray": item.get_closest_marker("ray") is not None,
         "seconds": time.perf_counter() - began,
         "cpu": _cpu_seconds() - used,
     }

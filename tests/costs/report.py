@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 PAGE = HERE / "COSTS.md"
@@ -40,19 +42,31 @@ class Cost:
         return f"| `{name}` | {self.tests} | {seconds} | {counts} |"
 
 
-def read(folder: Path) -> dict[str, Cost]:
-    """test -> its cost, from a folder that the plugin wrote."""
+Row = dict[str, Any]  # of a test, as the plugin wrote it
+
+
+def read(folder: Path) -> tuple[list[Row], dict[str, Cost]]:
+    """What the plugin wrote in a folder, and test -> its cost."""
     costs: dict[str, Cost] = defaultdict(Cost)
-    for file in sorted(folder.glob("tests-*")):
-        for line in file.read_text().splitlines():
-            row = json.loads(line)
-            costs[row["test"]].add(Cost(1, row["seconds"], row["cpu"], row["cpu"] * row["thorough"]))
+    rows = [json.loads(line) for file in sorted(folder.glob("tests-*")) for line in file.read_text().splitlines()]
+    for row in rows:
+        costs[row["test"]].add(Cost(1, row["seconds"], row["cpu"], row["cpu"] * row["thorough"]))
     for line in (folder / "processes").read_text().splitlines():
         event, _, test = line.partition("\t")
         if event == "ray":
             costs[test].events["python"] += 1
         costs[test].events[event] += 1
-    return costs
+    return rows, costs
+
+
+def by_file(rows: Iterable[Row]) -> dict[str, list[float]]:
+    """file -> CPU seconds of its tests without Ray in the first tier, and of what the second adds; then the same of
+    those with Ray, in seconds: these wait more than they compute."""
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
+    for row in rows:
+        file, _, _ = row["test"].partition("::")
+        found[file][2 * row["ray"] + row["thorough"]] += row["seconds" if row["ray"] else "cpu"]
+    return {file: [round(value, 1) for value in values] for file, values in sorted(found.items())}
 
 
 def summed(costs: dict[str, Cost], parts: int) -> dict[str, Cost]:
@@ -65,7 +79,7 @@ def summed(costs: dict[str, Cost], parts: int) -> dict[str, Cost]:
 
 def page(costs: dict[str, Cost]) -> str:
     """COSTS.md."""
-    columns = ("tests", "seconds", "CPU seconds", "first tier", "interpreters", "imports of torch", "Rays")
+    columns = ("tests", "seconds", "CPU seconds", "first tier", "interpreters", "imports of torch", "Ray nodes")
     head = "| {} | " + " | ".join(columns) + " |\n|---" + "|--:" * len(columns) + "|"
     total = Cost()
     for cost in costs.values():
@@ -93,15 +107,10 @@ def page(costs: dict[str, Cost]) -> str:
 
 def main() -> None:
     """Read the folder that the command line names and write both files."""
-    costs = read(Path(sys.argv[1]))
+    rows, costs = read(Path(sys.argv[1]))
     PAGE.write_text(page(costs))
-    by_file = {
-        name: [round(cost.cpu - cost.thorough, 1), round(cost.thorough, 1)]
-        for name, cost in sorted(summed(costs, 9).items())
-        if name
-    }
-    rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in by_file.items())
-    FILES.write_text(f"{{\n{rows}\n}}\n")
+    lines = ",\n".join(f" {json.dumps(file)}: {json.dumps(values)}" for file, values in by_file(rows).items())
+    FILES.write_text(f"{{\n{lines}\n}}\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Every interpreter that a measured test starts imports this: it notes its start, and its import of torch.
 
-The note says which test was running: pytest sets the variable. A Ray counts by its log monitor."""
+The note says which test was running: pytest sets the variable. A node of Ray counts by its log monitor."""
 
 import os
 import sys
