@@ -1,9 +1,10 @@
-"""What the first tier leaves out is no value of any parameter."""
+"""What the first tier leaves out is no value of any parameter, and no test is in no part."""
 
 from __future__ import annotations
 
 from itertools import product
 
+from costs.parts import parts_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import covering
@@ -20,3 +21,40 @@ def test_each_value_of_each_parameter_is_there_and_no_more_cases_than_values(siz
     assert {value for at in chosen for value in cases[at]} == {value for case in cases for value in case}
     assert max(sizes) <= len(chosen) <= sum(sizes)
     assert len(set(chosen)) == len(chosen)
+
+
+THOROUGH = "pytestmark = [pytest.mark.thorough]"
+FILES = {
+    "tests/a/test_one.py": "",
+    "tests/a/test_two.py": THOROUGH,
+    "tests/a/test_three.py": THOROUGH,
+    "tests/b/test_ray.py": "RAY = pytest.mark.ray",
+    "tests/b/test_rays.py": THOROUGH + "\nRAY = pytest.mark.ray",
+    "tests/hosts/test_hosts.py": "RAY = pytest.mark.ray",
+    "tests/hosts/test_more.py": THOROUGH + "\nRAY = pytest.mark.ray",
+}
+COMPUTES, WAITS = ("one", "two", "three"), ("rays", "hosts")
+
+
+def test_the_first_tier_has_no_file_that_is_in_the_second_alone() -> None:
+    parts = parts_of(FILES, "first", 0, {})
+    found = {file for name in (*COMPUTES, *WAITS) for file in parts[name]}
+    assert found == {"tests/a/test_one.py", "tests/b/test_ray.py", "tests/hosts/test_hosts.py"}
+    assert parts["rays"] == ["tests/b/test_ray.py"]
+    assert parts["hosts"] == ["tests/hosts/test_hosts.py"]
+
+
+def test_each_file_is_in_one_quarter_once_for_its_tests_with_ray_and_once_for_the_others() -> None:
+    """What waits is divided among the quarters by its seconds, hosts and others together: they run one after the
+    other."""
+    costs = {"tests/hosts/test_more.py": [0.0, 0.0, 0.0, 900.0], "tests/b/test_rays.py": [0.0, 0.0, 0.0, 800.0]}
+    quarters = [parts_of(FILES, "quarter", number, costs) for number in range(4)]
+    waiting = [parts["rays"] + parts["hosts"] for parts in quarters]
+    computing = sorted(file for parts in quarters for name in COMPUTES for file in parts[name])
+    assert sorted(file for files in waiting for file in files) == sorted(
+        file for file, text in FILES.items() if "mark.ray" in text
+    )
+    assert computing == sorted(file for file in FILES if "hosts" not in file)
+    assert ["tests/hosts/test_more.py"] in waiting
+    assert ["tests/b/test_rays.py"] in waiting
+    assert parts_of(FILES, "quarter", 5, costs) == quarters[1]
