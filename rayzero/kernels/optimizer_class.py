@@ -43,6 +43,11 @@ class OptimizerMaker:
         """The class's name, with its module."""
         return f"{self.cls.__module__}.{self.cls.__qualname__}"
 
+    @property
+    def is_torchs(self) -> bool:
+        """Whether the class comes with torch."""
+        return self.cls.__module__.startswith("torch.optim")
+
     def build(self, hyper: Sequence[Hyper], members: Sequence[Sequence[Tensor]]) -> torch.optim.Optimizer:
         """An instance with these groups; ``members``: the parameters of each.
 

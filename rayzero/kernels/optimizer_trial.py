@@ -132,7 +132,7 @@ def require_elementwise(make: OptimizerMaker, hyper: Hyper) -> Verdict:
 
 def refuse_known(make: OptimizerMaker) -> None:
     """Raise UnsupportedError for a class of torch that can only train whole parameters, or none."""
-    if make.cls.__module__.startswith("torch.optim") and make.cls.__name__ in _REFUSED:
+    if make.is_torchs and make.cls.__name__ in _REFUSED:
         raise UnsupportedError(f"{make.name} cannot run on shards: {_REFUSED[make.cls.__name__]}; {_INSTEAD}")
 
 

@@ -28,7 +28,7 @@ def refuse_reads(make: OptimizerMaker, groups: Sequence[Mapping[str, Any]], opti
     what the class raises in these is for ``optimizer_trial`` to report. Classes of torch read nothing."""
     held = {name for group in groups for param in group["params"] for name in vars(param)}
     named = any(_NAMES in group for group in groups)
-    if make.cls.__module__.startswith("torch.optim") or not (held or named):
+    if make.is_torchs or not (held or named):
         return
     params, watched = _stepped(make, options)
     if read := sorted(held & {name for param in params for name in param.asked}):

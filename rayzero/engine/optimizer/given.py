@@ -64,7 +64,7 @@ def maker_of(optimizer: torch.optim.Optimizer, hyper: Sequence[Hyper]) -> Optimi
 
 def attribute_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What an optimizer's ``step()`` may read on it, as of now: dotted path -> value. Torch's own read nothing."""
-    return {} if _is_torchs(type(optimizer)) else dict(_snapshot(_own(optimizer)))
+    return {} if OptimizerMaker(type(optimizer)).is_torchs else dict(_snapshot(_own(optimizer)))
 
 
 def late_attribute(then: dict[str, Any], optimizer: torch.optim.Optimizer) -> str:
@@ -84,10 +84,6 @@ def _snapshot(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, 
             yield from _snapshot(inside, f"{at}.")
         else:
             yield at, value
-
-
-def _is_torchs(cls: type) -> bool:
-    return cls.__module__.startswith("torch.optim")
 
 
 def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
