@@ -19,6 +19,7 @@ from rayzero.hybrid.split import Piece
 from rayzero.kernels import ADAMS, Kernel
 from rayzero.kernels.optimizer_class import OptimizerMaker, on_cpu, options_of, state_bytes, state_names
 from rayzero.kernels.optimizer_trial import Scope, try_class
+from rayzero.kernels.parameter_reads import refuse_reads
 from rayzero.lanes import Lane, make_lane
 
 _TILED = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,6 +77,8 @@ class Builder:
         UnsupportedError for a class that mixes parameters, needs a closure or draws random numbers."""
         options = [on_cpu(options_of(group)) for group in groups]
         cpu, gpu = OptimizerMaker(self.cpu_class), OptimizerMaker(self.gpu_class)
+        for make in (cpu, gpu):
+            refuse_reads(make, groups, options[0])
         scopes = {try_class(make, group).scope for make in (cpu, gpu) for group in options}
         return scopes == {Scope.ELEMENT} and all(
             state_names(cpu, group) == state_names(gpu, group) for group in options

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn import Parameter
 
 from rayzero.kernels.optimizer_class import OptimizerMaker, as_options, options_of, plain_value, set_options, step_alone
 from rayzero.protocol.messages import Hyper
@@ -20,7 +21,7 @@ class GroupEntries:
 
     def __init__(self, make: OptimizerMaker, hyper: Sequence[Hyper]) -> None:
         """``hyper``: each group's options."""
-        members = [[torch.zeros(_SHAPE, dtype=torch.float32, device="cpu").requires_grad_()] for _ in hyper]
+        members = [[Parameter(torch.zeros(_SHAPE, dtype=torch.float32, device="cpu"))] for _ in hyper]
         for (param,) in members:
             param.grad = torch.zeros(_SHAPE, dtype=torch.float32, device="cpu")
         self._optimizer = make.build(hyper, members)

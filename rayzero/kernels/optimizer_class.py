@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from rayzero.errors import UnsupportedError
 from rayzero.modes import outside_modes
@@ -202,7 +203,7 @@ def stepped_once(optimizer: torch.optim.Optimizer) -> State:
 def state_template(make: OptimizerMaker, hyper: Hyper, *, stepped: bool = True) -> State:
     """What the class keeps for an fp32 parameter of 64 elements after one update, or before any with ``stepped=False``:
     name -> tensor or number."""
-    param = torch.zeros(64, dtype=torch.float32, device="cpu", requires_grad=True)
+    param = Parameter(torch.zeros(64, dtype=torch.float32, device="cpu"))
     optimizer = make.build([hyper], [[param]])
     return stepped_once(optimizer) if stepped else dict(optimizer.state.get(param, {}))
 
@@ -211,7 +212,7 @@ def state_template(make: OptimizerMaker, hyper: Hyper, *, stepped: bool = True) 
 def zero_state(make: OptimizerMaker, options: Hyper, like: Tensor) -> State:
     """The state that the class makes for a parameter with the shape, dtype and device of ``like``, after a step with a
     zero gradient. The step count is set back to zero."""
-    state = stepped_once(make.build([options], [[like.detach().clone().requires_grad_()]]))
+    state = stepped_once(make.build([options], [[Parameter(like.detach().clone())]]))
     if STEP in state:
         state[STEP] = scalar_like(state[STEP], 0.0)
     return state

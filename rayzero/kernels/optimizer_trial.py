@@ -2,14 +2,16 @@
 
 [Note: the trial] This is tried, not looked up. One instance trains parameters of several shapes as plain PyTorch does.
 Then instances do it as owners have them: each has a part of every parameter, flat, and gets the options of each step.
-Every bit of weights and states must agree. The parameters are large enough for classes that change their minds by size
-(states in blocks from 4,096 elements on, factors from 128 x 128 on) and have 0, 1, 2 and 4 dimensions. Gradients are
-random, large, small, orthogonal to the weights, aligned with them, and missing; the rate changes. Half way, the
-instances are made again from what a checkpoint keeps. What a class fails at is the reason it is refused with.
+Every bit of weights and states must agree. Plain PyTorch has another group with another rate, too. The parameters are
+large enough for classes that change their minds by size (states in blocks from 4,096 elements on, factors from
+128 x 128 on) and have 0, 1, 2 and 4 dimensions. Gradients are random, large, small, orthogonal to the weights, aligned
+with them, and missing; the rate changes. Half way, the instances are made again from what a checkpoint keeps. What a
+class fails at is the reason it is refused with.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from rayzero.errors import UnsupportedError
 from rayzero.kernels.group_entries import GroupEntries
@@ -28,6 +31,7 @@ from rayzero.kernels.optimizer_class import (
     as_options,
     flat_states,
     is_long,
+    is_scalar,
     options_of,
     own_option,
     plain_value,
@@ -72,10 +76,10 @@ class _Shapes:
         return [[(index, 0, shape.numel())] for index, shape in enumerate(self)]
 
     def pieces(self) -> list[list[Part]]:
-        """Three instances with a part of each parameter; the first has the small ones."""
+        """Three instances with a part of each parameter, in an order of their own; the first has the small ones."""
         ends = [(0, *ends) for ends in self.cut.values()]
         found = [[(index, each[at], each[at + 1]) for index, each in enumerate(ends)] for at in range(3)]
-        return [found[0] + [part for (part,) in self.whole()[len(ends) :]], *found[1:]]
+        return [[part for (part,) in self.whole()[len(ends) :]] + found[0], found[1], found[2][::-1]]
 
 
 # The first are enough for most classes that mix elements, and cheap where these decompose matrices.
@@ -154,9 +158,13 @@ def _try(make: OptimizerMaker, hyper: Hyper) -> Verdict:
     writes: tuple[str, ...] = ()
     for shapes in _SHAPES:
         plain = _plain_course(make, hyper, shapes)
+        if plain.zeroed:
+            raise _refusal(make, f"its zero_grad() changes {', '.join(plain.zeroed)} of its parameter groups")
         failed = ""
         try:
-            in_pieces = not plain.odd_state and plain.followed(make, plain.shapes.pieces(), made_again=True)
+            in_pieces = not (plain.odd_state or plain.moved) and plain.followed(
+                make, plain.shapes.pieces(), made_again=True
+            )
         except Exception as exc:
             in_pieces, failed = False, f"a trial on slices raised {exc!r}"
         if not in_pieces:
@@ -181,6 +189,8 @@ def _in_whole(make: OptimizerMaker, plain: _Course, failed: str) -> Verdict:
     """What a class can do that does not train pieces, and why not."""
     if not plain.equals(_plain_course(make, plain.hyper, plain.shapes)):
         raise _refusal(make, "two equal trials gave different weights: it draws random numbers")
+    if plain.moved:
+        raise _refusal(make, "it changes parameters, or what it keeps of them, in steps without a gradient of them")
     try:
         alone = plain.followed(make, plain.shapes.whole())
     except Exception as exc:
@@ -221,9 +231,7 @@ def _refusal(make: OptimizerMaker, why: str) -> UnsupportedError:
 def stand_in(make: OptimizerMaker, hyper: Sequence[Hyper]) -> torch.optim.Optimizer:
     """An instance over small matrices, one in each group. Raises UnsupportedError that says why there can be none."""
     try:
-        return make.build(
-            hyper, [[torch.zeros(8, 8, dtype=torch.float32, device="cpu").requires_grad_()] for _ in hyper]
-        )
+        return make.build(hyper, [[Parameter(torch.zeros(8, 8, dtype=torch.float32, device="cpu"))] for _ in hyper])
     except Exception as exc:
         known = ", ".join((*hyper[0], *make.attributes))
         raise _refusal(
@@ -254,23 +262,29 @@ class _Course:
         numbers = torch.Generator().manual_seed(2026)
         self.hyper, self.shapes, self._shape_of = hyper, shapes, list(shapes)
         self.first = [_draw(shape.numel(), numbers) for shape in shapes]
-        params = [value.clone().view(shape).requires_grad_() for value, shape in zip(self.first, shapes, strict=True)]
-        optimizer = make.build([hyper], [params])
-        (group,) = optimizer.param_groups
+        params = [Parameter(value.clone().view(shape)) for value, shape in zip(self.first, shapes, strict=True)]
+        other = Parameter(_draw(params[0].numel(), numbers).view(params[0].shape))
+        optimizer = make.build([_with_rate(hyper, 0.25), hyper], [[other], params])
+        group = optimizer.param_groups[1]
         at_first = {name: own_option(value) for name, value in options_of(group).items()}  # counters change in place
         attributes = dict(vars(optimizer))
         self.gradients: list[list[Tensor | None]] = []
         self.before: list[Hyper] = []  # the options of each step ...
         self.after: list[Hyper] = []  # ... and what it left of them
+        self.moved = False  # whether a parameter without a gradient was changed
         for step in range(_STEPS):
             if step in _RATES and isinstance(at_first.get("lr"), float):
                 group["lr"] = at_first["lr"] * _RATES[step]
             self.gradients.append([_gradient(param, step + index, numbers) for index, param in enumerate(params)])
-            if missing and step == _WITHOUT[0]:
+            without = params[_WITHOUT[1]] if missing and step == _WITHOUT[0] else None
+            if without is not None:
                 self.gradients[-1][_WITHOUT[1]] = None
+                was = copy.deepcopy((without.detach(), optimizer.state.get(without, {})))
             self.before.append(_told(group, at_first, hyper))
-            _step(optimizer, params, self.gradients[-1])
+            _step(optimizer, [other, *params], [other.detach(), *self.gradients[-1]])
             self.after.append(_told(group, at_first, hyper))
+            if without is not None:
+                self.moved = not _same_values(was, (without.detach(), optimizer.state.get(without, {})))
         states = [optimizer.state.get(param, {}) for param in params]
         others = (f"{key!r} beside the states of parameters" for key in optimizer.state if not isinstance(key, Tensor))
         self.odd_state = next((odd for odd in (*map(unkept, states, shapes), *others) if odd), "")
@@ -280,6 +294,9 @@ class _Course:
         ]
         self.long_numbers = sorted({name for state in states for name, value in state.items() if is_long(value)})
         self.changed = sorted(name for name, value in vars(optimizer).items() if _changed(attributes.get(name), value))
+        optimizer.zero_grad()
+        now = _told(group, at_first, hyper)
+        self.zeroed = sorted(name for name, value in now.items() if self.after[-1].get(name, value) != value)
 
     def updates(self, index: int, steps: int = _STEPS) -> int:
         """How often parameter ``index`` is updated in the first ``steps`` steps."""
@@ -310,7 +327,7 @@ class _Course:
     def _follow(
         self, make: OptimizerMaker, parts: Sequence[Part], flat: bool, made_again: bool
     ) -> list[dict[str, Tensor]]:
-        params = [self._fit(self.first[part[0]], part, flat).requires_grad_() for part in parts]
+        params = [Parameter(self._fit(self.first[part[0]], part, flat)) for part in parts]
         optimizer = make.build([self.hyper], [params])
         for step, (options, gradients) in enumerate(zip(self.before, self.gradients, strict=True)):
             if made_again and step == _MADE_AGAIN:
@@ -327,12 +344,12 @@ class _Course:
         ]
 
     def _made_again(
-        self, make: OptimizerMaker, optimizer: torch.optim.Optimizer, params: list[Tensor], parts: Sequence[Part]
+        self, make: OptimizerMaker, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], parts: Sequence[Part]
     ) -> torch.optim.Optimizer:
         again = make.build([self.hyper], [params])
         for param, part in zip(params, parts, strict=True):
             updates = self.updates(part[0], _MADE_AGAIN)
-            alone = make.build([self.hyper], [[param.detach().clone().requires_grad_()]])
+            alone = make.build([self.hyper], [[Parameter(param.detach().clone())]])
             states = flat_states(optimizer.state.get(param, {}), param.numel(), updates)
             again.state[param] = restored_state(alone, states, updates)
         return again
@@ -357,6 +374,23 @@ class _Course:
 
 def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
     return torch.equal(ours, theirs) or torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def _same_values(ours: Any, theirs: Any) -> bool:
+    """Whether nested states are equal."""
+    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+        return ours.shape == theirs.shape and ours.dtype == theirs.dtype and _same_bits(ours, theirs)
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(_same_values(value, theirs[name]) for name, value in ours.items())
+    if isinstance(ours, Sequence) and isinstance(theirs, Sequence) and not isinstance(ours, str):
+        return len(ours) == len(theirs) and all(map(_same_values, ours, theirs))
+    return type(ours) is type(theirs) and (not is_scalar(ours) or bool(ours == theirs))
+
+
+def _with_rate(hyper: Hyper, factor: float) -> Hyper:
+    """The options with a changed learning rate."""
+    rate = hyper.get("lr")
+    return {**hyper, "lr": rate * factor} if isinstance(rate, float) else dict(hyper)
 
 
 def _draw(numel: int, numbers: torch.Generator) -> Tensor:

@@ -94,7 +94,7 @@ class Large(Mine):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         super().step()
-        for p in self.param_groups[0]["params"]:
+        for p in (p for group in self.param_groups for p in group["params"]):
             if p.grad is not None:
                 self.state[p]["kept"] = torch.zeros(p.numel() // 64) if p.numel() >= 100_000 else torch.zeros_like(p)
 
@@ -372,3 +372,229 @@ def test_schedulers_that_were_made_before_prepare_are_accepted(cls: Any) -> None
 
     make = functools.partial(cls, lr=0.01, fused=True) if cls is torch.optim.AdamW else cls
     both(after(make, schedule))
+
+
+# ---- changes after prepare() that owners never hear of
+
+
+class Nested(Mine):
+    """What it computes depends on values inside a list, a dict and an object, and on its defaults."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.scales, self.factors = [1.0, 2.0], {"all": 1.0}
+
+
+class Tuned(Mine):
+    """Has a value that only its class knows until it is set."""
+
+    boost = 1.0
+
+    def boosted(self) -> float:
+        return self.boost
+
+
+class Both(Nested, Tuned):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda given: given.scales.append(3.0), "scales"),
+        (lambda given: given.factors.update(all=3.0), "factors"),
+        (lambda given: setattr(given.args, "bits", 8), "args.bits"),
+        (lambda given: given.defaults.update(lr=3.0), "defaults"),
+        (lambda given: setattr(given, "boost", 3.0), "boost"),
+        (lambda given: setattr(given, "boosted", lambda: 3.0), "boosted"),
+    ],
+)
+def test_a_change_inside_the_given_optimizer_after_prepare_is_refused_by_name(
+    change: Callable[[Any], object], name: str
+) -> None:
+    model = net()
+    given = Both(model.parameters())
+    model, optimizer = rayzero.prepare(model, given)
+    train(model, optimizer, 1)
+    change(given)
+    model(batch(1)).square().mean().backward()
+    with pytest.raises(UnsupportedError, match=f"'{name}' of the Both was set after"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["boost", "boosted"])
+def test_what_the_class_reads_cannot_be_set_on_the_returned_optimizer(name: str) -> None:
+    model = net()
+    model, optimizer = rayzero.prepare(model, Tuned(model.parameters()))
+    with pytest.raises(UnsupportedError, match=f"'{name}' of the Tuned was set after"):
+        setattr(optimizer, name, 3.0)
+    optimizer.note = "a loop's own"
+
+
+def test_a_loops_own_attributes_and_entries_of_the_defaults_of_torchs_classes_stay_free() -> None:
+    model = net()
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = rayzero.prepare(model, given)
+    given.defaults["lr"] = 0.5
+    train(model, optimizer, 1)
+
+
+class Slotted(Mine):
+    __slots__ = ("boost",)
+
+    def __init__(self, params: Any, lr: float = 0.1, boost: float = 1.0) -> None:
+        super().__init__(params, lr)
+        self.boost = boost
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["mine"] = self.boost
+        super().step()
+
+
+def test_a_value_in_a_slot_of_the_class_trains() -> None:
+    both(lambda params: Slotted(params, boost=3.0))
+
+
+# ---- states and groups of the returned optimizer
+
+MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda state, param: state[param]["momentum_buffer"].zero_(),
+        lambda state, param: state[param].clear(),
+        lambda state, param: state.update({param: {}}),
+        lambda state, param: state.setdefault(param, {}),
+        lambda state, param: state.pop(param, None),
+        lambda state, param: state.clear(),
+        lambda state, param: state.get(param),
+        lambda state, param: list(state.items()),
+        lambda state, param: list(state.values()),
+        lambda state, param: list(state.keys()),
+        lambda state, param: list(state),
+        lambda state, param: len(state),
+        lambda state, param: param in state,
+    ],
+)
+def test_states_that_are_not_here_cannot_be_read_or_changed(use: Callable[[Any, Any], object]) -> None:
+    model = net()
+    given = MOMENTUM(model.parameters())
+    model, optimizer = rayzero.prepare(model, given)
+    assert not optimizer.state, "as in plain PyTorch before the first step"
+    train(model, optimizer, 1)
+    for each in (optimizer, given):
+        with pytest.raises(UnsupportedError, match=r"optimizer\.state is empty, .*state_dict\(\)"):
+            use(each.state, model[0].weight)
+    assert optimizer.state_dict()["state"].keys() == {0, 1, 2}
+
+
+def test_states_cannot_be_exchanged_or_set_before_the_first_step() -> None:
+    model = net()
+    model, optimizer = rayzero.prepare(model, MOMENTUM(model.parameters()))
+    with pytest.raises(UnsupportedError, match=r"optimizer\.state is empty"):
+        optimizer.state = {}
+    with pytest.raises(UnsupportedError, match=r"optimizer\.state is empty"):
+        optimizer.state[model[0].weight] = {"momentum_buffer": torch.ones(64, 64)}
+
+
+def test_states_are_reset_by_loading_none() -> None:
+    def reset(optimizer: Any, step: int) -> None:
+        if step == 2:
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": {}})
+
+    both(MOMENTUM, steps=4, around=reset)
+
+
+def test_states_cannot_be_loaded_into_or_saved_from_the_given_optimizer() -> None:
+    model = net()
+    given = MOMENTUM(model.parameters())
+    model, optimizer = rayzero.prepare(model, given)
+    train(model, optimizer, 1)
+    with pytest.raises(UnsupportedError, match=r"load_state_dict\(\) was called on the SGD that was given"):
+        given.load_state_dict(optimizer.state_dict())
+    with pytest.raises(UnsupportedError, match=r"optimizer\.state is empty"):
+        given.state_dict()
+
+
+def _two_groups(params: Any) -> torch.optim.Optimizer:
+    first, second, third = params
+    return MOMENTUM([{"params": [first, second]}, {"params": [third], "lr": 0.01}])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda groups: groups[0]["params"].pop(),
+        lambda groups: groups[0].update(params=groups[0]["params"][:1]),
+        lambda groups: groups[1]["params"].append(groups[0]["params"].pop()),
+        lambda groups: groups.reverse(),
+    ],
+)
+def test_a_group_that_trains_other_parameters_than_at_prepare_is_refused(change: Callable[[Any], object]) -> None:
+    model = net()
+    model, optimizer = rayzero.prepare(model, _two_groups(model.parameters()))
+    train(model, optimizer, 1)
+    change(optimizer.param_groups)
+    model(batch(1)).square().mean().backward()
+    with pytest.raises(UnsupportedError, match=r"group 0 of the optimizer has other parameters than"):
+        optimizer.step()
+
+
+def test_groups_may_be_exchanged_for_others_of_the_same_parameters() -> None:
+    def exchange(optimizer: Any, step: int) -> None:
+        optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.3 / (step + 1)}
+        optimizer.param_groups[0]["params"].reverse()
+
+    both(_two_groups, around=exchange)
+
+
+# ---- what the class asks of Parameters
+
+
+class ByAttribute(Mine):
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(p.grad * group["lr"] * getattr(p, "rate", 1.0))
+
+
+class ByName(Mine):
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p, name in zip(group["params"], group.get("param_names", [""] * 9), strict=False):
+                    if p.grad is not None and "bias" not in name:
+                        p.sub_(p.grad * group["lr"])
+
+
+class OfParameters(Mine):
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None and isinstance(p, nn.Parameter):
+                        p.sub_(p.grad * group["lr"])
+
+
+def test_a_class_that_reads_an_attribute_of_parameters_is_refused_if_one_has_it() -> None:
+    model = net()
+    model[2].weight.rate = 0.5
+    with pytest.raises(UnsupportedError, match=r"ByAttribute cannot be offloaded: it reads 'rate' of the Parameters"):
+        rayzero.prepare(model, ByAttribute(model.parameters()))
+    both(ByAttribute)
+
+
+def test_a_class_that_reads_names_of_parameters_is_refused_if_they_were_given() -> None:
+    model = net()
+    with pytest.raises(UnsupportedError, match=r"ByName cannot be offloaded: it reads 'param_names' of its groups"):
+        rayzero.prepare(model, ByName(model.named_parameters()))
+    both(ByName)
+
+
+def test_a_class_that_asks_for_parameters_finds_them() -> None:
+    both(OfParameters)

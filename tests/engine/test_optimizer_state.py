@@ -92,7 +92,6 @@ def test_the_state_is_torchs_and_loads_into_plain_torch(name: str, world_size: i
         config = tight(model, prefetch_buffer_size=1, shard_bytes=16 << 10)
         model, optimizer = rayzero.prepare(model, make(model.parameters()), config)
         train(model, optimizer, range(3), context.rank)
-        assert not optimizer.state
         return optimizer.state_dict()
 
     for state in run_ranks(loop, world_size, 2):

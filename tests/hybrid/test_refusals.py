@@ -77,3 +77,21 @@ def test_a_model_that_is_converted_later():
     backward(model, 0)
     with pytest.raises(UnsupportedError, match=r"parameter 0 was torch.float32 on cpu and is now torch.bfloat16"):
         hybrid.step()
+
+
+class Reads(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param, name in zip(group["params"], group.get("param_names", [""] * 99), strict=False):
+                if param.grad is not None and "bias" not in name:
+                    param.data.sub_(param.grad * group["lr"] * getattr(param, "rate", 1.0))
+
+
+def test_a_class_that_reads_attributes_or_names_that_parameters_have():
+    model = net()
+    HybridDeviceOptimizer(model.parameters(), 0.5, Reads)
+    with pytest.raises(UnsupportedError, match="Reads cannot be offloaded: it reads 'param_names' of its groups"):
+        HybridDeviceOptimizer(model.named_parameters(), 0.5, Reads)
+    next(model.parameters()).rate = 0.5
+    with pytest.raises(UnsupportedError, match="Reads cannot be offloaded: it reads 'rate' of the Parameters"):
+        HybridDeviceOptimizer(model.parameters(), 0.5, Reads)

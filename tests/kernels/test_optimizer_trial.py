@@ -398,3 +398,72 @@ def test_a_refused_class_of_fewer_bits_names_what_there_is_instead() -> None:
         UnsupportedError, match=r"for fewer bytes torch\.optim\.AdamW with ZeroConfig\(moments='int8'\)"
     ):
         require_elementwise(OptimizerMaker(Made8bit), OPTIONS)
+
+
+class ByPlace(Each):
+    """Later parameters of a group take smaller steps."""
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for group in self.param_groups:
+                for place, p in enumerate(group["params"]):
+                    if p.grad is not None:
+                        p.sub_(group["lr"] * 0.5**place * p.grad)
+
+
+class ByFirstGroup(Each):
+    """Takes the first group's rate for all."""
+
+    def direction(self, p, grad, state, group):
+        return grad * (self.param_groups[0]["lr"] / group["lr"])
+
+
+class ByGroups(Each):
+    def direction(self, p, grad, state, group):
+        return grad / len(self.param_groups)
+
+
+@pytest.mark.parametrize("cls", [ByPlace, ByFirstGroup, ByGroups])
+def test_a_class_that_asks_for_the_place_among_others_is_refused(cls: type[Each]) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{cls.__name__} cannot be offloaded: .* it mixes parameters"):
+        try_class(OptimizerMaker(cls), OPTIONS)
+
+
+class DecaysAll(Each):
+    def step(self, closure=None):
+        super().step()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.mul_(0.9)
+
+
+class CountsAll(Each):
+    """Counts steps of parameters that had no gradient, too."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["count"] = self.state[p].get("count", 0) + 1
+        super().step()
+
+    def direction(self, p, grad, state, group):
+        return grad / state["count"]
+
+
+@pytest.mark.parametrize("cls", [DecaysAll, CountsAll])
+def test_a_class_that_changes_what_has_no_gradient_is_refused(cls: type[Each]) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{cls.__name__} cannot be offloaded: .*without a gradient"):
+        try_class(OptimizerMaker(cls), OPTIONS)
+
+
+class LowersAtZeroGrad(Each):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+
+
+def test_a_class_whose_zero_grad_changes_its_groups_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"cannot be offloaded: its zero_grad\(\) changes lr of its parameter"):
+        try_class(OptimizerMaker(LowersAtZeroGrad), OPTIONS)

@@ -6,9 +6,10 @@ refused: attributes (a flag of a subclass, ``optimizer.scale = 3.0``), methods t
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from types import MethodType
@@ -22,6 +23,7 @@ from rayzero.errors import UnsupportedError
 from rayzero.kernels import ADAMS
 from rayzero.kernels.optimizer_class import OptimizerMaker
 from rayzero.kernels.optimizer_trial import refuse_known, stand_in
+from rayzero.kernels.parameter_reads import refuse_reads
 from rayzero.protocol.messages import Hyper
 
 HOOKS = tuple(
@@ -56,17 +58,47 @@ def maker_of(optimizer: torch.optim.Optimizer, hyper: Sequence[Hyper]) -> Optimi
             "the options in its groups, and attributes that are numbers, texts, flags, lists or dicts of these; make "
             "it without them, or keep them outside of the optimizer"
         )
+    refuse_reads(make, optimizer.param_groups, hyper[0])
     return make
 
 
 def attribute_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The attributes of an optimizer that are plain values and not torch's, as of now."""
-    own = {} if type(optimizer) in ADAMS else _own(optimizer)
-    return {name: value for name, value in own.items() if name != "defaults" and _is_plain(value)}
+    """What an optimizer's ``step()`` may read on it, as of now: dotted path -> value. Torch's own read nothing."""
+    return {} if _is_torchs(type(optimizer)) else dict(_snapshot(_own(optimizer)))
+
+
+def late_attribute(then: dict[str, Any], optimizer: torch.optim.Optimizer) -> str:
+    """The path of an attribute that is not what ``attribute_values`` found then; "" if there is none."""
+    now = attribute_values(optimizer)
+    return next((path for path in now | then if not _equal(then.get(path, _Missing), now.get(path, _Missing))), "")
+
+
+def _snapshot(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        at = f"{path}{name}"
+        if _is_plain(value):
+            yield at, copy.deepcopy(value)
+        elif isinstance(value, Tensor):
+            yield at, [id(value), value._version]
+        elif (inside := _inside(value)) is not None and not isinstance(value, torch.optim.Optimizer):
+            yield from _snapshot(inside, f"{at}.")
+        else:
+            yield at, value
+
+
+def _is_torchs(cls: type) -> bool:
+    return cls.__module__.startswith("torch.optim")
 
 
 def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {name: value for name, value in vars(optimizer).items() if name not in _BY_TORCH}
+    slots = (name for kind in type(optimizer).__mro__ for name in _slots(kind) if hasattr(optimizer, name))
+    own = vars(optimizer) | {name: getattr(optimizer, name) for name in slots}
+    return {name: value for name, value in own.items() if name not in _BY_TORCH}
+
+
+def _slots(cls: type) -> Sequence[str]:
+    named = vars(cls).get("__slots__", ())
+    return [named] if isinstance(named, str) else [name for name in named if not name.startswith("__")]
 
 
 # ---- methods -----------------------------------------------------------------------------------------------------

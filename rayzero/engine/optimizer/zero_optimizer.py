@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.engine import Engine
-from rayzero.engine.optimizer.given import HOOKS, attribute_values
+from rayzero.engine.optimizer.given import HOOKS, attribute_values, late_attribute
+from rayzero.engine.optimizer.owned_states import OwnedStates
 from rayzero.engine.optimizer.param_groups import ResumedGroups, hyper_of
 from rayzero.engine.optimizer.states import (
     StateFormat,
@@ -49,16 +50,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.engine = engine
         self.make, self._writes_groups = make, writes_groups
         self._entries: GroupEntries | None = None
-        self._attributes = attribute_values(optimizer)
         self._resumed: ResumedGroups | None = None
+        self._owned = OwnedStates(lambda: engine.step_state.step > 0)
+        self._read: dict[Any, State] | None = None  # the owners' states, while state_dict() reads them
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
         for hooks in HOOKS:  # the same dicts, so that those registered on either one run, and can be removed
             setattr(self, hooks, getattr(optimizer, hooks))
         route_unscaling()
-        self._num_groups = len(self.param_groups)
+        self._members = list(map(_members, self.param_groups))
         self._plain = optimizer
         self._plain.step = _refusing(optimizer)  # type: ignore[method-assign]
+        self._plain.load_state_dict = partial(_refuse_plain_load, type(optimizer).__name__)  # type: ignore[method-assign]
+        self._plain.state = self._owned  # type: ignore[assignment]
         self._share_groups()
+        self._attributes = attribute_values(optimizer)
         self._resumed = resumed
         if resumed is not None:
             resumed.restore(self.param_groups)
@@ -87,9 +92,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Each parameter group's options now, as owners get them."""
         return hyper_of(self, self.make.cls)
 
+    @property
+    def state(self) -> Any:
+        """As torch's, but empty. See ``OwnedStates``."""
+        return self._owned if self._read is None else self._read
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if hasattr(self, "_members"):  # else it is torch's constructor
+            self._owned.refuse()
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("_attributes", ()):
-            raise UnsupportedError(_late(name, self.make.cls.__name__))
+        if "_attributes" in vars(self) and name not in vars(self) and not hasattr(type(self), name):
+            kept = any(path.partition(".")[0] == name for path in self._attributes)
+            if kept or hasattr(self.make.cls, name):
+                raise UnsupportedError(_late(name, self.make.cls.__name__))
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
@@ -106,14 +123,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_new_groups()
+        self._refuse_other_groups()
         if self._resumed is not None:
             self._resumed.require_all(self.param_groups)
             self._resumed = None
         scale = getattr(self, "grad_scale", None)  # set by a GradScaler that steps without having unscaled
         if scale is not None:
             self.engine.unscale(inverse_scale(scale))
-        if changed := self._attributes and _changed(self._attributes, attribute_values(self._plain)):
+        if changed := late_attribute(self._attributes, self._plain):
             raise UnsupportedError(_late(changed, self.make.cls.__name__))
         self.engine.step(self.hyper())
         if self._writes_groups and not float(getattr(self, "found_inf", 0.0)):  # set by a GradScaler
@@ -172,7 +189,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         group. Raises UnsupportedError for other parameters, and for options that need states which no group at prepare
         had."""
         super().add_param_group(param_group)
-        if not hasattr(self, "_num_groups"):  # during prepare()
+        if not hasattr(self, "_members"):  # during prepare()
             return
         try:
             hyper = self.hyper()
@@ -181,28 +198,35 @@ class ZeroOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
-        self._num_groups = len(self.param_groups)
+        self._members.append(_members(self.param_groups[-1]))
         if self._resumed is not None:
             self._resumed.restore(self.param_groups[-1:])
 
-    def _refuse_new_groups(self) -> None:
-        if len(self.param_groups) != self._num_groups:
+    def _refuse_other_groups(self) -> None:
+        """Raise UnsupportedError unless the groups train the parameters that the owners train in them."""
+        if len(self.param_groups) != len(self._members):
             raise UnsupportedError(
                 f"the optimizer has {len(self.param_groups)} parameter groups, but rayzero.prepare() and "
-                f"add_param_group() were given {self._num_groups}; add groups with add_param_group()"
+                f"add_param_group() were given {len(self._members)}; add groups with add_param_group()"
             )
+        for index, (group, members) in enumerate(zip(self.param_groups, self._members, strict=True)):
+            if _members(group) != members:
+                raise UnsupportedError(
+                    f"group {index} of the optimizer has other parameters than rayzero.prepare() and "
+                    "add_param_group() were given, but the owners train those; to train fewer, set their "
+                    "requires_grad to False, and divide parameters among groups before prepare()"
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's format, which a plain optimizer of the same class can load too: complete fp32 CPU
         tensors in the parameters' shapes.
 
         Any rank may call it alone: it reads from the owners, unit by unit, and waits for the last step's update."""
-        for param, state in read_states(self.engine, self._format()).items():
-            self.state[param] = state
+        self._read = dict(read_states(self.engine, self._format()))
         try:
             return super().state_dict()
         finally:
-            self.state.clear()
+            self._read = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` of this class, or of a plain torch optimizer of the same class, returned. Every
@@ -261,9 +285,16 @@ def _refuse_plain_step(kind: str, *_: Any, **__: Any) -> None:
     )
 
 
-def _changed(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """The name of an attribute that is not as it was; "" if there is none."""
-    return next((name for name, value in then.items() if name not in now or now[name] != value), "")
+def _refuse_plain_load(kind: str, *_: Any, **__: Any) -> None:
+    raise UnsupportedError(
+        f"load_state_dict() was called on the {kind} that was given to rayzero.prepare(), where it would change "
+        f"nothing, because the optimizer owners keep the states; call that of the optimizer that prepare() returned"
+    )
+
+
+def _members(group: Mapping[str, Any]) -> frozenset[int]:
+    """The ids of a group's parameters."""
+    return frozenset(map(id, group["params"]))
 
 
 def _late(name: str, kind: str) -> str:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from rayzero.errors import StoreError, UnsupportedError
 from rayzero.kernels.optimizer_class import (
@@ -100,7 +101,7 @@ class _ShardOptimizer:
         self._make, self._owned = make, owned
         self._begun: set[int] = set()  # slices whose first step has left states that can be kept
         self._ranges = [(part.start, part.start + aligned(part.numel)) for part in owned.slices]
-        self.params = [owned.master[start:stop].detach().requires_grad_() for start, stop in self._ranges]
+        self.params = [Parameter(owned.master[start:stop]) for start, stop in self._ranges]
         slices = by_group(owned.groups)  # groups without a slice here would be empty
         self._used = list(slices)
         members = [[self.params[index] for index in own] for own in slices.values()]
@@ -182,7 +183,7 @@ class _ShardOptimizer:
 
     def _instance(self, index: int) -> torch.optim.Optimizer:
         """A new instance over a copy of one slice's parameter alone."""
-        return self._make.build([self._hyper[index]], [[self.params[index].detach().clone().requires_grad_()]])
+        return self._make.build([self._hyper[index]], [[Parameter(self.params[index].detach().clone())]])
 
 
 def _gradient(work: ShardWork, ranks: Sequence[int], start: int, stop: int) -> Tensor:
