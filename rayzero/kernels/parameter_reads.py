@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch.nn import Parameter
 
 from rayzero.errors import UnsupportedError
 from rayzero.kernels.optimizer_class import OptimizerMaker, step_alone
@@ -63,7 +63,7 @@ def _stepped(make: OptimizerMaker, options: Hyper) -> tuple[list[_Watched], list
     return [], []
 
 
-class _Watched(nn.Parameter):
+class _Watched(Parameter):
     """Notes which attributes it is asked for that it does not have."""
 
     def __init__(self, data: torch.Tensor) -> None:
