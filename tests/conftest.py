@@ -15,6 +15,8 @@ from tiers import mark_thorough
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to the other parts
 os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 - Ray ends processes where others fill the machine
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - 15 is Ray's: its workers starve beside the other parts' tests
 
 settings.register_profile("rayzero", settings(), deadline=None)  # a loaded machine is no failure
@@ -66,6 +68,17 @@ def no_ray_without_the_mark(request: pytest.FixtureRequest) -> Iterator[None]:
     if began and ray is not None and request.node.get_closest_marker("ray") is None and ray.is_initialized():
         ray.shutdown()
         pytest.fail("a test without the mark ray has started a Ray")
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """One Ray for the tests of all folders, with more CPUs than the machine has: they are only counted."""
+    import ray  # not above: it takes 1 s, which most tests do without
+
+    memory = 200 << 20
+    ray.init("local", num_cpus=8, include_dashboard=False, logging_level="ERROR", object_store_memory=memory)
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,11 @@
-"""A real local Ray for the tests of this folder. Authentication and statistics are set, never left to history."""
+"""What the tests on a real Ray share."""
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-os.environ["RAY_AUTH_MODE"] = "disabled"
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 import psutil
 import pytest
@@ -22,16 +17,6 @@ from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from .compared_run import train_undisturbed
 from .processes import left_in_shared_memory, shared_memory
 from .ray_cluster import Cluster, two_nodes
-
-
-@pytest.fixture(scope="session")
-def local_ray() -> Iterator[None]:
-    """One Ray for all tests, with more CPUs than the machine has: they are only counted."""
-    ray.init(
-        address="local", num_cpus=8, include_dashboard=False, logging_level=logging.ERROR, object_store_memory=200 << 20
-    )
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-os.environ["RAY_AUTH_MODE"] = "disabled"
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 import psutil
 import pytest
@@ -41,15 +37,12 @@ FROM_A_CHECKPOINT = [(0, 4)], [(0, 8)]  # Ray Train may not have the newest one 
 Config = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    ray.init(
-        address="local", num_cpus=8, include_dashboard=False, logging_level=logging.ERROR, object_store_memory=200 << 20
-    )
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import it
+@pytest.fixture(autouse=True, scope="module")
+def by_value() -> Iterator[None]:
+    """The workers cannot import this file."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     yield
     ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    ray.shutdown()
 
 
 def kill_an_optimizer() -> None:
