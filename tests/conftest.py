@@ -20,7 +20,7 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - 15 is Ray's: its workers starve beside the other parts' tests
 
 settings.register_profile("rayzero", settings(), deadline=None)  # a loaded machine is no failure
-settings.register_profile("first tier", settings.get_profile("rayzero"), max_examples=25)
+settings.register_profile("first tier", settings.get_profile("rayzero"), max_examples=15)
 settings.load_profile("rayzero")
 
 

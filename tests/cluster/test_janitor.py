@@ -123,6 +123,7 @@ def test_what_a_killed_driver_leaves_is_removed_once_its_processes_are_gone(owne
     driver.communicate()
 
 
+@pytest.mark.thorough
 def test_a_driver_whose_pipe_has_ended_may_still_be_dying(owner, tmp_path):
     """The kernel closes a process's files before it says that the process has ended."""
     slabs, targets = tmp_path / "slabs", tmp_path / "targets"
@@ -142,6 +143,7 @@ def test_a_driver_whose_pipe_has_ended_may_still_be_dying(owner, tmp_path):
     driver.communicate()
 
 
+@pytest.mark.thorough
 def test_a_child_that_a_killed_driver_forked_keeps_nothing_alive(owner, tmp_path):
     """It has the driver's end of the pipe, which thus stays open."""
     slabs, targets = tmp_path / "slabs", tmp_path / "targets"
@@ -163,6 +165,7 @@ def test_a_child_that_a_killed_driver_forked_keeps_nothing_alive(owner, tmp_path
         driver.communicate()
 
 
+@pytest.mark.thorough
 def test_a_line_that_a_killed_driver_did_not_finish_leaves_the_last_whole_one(owner, tmp_path):
     slabs, targets = tmp_path / "slabs", tmp_path / "targets"
     driver = start(DRIVER, slabs, targets, owner.pid)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,11 +30,15 @@ def is_thorough(source: str) -> bool:
     return any("pytest.mark.thorough" in ast.unparse(node) for node in assigned)
 
 
-def divide(files: Iterable[str], number: int, cost: Callable[[str], float]) -> list[list[str]]:
-    """Files in ``number`` parts of about equal cost: the dearest first, each to the part that has least so far."""
+def divide(
+    files: Iterable[str], number: int, cost: Callable[[str], float], together: Collection[str] = ()
+) -> list[list[str]]:
+    """Files in ``number`` parts of about equal cost: the dearest first, each to the part that has least so far. The
+    first part has those of ``together``."""
     parts: list[list[str]] = [[] for _ in range(number)]
-    sums = [0.0] * number
-    for file in sorted(files, key=lambda name: (-cost(name), name)):
+    parts[0] += [file for file in files if file in together]
+    sums = [sum(map(cost, part)) for part in parts]
+    for file in sorted(set(files).difference(together), key=lambda name: (-cost(name), name)):
         least = sums.index(min(sums))
         parts[least].append(file)
         sums[least] += cost(file)
@@ -59,8 +63,9 @@ def parts_of(files: dict[str, str], tier: str, quarter: int, costs: Costs) -> di
         return group if tier == "all" else set(divide(group, 4, seconds)[quarter % 4])
 
     waiting = chosen(rays | hosts, waits)  # one after the other
+    trainers = {file for file, text in files.items() if "transformers" in text}  # each process imports it for 4 s
     # In the first tier those of Ray and hosts end early, so a fifth of the others comes after them.
-    one, two, *rest = divide(chosen(set(files) - hosts, computes), 5 if tier == "first" else 2, computes)
+    one, two, *rest = divide(chosen(set(files) - hosts, computes), 5 if tier == "first" else 2, computes, trainers)
     last = rest.pop() if rest else []
     for part, more in zip((one, two), rest, strict=False):
         part += more

@@ -179,6 +179,7 @@ def test_ranks_over_grpc_send_again_what_the_next_owners_lack(tmp_path: Path, fa
     assert [slab.path for slab in list_slabs() if slab.header is not None and slab.header.facts.run == run] == []
 
 
+@pytest.mark.thorough
 def test_owners_of_an_optimizer_whose_states_are_objects_stay_and_say_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
