@@ -33,7 +33,7 @@ FILES = {
     "tests/hosts/test_hosts.py": "RAY = pytest.mark.ray",
     "tests/hosts/test_more.py": THOROUGH + "\nRAY = pytest.mark.ray",
 }
-COMPUTES, WAITS = ("one", "two", "three"), ("rays", "hosts")
+COMPUTES, WAITS = ("one", "two", "three", "four"), ("rays", "hosts")
 
 
 def test_the_first_tier_has_no_file_that_is_in_the_second_alone() -> None:

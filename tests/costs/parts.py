@@ -5,8 +5,8 @@
     parts.py quarter N    the N-th quarter (modulo 4) of what the second tier adds
 
 Prints a line for each part: its name, then its files. Tests that start a Ray on this host are one part, because Rays of
-one host find each other; those that start it on hosts of their own another, which comes after it; all others are two or
-three."""
+one host find each other; those that start it on hosts of their own another, which comes after it; all others are two,
+or in the first tier four."""
 
 from __future__ import annotations
 
@@ -64,17 +64,19 @@ def parts_of(files: dict[str, str], tier: str, quarter: int, costs: Costs) -> di
 
     waiting = chosen(rays | hosts, waits)  # one after the other
     trainers = {file for file, text in files.items() if "transformers" in text}  # each process imports it for 4 s
-    # In the first tier those of Ray and hosts end early, so a fifth of the others comes after them.
-    one, two, *rest = divide(chosen(set(files) - hosts, computes), 5 if tier == "first" else 2, computes, trainers)
-    last = rest.pop() if rest else []
-    for part, more in zip((one, two), rest, strict=False):
-        part += more
+    # In the first tier those of Ray and hosts end early: a seventh of the others comes after them. Many of the others
+    # wait, too, so three parts of two sevenths run beside.
+    one, two, *rest = divide(chosen(set(files) - hosts, computes), 7 if tier == "first" else 2, computes, trainers)
+    four, *more, last = rest or ([], [])
+    for part, further in zip((one, two, four), more, strict=False):
+        part += further
     return {
         "rays": sorted(rays & waiting),
         "hosts": sorted(hosts & waiting),
         "one": sorted(one),
         "two": sorted(two),
         "three": last,
+        "four": sorted(four),
     }
 
 
