@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
@@ -66,17 +67,16 @@ def parts_of(files: dict[str, str], tier: str, quarter: int, costs: Costs) -> di
     trainers = {file for file, text in files.items() if "transformers" in text}  # each process imports it for 4 s
     # In the first tier those of Ray and hosts end early: a seventh of the others comes after them. Many of the others
     # wait, too, so three parts of two sevenths run beside.
-    one, two, *rest = divide(chosen(set(files) - hosts, computes), 7 if tier == "first" else 2, computes, trainers)
-    four, *more, last = rest or ([], [])
-    for part, further in zip((one, two, four), more, strict=False):
-        part += further
+    pieces = divide(chosen(set(files) - hosts, computes), 7 if tier == "first" else 2, computes, trainers)
+    last = pieces.pop() if tier == "first" else []
+    one, two, four = (sorted(chain(*pieces[at::3])) for at in range(3))
     return {
         "rays": sorted(rays & waiting),
         "hosts": sorted(hosts & waiting),
-        "one": sorted(one),
-        "two": sorted(two),
+        "one": one,
+        "two": two,
         "three": last,
-        "four": sorted(four),
+        "four": four,
     }
 
 
