@@ -69,8 +69,7 @@ def attribute_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def late_attribute(then: dict[str, Any], optimizer: torch.optim.Optimizer) -> str:
     """The path of an attribute that is not what ``attribute_values`` found then; "" if there is none."""
-    now = attribute_values(optimizer)
-    return next((path for path in now | then if not _equal(then.get(path, _Missing), now.get(path, _Missing))), "")
+    return min(_differing(then, attribute_values(optimizer)), default="")
 
 
 def _snapshot(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
