@@ -46,21 +46,23 @@ def refuse_reads(make: OptimizerMaker, groups: Sequence[Mapping[str, Any]], opti
 def _stepped(make: OptimizerMaker, options: Hyper) -> tuple[list[_Watched], list[_WatchedGroup]]:
     for shapes in (_SHAPES, _SHAPES[:1]):  # some classes take matrices only
         numbers = torch.Generator().manual_seed(2026)
-        params = [
-            _Watched(torch.randn(shape, generator=numbers, dtype=torch.float32, device="cpu")) for shape in shapes
-        ]
+        params = [_Watched(_drawn(shape, numbers)) for shape in shapes]
         optimizer = make.build([options], [params])
         groups = [_WatchedGroup(group) for group in optimizer.param_groups]
         optimizer.param_groups = groups  # type: ignore[assignment]
         try:
             for _ in range(2):  # the first makes states
                 for param in params:
-                    param.grad = torch.randn(param.shape, generator=numbers, dtype=torch.float32, device="cpu")
+                    param.grad = _drawn(param.shape, numbers)
                 step_alone(optimizer)
         except Exception:  # a foreign class may raise anything
             continue
         return params, groups
     return [], []
+
+
+def _drawn(shape: Sequence[int], numbers: torch.Generator) -> torch.Tensor:
+    return torch.randn(tuple(shape), generator=numbers, dtype=torch.float32, device="cpu")
 
 
 class _Watched(Parameter):
