@@ -288,7 +288,7 @@ def _refuse_plain_step(kind: str, *_: Any, **__: Any) -> None:
 def _refuse_plain_load(kind: str, *_: Any, **__: Any) -> None:
     raise UnsupportedError(
         f"load_state_dict() was called on the {kind} that was given to rayzero.prepare(), where it would change "
-        f"nothing, because the optimizer owners keep the states; call that of the optimizer that prepare() returned"
+        "nothing, because the optimizer owners keep the states; call that of the optimizer that prepare() returned"
     )
 
 
