@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import rayzero
 from rayzero.engine.context import RankContext
@@ -61,9 +63,9 @@ def test_any_schedule_of_copies_gives_the_bits_of_plain_torch(
     assert train(SimulatedLane(seed), config, monkeypatch, lands=lands)
 
 
-def largest_in_flight(seed: int, monkeypatch: pytest.MonkeyPatch) -> float:
+def largest_in_flight(seed: int, monkeypatch: pytest.MonkeyPatch, slow: Callable[[], object]) -> float:
     """The most device memory that gradients on their way out took at any operation, over the largest unit's. At each
-    operation, gathered parameters are within their budget."""
+    operation, gathered parameters are within their budget. ``slow``: what the pushing thread does before each wait."""
     lane, most = SimulatedLane(seed), 0
 
     def check() -> None:
@@ -72,7 +74,7 @@ def largest_in_flight(seed: int, monkeypatch: pytest.MonkeyPatch) -> float:
         assert optimizer.engine.residency.used <= config.gpu_param_memory_budget
 
     join = lane._join
-    monkeypatch.setattr(lane, "_join", lambda event: (time.sleep(0.02), join(event)))  # a link slower than the backward
+    monkeypatch.setattr(lane, "_join", lambda event: (slow(), join(event)))
     base = seeded(lambda: Net(num_layers=6))
     config = tight(base, prefetch_buffer_size=1)
     with device_behind(lane):
@@ -89,13 +91,22 @@ def largest_in_flight(seed: int, monkeypatch: pytest.MonkeyPatch) -> float:
 def test_at_every_operation_parameters_are_in_their_budget_and_gradients_of_two_units_on_their_way(
     seed: int, alone: RankContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert largest_in_flight(seed, monkeypatch) <= 2
+    assert largest_in_flight(seed, monkeypatch, lambda: time.sleep(0.02)) <= 2  # a link slower than the backward
 
 
 def test_without_the_bound_gradients_pile_up_on_the_device(alone: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test above would find: with the seed that makes all copies at the last moment."""
+    """What the test above would find: with the seed that makes all copies at the last moment, and a link that moves
+    nothing while a backward computes."""
     monkeypatch.setattr(importlib.import_module("rayzero.engine.units.transfers"), "_on_their_way", lambda _: None)
-    assert largest_in_flight(0, monkeypatch) > 2
+    computed, backward = threading.Event(), Tensor.backward
+
+    def whole_backward(loss: Tensor) -> None:
+        computed.clear()
+        backward(loss)
+        computed.set()
+
+    monkeypatch.setattr(Tensor, "backward", whole_backward)
+    assert largest_in_flight(0, monkeypatch, computed.wait) > 2
 
 
 @pytest.mark.parametrize("seed", range(6))
