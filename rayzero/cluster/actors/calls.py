@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from rayzero.cluster.actors.actor_class import CONTROL
 from rayzero.cluster.nodes.session import answered
 from rayzero.cluster.run import Member
 from rayzero.cluster.supervision import Failure, death_of, failure_of, run_failed
@@ -20,7 +21,6 @@ __all__ = [
     "ANSWER_S",
     "START_S",
     "STOP_S",
-    "actor_class",
     "ask",
     "ask_config",
     "control",
@@ -32,17 +32,10 @@ START_S = 120.0  # until an actor has imported torch and answers; slow on a load
 ANSWER_S = 30.0  # a call that only reads or sets a value
 STOP_S = 5.0  # how long a process may take to stop before it is killed
 
-_CONTROL = "control"  # concurrency group of the calls that must be answered while `run` or `watch` lasts
-
-
-def actor_class(of: type) -> Any:
-    """The Ray actor class of ``of``; calls through ``control`` are answered while another one lasts."""
-    return ray.remote(concurrency_groups={_CONTROL: 3})(of)
-
 
 def control(method: Any) -> Any:
     """An actor's method in the concurrency group that is served while ``run`` or ``watch`` lasts."""
-    return method.options(concurrency_group=_CONTROL)
+    return method.options(concurrency_group=CONTROL)
 
 
 def ask(run: str, calls: Mapping[str, Any], members: Mapping[str, Member], timeout_s: float) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rayzero.cluster.actors.actor_class import forked
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.processes.coordinator import Coordinator
 from rayzero.cluster.run import NAMESPACE, coordinator_name
@@ -34,7 +35,7 @@ def make_coordinator(run: str, log: MetricsLog | None, restarts: int) -> Any:
         "max_task_retries": -1 if restarts else 0,
     }
     try:
-        return ray.remote(Coordinator).options(**options).remote(run, log, time.time())
+        return ray.remote(Coordinator).options(**options, **forked()).remote(run, log, time.time())
     except ValueError as error:  # ActorAlreadyExistsError is one
         raise _name_in_use(run) from error
 

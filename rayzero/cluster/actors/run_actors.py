@@ -16,11 +16,11 @@ from typing import Any
 
 import ray
 
+from rayzero.cluster.actors.actor_class import actor_class
 from rayzero.cluster.actors.calls import (
     ANSWER_S,
     START_S,
     STOP_S,
-    actor_class,
     ask,
     ask_config,
     control,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import ray
 from ray._private import utils as ray_utils
 
+from rayzero.cluster.forks.worker_fork import fork_token, start_server
 from rayzero.cluster.interrupts import interruptible, postponed, shielded
 from rayzero.cluster.nodes.ray_address import find_ray
 from rayzero.cluster.nodes.resources import Node
@@ -56,6 +58,7 @@ def _start() -> None:
     """Start or join Ray with signals postponed: if a driver dies midway, the processes that a raylet has just started
     stay for ever."""
     with postponed(), _handlers_kept():
+        start_server(fork_token(), os.getpid())  # it imports while Ray starts
         _init("local", "the local machine")
 
 

@@ -1,0 +1,130 @@
+"""What Ray starts in place of an interpreter for a run's actors: it has the host's fork server fork the worker.
+
+A Ray worker imports torch and RayZero for 3 CPU seconds. On a host with 8 ranks and 4 optimizer actors that happens
+once, in the fork server, and what was loaded is memory that all of them share. This process is the one that the raylet
+started, so it stays until the worker has ended. It imports almost nothing, because each worker waits for it.
+
+[Note: one fork server a driver and host] Its address is an abstract socket: it needs no file, and is gone with its
+process. A worker may be forked only where it would be what a new interpreter is, so the name has the driver, whose
+actors all have one environment, and what tells containers of one host apart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import struct
+import sys
+import time
+from functools import cache
+
+__all__ = ["LENGTH", "TOKEN", "fork_token", "peer_is_us", "start_server"]
+
+TOKEN = "RAYZERO_FORK_SERVER"  # the environment variable that names the driver
+LENGTH = struct.Struct("!I")  # of a request's text, before it; the worker's standard streams go with it
+_IDLE_S = 5.0  # how long a server waits for a worker while it has none
+_START_S = 60.0  # until a server that another process starts answers
+_LOOK_S = 0.01  # between two looks whether it does
+
+
+def main() -> None:
+    """Have the worker of this command line forked and wait for its end; become it where that cannot be done."""
+    arguments = sys.argv[1:]
+    try:
+        server = _connect(os.environ[TOKEN])
+        _ask(server, arguments)
+    except OSError as error:
+        print(f"rayzero: no fork server ({error}): the worker imports all by itself", file=sys.stderr)
+        os.execv(sys.executable, [sys.executable, *arguments])
+    server.recv(1)  # the end of the worker, which holds the other end
+
+
+def _ask(server: socket.socket, arguments: list[str]) -> None:
+    """Send what makes a process: arguments, environment, folder, limits and standard streams. Raises OSError if the
+    server ended before it had forked."""
+    request = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "cpus": sorted(os.sched_getaffinity(0)),
+        "oom": _text("/proc/self/oom_score_adj"),
+    }
+    text = json.dumps(request).encode()
+    socket.send_fds(server, [LENGTH.pack(len(text))], [0, 1, 2])
+    server.sendall(text)
+    if not server.recv(1):
+        raise ConnectionResetError("it ended")
+
+
+def _connect(token: str) -> socket.socket:
+    """A connection to this host's fork server for the driver, which is started if there is none. Raises OSError."""
+    until = time.monotonic() + _START_S
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(_name(token))
+        except ConnectionRefusedError:
+            connection.close()
+        else:
+            if not peer_is_us(connection):
+                raise PermissionError("its socket is another user's")
+            return connection
+        if not start_server(token, int(os.environ["RAY_RAYLET_PID"]), _IDLE_S):  # another worker has just done so
+            if time.monotonic() >= until:
+                raise TimeoutError("it does not start")
+            time.sleep(_LOOK_S)
+
+
+@cache
+def fork_token() -> str:
+    """What names this process's fork servers, where it is a driver."""
+    return os.urandom(16).hex()
+
+
+def start_server(token: str, lives_with: int, idle_s: float | None = None) -> bool:
+    """Start a driver's server on this host; False if there is one. ``lives_with``: the process at whose end it ends.
+    ``idle_s``: how long it has no worker before it ends; None: that does not end it."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(_name(token))
+    except OSError:
+        listener.close()
+        return False
+    with listener:
+        listener.listen(socket.SOMAXCONN)
+        idle = () if idle_s is None else (str(idle_s),)
+        module = ("-m", "rayzero.cluster.forks.fork_server", str(listener.fileno()), str(lives_with), *idle)
+        _start_apart([sys.executable, *module], listener.fileno())
+    return True
+
+
+def _start_apart(command: list[str], file: int) -> None:
+    """Start a process that is no child of this one, which therefore need not wait for its end. It gets ``file``, and
+    none of the standard streams: a reader of this process's output must not wait for that one's end."""
+    import subprocess  # one worker of all needs it
+
+    apart = ["sh", "-c", '"$@" </dev/null >/dev/null 2>&1 &', "sh", *command]
+    subprocess.run(apart, pass_fds=[file], start_new_session=True, check=True)
+
+
+def _name(token: str) -> str:
+    containers = "-".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("mnt", "pid"))
+    return f"\0rayzero-fork-{os.getuid()}-{containers}-{token}"
+
+
+def peer_is_us(connection: socket.socket) -> bool:
+    """Whether the process at the other end is this user's."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
+
+
+def _text(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+if __name__ == "__main__":
+    main()
