@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from safetensors.torch import load_file, save_file
 import rayzero
 from rayzero.cluster.files.metrics_log import read_log
 from rayzero.engine import full_state_dict, get_context, report
+from rayzero.engine.context import RankContext
+from rayzero.testing import run_ranks
 
 from .tiny import MAX_NORM, batch, make
 
@@ -41,19 +44,32 @@ def train(config: Any, before_step: Callable[[int], None] = lambda _: None) -> N
         save_file(weights, Path(context.run_dir) / "weights.safetensors")
 
 
-def train_undisturbed(folder: Path) -> Path:
-    """Train with two ranks and two optimizers. Returns the run's folder."""
-    scaling = rayzero.ScalingConfig(num_workers=2, num_optimizers=2, threads_per_worker=1, threads_per_optimizer=1)
-    rayzero.ZeroTrainer(
-        train, scaling_config=scaling, run_config=rayzero.RunConfig(name="demo", storage_path=str(folder))
-    ).fit()
-    return folder / "demo"
+Losses = dict[tuple[int, int], float]  # by rank and number of steps done
 
 
-def same(ours: Path, theirs: Path) -> bool:
-    mine, other = load_file(ours / "weights.safetensors"), load_file(theirs / "weights.safetensors")
+@dataclass(frozen=True)
+class Undisturbed:
+    """What the training comes to that nothing disturbs. It needs no Ray."""
+
+    folder: Path
+    losses: Losses
+
+
+def train_undisturbed(folder: Path) -> Undisturbed:
+    """Train with two ranks and two optimizers."""
+
+    def rows(context: RankContext) -> Losses:
+        train(None)
+        return {(context.rank, row["done"]): row["loss"] for row in context.reports}
+
+    first, second = run_ranks(rows, 2, 2, run_dir=folder)
+    return Undisturbed(folder, first | second)
+
+
+def same(ours: Path, undisturbed: Undisturbed) -> bool:
+    mine, other = (load_file(each / "weights.safetensors") for each in (ours, undisturbed.folder))
     return mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
 
 
-def losses(run_dir: Path) -> dict[tuple[int, int], float]:
+def losses(run_dir: Path) -> Losses:
     return {(row["rank"], row["done"]): row["loss"] for row in read_log(run_dir)}

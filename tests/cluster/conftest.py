@@ -14,7 +14,7 @@ import ray
 from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 
-from .compared_run import train_undisturbed
+from .compared_run import Undisturbed, train_undisturbed
 from .processes import left_in_shared_memory, shared_memory
 from .ray_cluster import Cluster, two_nodes
 
@@ -27,8 +27,8 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing disturbed."""
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """What a run comes to that nothing disturbs."""
     return train_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 

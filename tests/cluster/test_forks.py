@@ -189,15 +189,16 @@ def test_the_server_ends_some_time_after_its_last_worker(ask: Ask, raylet: subpr
 def test_a_drivers_server_waits_for_its_first_worker_and_ends_with_the_driver(
     ask: Ask, raylet: subprocess.Popen[bytes]
 ) -> None:
-    assert start_server("of-a-driver", raylet.pid)
-    assert not start_server("of-a-driver", raylet.pid)
+    server = start_server("of-a-driver", raylet.pid)
+    assert server is not None
+    assert start_server("of-a-driver", raylet.pid) is None, "there is one"
     process = ask(**{TOKEN: "of-a-driver", "RAY_RAYLET_PID": "1"})
     worker = said(process)
     assert psutil.Process(worker["parent"]).cmdline()[-1] == str(raylet.pid), "it did not start another one"
     process.communicate("end\n")
     raylet.kill()
     raylet.wait()
-    assert ends(worker["parent"])
+    assert server.wait() == 0
 
 
 def test_without_a_server_the_worker_imports_by_itself(program: Path) -> None:

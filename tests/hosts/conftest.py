@@ -7,19 +7,19 @@ from collections.abc import Iterator
 import pytest
 
 from .hosts import hosts
-from .trainings import TwoHosts, join_ray, start_ray, train
+from .trainings import ALL_ON_HEAD, TwoHosts, join_ray, start_ray, train
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+def undisturbed(two_hosts: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of the last checkpoint."""
-    with hosts(1) as (host,):
-        training = train(host, tmp_path_factory.mktemp("undisturbed"), start_ray(host))
-        training.end()
-        return training.digest()
+    training = train(two_hosts.a, tmp_path_factory.mktemp("undisturbed"), two_hosts.address, *ALL_ON_HEAD)
+    training.end()
+    assert len(training.members(two_hosts.a)) == 4
+    return training.digest()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two_hosts() -> Iterator[TwoHosts]:
     """A cluster for tests that leave it whole."""
     with hosts(2) as (a, b):

@@ -1,1 +1,1 @@
-"""Ray and its nodes: joins a cluster, and places a run's processes on it."""
+"""A host's fork server: Ray workers of a run that need not import everything again."""

@@ -19,6 +19,10 @@ import struct
 import sys
 import time
 from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
 
 __all__ = ["LENGTH", "TOKEN", "fork_token", "peer_is_us", "start_server"]
 
@@ -72,7 +76,7 @@ def _connect(token: str) -> socket.socket:
             if not peer_is_us(connection):
                 raise PermissionError("its socket is another user's")
             return connection
-        if not start_server(token, int(os.environ["RAY_RAYLET_PID"]), _IDLE_S):  # another worker has just done so
+        if start_server(token, int(os.environ["RAY_RAYLET_PID"]), _IDLE_S) is None:  # another worker has just done so
             if time.monotonic() >= until:
                 raise TimeoutError("it does not start")
             time.sleep(_LOOK_S)
@@ -84,30 +88,25 @@ def fork_token() -> str:
     return os.urandom(16).hex()
 
 
-def start_server(token: str, lives_with: int, idle_s: float | None = None) -> bool:
-    """Start a driver's server on this host; False if there is one. ``lives_with``: the process at whose end it ends.
+def start_server(token: str, lives_with: int, idle_s: float | None = None) -> subprocess.Popen[bytes] | None:
+    """Start a driver's server on this host; None if there is one. ``lives_with``: the process at whose end it ends.
     ``idle_s``: how long it has no worker before it ends; None: that does not end it."""
+    import subprocess  # one worker of all needs it
+
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(_name(token))
     except OSError:
         listener.close()
-        return False
+        return None
     with listener:
         listener.listen(socket.SOMAXCONN)
         idle = () if idle_s is None else (str(idle_s),)
         module = ("-m", "rayzero.cluster.forks.fork_server", str(listener.fileno()), str(lives_with), *idle)
-        _start_apart([sys.executable, *module], listener.fileno())
-    return True
-
-
-def _start_apart(command: list[str], file: int) -> None:
-    """Start a process that is no child of this one, which therefore need not wait for its end. It gets ``file``, and
-    none of the standard streams: a reader of this process's output must not wait for that one's end."""
-    import subprocess  # one worker of all needs it
-
-    apart = ["sh", "-c", '"$@" </dev/null >/dev/null 2>&1 &', "sh", *command]
-    subprocess.run(apart, pass_fds=[file], start_new_session=True, check=True)
+        command = [sys.executable, *module]
+        # a reader of this process's output must not wait for the server's end
+        none, file = subprocess.DEVNULL, listener.fileno()
+        return subprocess.Popen(command, stdin=none, stdout=none, stderr=none, pass_fds=[file], start_new_session=True)
 
 
 def _name(token: str) -> str:

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
@@ -46,19 +46,32 @@ def ray_session(say: Callable[[str], None] = log.info) -> Iterator[None]:
     if found.ignored:
         log.warning("%s", found.ignored)
     say("starting Ray on this machine" if found.joined is None else f"joining Ray at {found.joined}")
+    with nullcontext() if found.joined is not None else _fork_server():
+        try:
+            _start() if found.joined is None else _join(found.joined)
+            yield
+        finally:
+            with shielded():
+                ray.shutdown()
+
+
+@contextmanager
+def _fork_server() -> Iterator[None]:
+    """The server of this host, which imports while Ray starts; on a Ray that is there, a run's first worker starts it.
+    Ends after Ray."""
+    server = start_server(fork_token(), os.getpid())
     try:
-        _start() if found.joined is None else _join(found.joined)
         yield
     finally:
-        with shielded():
-            ray.shutdown()
+        if server is not None:
+            server.terminate()
+            server.wait()
 
 
 def _start() -> None:
     """Start or join Ray with signals postponed: if a driver dies midway, the processes that a raylet has just started
     stay for ever."""
     with postponed(), _handlers_kept():
-        start_server(fork_token(), os.getpid())  # it imports while Ray starts
         _init("local", "the local machine")
 
 
