@@ -24,6 +24,7 @@ from rayzero.cluster.janitor import Janitor, KeptStates, clear_up
 from rayzero.slabs.hold import held_in
 from rayzero.slabs.sweep import SHARED_MEMORY, sweep
 from rayzero.store.shm.same_host import why_no_sharing
+from tests.forked import Forked, forked
 
 from .processes import still_there
 
@@ -80,17 +81,12 @@ def start(code: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 @pytest.fixture
-def owner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def owner(tmp_path: Path) -> Iterator[Forked]:
     """A process with a slab in ``slabs``, which ends by SIGKILL alone."""
     (tmp_path / "slabs").mkdir()
-    process = start(OWNER, tmp_path / "slabs")
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "made\n"
+    with forked(OWNER, tmp_path / "slabs") as process:
+        assert process.said() == "made"
         yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def left(*folders: Path) -> list[str]:
@@ -186,7 +182,7 @@ def test_a_line_that_a_killed_driver_did_not_finish_leaves_the_last_whole_one(ow
 
 def test_processes_that_stay_are_killed(owner, tmp_path):
     clear_up([psutil.Process(owner.pid)], tmp_path / "slabs", None, ends_s=0.1)
-    assert not psutil.pid_exists(owner.pid)
+    assert owner.wait(60) == -signal.SIGKILL
     assert left(tmp_path / "slabs") == []
 
 
@@ -230,19 +226,15 @@ janitor.close()
 def test_what_a_dead_owner_leaves_waits_for_its_successor_while_the_driver_lives(owner, tmp_path, end):
     """Though no process of its run is on this host, and others start and end there."""
     slabs = tmp_path / "slabs"
-    driver = start(HELD, slabs)
-    try:
-        assert driver.stdout is not None
-        assert driver.stdout.readline() == "held\n"
+    with forked(HELD, slabs) as driver:
+        assert driver.said() == "held"
         owner.kill()
         owner.wait()
         assert sweep(slabs) == [], "another run starts"
         if end == "well":
-            driver.communicate("end\n", timeout=60)
+            driver.say("end")
+            driver.wait(60)
             assert len(sweep(slabs)) == 1
-    finally:
-        driver.kill()
-        driver.communicate()
     assert until_empty(slabs) == []
 
 
