@@ -4,9 +4,9 @@ counts.
 [Note: the ledger] The code that allocates a tensor reports its bytes by purpose. The rest is measured from other
 sources:
 
-- ``process``: the size of the process before the run, by the kernel's count, with as much code as it has now. A rank is
-  counted when its loop hands over its first model, without that model, because what it imports and reads belongs to
-  the user.
+- ``process``: the size of the process before the run, by the kernel's count, with its part of what it shares now: code,
+  and what its fork server has imported. A rank is counted when its loop hands over its first model, without that model,
+  because what it imports and reads belongs to the user.
 - ``other``: what the allocator has given out since then, less the tensors that were reported. That is activations,
   gradients on their way, and what the user's program and libraries keep. Malloc counts it, resident or not.
 - ``unused``: memory that the program has freed and the allocator keeps. Malloc knows how much that is, but not how much
@@ -47,7 +47,8 @@ def without_model(first: LedgerCount, now: LedgerCount, model_bytes: int) -> Led
 
 def ledger_rest(before: LedgerCount, now: LedgerCount) -> dict[str, float]:
     """The bytes by kind; see [Note: the ledger]. ``before``: the count before the run, when nothing was reported."""
-    rest = {"process": float(before.process.pss + now.process.file - before.process.file)}
+    of_others = now.process.split - before.process.split
+    rest = {"process": float(before.process.pss + now.process.file - before.process.file - of_others)}
     if before.heap is None or now.heap is None:
         return rest
     used = now.heap.used - before.heap.used

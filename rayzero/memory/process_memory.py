@@ -20,6 +20,7 @@ class ProcessMemory:
     pss: int
     uss: int  # what would become free if the process ended
     anonymous: int  # of rss, what is in no file: heaps, stacks
+    split: int  # of anonymous, what counts for the other processes that were forked with it; not in pss
     file: int  # of pss, files other than shared memory: mostly the code of libraries
 
 
@@ -33,6 +34,7 @@ def process_memory(proc: Path = Path("/proc/self")) -> ProcessMemory:
         pss=rollup["Pss"],
         uss=rollup["Private_Clean"] + rollup["Private_Dirty"],
         anonymous=rollup["Anonymous"],
+        split=rollup["Anonymous"] - rollup["Pss_Anon"],
         file=rollup["Pss_File"],
     )
 

@@ -204,7 +204,7 @@ def test_a_drivers_server_waits_for_its_first_worker_and_ends_with_the_driver(
 def test_without_a_server_the_worker_imports_by_itself(program: Path) -> None:
     """A socket that is there and whose server ends before it forks."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(worker_fork._name("gone"))
+    listener.bind(worker_fork._address(f"gone-{os.getpid()}"))
     listener.listen()
     environment = os.environ | {TOKEN: "gone", "RAY_RAYLET_PID": str(os.getpid())}
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -220,12 +220,12 @@ def test_without_a_server_the_worker_imports_by_itself(program: Path) -> None:
         assert "imports all by itself" in errors
 
 
-def test_what_asks_for_no_worker_holds_up_no_other(ask: Ask) -> None:
+def test_what_asks_for_no_worker_holds_up_no_other(ask: Ask, shared_raylet: subprocess.Popen[bytes]) -> None:
     first = said(ask())
     token = psutil.Process(first["parent"]).environ()[TOKEN]
     for head in (b"", b"12", LENGTH.pack(1 << 20), LENGTH.pack(4) + b"nope"):
         with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(worker_fork._name(token))
+            stranger.connect(worker_fork._address(f"{token}-{shared_raylet.pid}"))
             stranger.sendall(head)
     assert said(ask())["parent"] == first["parent"]
 
@@ -238,3 +238,10 @@ def test_a_server_that_was_killed_has_a_successor(ask: Ask, raylet: subprocess.P
     second = said(ask())
     assert second["parent"] not in (first["parent"], first["pid"])
     assert second["torch"]
+
+
+@pytest.mark.thorough
+def test_workers_of_another_raylet_have_another_server(ask: Ask) -> None:
+    """Two nodes on one host, each with a raylet: Ray's library reads whose worker it is as it is imported."""
+    with in_place_of_a_raylet() as other:
+        assert said(ask())["parent"] != said(ask(RAY_RAYLET_PID=str(other.pid)))["parent"]

@@ -338,6 +338,7 @@ def fit_a_rank(context: RankContext) -> tuple[dict[str, Tensor], float, list[Ten
 
 
 @pytest.mark.usefixtures("forked_with_trainers")
+@pytest.mark.thorough
 def test_two_ranks_learn_what_one_learns_from_batches_of_twice_the_size(tmp_path: Path) -> None:
     """Lightning shuffles what it splits: so does the one, by the same sampler."""
     plain, trained, whole = fitted(tmp_path / "plain", 4)

@@ -12,7 +12,7 @@ from rayzero.memory.ledger import LedgerCount, ledger_rest, without_model
 from rayzero.memory.process_memory import ProcessMemory, process_memory
 
 MIB = 1 << 20
-BASE = {"rss": 300, "shm": 0, "pss": 250, "uss": 200, "anonymous": 200, "file": 50}
+BASE = {"rss": 300, "shm": 0, "pss": 250, "uss": 200, "anonymous": 200, "split": 0, "file": 50}
 
 
 def count(used: int, free: int, told: float = 0.0, **process: int) -> LedgerCount:
@@ -30,6 +30,12 @@ def test_the_heaps_rest_is_what_nobody_told() -> None:
 def test_code_that_was_loaded_or_is_shared_with_more_processes_is_the_processs() -> None:
     assert ledger_rest(BEFORE, count(100, 10, file=70))["process"] == 270
     assert ledger_rest(BEFORE, count(100, 10, file=30))["process"] == 230
+
+
+def test_what_a_fork_server_has_imported_is_each_workers_in_part() -> None:
+    before = count(100, 10, split=80, pss=170)
+    assert ledger_rest(before, count(100, 10, split=120))["process"] == 130, "with more workers it is less of each"
+    assert ledger_rest(before, count(100, 10, split=20))["process"] == 230, "what one of them writes to is its own"
 
 
 def test_what_malloc_keeps_counts_as_far_as_it_is_resident() -> None:

@@ -7,7 +7,7 @@ from rayzero.plan.programs import Imported, Programs
 
 
 def memory(anonymous: int, files: int) -> ProcessMemory:
-    return ProcessMemory(rss=anonymous + files + 5, shm=5, pss=0, uss=0, anonymous=anonymous, file=0)
+    return ProcessMemory(rss=anonymous + files + 5, shm=5, pss=0, uss=0, anonymous=anonymous, split=0, file=0)
 
 
 def test_a_rank_does_not_hold_the_compiler_that_a_plan_imports() -> None:

@@ -142,7 +142,8 @@ def become(asked: _Asked) -> None:
         file.write(request["oom"])
     numpy.random.seed()  # a fork has its parent's; Python's own generator sees to itself
     sys.argv = request["arguments"]
-    sys.path[0] = os.path.dirname(sys.argv[0])
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(sys.argv[0])
 
 
 def main() -> None:

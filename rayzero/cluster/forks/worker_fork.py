@@ -4,9 +4,10 @@ A Ray worker imports torch and RayZero for 3 CPU seconds. On a host with 8 ranks
 once, in the fork server, and what was loaded is memory that all of them share. This process is the one that the raylet
 started, so it stays until the worker has ended. It imports almost nothing, because each worker waits for it.
 
-[Note: one fork server a driver and host] Its address is an abstract socket: it needs no file, and is gone with its
-process. A worker may be forked only where it would be what a new interpreter is, so the name has the driver, whose
-actors all have one environment, and what tells containers of one host apart.
+[Note: one fork server a driver and raylet] Its address is an abstract socket: it needs no file, and is gone with its
+process. A worker may be forked only where it would be what a new interpreter is, so the address has the driver, whose
+actors all have one environment, the raylet, which Ray's library reads from it once, and what tells containers of one
+host apart. A driver that starts its own Ray starts the server before it, and names it by itself alone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def main() -> None:
     """Have the worker of this command line forked and wait for its end; become it where that cannot be done."""
     arguments = sys.argv[1:]
     try:
-        server = _connect(os.environ[TOKEN])
+        driver, raylet = os.environ[TOKEN], os.environ["RAY_RAYLET_PID"]
+        server = _connect(driver) or _connect_or_start(f"{driver}-{raylet}")
         _ask(server, arguments)
     except OSError as error:
         print(f"rayzero: no fork server ({error}): the worker imports all by itself", file=sys.stderr)
@@ -63,39 +65,44 @@ def _ask(server: socket.socket, arguments: list[str]) -> None:
         raise ConnectionResetError("it ended")
 
 
-def _connect(token: str) -> socket.socket:
-    """A connection to this host's fork server for the driver, which is started if there is none. Raises OSError."""
+def _connect(name: str) -> socket.socket | None:
+    """A connection to the fork server of this name; None if there is none. Raises OSError."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(_address(name))
+    except ConnectionRefusedError:
+        connection.close()
+        return None
+    if not peer_is_us(connection):
+        raise PermissionError("its socket is another user's")
+    return connection
+
+
+def _connect_or_start(name: str) -> socket.socket:
+    """A connection to the fork server of this name, which is started if there is none. Raises OSError."""
     until = time.monotonic() + _START_S
-    while True:
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.connect(_name(token))
-        except ConnectionRefusedError:
-            connection.close()
-        else:
-            if not peer_is_us(connection):
-                raise PermissionError("its socket is another user's")
-            return connection
-        if start_server(token, int(os.environ["RAY_RAYLET_PID"]), _IDLE_S) is None:  # another worker has just done so
+    while (connection := _connect(name)) is None:
+        if start_server(name, int(os.environ["RAY_RAYLET_PID"]), _IDLE_S) is None:  # another worker has just done so
             if time.monotonic() >= until:
                 raise TimeoutError("it does not start")
             time.sleep(_LOOK_S)
+    return connection
 
 
 @cache
 def fork_token() -> str:
-    """What names this process's fork servers, where it is a driver."""
+    """What names this process as a driver."""
     return os.urandom(16).hex()
 
 
-def start_server(token: str, lives_with: int, idle_s: float | None = None) -> subprocess.Popen[bytes] | None:
-    """Start a driver's server on this host; None if there is one. ``lives_with``: the process at whose end it ends.
+def start_server(name: str, lives_with: int, idle_s: float | None = None) -> subprocess.Popen[bytes] | None:
+    """Start a server on this host; None if there is one of this name. ``lives_with``: the process at whose end it ends.
     ``idle_s``: how long it has no worker before it ends; None: that does not end it."""
     import subprocess  # one worker of all needs it
 
     listener = socket.socket(socket.AF_UNIX)
     try:
-        listener.bind(_name(token))
+        listener.bind(_address(name))
     except OSError:
         listener.close()
         return None
@@ -109,9 +116,9 @@ def start_server(token: str, lives_with: int, idle_s: float | None = None) -> su
         return subprocess.Popen(command, stdin=none, stdout=none, stderr=none, pass_fds=[file], start_new_session=True)
 
 
-def _name(token: str) -> str:
+def _address(name: str) -> str:
     containers = "-".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("mnt", "pid"))
-    return f"\0rayzero-fork-{os.getuid()}-{containers}-{token}"
+    return f"\0rayzero-fork-{os.getuid()}-{containers}-{name}"
 
 
 def peer_is_us(connection: socket.socket) -> bool:
