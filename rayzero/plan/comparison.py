@@ -180,7 +180,7 @@ def _of_host(plan: RunBytes, processes: Sequence[Scraped], everyone: Sequence[Sc
     yield Comparison(
         what="host memory",
         unit="bytes",
-        kind="planned",
+        kind="at most",  # programs that a fork server has forked share its imports
         planned=steady,
         measured=None if None in whole else sum(size or 0.0 for size in whole) + used,
         least=_LEAST_BYTES,

@@ -101,8 +101,8 @@ def test_its_plan_was_held_against_what_it_measured(whole):
     owners = [rows[f"optimizer {index} memory"] for index in range(2)]
     recipe = load_recipe(whole / "runs" / "a" / "config.yaml")
     assert sum(owner["planned"] for owner in owners) >= 5 * layout_bytes(recipe), "masters, moments, two ranks' pushes"
-    # nearly all of it the programs: 1.2 GiB; each other program here that uses torch takes a part of the shared pages
-    assert 0.8 < rows["host memory"]["ratio"] < 1.1, rows
+    # nearly all of it the programs, which share most of what the plan counts for each: 0.5 GiB of 1.2
+    assert 0.3 < rows["host memory"]["ratio"] < 0.7, rows
     assert rows["step time"]["measured"] > rows["step time"]["planned"] > 0
     said = (whole / "said.txt").read_text()
     assert f"plan against measured, after {plan['steps']} steps" in said

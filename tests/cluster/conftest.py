@@ -52,10 +52,12 @@ def trainer(local_ray: None, tmp_path: Path) -> Callable[..., ZeroTrainer]:
 
 def ray_processes() -> list[str]:
     """What the workers of this process's Ray are busy with: the names of their actors, "IDLE" for none."""
+    raylets = [str(process.pid) for process in psutil.Process().children() if process.name() == "raylet"]
     names = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
-            names.append(" ".join(process.cmdline()))
+    for process in psutil.process_iter():  # a fork server's children are not below the raylet
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it ended meanwhile
+            if process.environ().get("RAY_RAYLET_PID") in raylets:
+                names.append(" ".join(process.cmdline()))
     return [name.removeprefix("ray::").split(".")[0].strip() for name in names if name.startswith("ray::")]
 
 

@@ -46,9 +46,9 @@ def by_value() -> Iterator[None]:
 
 
 def kill_an_optimizer() -> None:
-    """Kill the process of this Ray's newest optimizer actor."""
-    beside = psutil.Process(os.getppid()).children()  # of the raylet
-    found = [process for process in beside if "".join(process.cmdline()).startswith("ray::OptimizerActor")]
+    """Kill the process of this Ray's newest optimizer actor. It is a fork server's child."""
+    named = [one for one in psutil.process_iter(["cmdline"]) if "ray::OptimizerActor" in "".join(one.info["cmdline"])]
+    found = [one for one in named if one.environ().get("RAY_RAYLET_PID") == os.environ["RAY_RAYLET_PID"]]
     max(found, key=psutil.Process.create_time).kill()
 
 

@@ -23,7 +23,7 @@ from rayzero.errors import ConfigError
 from rayzero.quantities import count, format_bytes
 
 _NODE_LABEL = "ray.io/node-id"
-_PROCESS_BYTES = 200 << 20  # of an optimizer actor that owns nothing: its interpreter and libraries (docs/scaling.md)
+_PROCESS_BYTES = 100 << 20  # of an optimizer actor that owns nothing: what it does not share (docs/scaling.md)
 _FREE_S = 1  # how long Ray may take to reserve CPUs that are free
 
 
