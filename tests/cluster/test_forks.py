@@ -245,3 +245,23 @@ def test_workers_of_another_raylet_have_another_server(ask: Ask) -> None:
     """Two nodes on one host, each with a raylet: Ray's library reads whose worker it is as it is imported."""
     with in_place_of_a_raylet() as other:
         assert said(ask())["parent"] != said(ask(RAY_RAYLET_PID=str(other.pid)))["parent"]
+
+
+NO_CUDA = """
+import sys, torch
+
+def refuse(*_):
+    sys.exit("asked")
+
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda.current_device = torch.cuda._lazy_init = refuse
+import rayzero.cluster.forks.fork_server as server
+server._import_ray({})
+print("imported")
+"""
+
+
+@pytest.mark.thorough
+def test_what_a_server_imports_asks_for_no_cuda_device() -> None:
+    """A process that is forked after CUDA has begun cannot use it."""
+    run = subprocess.run([sys.executable, "-c", NO_CUDA], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "imported\n"), run.stderr
