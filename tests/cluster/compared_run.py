@@ -56,14 +56,15 @@ class Undisturbed:
 
 
 def train_undisturbed(folder: Path) -> Undisturbed:
-    """Train with two ranks and two optimizers."""
-
-    def rows(context: RankContext) -> Losses:
-        train(None)
-        return {(context.rank, row["done"]): row["loss"] for row in context.reports}
-
-    first, second = run_ranks(rows, 2, 2, run_dir=folder)
+    """Train with two ranks and two optimizers. Ranks are processes: threads of one share its count of MKL's threads,
+    by which products round."""
+    first, second = run_ranks(_undisturbed, 2, 2, "shm", True, run_dir=folder)
     return Undisturbed(folder, first | second)
+
+
+def _undisturbed(context: RankContext) -> Losses:
+    train(None)
+    return {(context.rank, row["done"]): row["loss"] for row in context.reports}
 
 
 def same(ours: Path, undisturbed: Undisturbed) -> bool:

@@ -52,8 +52,8 @@ def test_a_name_that_is_no_nodes_is_refused() -> None:
 
 
 def test_more_than_the_cluster_has_memory_for_is_refused_with_the_sum() -> None:
-    check_memory(61, NODES)
-    with pytest.raises(ConfigError, match=r"62 more optimizers would need 12.11 GiB for .* has 12 GiB: ask"):
-        check_memory(62, NODES)
+    check_memory(122, NODES)
+    with pytest.raises(ConfigError, match=r"123 more optimizers would need 12.01 GiB for .* has 12 GiB: ask"):
+        check_memory(123, NODES)
     with pytest.raises(ConfigError, match="999,998 more optimizers"):
         check_memory(999_998, NODES)
