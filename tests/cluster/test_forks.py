@@ -24,6 +24,7 @@ from rayzero.cluster.forks.worker_fork import LENGTH, TOKEN, start_server
 pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("exact", "hosts")]
 
 ASK = "from rayzero.cluster.forks.worker_fork import main; main()"
+ASK_IMPATIENTLY = "from rayzero.cluster.forks import worker_fork; worker_fork._START_S = 0.5; worker_fork.main()"
 WORKER = """
 import json, os, random, resource, sys, threading
 import numpy
@@ -238,6 +239,24 @@ def test_a_server_that_was_killed_has_a_successor(ask: Ask, raylet: subprocess.P
     second = said(ask())
     assert second["parent"] not in (first["parent"], first["pid"])
     assert second["torch"]
+
+
+@pytest.mark.thorough
+def test_a_server_that_stands_still_is_left_and_forks_nobody_later(ask: Ask, program: Path) -> None:
+    server = psutil.Process(said(ask())["parent"])
+    environment = os.environ | {name: server.environ()[name] for name in (TOKEN, "RAY_RAYLET_PID")}
+    server.suspend()
+    command = [sys.executable, "-c", ASK_IMPATIENTLY, str(program)]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert not said(process)["torch"]
+        server.resume()  # it has the process's streams until it finds that nobody asks any more
+        process.communicate("raise\n")
+        assert process.returncode == 3
+    workers = {child.pid for child in server.children()}
+    assert said(ask())["parent"] == server.pid
+    assert len({child.pid for child in server.children()} - workers) == 1, "the last one alone"
 
 
 @pytest.mark.thorough

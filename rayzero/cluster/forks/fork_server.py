@@ -89,6 +89,7 @@ class ForkServer:
     def _accept(self) -> _Asked | None:
         connection, _ = self._listener.accept()
         connection.settimeout(_ASKS_S)
+        streams: list[int] = []
         try:
             if not peer_is_us(connection):
                 raise PermissionError
@@ -99,6 +100,8 @@ class ForkServer:
             return _Asked(connection, streams, json.loads(text))
         except (OSError, ValueError, struct.error):  # a process that ended, or was stopped, while it asked
             connection.close()
+            for stream in streams:
+                os.close(stream)
             return None
 
     def _reap(self) -> None:

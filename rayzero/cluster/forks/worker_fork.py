@@ -30,7 +30,7 @@ __all__ = ["LENGTH", "TOKEN", "fork_token", "peer_is_us", "start_server"]
 TOKEN = "RAYZERO_FORK_SERVER"  # the environment variable that names the driver
 LENGTH = struct.Struct("!I")  # of a request's text, before it; the worker's standard streams go with it
 _IDLE_S = 5.0  # how long a server waits for a worker while it has none
-_START_S = 60.0  # until a server that another process starts answers
+_START_S = 40.0  # until a server answers; it imports first. Ray waits 60 s for a worker
 _LOOK_S = 0.01  # between two looks whether it does
 
 
@@ -49,7 +49,7 @@ def main() -> None:
 
 def _ask(server: socket.socket, arguments: list[str]) -> None:
     """Send what makes a process: arguments, environment, folder, limits and standard streams. Raises OSError if the
-    server ended before it had forked."""
+    server has not forked: it ended, or stands still."""
     request = {
         "arguments": arguments,
         "environment": dict(os.environ),
@@ -59,10 +59,12 @@ def _ask(server: socket.socket, arguments: list[str]) -> None:
         "oom": _text("/proc/self/oom_score_adj"),
     }
     text = json.dumps(request).encode()
+    server.settimeout(_START_S)
     socket.send_fds(server, [LENGTH.pack(len(text))], [0, 1, 2])
     server.sendall(text)
     if not server.recv(1):
         raise ConnectionResetError("it ended")
+    server.settimeout(None)
 
 
 def _connect(name: str) -> socket.socket | None:
