@@ -139,9 +139,10 @@ def become(asked: _Asked) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    resource.setrlimit(resource.RLIMIT_NOFILE, request["files"])
     os.sched_setaffinity(0, request["cpus"])
-    with open("/proc/self/oom_score_adj", "w") as file:
+    with suppress(ValueError):  # only root may raise what the server itself has
+        resource.setrlimit(resource.RLIMIT_NOFILE, request["files"])
+    with suppress(PermissionError), open("/proc/self/oom_score_adj", "w") as file:  # likewise: lower it
         file.write(request["oom"])
     numpy.random.seed()  # a fork has its parent's; Python's own generator sees to itself
     sys.argv = request["arguments"]
