@@ -99,9 +99,7 @@ class ForkServer:
             connection.sendall(b"1")  # it is forked next
             return _Asked(connection, streams, json.loads(text))
         except (OSError, ValueError, struct.error):  # a process that ended, or was stopped, while it asked
-            connection.close()
-            for stream in streams:
-                os.close(stream)
+            _Asked(connection, streams, {}).close()
             return None
 
     def _reap(self) -> None:
