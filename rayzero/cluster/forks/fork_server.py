@@ -58,7 +58,6 @@ class ForkServer:
         self._listener = listener
         self._idle_ms = None if idle_s is None else 1000 * idle_s
         self._workers: set[int] = set()
-        self._has_ray = False
         self._poll = select.poll()
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # so that a worker's end wakes the poll
@@ -77,9 +76,8 @@ class ForkServer:
                 os.read(self._woken, 1024)
                 self._reap()
             if self._listener.fileno() in ready and (asked := self._accept()) is not None:
-                if not self._has_ray:
+                if "ray" not in sys.modules:
                     _import_ray(asked.request["environment"])
-                    self._has_ray = True
                 if (pid := os.fork()) == 0:
                     self._leave()
                     return asked
@@ -153,7 +151,7 @@ def main() -> None:
     file, lives_with, *idle_s = sys.argv[1:]
     listener = socket.socket(fileno=int(file))
     try:
-        server = ForkServer(listener, int(lives_with), *(map(float, idle_s) if idle_s else [None]))
+        server = ForkServer(listener, int(lives_with), float(idle_s[0]) if idle_s else None)
     except ProcessLookupError:  # it has ended
         return
     asked = server.serve()
