@@ -9,9 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import pytest
 
 from rayzero.cluster.forks import worker_fork
 from rayzero.cluster.forks.worker_fork import LENGTH, TOKEN, start_server
+from rayzero.concurrency.ends import ends
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("exact", "hosts")]
 
@@ -111,10 +111,10 @@ def said(process: subprocess.Popen[str]) -> dict[str, Any]:
     return dict(json.loads(process.stdout.readline()))
 
 
-def ends(pid: int) -> bool:
-    """Whether a process ends, at the latest when the test's time is over."""
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
+def has_ended(pid: int) -> bool:
+    """Whether a worker or a server ends."""
+    with suppress(psutil.NoSuchProcess):
+        return ends(psutil.Process(pid), 100)
     return True
 
 
@@ -145,10 +145,10 @@ def test_a_worker_is_what_a_new_interpreter_would_be(ask: Ask, program: Path, tm
     assert second.poll() is None
     _, errors = first.communicate("end\n")
     assert errors == "said\n"
-    assert ends(workers[0]["pid"])
+    assert has_ended(workers[0]["pid"])
     assert second.poll() is None
     second.communicate("raise\n")
-    assert ends(workers[1]["pid"])
+    assert has_ended(workers[1]["pid"])
 
 
 def test_limits_are_those_of_the_process_that_asks(ask: Ask) -> None:
@@ -171,19 +171,19 @@ def test_the_server_ends_with_the_raylet_and_its_workers_go_on(ask: Ask, raylet:
     worker = said(process)
     raylet.kill()
     raylet.wait()
-    assert ends(worker["parent"])
+    assert has_ended(worker["parent"])
     assert psutil.pid_exists(worker["pid"])
     assert process.poll() is None
     process.communicate("end\n")
-    assert ends(worker["pid"])
+    assert has_ended(worker["pid"])
 
 
 def test_the_server_ends_some_time_after_its_last_worker(ask: Ask, raylet: subprocess.Popen[bytes]) -> None:
     process = ask()
     worker = said(process)
     process.communicate("end\n")
-    assert ends(worker["pid"])
-    assert ends(worker["parent"])
+    assert has_ended(worker["pid"])
+    assert has_ended(worker["parent"])
 
 
 @pytest.mark.thorough
@@ -235,7 +235,7 @@ def test_what_asks_for_no_worker_holds_up_no_other(ask: Ask, shared_raylet: subp
 def test_a_server_that_was_killed_has_a_successor(ask: Ask, raylet: subprocess.Popen[bytes]) -> None:
     first = said(ask())
     os.kill(first["parent"], signal.SIGKILL)
-    assert ends(first["parent"])
+    assert has_ended(first["parent"])
     second = said(ask())
     assert second["parent"] not in (first["parent"], first["pid"])
     assert second["torch"]
