@@ -51,6 +51,7 @@ RANKS_ON_HEAD = [f"scaling.memory_per_worker={3 * GIB}", "zero.placement=cpu_nod
 """Settings of a run whose ranks are on the head's host, while its owners are spread over all hosts."""
 
 ALL_ON_HEAD = [*RANKS_ON_HEAD, "scaling.optimizer_labels={host: host-1}"]
+"""The same with all owners there, too."""
 
 OWNERS_ELSEWHERE = [*RANKS_ON_HEAD, "scaling.optimizer_labels={host: host-2}"]
 """The same with all owners on the second host. Without either, each of two hosts has a rank and an owner."""
