@@ -15,7 +15,7 @@ from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 
 from .compared_run import Undisturbed, train_undisturbed
-from .processes import left_in_shared_memory, shared_memory
+from .processes import end_scripts, left_in_shared_memory, shared_memory
 from .ray_cluster import Cluster, two_nodes
 
 
@@ -48,6 +48,13 @@ def trainer(local_ray: None, tmp_path: Path) -> Callable[..., ZeroTrainer]:
         )
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def _no_script_goes_on() -> Iterator[None]:
+    """A failed test's script would train on beside all tests after it."""
+    yield
+    end_scripts()
 
 
 def ray_processes() -> list[str]:

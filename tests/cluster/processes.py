@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ from rayzero.cluster.files.run_dir import read_record
 from rayzero.slabs.sweep import list_slabs
 
 SCRIPT = Path(__file__).with_name("script_run.py")
+_started: list[subprocess.Popen[str]] = []  # by the present test
 
 
 def start_script(
     storage: Path, steps: int, *arguments: str, script: Path = SCRIPT, **env: str
 ) -> subprocess.Popen[str]:
-    """The user's script as a shell would start it: its own process group, one pipe for all it says."""
-    return subprocess.Popen(
+    """The user's script as a shell would start it: its own process group, one pipe for all it says. ``end_scripts``
+    ends it if the test does not."""
+    script = subprocess.Popen(
         [sys.executable, str(script), str(storage), str(steps), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -32,6 +35,19 @@ def start_script(
         start_new_session=True,
         env=os.environ | env,
     )
+    _started.append(script)
+    return script
+
+
+def end_scripts() -> None:
+    """Kill what is left of the scripts that a failed test has started, and all below them."""
+    while _started:
+        script = _started.pop()
+        if script.poll() is None:
+            for process in reversed(everyone_of(script.pid)):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            script.wait()
 
 
 def until_it_trains(script: subprocess.Popen[str]) -> str:

@@ -218,7 +218,7 @@ def test_a_link_that_stays_down_ends_waits_that_stall_and_is_named(lead: bool) -
         assert sum(bool(re.search(named, text)) for text in texts) >= 2, texts
         began = time.monotonic()
         ranks[0].store.close()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < WAIT
 
 
 @pytest.mark.thorough
@@ -248,7 +248,7 @@ def test_closing_ends_every_wait_for_a_link_at_once() -> None:
         time.sleep(1.0)  # the pauses between two tries are long now
         began = time.monotonic()
         store.close()
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < WAIT
         for wait in waits:
             with pytest.raises(StoreClosedError):
                 wait.result(WAIT)
@@ -260,7 +260,7 @@ def test_an_owner_that_was_never_there_is_not_waited_for() -> None:
     with pytest.raises(TransferError, match=r"rank 0, optimizer 0 at 127.0.0.1:1: UNAVAILABLE"):
         store.attach(toy_spec(1))
     store.close()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < WAIT
 
 
 def test_an_owner_that_dies_before_a_rank_has_met_it_is_waited_for_if_it_gets_a_successor(
@@ -376,7 +376,7 @@ def test_an_owner_that_dies_is_named_at_once(dead: int) -> None:
             for wait in waits:
                 with pytest.raises(StoreError, match=rf"optimizer {dead} \(pid {processes[dead].pid}\) has died"):
                     wait.result(WAIT)
-            assert time.monotonic() - began < 5, "the process says so, not the connection"
+            assert time.monotonic() - began < 10, "the process says so, not the connection, which takes 20 s"
             for store in stores:
                 store.close()
 
