@@ -101,13 +101,26 @@ def left_in_shared_memory(before: set[str], timeout_s: float = 20.0) -> set[str]
 
 
 class Kills:
-    """Sends a signal to a member as rank 0 reports that it has done so many steps."""
+    """Sends a signal to a member as rank 0 reports that it has done so many steps. The loop calls ``until_killed``."""
 
     def __init__(self, run_dir: Path, kills: dict[int, str], how: int = signal.SIGKILL) -> None:
-        self.run_dir, self.kills, self.how = run_dir, kills, how
+        self.run_dir, self.kills, self.how, self.steps = run_dir, kills, how, sorted(kills)
 
     def __call__(self, one: Any) -> None:
         if one.rank == 0 and one.metrics["done"] in self.kills:
             who = self.kills.pop(one.metrics["done"])
             members = read_record(self.run_dir)["members"]
             os.kill(next(m["pid"] for m in members if m["who"] == who), self.how)
+            _killed_at(self.run_dir, one.metrics["done"]).touch()
+
+
+def until_killed(run_dir: Path, steps: Iterable[int], step: int) -> None:
+    """Wait before ``step`` until ``Kills`` has done what was due by then: a loop that goes on meanwhile may have ended
+    before the driver hears of the report."""
+    for at in steps:
+        while step > at and not _killed_at(run_dir, at).exists():
+            time.sleep(0.02)
+
+
+def _killed_at(run_dir: Path, done: int) -> Path:
+    return run_dir / f"killed-{done}"

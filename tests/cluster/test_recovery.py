@@ -26,13 +26,22 @@ from rayzero.security import authority
 from rayzero.store.shm.same_host import why_no_sharing
 
 from .compared_run import STEPS, losses, same, train
-from .processes import Kills
+from .processes import Kills, until_killed
 
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(400),
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
 ]
+
+
+def train_through_kills(steps: list[int]) -> None:
+    """Like ``train``. ``steps``: at which ``Kills`` kills."""
+    train(None, lambda step: until_killed(own_run_dir(), steps, step))
+
+
+def own_run_dir() -> Path:
+    return Path(get_context().run_dir or "")
 
 
 def train_beside_a_spare(config: Any) -> None:
@@ -56,8 +65,7 @@ def wait_for(spare: str) -> None:
 def test_killed_optimizers_and_ranks_are_replaced(trainer, nothing_left, tmp_path, undisturbed):
     said: list[str] = []
     kills = Kills(tmp_path / "demo", {5: "optimizer 1", 15: "rank 1", 25: "optimizer 0"})
-    result = trainer(train, on_report=kills, on_phase=said.append).fit()
-    assert kills.kills == {}
+    result = trainer(train_through_kills, kills.steps, on_report=kills, on_phase=said.append).fit()
     assert same(result.path, undisturbed)
     assert losses(result.path) == undisturbed.losses
     record = read_record(tmp_path / "demo")
@@ -100,7 +108,8 @@ def test_nobody_notices_a_killed_coordinator(trainer, nothing_left, tmp_path, un
 @pytest.mark.thorough
 def test_a_stopped_process_is_killed_and_replaced(trainer, nothing_left, tmp_path, undisturbed):
     kills = Kills(tmp_path / "demo", {5: "optimizer 1"}, signal.SIGSTOP)
-    result = trainer(train, on_report=kills, zero_config=ZeroConfig(stall_timeout=20.0)).fit()
+    stalls = ZeroConfig(stall_timeout=20.0)
+    result = trainer(train_through_kills, kills.steps, on_report=kills, zero_config=stalls).fit()
     assert same(result.path, undisturbed)
     assert [one["who"] for one in read_record(tmp_path / "demo")["recoveries"]] == ["optimizer 1"]
 
@@ -109,7 +118,7 @@ def test_a_stopped_process_is_killed_and_replaced(trainer, nothing_left, tmp_pat
 def test_one_failure_too_many_ends_the_run(trainer, nothing_left, tmp_path):
     kills = Kills(tmp_path / "demo", {5: "optimizer 1", 15: "rank 1"})
     with pytest.raises(RunFailedError, match=r"rank 1 died: .* one failure too many: the run has outlived 1"):
-        trainer(train, on_report=kills, run={"max_failures": 1}).fit()
+        trainer(train_through_kills, kills.steps, on_report=kills, run={"max_failures": 1}).fit()
 
 
 @pytest.mark.thorough
@@ -134,10 +143,15 @@ def test_a_spare_takes_the_place_of_an_optimizer_and_another_spare_is_started(
     assert same(result.path, undisturbed)
 
 
-def train_beyond_the_first_certificates(config: Any) -> None:
-    """Like ``train``; step 25 begins when those of the start have ended."""
+def train_beyond_the_first_certificates(steps: list[int]) -> None:
+    """Like ``train_through_kills``. Step 25 begins when those of the start have ended."""
     began = time.time()
-    train(config, lambda step: time.sleep(max(0.0, began + LASTS_S + 1 - time.time()) if step == 25 else 0.0))
+
+    def before(step: int) -> None:
+        until_killed(own_run_dir(), steps, step)
+        time.sleep(max(0.0, began + LASTS_S + 1 - time.time()) if step == 25 else 0.0)
+
+    train(None, before)
 
 
 LASTS_S = 8
@@ -167,8 +181,9 @@ def test_certificates_are_renewed_while_the_run_goes_on_and_processes_are_replac
 
     run = {"security": {"tls": "always"}, "telemetry": {"web_config": web}}
     said: list[str] = []
-    result = trainer(train_beyond_the_first_certificates, on_report=look, on_phase=said.append, run=run).fit()
-    assert kills.kills == {}
+    result = trainer(
+        train_beyond_the_first_certificates, kills.steps, on_report=look, on_phase=said.append, run=run
+    ).fit()
     assert same(result.path, undisturbed)
     assert [one["who"] for one in read_record(result.path)["recoveries"]] == ["optimizer 0", "rank 1"]
     early, late = shown["owner"]

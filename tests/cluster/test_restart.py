@@ -15,7 +15,7 @@ from rayzero.cluster.files.run_dir import read_record
 from rayzero.config import ZeroConfig
 from rayzero.store.shm.same_host import why_no_sharing
 
-from .processes import Kills
+from .processes import Kills, until_killed
 from .tiny import batch, make, unsharded
 
 pytestmark = [
@@ -29,11 +29,13 @@ STEPS = 30
 
 
 def train(config: dict[str, Any]) -> None:
-    """A loop that tracks nothing: no rank of it can repeat a step alone. Saves every ``config["every"]`` steps."""
+    """A loop that tracks nothing: no rank of it can repeat a step alone. Saves every ``config["every"]`` steps.
+    ``config["kills"]``: the steps at which ``Kills`` kills."""
     context = rayzero.get_context()
     model, plain = make()
     model, optimizer = rayzero.prepare(model, plain)
     for step in range(context.step, STEPS):
+        until_killed(Path(context.run_dir or ""), config["kills"], step)
         loss = model(batch(step, context.rank)).square().mean()
         loss.backward()
         optimizer.clip_grad_norm_(0.05)
@@ -62,7 +64,7 @@ EACH_ONCE = sorted((rank, done) for rank in range(2) for done in range(1, STEPS 
 def test_from_the_newest_checkpoint_if_a_rank_dies_whose_loop_tracks_nothing(trainer, nothing_left, tmp_path):
     said: list[str] = []
     kills = Kills(tmp_path / "demo", {15: "rank 1"})
-    result = trainer(train, {"every": 10}, on_report=kills, on_phase=said.append).fit()
+    result = trainer(train, {"every": 10, "kills": kills.steps}, on_report=kills, on_phase=said.append).fit()
     assert is_right(result.path)
     assert rows(result.path) == EACH_ONCE
     record = read_record(result.path)
@@ -77,7 +79,8 @@ def test_anew_if_an_optimizer_dies_whose_memory_is_its_own_before_the_first_chec
     said: list[str] = []
     kills = Kills(tmp_path / "demo", {5: "optimizer 0"})
     grpc = ZeroConfig(transport="grpc", stall_timeout=60.0)
-    result = trainer(train, {"every": STEPS}, on_report=kills, on_phase=said.append, zero_config=grpc).fit()
+    config = {"every": STEPS, "kills": kills.steps}
+    result = trainer(train, config, on_report=kills, on_phase=said.append, zero_config=grpc).fit()
     assert is_right(result.path)
     assert rows(result.path) == EACH_ONCE
     (again,) = [line for line in said if "optimizer 0 died" in line]
