@@ -15,7 +15,7 @@ clip, scheduler, means, checkpoints, writes. Faults come while the run goes on, 
     owners                SIGKILL of all owners at once
     both                  SIGKILL of an owner and a rank at once
     stop owner, stop rank SIGSTOP, for longer than the others wait
-    owner.adam kill, ...  an act at a point of rayzero/testing/faults.py, at its nth time from now
+    owner.adam kill, ...  an act at a point of tests/support/faults.py, at its nth time from now
     then owner.redo kill  SIGKILL of an owner (or a rank), and a fault at a point of the recovery from that
     scale                 a request for another number of owners, 1 to 5
     scale, then owner     the same, and one of the above 0 to 0.6 s later; scale: another request
@@ -70,8 +70,8 @@ from disturbed import (
 from rayzero.elastic.requests import ScaleRequest, ask
 from rayzero.engine.context import RankContext
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
-from rayzero.testing import faults as named
 from rayzero.testing import run_ranks
+from tests.support import faults as named
 
 APART = 1, 3  # owners on another host, if any are
 STALL_S = 8.0  # stopped processes are killed after half of it

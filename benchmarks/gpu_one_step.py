@@ -19,7 +19,7 @@ from torch import nn
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.testing.simulated_lane import SimulatedLane, device_behind
+from tests.support.simulated_lane import SimulatedLane, device_behind
 
 AHEAD = 2  # layers
 

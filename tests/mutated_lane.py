@@ -7,9 +7,9 @@ from contextlib import suppress
 from typing import Any
 
 from rayzero.lanes import Direction, Event
-from rayzero.testing.happens_before import RaceError
-from rayzero.testing.simulated_copy import FreedError
-from rayzero.testing.simulated_lane import SimulatedEvent, SimulatedLane
+from tests.support.happens_before import RaceError
+from tests.support.simulated_copy import FreedError
+from tests.support.simulated_lane import SimulatedEvent, SimulatedLane
 
 FOUND = RaceError, FreedError
 

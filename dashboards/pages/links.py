@@ -77,14 +77,6 @@ PAGE = Page(
                     kind="stack",
                 ),
                 panel(
-                    "Gathered with other ranks",
-                    "Bytes of units by where they come from, with zero.host_gather. own is to be 1/n of own and ranks "
-                    "for n ranks on a host; whole: the others did not come in time, or no more.",
-                    "Bps",
-                    ("sum by (source) (rate(rayzero_host_gather_bytes_total{<rank>}[<i>]))", "{{source}}"),
-                    kind="stack",
-                ),
-                panel(
                     "Depth",
                     "Units asked for ahead of the one in use; it adapts to measured seconds.",
                     "none",

@@ -46,7 +46,7 @@ def plan(
     """Show a run's bytes by tier and phase, and the least time of a step, on the machines that the options describe.
 
     Options that are left out are measured on this host. The exit code is 2 if the run cannot fit."""
-    from rayzero.plan.tiers import check_budgets, check_fits, check_gathers, check_window
+    from rayzero.plan.tiers import check_budgets, check_fits, check_window
     from rayzero.recipes.planning import plan_recipe
 
     speeds = {"flops": flops, "link": link, "memory": memory, "network": network}
@@ -60,7 +60,6 @@ def plan(
     planned = plan_recipe(work, hardware, figures)
     typer.echo(to_json(planned.to_json()) if as_json else format_plan(planned))
     check_window(work.layout, work.root, work.recipe.zero)
-    check_gathers(planned.bytes, work.recipe.zero)
     check_budgets(planned.bytes, work.recipe.zero)
     check_fits(planned.bytes, hardware)
 
@@ -156,10 +155,9 @@ def format_plan(planned: RecipePlan) -> str:
     if hosts.on_gpu and gpus > ranks:
         lines.append(f"{gpus - ranks:,} of {count(gpus, 'GPU')} idle: scaling.num_workers is {ranks}, one rank a GPU")
     traffic = planned.traffic
-    copied = f" (copies {format_bytes(traffic.copied)} of it itself)" if traffic.copied < traffic.fetch else ""
     lines += [
         "",
-        f"a step of one rank: {traffic.flops / 1e12:.4g} TFLOP, fetches {format_bytes(traffic.fetch)}{copied}, pushes "
+        f"a step of one rank: {traffic.flops / 1e12:.4g} TFLOP, fetches {format_bytes(traffic.fetch)}, pushes "
         f"{format_bytes(traffic.push)}; all owners together read and write {format_bytes(traffic.update)}",
         "seconds at least: " + ", ".join(f"{name} {value:.4g}" for name, value in bound.stages.items()),
         f"a step takes at least {bound.seconds:.4g} s (bound by {bound.binds}): at most "

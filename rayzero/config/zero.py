@@ -242,13 +242,6 @@ class ZeroConfig(ConfigModel):
     slab_dir is large enough, wire_compression is "none" and keep_pushed is True. "always": also where it takes as
     many. "never": each rank pushes its own."""
 
-    host_gather: Flag = False
-    """True: the GPUs of a host bring each unit up together: with n ranks, each copies 1/n of it over its own link and
-    all-gathers the rest from the others, over NCCL (ranks on a CPU: gloo). Only what all of them need at about the same
-    time: a rank that runs another unit, or none, is not waited for, and copies whole units. Once a rank has died, its
-    host gathers no more for the rest of the run. For one prepared model, ranks that share slab_dir, and at most 16 on a
-    host. Not the default: it has not run on a GPU."""
-
     host_voice: HostVoice = "auto"
     """Whether one rank of a host sends the finishes, commits and means of all of its ranks to a lead on another host,
     in one message, and tells them what owners on other hosts publish: with a thousand ranks, the lead is busy with
@@ -306,7 +299,6 @@ class ZeroConfig(ConfigModel):
             broadcast: Broadcast = ...,
             host_fetch: HostFetch = ...,
             host_push: HostPush = ...,
-            host_gather: bool = ...,
             host_voice: HostVoice = ...,
         ) -> None: ...
 
@@ -382,15 +374,6 @@ class ZeroConfig(ConfigModel):
             )
         return self
 
-    @model_validator(mode="after")
-    def _host_can_gather(self) -> Self:
-        if self.host_gather and self.transport == "grpc":
-            raise ValueError(
-                "host_gather=True needs memory that a host's ranks share, but transport is 'grpc'; set "
-                "transport='auto' or host_gather=False"
-            )
-        return self
-
     @property
     def pushes_for_host(self) -> HostPush:
         """``host_push``: "never" where "auto" comes to that by the other settings."""
@@ -402,10 +385,6 @@ class ZeroConfig(ConfigModel):
         if self.host_fetch == "auto" and (ranks < 2 or self.broadcast == "push" or self.shared_directory is None):
             return "never"
         return self.host_fetch
-
-    def gathers_on_host(self, ranks: int) -> bool:
-        """Whether ``host_gather`` applies to a host with that many ranks: not to a rank that is alone there."""
-        return self.host_gather and ranks > 1
 
     @property
     def host_fraction(self) -> float:

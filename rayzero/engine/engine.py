@@ -90,13 +90,12 @@ class Engine:
         self.passes = PassTimes(len(layout.units), clock, recorder.spans, lambda: self.version)
         self._unwatch: list[End] = []
         self.poison = poison
-        in_place = device.type == "cpu" and not poison and not transfers.into_buffers
         self.residency = Residency(
             layout.units,
             budget=config.gpu_param_memory_budget,
             device=device,
             poison=poison,
-            mapped=mapped_units(store, layout.units) if in_place else {},
+            mapped={} if poison or device.type != "cpu" else mapped_units(store, layout.units),
         )
         self._overlaps = (
             config.overlap == "forward"

@@ -44,11 +44,10 @@ from rayzero.engine.start.opaque import refuse_apart, refuse_codes
 from rayzero.engine.start.plan_notes import tell_plan
 from rayzero.engine.start.unit_init import Init
 from rayzero.engine.step_clock import StepClock
-from rayzero.engine.units.gathering import check_gather, gather_with_host
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.partition import UnitPlan, UnitRule, build_layout
 from rayzero.engine.units.residency import stays_up
-from rayzero.engine.units.transfers import UnitTransfers, make_transfers
+from rayzero.engine.units.transfers import make_transfers
 from rayzero.engine.values.state_dict import hook_state_dict_loads
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS, check_moments
@@ -133,7 +132,6 @@ def prepare(
     plan = plan_units(model, config, units)
     stays_up(plan.layout, config)
     match_modules([model], config.offload_activations, "offload_activations")
-    check_gather(config, number)
     if context.rank == 0:
         tell_plan(plan.layout, config, dict(model.named_parameters()))
     start = None if context.life else _start(model, plan, context, began, weights, init)
@@ -153,7 +151,6 @@ def prepare(
         store.close(f"prepare failed: {exc}")
         raise
     with _whole_or_torn(store, context):
-        transfers = gather_with_host(store, device, spec.layout.units, config, context.rank, recorder)
         comeback, version = None, attached.version
         if context.life:
             comeback = comeback_of(store, attached, began, rank=context.rank, number=number, repeats=context.repeats)
@@ -169,7 +166,7 @@ def prepare(
         if context.connect is not None and not number:
             keep_began(store, attached, began)
         start.bring(store.load if attached.needs_load and context.rank == 0 else None)
-        engine = _engine(model, store, plan, spec, config, context, device, version, number, recorder, transfers)
+        engine = _engine(model, store, plan, spec, config, context, device, version, number, recorder)
         engine.adopt(_make_units(plan, params, engine, device), _root_units(plan), spec.group_of, version)
         engine.activations = offload_activations(model, engine, config, context, recorder)
         _hook(model, plan, engine, config)
@@ -432,10 +429,8 @@ def _engine(
     version: int,
     number: int,
     recorder: Recorder,
-    transfers: UnitTransfers | None,
 ) -> Engine:
-    if transfers is None:
-        transfers = make_transfers(store, device, spec.layout.units, pinned=config.pin_cpu_memory)
+    transfers = make_transfers(store, device, spec.layout.units, pinned=config.pin_cpu_memory)
     clock = StepClock(recorder, step=version)
     step = RankStep(
         store,

@@ -7,10 +7,8 @@ touched.
 
 from __future__ import annotations
 
-import datetime
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 from weakref import WeakValueDictionary
 
@@ -126,43 +124,6 @@ swap_tensors: Callable[[Tensor, Tensor], None] = _C._swap_tensor_impl
 """Exchange the contents of two tensor objects (device, dtype, storage, gradient); each stays the same Python object,
 with its class, its attributes and its dictionaries of hooks. (``torch.utils.swap_tensors`` exchanges those too, and
 ``param.data = `` takes no other kind of device.)"""
-
-
-# ---- collectives ------------------------------------------------------------------------------------------------
-
-
-def gloo_group(meeting: Path, place: int, size: int, timeout_s: float) -> Any:
-    """A gloo process group over loopback that torch.distributed's own groups know nothing of. ``meeting``: a file that
-    all ``size`` members name. Blocks until all are connected. Raises RuntimeError."""
-    kind = _c10d().ProcessGroupGloo
-    options = kind._Options()
-    options._devices = [kind.create_device(hostname="127.0.0.1")]
-    return _group(kind, options, meeting, place, size, timeout_s)
-
-
-def nccl_group(meeting: Path, place: int, size: int, timeout_s: float) -> Any:
-    """The same with NCCL. Its first collective connects the calling thread's devices."""
-    kind = _c10d().ProcessGroupNCCL
-    return _group(kind, kind.Options(), meeting, place, size, timeout_s)
-
-
-def _group(kind: Any, options: Any, meeting: Path, place: int, size: int, timeout_s: float) -> Any:
-    options._timeout = datetime.timedelta(seconds=timeout_s)
-    store = _c10d().FileStore(str(meeting), size)
-    store.set_timeout(options._timeout)
-    return kind(store, place, size, options)
-
-
-def all_gather_into(group: Any, whole: Tensor, mine: Tensor) -> None:
-    """All-gather equal parts of ``whole`` (1D), of which ``mine`` is the group's own: nothing is copied besides. gloo
-    blocks; NCCL's work comes after what the current stream has been given, which waits for it. Raises RuntimeError."""
-    group._allgather_base(whole, mine, _c10d().AllgatherOptions()).wait()
-
-
-def _c10d() -> Any:
-    import torch._C._distributed_c10d as c10d  # only who gathers pays for it
-
-    return c10d
 
 
 # ---- torch.compile ----------------------------------------------------------------------------------------------

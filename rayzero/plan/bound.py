@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from rayzero.config import ScalingConfig, ZeroConfig
-from rayzero.engine.units.unit_group import own_elements
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.pool import buffer_bytes
 from rayzero.plan.hardware import Hardware
@@ -32,7 +31,6 @@ class StepTraffic:
 
     flops: int  # of one rank
     fetch: int  # of one rank: parameters that must be fetched again
-    copied: int  # of these, over its own link; the rest comes from the other ranks of its host (host_gather)
     gradients: GradientBytes
     published: int  # parameters that change, once
     update: int  # of all owners: what the norm and the update read and write
@@ -83,30 +81,20 @@ class StepBound:
 
 
 def step_traffic(
-    layout: ModelLayout,
-    work: Work,
-    zero: ZeroConfig,
-    scaling: ScalingConfig,
-    *,
-    state_bytes: float,
-    together: int = 1,
+    layout: ModelLayout, work: Work, zero: ZeroConfig, scaling: ScalingConfig, *, state_bytes: float
 ) -> StepTraffic:
     """Count one step's bytes and operations. Parameters beyond the budget are fetched in each forward and each
-    backward; what fits stays. state_bytes: of the optimizer's states, per element. together: ranks of a host that bring
-    each unit up together; see ``ranks_together``."""
+    backward; what fits stays. state_bytes: of the optimizer's states, per element."""
     backwards = zero.gradient_accumulation_steps
     sizes = [buffer_bytes(unit.size_bytes) for unit in layout.units]
     trained = [unit for unit in layout.units if unit.trainable]
     beyond = max(0, sum(sizes) - zero.gpu_param_memory_budget)
     elements, gradients = sum(unit.numel for unit in trained), sum(unit.size_bytes for unit in trained)
     published = sum(unit.size_bytes for unit in trained if unit.dtype is not torch.float32)
-    again = (2 * backwards - 1) * beyond
-    own = own_share(layout, together)
     states = int(elements * 2 * (FP32 + state_bytes))  # with the master, read and written
     return StepTraffic(
         flops=(work.forward_flops + work.backward_flops) * backwards,
-        fetch=gradients + again,
-        copied=sum(own_elements(unit.numel, together) * unit.dtype.itemsize for unit in trained) + int(again * own),
+        fetch=gradients + (2 * backwards - 1) * beyond,
         gradients=GradientBytes.of(layout.units, backwards if zero.offload_grads else 1),
         published=gradients,
         update=2 * scaling.num_workers * gradients + states + published,
@@ -121,19 +109,12 @@ def bound_step(traffic: StepTraffic, zero: ZeroConfig, scaling: ScalingConfig, h
     update = traffic.update * max(owners.values()) / scaling.num_optimizers / hardware.memory
     return StepBound(
         compute=traffic.flops / hardware.flops * (1 if hosts.on_gpu else crowded),
-        fetch=traffic.copied / hardware.link,
+        fetch=traffic.fetch / hardware.link,
         push=traffic.push / hardware.link,
         network=_between_hosts(traffic, ranks, owners, zero) / hardware.network,
         update=update,
         exposed=update if zero.overlap == "none" or not zero.overlap_computation else 0.0,
     )
-
-
-def own_share(layout: ModelLayout, together: int) -> float:
-    """The part of a unit's bytes that each of so many ranks copies itself, on average over all units."""
-    whole = sum(unit.size_bytes for unit in layout.units)
-    own = sum(own_elements(unit.numel, together) * unit.dtype.itemsize for unit in layout.units)
-    return own / whole if whole else 1.0
 
 
 def _between_hosts(traffic: StepTraffic, ranks: Sequence[int], owners: Counter[int], zero: ZeroConfig) -> float:

@@ -29,19 +29,9 @@ from rayzero.plan.work import Work
 from rayzero.protocol.gradient_sum import gradient_dtype
 from rayzero.protocol.ownership import device_owners
 from rayzero.quantities import count, format_bytes
-from rayzero.store.rank.gathers.gather_words import check_gathering
 from rayzero.store.shm.host_sums import GradientBytes
 
-__all__ = [
-    "DeviceBytes",
-    "HostBytes",
-    "RunBytes",
-    "check_budgets",
-    "check_fits",
-    "check_gathers",
-    "plan_bytes",
-    "ranks_together",
-]
+__all__ = ["DeviceBytes", "HostBytes", "RunBytes", "check_budgets", "check_fits", "plan_bytes"]
 
 FP32 = 4  # bytes
 
@@ -52,7 +42,7 @@ class DeviceBytes:
 
     parameters: int  # the most that is gathered at any time
     buffers: int
-    leaving: int  # on a GPU, or with host_gather: gradients gathered for their copies to host memory
+    leaving: int  # on a GPU: gradients gathered for their copies to host memory
     sums: int  # offload_grads=False: gradients summed in fp32
     states: int  # offload_fraction < 1: its part of masters and optimizer states
     forward: int  # more than those, at the forward's peak
@@ -200,8 +190,7 @@ def plan_bytes(
         for owner in range(len(owners))
     )
     ranks_of, plans_of = Counter(ranks), defaultdict[int, list[OwnerPlan]](list)
-    gathers = any(zero.gathers_on_host(number) for number in ranks_of.values())
-    device = _device_bytes(layout, work, zero, hosts, max(plan.on_device for plan in plans), gathers)
+    device = _device_bytes(layout, work, zero, hosts, max(plan.on_device for plan in plans))
     for plan, host in zip(plans, owners, strict=True):
         plans_of[host].append(plan)
     each = tuple(
@@ -278,13 +267,6 @@ def shares_memory(zero: ZeroConfig) -> bool:
     return zero.transport in ("auto", "shm")
 
 
-def ranks_together(zero: ZeroConfig, scaling: ScalingConfig, hosts: Hosts) -> int:
-    """How many ranks of a host bring units up together (host_gather), where they are fewest; 1: each copies whole
-    units."""
-    fewest = min(Counter(hosts_of_ranks(scaling, hosts)).values())
-    return fewest if zero.gathers_on_host(fewest) else 1
-
-
 def hosts_of_ranks(scaling: ScalingConfig, hosts: Hosts) -> list[int]:
     """Rank -> its host. Ranks fill one host's GPUs after another's; on CPUs they are placed round robin."""
     if not hosts.on_gpu:
@@ -301,15 +283,13 @@ def hosts_of_owners(zero: ZeroConfig, scaling: ScalingConfig, hosts: Hosts) -> l
     return [hosts.count - 1 - owner % spread for owner in range(scaling.num_optimizers)]
 
 
-def _device_bytes(
-    layout: ModelLayout, work: Work, zero: ZeroConfig, hosts: Hosts, states: int, gathers: bool
-) -> DeviceBytes:
+def _device_bytes(layout: ModelLayout, work: Work, zero: ZeroConfig, hosts: Hosts, states: int) -> DeviceBytes:
     sizes = [buffer_bytes(unit.size_bytes) for unit in layout.units]
     trained = sum(unit.numel for unit in layout.units if unit.trainable)
     return DeviceBytes(
         parameters=_gathered(sizes, zero.gpu_param_memory_budget),
         buffers=work.buffer_bytes,
-        leaving=_leaving(layout) if hosts.on_gpu or gathers else 0,
+        leaving=_leaving(layout) if hosts.on_gpu else 0,
         sums=0 if zero.offload_grads else trained * FP32,
         states=states,
         forward=work.forward_peak_bytes,
@@ -364,11 +344,10 @@ def _host_bytes(
     shared = shares_memory(zero) and bool(own)
     apart = not shares_memory(zero) or len(own) < len(owners)  # some bytes come through this process
     decoded = sum(buffer_bytes(unit.size_bytes) for unit in layout.units if unit.is_coded)  # into memory of the rank
-    gathers = zero.gathers_on_host(num_ranks)  # into buffers of its own, as to a device
     copies = apart and not relayed  # of all that a rank on a CPU computes with
-    parameters = 0 if hosts.on_gpu else device.parameters if copies or gathers else min(device.parameters, decoded)
+    parameters = 0 if hosts.on_gpu else device.parameters if copies else min(device.parameters, decoded)
     compute = 0 if hosts.on_gpu else parameters + device.peak - device.parameters
-    arriving = device.parameters if hosts.on_gpu or (gathers and copies) else 0
+    arriving = device.parameters if hosts.on_gpu else 0
     return HostBytes(
         host=host,
         ranks=num_ranks,
@@ -416,13 +395,6 @@ def check_window(layout: ModelLayout, root: Collection[int], zero: ZeroConfig) -
             f"zero.gpu_param_memory_budget is {count(budget, 'byte')}, but a forward uses the root unit ({own:,} "
             f"bytes) and one more (up to {needed - own:,}) at once; set it to at least {needed:,}"
         )
-
-
-def check_gathers(run: RunBytes, zero: ZeroConfig) -> None:
-    """Raise UnsupportedError if a host has more ranks than can bring units up together, where they are to."""
-    for host in run.hosts:
-        if zero.gathers_on_host(host.ranks):
-            check_gathering(host.ranks)
 
 
 def check_fits(run: RunBytes, hardware: Hardware) -> None:

@@ -22,7 +22,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rayzero.protocol.gathers import UnitGathers
 from rayzero.protocol.messages import (
     Attached,
     CheckpointInfo,
@@ -97,17 +96,6 @@ class ParameterStore(Protocol):
     def revert(self, unit: int) -> None:
         """Discard what this rank has written into the unit's mapped memory. No owner has seen it. Memory that is mapped
         no more is emptied; nobody may compute with it meanwhile."""
-        ...
-
-    def join_gathers(self, device: str) -> UnitGathers | None:
-        """Meet the other ranks of this host, to all-gather units with them; after ``attach``, on every rank. Blocks
-        until all of them are there.
-
-        ``device``: a name that no two ranks may share, or "cpu". None: this rank is alone on its host, or has come back
-        after its death, or another one has, and each copies whole units.
-
-        Raises StallError, naming the ranks that do not come, and UnsupportedError if they share no memory, are too
-        many, or their devices cannot gather."""
         ...
 
     def landing(self, contribution: Contribution) -> Tensor | None:

@@ -24,7 +24,7 @@ from rayzero.plan.bound import StepBound, StepTraffic, bound_step, step_traffic
 from rayzero.plan.hardware import Hardware, Hosts, measure_here
 from rayzero.plan.programs import Imported, Programs
 from rayzero.plan.simulated import simulate_step
-from rayzero.plan.tiers import RunBytes, plan_bytes, ranks_together, shares_memory
+from rayzero.plan.tiers import RunBytes, plan_bytes, shares_memory
 from rayzero.plan.work import Work, measure_work
 from rayzero.recipes.lm import next_token_loss
 from rayzero.recipes.model import build_model
@@ -141,8 +141,7 @@ def recipe_hardware(work: RecipeWork, *, on_gpu: bool | None = None) -> Hardware
 def plan_recipe(work: RecipeWork, hardware: Hardware, measured: Measured | None = None) -> RecipePlan:
     """Plan the recipe's run on these machines: its bytes and its least step time; with what was ``measured``, also a
     simulated step."""
-    recipe = work.recipe
-    traffic = _traffic(work, ranks_together(recipe.zero_config, recipe.scaling, hardware.hosts))
+    recipe, traffic = work.recipe, _traffic(work)
     return RecipePlan(
         of=work,
         hardware=hardware,
@@ -204,13 +203,6 @@ def _state_bytes(recipe: RecipeConfig) -> float:
     return len(adam_states(amsgrad=False)) * moment_bytes(recipe.zero_config.moments)
 
 
-def _traffic(work: RecipeWork, together: int = 1) -> StepTraffic:
+def _traffic(work: RecipeWork) -> StepTraffic:
     recipe = work.recipe
-    return step_traffic(
-        work.layout,
-        work.work,
-        recipe.zero_config,
-        recipe.scaling,
-        state_bytes=_state_bytes(recipe),
-        together=together,
-    )
+    return step_traffic(work.layout, work.work, recipe.zero_config, recipe.scaling, state_bytes=_state_bytes(recipe))

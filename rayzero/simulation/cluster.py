@@ -135,10 +135,6 @@ def _check(run: Run, steps: int) -> None:
             f"zero.offload_fraction is {run.zero.host_fraction:g}, but only 1 can be simulated: owners beside ranks "
             "use the ranks' devices"
         )
-    if run.zero.host_gather and not run.machine.gpus:
-        raise UnsupportedError(
-            "zero.host_gather is True, which can only be simulated where ranks compute on GPUs; use host_gather=False"
-        )
     if run.options.transport == "inproc" and len({*run.rank_hosts, *run.owner_hosts}) > 1:
         raise ConfigError('transport is "inproc", so ranks and owners must be on one host; use "shm" or "grpc"')
     if run.zero.wire_compression != "none" or run.zero.cpu_compression.value != "none":

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from rayzero.config import ZeroConfig
 from rayzero.config.zero import speaks_for_host
-from rayzero.engine.units.unit_group import own_elements
 from rayzero.errors import ConfigError
 from rayzero.kernels.rank_sum import GROUP
 from rayzero.layout.model_layout import UnitLayout
@@ -170,11 +169,9 @@ class Resources:
         )
 
     def to_device(self, ranks: RankGroup, unit: UnitLayout) -> Load:
-        """A unit goes from host memory to a GPU: all of it, or the part that this rank gives to the others of its host,
-        whose exchange takes no time."""
-        together = ranks.each if self._zero.gathers_on_host(ranks.each) else 1
-        size, speed = own_elements(unit.numel, together) * unit.dtype.itemsize, self.machine.link
-        return Load(size / speed, ((self.of_host("memory", ranks.host), ranks.each * speed),))
+        """A unit goes from host memory to a GPU."""
+        speed = self.machine.link
+        return Load(unit.size_bytes / speed, ((self.of_host("memory", ranks.host), ranks.each * speed),))
 
     def passes(
         self, owners: OwnerGroup, sizes: Sequence[tuple[float, float]], shards: int, threads: int | None = None

@@ -17,13 +17,12 @@ from rayzero.codecs.record import codec_of, read_record
 from rayzero.concurrency.futures import DONE, fail, settle, settled, when_all
 from rayzero.concurrency.gather import Gather
 from rayzero.concurrency.threads import use_torch_threads
-from rayzero.errors import StoreClosedError, UnsupportedError
+from rayzero.errors import StoreClosedError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.lead.lead import StepLead
 from rayzero.memory.planner import OwnerPlan
 from rayzero.owner.loop_states import LoopStates
 from rayzero.owner.service import CPU, ShardService
-from rayzero.protocol.gathers import UnitGathers
 from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import (
     COMPUTE,
@@ -357,15 +356,6 @@ class LocalConnection:
             copies=self._copies,
             watch=self._watch,
             recorder=self.recorder,
-        )
-
-    def join_gathers(self, spec: ModelSpec, device: str) -> UnitGathers | None:
-        """See ``Connection.join_gathers``: always refused for several ranks."""
-        if spec.world_size == 1:
-            return None
-        raise UnsupportedError(
-            "host_gather=True needs memory that a host's ranks share with owners in other processes, and these owners "
-            "are in the ranks' own process; use a trainer, run_ranks(transport='shm'), or host_gather=False"
         )
 
     def announce(self, unit: int, pushed: Pushed) -> None:

@@ -226,16 +226,6 @@ PREFETCH_WINDOW_LIMIT_BYTES = _gauge(
     roles=(RANK,),
     help="Limit of rayzero_prefetch_window_bytes: gpu_param_memory_budget.",
 )
-HOST_GATHER_BYTES = _counter(
-    name="rayzero_host_gather_bytes_total",
-    unit="bytes",
-    labels=("source",),
-    roles=(RANK,),
-    only="zero.host_gather",
-    help="Bytes of units that came to this rank's device. source: own (copied from host memory: this rank's part of a "
-    "unit that the ranks of its host gather), ranks (the other ranks' parts), whole (copied from host memory, because "
-    "others did not come).",
-)
 FETCH_SECONDS = _histogram(
     name="rayzero_fetch_seconds",
     labels=("transport",),

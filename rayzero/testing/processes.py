@@ -16,7 +16,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -31,7 +31,6 @@ from rayzero.errors import RankLeftError, RunFailedError
 from rayzero.layout.rescale import Rescale
 from rayzero.protocol.ownership import Ownership, Prepared
 from rayzero.store.rank.owner_table import OwnerTable
-from rayzero.testing.faults import Faults
 from rayzero.testing.owners import Answered, OwnersHere, Reach, Service, serve_owner
 from rayzero.testing.place import Ending, Loop, Outcome, Place, T, outcome_of, results_of
 
@@ -43,6 +42,17 @@ _LOOK_S = 0.5  # between two looks for stopped processes
 _SETTLE_S = 3.0  # how long an error that another one has caused waits for that one
 PRELOADED = ["rayzero.testing", "rayzero.engine.prepare", "rayzero.store.rank.remote", "rayzero.testing.permanent"]
 """What the server that forks processes imports, in this order. None of it starts a thread."""
+
+
+class FaultInjector(Protocol):
+    """Lets something go wrong in the processes of a run, for tests. Picklable: every process gets it."""
+
+    def check(self, num_ranks: int, num_owners: int | None) -> None:
+        """Raise ConfigError if it is meant for a process that the run does not have. ``num_owners``: of those that are
+        processes; None: others may come."""
+
+    def arm(self, member: MemberId, life: int) -> None:
+        """Called in each process before anything else; it is ``member`` in its ``life``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +70,7 @@ def run_processes(
     owners: OwnersHere | OwnerProcesses,
     max_failures: int,
     stall_timeout: float,
-    faults: Faults | None = None,
+    faults: FaultInjector | None = None,
     run_dir: Path | None = None,
 ) -> list[T]:
     """Run the loop on every rank; the results by rank. Members whose processes die are replaced, ``max_failures``
@@ -85,7 +95,7 @@ class _Run:
         owners: OwnersHere | OwnerProcesses,
         max_failures: int,
         patience_s: float,
-        faults: Faults | None,
+        faults: FaultInjector | None,
         run_dir: Path | None,
     ) -> None:
         self._run_dir = run_dir
@@ -340,7 +350,7 @@ def _child(start: _Start, be: Any, pipe: Connection) -> None:
     be(pipe)
 
 
-def _arm(faults: Faults, member: MemberId, life: int, be: Any, pipe: Connection) -> None:
+def _arm(faults: FaultInjector, member: MemberId, life: int, be: Any, pipe: Connection) -> None:
     faults.arm(member, life)
     be(pipe)
 

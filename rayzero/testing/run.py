@@ -29,10 +29,9 @@ from rayzero.security.credentials import ANY_RANK, OWNER, Identity
 from rayzero.slabs.sweep import SHARED_MEMORY, sweep
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
-from rayzero.testing.faults import Faults
 from rayzero.testing.owners import OwnersHere, OwnReach, ServedReach, Service, local_owners, served_owners
 from rayzero.testing.place import Connect, Loop, Place, T
-from rayzero.testing.processes import OwnerProcesses, run_processes
+from rayzero.testing.processes import FaultInjector, OwnerProcesses, run_processes
 from rayzero.testing.threads import run_threads
 
 Transport = Literal["inproc", "grpc", "shm"]
@@ -51,7 +50,7 @@ def run_ranks(
     threads: int = 1,
     stall_timeout: float = 60.0,
     max_failures: int = 0,
-    faults: Faults | None = None,
+    faults: FaultInjector | None = None,
     hosts: Mapping[str, Path] | None = None,
     tls: bool = False,
 ) -> list[T]:
@@ -73,8 +72,8 @@ def run_ranks(
         raises ``Killed``: its loop begins anew and repeats the step that it died in (``rayzero.track``), while the
         others wait. With processes=True owners are processes too, and an owner that is killed gets a successor. A loop
         that raises any other error has failed, and is not started again.
-    faults: what is to go wrong at named points of the ranks' and owners' processes (testing/faults.py). Owners are
-        processes only with max_failures > 0.
+    faults: lets something go wrong in the ranks' and owners' processes, for tests. Owners are processes only with
+        max_failures > 0.
     hosts: by member ("rank 0", "optimizer 1", "optimizer 1 in life 2"), the directory for its shared memory, in place
         of /dev/shm. Members with different directories share none, as on different hosts. Only with transport="shm".
     tls: whether connections are protected, as between hosts.

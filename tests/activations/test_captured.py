@@ -14,8 +14,8 @@ from torch import Tensor
 from rayzero.activations import ActivationOffload, OffloadPolicy
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.lanes.stream_event import StreamEvent
-from rayzero.testing.simulated_lane import CaptureError, SimulatedLane
 from tests.activations.models import equal, transformer
+from tests.support.simulated_lane import CaptureError, SimulatedLane
 
 POLICIES: dict[str, dict[str, Any]] = {
     "wait for each": {"max_in_flight": 0},

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from rayzero.activations import ActivationOffload, OffloadPolicy
-from rayzero.testing import simulated_autograd
-from rayzero.testing.simulated_lane import SimulatedLane
 from tests.activations.models import equal, two_groups
+from tests.support import simulated_autograd
+from tests.support.simulated_lane import SimulatedLane
 
 POLICIES: dict[str, dict[str, Any]] = {
     "one ahead": {"prefetch": 1},

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from rayzero.activations import ActivationOffload, OffloadPolicy
-from rayzero.testing.simulated_lane import SimulatedLane
 from tests.activations.models import Exps, equal, transformer
 from tests.mutated_lane import FOUND, MutatedLane, in_at_once, not_held, out_at_once, unchanged
+from tests.support.simulated_lane import SimulatedLane
 
 POLICIES = {
     "one ahead": {"prefetch": 1},

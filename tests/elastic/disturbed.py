@@ -24,7 +24,7 @@ from rayzero.engine.context import RankContext
 from rayzero.protocol.messages import STEP
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.testing import Transport, run_ranks
-from rayzero.testing.faults import Fault, Faults
+from tests.support.faults import Fault, Faults
 
 STEPS = 4
 RANKS = OWNERS = 2

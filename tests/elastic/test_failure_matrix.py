@@ -20,7 +20,7 @@ from rayzero.errors import RayZeroError, RunFailedError, StateLostError
 from rayzero.slabs.sweep import list_slabs
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import Transport, run_ranks
-from rayzero.testing.faults import Fault, FaultError, Faults
+from tests.support.faults import Fault, FaultError, Faults
 
 from .disturbed import OWNERS, RANKS, Disturbed, another_host, differences, train
 

@@ -13,7 +13,7 @@ from rayzero.elastic.members import Kind, MemberId
 from rayzero.errors import ConfigError
 from rayzero.owner.service import ShardService
 from rayzero.testing import run_ranks
-from rayzero.testing.faults import POINTS, Fault, FaultError, Faults, find
+from tests.support.faults import POINTS, Fault, FaultError, Faults, find
 
 OWNER = MemberId(Kind.OWNER, 1)
 COLLECT = Fault("optimizer 1", "owner.collect", "raise", 2)

@@ -22,7 +22,7 @@ from rayzero.checkpoint import CheckpointReader
 from rayzero.engine.context import RankContext
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
-from rayzero.testing.faults import Fault, Faults
+from tests.support.faults import Fault, Faults
 
 from .disturbed import another_host
 

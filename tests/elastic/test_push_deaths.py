@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rayzero.store.shm.same_host import why_no_sharing
-from rayzero.testing.faults import Fault
+from tests.support.faults import Fault
 
 from .disturbed import OWNERS_ELSEWHERE, Disturbed, another_host, differences
 

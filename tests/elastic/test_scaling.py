@@ -30,7 +30,7 @@ from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.memory.slabs import TENSORS
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
-from rayzero.testing.faults import Fault, Faults
+from tests.support.faults import Fault, Faults
 
 from .disturbed import MOMENTS, another_host, differences
 

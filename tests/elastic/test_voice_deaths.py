@@ -15,7 +15,7 @@ from rayzero import ZeroConfig
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
-from rayzero.testing.faults import Fault
+from tests.support.faults import Fault
 
 from .disturbed import OWNERS_ELSEWHERE, Disturbed, another_host, differences
 from .test_scaling_cases import UNITS, Small, Training, assert_same

@@ -22,7 +22,7 @@ from rayzero.owner.updates import StepUpdates
 from rayzero.protocol.messages import MASTER
 from rayzero.telemetry.names import MEMORY_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
-from rayzero.testing.simulated_lane import SimulatedLane, device_behind
+from tests.support.simulated_lane import SimulatedLane, device_behind
 
 WAIT = 10.0  # seconds: only a fault lasts so long
 WIDTH = 64  # parameters of a multiple of 64 elements have no padding between them

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import rayzero
 from rayzero.engine.context import RankContext
-from rayzero.testing import simulated_autograd
-from rayzero.testing.simulated_lane import SimulatedLane, device_behind
+from tests.support import simulated_autograd
+from tests.support.simulated_lane import SimulatedLane, device_behind
 
 from .models import WIDTH, Block, Net, oracle, same_bits, seeded, tight, token_loss, tokens
 from .test_transfers import adamw

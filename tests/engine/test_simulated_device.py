@@ -22,8 +22,8 @@ from rayzero.layout.model_layout import UnitLayout
 from rayzero.memory.budget import MemoryBudget
 from rayzero.memory.pool import BufferPool, buffer_bytes
 from rayzero.protocol.store import ParameterStore
-from rayzero.testing.simulated_lane import SimulatedEvent, SimulatedLane, device_behind
 from tests.mutated_lane import FOUND, MutatedLane, in_at_once, not_held, out_at_once, unchanged
+from tests.support.simulated_lane import SimulatedEvent, SimulatedLane, device_behind
 
 from .models import Net, oracle, same_bits, seeded, tight, token_loss, tokens
 from .test_transfers import CONFIGS, adamw

@@ -28,7 +28,7 @@ from rayzero.telemetry.names import (
     PREFETCH_REQUESTS,
 )
 from rayzero.telemetry.recorder import MemoryRecorder
-from rayzero.testing.simulated_lane import SimulatedLane, device_behind
+from tests.support.simulated_lane import SimulatedLane, device_behind
 
 from .models import seeded, tight
 

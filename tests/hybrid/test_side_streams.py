@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from rayzero import HybridDeviceOptimizer
-from rayzero.testing import simulated_autograd
-from rayzero.testing.simulated_lane import SimulatedLane
 from tests.hybrid.models import equal, net, weights
+from tests.support import simulated_autograd
+from tests.support.simulated_lane import SimulatedLane
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 WAYS: list[dict[str, Any]] = [

@@ -15,9 +15,9 @@ from torch import nn
 
 from rayzero import HybridDeviceOptimizer
 from rayzero.errors import UnsupportedError
-from rayzero.testing.simulated_lane import SimulatedLane
 from tests.hybrid.models import backward, equal, net, weights
 from tests.mutated_lane import FOUND, MutatedLane, out_at_once, unchanged
+from tests.support.simulated_lane import SimulatedLane
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 WAYS = [

@@ -15,7 +15,7 @@ import torch
 
 from rayzero.errors import ConfigError
 from rayzero.lanes import CudaLane, Lane, ThreadLane, make_lane
-from rayzero.testing.simulated_lane import SimulatedLane
+from tests.support.simulated_lane import SimulatedLane
 
 CUDA = pytest.param(
     CudaLane,

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayzero.testing import simulated_autograd
-from rayzero.testing.happens_before import HappensBefore, RaceError
-from rayzero.testing.simulated_copy import FreedError
-from rayzero.testing.simulated_lane import SimulatedEvent, SimulatedLane
+from tests.support import simulated_autograd
+from tests.support.happens_before import HappensBefore, RaceError
+from tests.support.simulated_copy import FreedError
+from tests.support.simulated_lane import SimulatedEvent, SimulatedLane
 
 SEEDS = range(30)
 

@@ -1,4 +1,4 @@
-"""What the ranks of a host do together, planned and counted: bytes of units that they gather, calls of the lead."""
+"""What the ranks of a host ask a lead together, as simulated and as counted in a run."""
 
 from __future__ import annotations
 
@@ -18,28 +18,24 @@ from torch import nn
 import rayzero
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.engine.context import RankContext
-from rayzero.engine.units import gathering
 from rayzero.engine.units.partition import build_layout
-from rayzero.errors import UnsupportedError
 from rayzero.layout.model_layout import ModelLayout
-from rayzero.plan.bound import StepTraffic, bound_step, step_traffic
 from rayzero.plan.hardware import Hosts
 from rayzero.plan.simulated import simulate_step
-from rayzero.plan.tiers import RunBytes, check_gathers, plan_bytes, ranks_together
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.shm.same_host import why_no_sharing
-from rayzero.telemetry.names import GRPC_REQUESTS, HOST_GATHER_BYTES
+from rayzero.telemetry.names import GRPC_REQUESTS
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import owners, run_ranks
 
-from .machines import CPU_HOST, GPU_HOSTS
+from .machines import GPU_HOSTS
 from .test_simulated import MEASURED
-from .test_tiers import NOTHING, UNIT, WORK, four_layers
+from .test_tiers import WORK
 
 shared = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
-LAYERS, WIDTH = 6, 64
-GATHERS = ZeroConfig(host_gather=True, prefetch_buffer_size=1, auto_memory_management="off", units=("Linear",))
+LAYERS, WIDTH, STEPS = 6, 64, 4
+ASKED = ("Finish", "Speak", "Collect", "Apply")
 
 
 def build() -> nn.Sequential:
@@ -51,110 +47,6 @@ def layout_of(zero: ZeroConfig) -> ModelLayout:
     return build_layout(
         build(), min_unit_bytes=zero.min_unit_bytes, compute_dtype=torch.float32, units=zero.units
     ).layout
-
-
-def on_one_host(ranks: int, zero: ZeroConfig) -> tuple[RunBytes, StepTraffic]:
-    layout, scaling = layout_of(zero), ScalingConfig(num_workers=ranks, num_optimizers=2)
-    together = ranks_together(zero, scaling, CPU_HOST.hosts)
-    return (
-        plan_bytes(layout, WORK, zero, scaling, CPU_HOST.hosts, state_bytes=8, programs=NOTHING),
-        step_traffic(layout, WORK, zero, scaling, state_bytes=8, together=together),
-    )
-
-
-# ---- units that come up together --------------------------------------------------------------------------------
-
-
-def gathered_by(ctx: RankContext, zero: ZeroConfig) -> tuple[dict[str, float], int]:
-    """Bytes by source in one step, and those of its buffers. Counts are read at the end of a forward: what it needed is
-    counted, and nothing of the next version is."""
-    model = build()
-    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()), zero)
-    recorder: Any = ctx.recorder
-    seen = []
-    for _ in range(3):
-        out = model(torch.ones(2, WIDTH)).square().sum()
-        seen.append({each: recorder.total(HOST_GATHER_BYTES, source=each) for each in ("own", "ranks", "whole")})
-        out.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {each: (seen[2][each] - seen[0][each]) / 2 for each in seen[0]}, optimizer.engine.residency.allocated
-
-
-@shared
-@pytest.mark.parametrize(("ranks", "own"), [(2, 2048 + 64), (3, 1344 + 128)])
-def test_a_rank_copies_what_the_plan_says_and_has_the_rest_from_the_others(
-    ranks: int, own: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of each unit of 4,160 elements, its part and what is left behind the last one."""
-    monkeypatch.setattr(gathering, "PATIENCE_S", 30.0)  # so that bytes are exact on a loaded machine
-    planned, traffic = on_one_host(ranks, GATHERS)
-    assert (traffic.fetch, traffic.copied) == (LAYERS * 4 * 4160, LAYERS * 4 * own)
-    for sources, buffers in run_ranks(functools.partial(gathered_by, zero=GATHERS), ranks, 2, "shm"):
-        assert sources == {"own": traffic.copied, "ranks": traffic.fetch - traffic.copied, "whole": 0}
-        assert buffers == planned.device.parameters, "in memory of its own, as on a device"
-    alone, without = on_one_host(ranks, GATHERS.replace(host_gather=False))
-    assert without.copied == without.fetch == traffic.fetch
-    assert planned.hosts[0].compute - alone.hosts[0].compute == ranks * (
-        planned.device.parameters + planned.device.leaving
-    ), "otherwise it reads the owners' memory, and gathers gradients there"
-
-
-def test_ranks_on_cpus_gather_into_buffers_of_their_own_as_to_a_device() -> None:
-    """Gradients of two units are gathered before they are copied, too. Parameters that come to each rank by itself wait
-    in staging, unless the host has them once."""
-    two = ScalingConfig(num_workers=2, num_optimizers=2)
-    zero = ZeroConfig(precision="bf16", host_gather=True)
-
-    def planned(scaling: ScalingConfig, hosts: Hosts, zero: ZeroConfig) -> RunBytes:
-        return plan_bytes(four_layers(), WORK, zero, scaling, hosts, state_bytes=8, programs=NOTHING)
-
-    here = planned(two, CPU_HOST.hosts, zero).hosts[0]
-    assert (here.compute, here.staging) == (2 * (4 * UNIT + 7100 + 2 * UNIT), 0)
-    four, packed = two.replace(num_workers=4), zero.replace(placement="packed")
-    each = planned(four, Hosts(count=2), packed.replace(host_fetch="never")).hosts[0]
-    once = planned(four, Hosts(count=2), packed).hosts[0]
-    assert (each.staging, once.staging) == (2 * (2 * UNIT + 4 * UNIT), 2 * 2 * UNIT)
-    assert each.compute == once.compute == here.compute
-
-
-def test_gpus_of_a_host_share_the_link() -> None:
-    """Four layers of 4,096 elements on two hosts of two GPUs each: half of every unit over the own link."""
-    four = ScalingConfig(num_workers=4, num_optimizers=4, use_gpu=True)
-    zero = ZeroConfig(precision="bf16", host_gather=True)
-    together = ranks_together(zero, four, GPU_HOSTS.hosts)
-    traffic = step_traffic(four_layers(), WORK, zero, four, state_bytes=8, together=together)
-    assert (together, traffic.fetch, traffic.copied) == (2, 4 * UNIT, 2 * UNIT)
-    assert bound_step(traffic, zero, four, GPU_HOSTS).fetch == 2 * UNIT / 5e10
-    tight = zero.replace(gpu_param_memory_budget=3 * UNIT)
-    again = step_traffic(four_layers(), WORK, tight, four, state_bytes=8, together=2)
-    assert (again.fetch, again.copied) == (5 * UNIT, 5 * UNIT / 2)
-
-
-def test_ranks_gather_where_every_host_has_several_and_at_most_16() -> None:
-    zero = ZeroConfig(host_gather=True)
-
-    def together(ranks: int, gpus: int, zero: ZeroConfig = zero) -> int:
-        scaling = ScalingConfig(num_workers=ranks, num_optimizers=1, use_gpu=True)
-        return ranks_together(zero, scaling, Hosts(count=2, gpus_each=gpus))
-
-    def check(zero: ZeroConfig, ranks: int) -> None:
-        scaling = ScalingConfig(num_workers=ranks, num_optimizers=1)
-        run = plan_bytes(four_layers(), WORK, zero, scaling, CPU_HOST.hosts, state_bytes=8, programs=NOTHING)
-        check_gathers(run, zero)
-
-    assert (together(8, 4), together(6, 4), together(5, 4)) == (4, 2, 1), "the fewest; one rank copies whole units"
-    assert together(8, 4, ZeroConfig()) == 1
-    check(zero, 16)
-    check(ZeroConfig(), 17)
-    with pytest.raises(UnsupportedError, match="host_gather=True with 17 ranks on a host: at most 16 gather"):
-        check(zero, 17)
-
-
-# ---- what the lead is asked -------------------------------------------------------------------------------------
-
-STEPS = 4
-ASKED = ("Finish", "Speak", "Collect", "Apply")
 
 
 def train(ctx: RankContext, at_once: threading.Barrier) -> None:

@@ -220,15 +220,6 @@ def test_ranks_and_owners_compete_for_cores() -> None:
     assert seconds_of(run_of(1, compute=compute, machine=one, rank_hosts=(0, 0))) == pytest.approx(6.0, rel=1e-3)
 
 
-def test_gpus_of_a_host_copy_a_part_of_each_unit() -> None:
-    gpus, alone = replace(HOST, gpus=True, link=1e8), ZeroConfig(prefetch_buffer_size=1, host_gather=True)
-    run = run_of(1, rank_hosts=(0,) * 4, machine=gpus)
-    whole, parts = seconds_of(run), seconds_of(replace(run, zero=alone))
-    assert whole - parts == pytest.approx(10 * MOVED * 3 / 4)
-    with pytest.raises(UnsupportedError, match=r"zero\.host_gather is True"):
-        simulate(replace(run, zero=alone, machine=HOST))
-
-
 def test_a_gpu_gets_its_units_over_the_link() -> None:
     gpu = replace(HOST, gpus=True, link=1e8)
     found = seconds_of(run_of(1, compute=Compute(forward=(1.0,), backward=(2.0,)), machine=gpu))
@@ -323,7 +314,6 @@ def test_no_step_beats_the_bound_of_a_plan(
     traffic = StepTraffic(
         flops=int(4e12 * compute),
         fetch=2 * BYTES,
-        copied=2 * BYTES,
         gradients=GradientBytes(2 * BYTES, 8 * NUMEL),
         published=2 * BYTES,
         update=update,

@@ -31,18 +31,6 @@ class Waited(NamedTuple):
 _NOTHING = Waited(0.0, 0.0)
 
 
-class Gather(Protocol):
-    """A unit that ranks of a host bring to their devices together, once all have agreed."""
-
-    def withdraw(self) -> bool:
-        """Call it off; False once it is agreed, or the whole unit is copied."""
-        ...
-
-    def hurry(self) -> None:
-        """The caller needs the unit now: wait a little, then copy all of it if the others have not come."""
-        ...
-
-
 class Request(Protocol):
     """What the store was asked for."""
 
@@ -76,7 +64,6 @@ class Fetching:
     buffer: UnitBuffer
     ahead: bool  # True: prefetched; False: requested when it was needed
     ready: Future[DeviceCopy | None] | None = None  # CUDA: ``done``, with the copy where there is one
-    gather: Gather | None = None  # it brings the bytes
     _asked: float = 0.0
     _published_at: float | None = None
     _done_at: float | None = None
@@ -118,8 +105,6 @@ class Fetching:
         """Cancel the fetch; True if neither host nor device will write to the buffer any more."""
         if self.request is None or self.request.cancel():
             return True
-        if self.gather is not None and self.gather.withdraw():
-            return True
         if not self.done.done():
             return False
         self.join()
@@ -158,8 +143,6 @@ class Fetching:
         if self.done is self.published:
             self.done.result()
             return Waited(published - start, 0.0)
-        if self.gather is not None:
-            self.gather.hurry()
         self.done.result()
         return Waited(published - start, time.perf_counter() - published)
 

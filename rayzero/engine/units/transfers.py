@@ -54,14 +54,8 @@ def device_transfers(
     store: ParameterStore, lane: Lane, units: Sequence[UnitLayout], *, pinned: bool
 ) -> DeviceTransfers:
     """The transfers of a rank on the device of ``lane``. ``pinned``: page-lock staging buffers."""
-    staging = staging_for(units, lane.device if pinned else None)
+    staging = BufferPool(pinned_for=lane.device if pinned else None, budget=_on_their_way(units))
     return DeviceTransfers(store, staging, lane, mapped_units(store, units))
-
-
-def staging_for(units: Sequence[UnitLayout], pinned_for: torch.device | None) -> BufferPool:
-    """Staging buffers for the gradients of two largest units. ``pinned_for``: the device that they are page-locked
-    for."""
-    return BufferPool(pinned_for=pinned_for, budget=_on_their_way(units))
 
 
 def _on_their_way(units: Sequence[UnitLayout]) -> MemoryBudget:
@@ -73,8 +67,6 @@ class UnitTransfers:
     """Copies one rank's bytes. This class is a CPU rank's: it copies only gradients, on a thread.
 
     Knows buffers and the store; not when something is needed, or by whom."""
-
-    into_buffers = False  # units are always copied into buffers, also on a CPU rank that could read the owners' memory
 
     def __init__(self, store: ParameterStore, staging: BufferPool, *, at_once: int = _SMALL) -> None:
         """``at_once``: bytes up to which a unit's gradients are gathered in the computing thread: others in a thread

@@ -14,7 +14,6 @@ from torch import Tensor
 from rayzero.concurrency.gather import Gather
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.layout.shard_map import ShardMap
-from rayzero.protocol.gathers import UnitGathers
 from rayzero.protocol.messages import (
     Attached,
     CheckpointInfo,
@@ -164,10 +163,6 @@ class Connection(Protocol):
 
     def attach(self, spec: ModelSpec, *, page_lock: torch.device | None) -> Joined:
         """Shake hands with every owner; blocks. See ``ParameterStore.attach``."""
-        ...
-
-    def join_gathers(self, spec: ModelSpec, device: str) -> UnitGathers | None:
-        """Meet the other ranks of this host, after ``attach``; see ``ParameterStore.join_gathers``."""
         ...
 
     def announce(self, unit: int, pushed: Pushed) -> None:

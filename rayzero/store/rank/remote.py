@@ -14,7 +14,6 @@ from rayzero.concurrency.futures import settled
 from rayzero.config.zero import HostFetch, HostPush, HostVoice
 from rayzero.errors import ConfigError, EpochOverError, RayZeroError, UnsupportedError
 from rayzero.memory.malloc import keep_some_buffers
-from rayzero.protocol.gathers import UnitGathers
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import Attached, LoopState, ModelSpec, Pushed
 from rayzero.protocol.ownership import Ownership
@@ -22,7 +21,6 @@ from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.connection import Joined
 from rayzero.store.rank.epochs import Epochs
-from rayzero.store.rank.gathers.host_gathers import Host, join_gathers
 from rayzero.store.rank.history.loop_history import LoopHistory
 from rayzero.store.rank.history.repeated_pushes import NOTHING, RepeatedPushes, nothing_kept
 from rayzero.store.rank.lead_line import RemoteLead
@@ -153,11 +151,10 @@ class RemoteConnection:
             recorder=self.recorder,
         )
         self._share, self._share_with_all = share, share_with_all
-        self._token, self._model, self._ranks_here = token, model, tuple(ranks_here)
         self._voice = VoiceParticipant(  # freed by: end(), leave(), and _join()
             host_voice,
             rank,
-            self._ranks_here,
+            ranks_here,
             share,
             key=token,
             model=model,
@@ -171,7 +168,7 @@ class RemoteConnection:
             life=life,
             key=token,
             model=model,
-            ranks=self._ranks_here,
+            ranks=ranks_here,
             host_fetch=host_fetch,
             host_push=host_push,
             keeps_pushed=self._keep_pushed,
@@ -290,25 +287,6 @@ class RemoteConnection:
             kernel=answers[0].kernel,
             transport=self._ways.transport,
         )
-
-    def join_gathers(self, spec: ModelSpec, device: str) -> UnitGathers | None:
-        """See ``Connection.join_gathers``."""
-        if len(self._ranks_here) < 2:
-            return None
-        if self._share is None:
-            raise UnsupportedError(
-                "host_gather=True needs memory that a host's ranks share, and this rank reaches all owners over gRPC; "
-                "use transport='auto' and a slab_dir that works, or host_gather=False"
-            )
-        host = Host(
-            ranks=self._ranks_here,
-            rank=self.rank,
-            key=self._token,
-            model=self._model,
-            directory=self._share,
-            stall_s=self.stall_timeout,
-        )
-        return join_gathers(SharedPlan.of(spec, len(self._links), self._ownership), host, device)
 
     # ---- another epoch
 

@@ -23,7 +23,6 @@ from rayzero.errors import EpochOverError, RayZeroError, StoreClosedError, Store
 from rayzero.layout.model_layout import Shard, UnitLayout, dtype_name
 from rayzero.memory.malloc import give_back_freed
 from rayzero.protocol.bits import digest_of
-from rayzero.protocol.gathers import UnitGathers
 from rayzero.protocol.messages import (
     COMPUTE,
     Attached,
@@ -94,7 +93,6 @@ class RankStore:
         self._writer: GradientWriter | None = None  # where owners read gradients in this rank's memory
         self._unwatch: End = lambda: None  # stops reporting that memory
         self._sums: HostSums | None = None  # where gradients leave the host as one sum of its ranks
-        self._gathers: UnitGathers | None = None  # with the other ranks of this host. freed by: close()
         self._newest = settled(0)  # the latest result of ``published``
         self._keeping = DONE  # the latest ``keep``
         self.means = self.saves = 0
@@ -284,11 +282,6 @@ class RankStore:
         """See ``ParameterStore.revert``."""
         if self._windows is not None:
             self._windows.revert(unit)
-
-    def join_gathers(self, device: str) -> UnitGathers | None:
-        """See ``ParameterStore.join_gathers``. It outlives changes of the owners."""
-        self._gathers = self.connection.join_gathers(self._require_attached().spec, device)
-        return self._gathers
 
     @property
     def _windows(self) -> UnitWindows | None:
@@ -565,8 +558,6 @@ class RankStore:
         for connection in (self.connection, self._coming):
             if connection is not None:
                 connection.leave(reason)  # an attach in another thread fails
-        if self._gathers is not None:
-            self._gathers.close()
         with self._attaching:
             self._unwatch()
             if self._writer is not None:

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rayzero.lanes.lane import Direction
-from rayzero.testing.happens_before import HappensBefore
+from tests.support.happens_before import HappensBefore
 
 if TYPE_CHECKING:
-    from rayzero.testing.simulated_lane import SimulatedEvent
+    from tests.support.simulated_lane import SimulatedEvent
 
 
 class FreedError(AssertionError):

@@ -66,8 +66,8 @@ from rayzero.lanes.stream_event import StreamEvent
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.modes import MachineMode
 from rayzero.protocol.store import ParameterStore
-from rayzero.testing.happens_before import HappensBefore, Stamp
-from rayzero.testing.simulated_copy import Recording, Work, accesses, makes_view, shares_memory
+from tests.support.happens_before import HappensBefore, Stamp
+from tests.support.simulated_copy import Recording, Work, accesses, makes_view, shares_memory
 
 COMPUTE, _HOST = "compute", "host"
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr

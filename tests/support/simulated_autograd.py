@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from rayzero.lanes import Event
-from rayzero.testing.simulated_lane import SimulatedLane
+from tests.support.simulated_lane import SimulatedLane
 
 
 def backward(lane: SimulatedLane, loss: Tensor) -> None:

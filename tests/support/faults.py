@@ -32,7 +32,7 @@ from typing import Any
 from rayzero.elastic.members import Kind, MemberId
 from rayzero.errors import ConfigError
 from rayzero.quantities import count
-from rayzero.testing import strikes
+from tests.support import strikes
 
 
 class FaultError(RuntimeError):
