@@ -6,11 +6,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from rayzero.checkpoint import export_full
-from rayzero.checkpoint.convert import convert
-from rayzero.checkpoint.export import MODEL_FILE
-from rayzero.checkpoint.formats import Format
-from rayzero.checkpoint.published.config import CONFIG_FILE
+from rayzero.convert.conversion import convert
+from rayzero.convert.export import MODEL_FILE, export_full
+from rayzero.convert.formats import Format
+from rayzero.convert.published.config import CONFIG_FILE
 from rayzero.recipes.recipe import HF_PREFIX, RecipeConfig
 
 FOLDER = "model"

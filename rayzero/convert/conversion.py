@@ -1,0 +1,185 @@
+"""``rayzero convert``: a checkpoint of one format becomes one of another, in bounded memory, complete or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rayzero.checkpoint.files.tensor_file import fsync_directory
+from rayzero.checkpoint.writer import staging_path
+from rayzero.convert.formats import Content, Format, Reader, open_reader
+from rayzero.convert.formats.content import listed
+from rayzero.convert.formats.rayzero_writer import write_rayzero
+from rayzero.convert.formats.safetensors_folder import SafetensorsReader, write_safetensors
+from rayzero.convert.published.config import CONFIG_FILE, find_config, read_config
+from rayzero.convert.published.reader import Named, as_published, published, unpublished
+from rayzero.convert.remote import nearby
+from rayzero.errors import CheckpointError, CheckpointWriteError, ConfigError
+from rayzero.quantities import count
+
+TARGETS = (Format.HF, Format.DCP, Format.RAYZERO)
+MAX_SHARD_BYTES = 5_000_000_000  # as Hugging Face's default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """What a conversion wrote."""
+
+    path: Path
+    size_bytes: int
+    files: int
+    content: Content
+    states: bool  # optimizer states were written; for RayZero perhaps zeros
+    names: str = ""  # whose names the tensors have, where a model's config lets one choose
+
+    def __str__(self) -> str:
+        held, written = self.content.has_states, "with" if self.states else "without"
+        dropped = ", which the source has and this format or --weights-only leaves out" if held > self.states else ""
+        named = f", {self.names}" if self.names else ""
+        left_out = f"; left out: {listed(self.content.left_out)}" if self.content.left_out else ""
+        params, buffers = count(len(self.content.params), "parameter"), count(len(self.content.buffers), "buffer")
+        return (
+            f"{self.path}  {count(self.files, 'file')}, {count(self.size_bytes, 'byte')}: {params} and {buffers} "
+            f"of step {self.content.step}, {written} optimizer states{dropped}{named}{left_out}"
+        )
+
+
+def convert(
+    source: Path | str,
+    dest: Path | str,
+    *,
+    to: str = Format.HF,
+    dtype: torch.dtype | None = None,
+    max_bytes: int = MAX_SHARD_BYTES,
+    optimizer: str = "",
+    weights_only: bool = False,
+    config: Path | None = None,
+) -> Converted:
+    """Write the checkpoint ``source``, of any format that ``open_reader`` knows, as the new folder ``dest``. A URL is
+    first copied beside ``dest``.
+
+    to: "hf" (safetensors with an index; weights only), "dcp" (``torch.distributed.checkpoint``) or "rayzero" (a run
+    resumes from it). dtype: of floating-point weights in "hf" and "dcp"; None keeps the source's. max_bytes: of one
+    file, where a single tensor is not larger. optimizer: for "rayzero", the import path of the class that resumes, if
+    the source does not say; "": AdamW. weights_only: leave optimizer states out. config: transformers' config.json of
+    the model; by default one that lies beside the source, in its folder or one of the two above. With it, "hf" gets
+    the names that transformers publishes, tied tensors once, and the config; "dcp" and "rayzero" get the names of the
+    model's parameters if the source has published ones.
+
+    Memory: a few pieces of at most 16 MiB, and of a DCP source the chunks of one tensor. Values keep their bits, unless
+    ``dtype`` rounds them. Raises ConfigError for a wrong argument, CheckpointError if the source is damaged, if
+    ``dest`` exists or cannot be written, and UnsupportedError for what is refused by name. Until everything is durable,
+    nothing exists under the name ``dest``."""
+    dest = Path(dest)
+    _check_arguments(to, dtype, max_bytes)
+    _check_dest(dest)
+    if config is not None and config.is_dir():
+        config /= CONFIG_FILE  # as transformers takes it
+    if config is not None and read_config(config) is None:
+        raise ConfigError(f"{config} names no model_type; give the config.json of a model of transformers")
+    with nearby(os.fspath(source), dest) as path:
+        reader = open_reader(path, states=not weights_only)
+        return _convert(reader, config or find_config(path), dest, to, dtype, max_bytes, optimizer)
+
+
+def _convert(
+    source: Reader,
+    config: Path | None,
+    dest: Path,
+    to: str,
+    dtype: torch.dtype | None,
+    max_bytes: int,
+    optimizer: str,
+) -> Converted:
+    try:
+        named = _named(source, config, to)
+        reader = named.reader
+        if to == Format.RAYZERO:
+            write_rayzero(reader, dest, optimizer=optimizer, max_bytes=max_bytes)
+        else:
+            text = named.config(dtype) if to == Format.HF else None
+            _write_folder(reader, dest, _WRITERS[Format(to)], dtype, max_bytes, text)
+    except OSError as exc:
+        raise CheckpointWriteError(f"cannot convert to {dest}: {exc.strerror or exc}") from exc
+    finally:
+        source.close()
+    sizes = [path.stat().st_size for path in dest.iterdir()]
+    states = to == Format.RAYZERO or (to == Format.DCP and reader.content.has_states)
+    return Converted(
+        path=dest,
+        size_bytes=sum(sizes),
+        files=len(sizes),
+        content=source.content,
+        states=states,
+        names=named.says,
+    )
+
+
+def _named(source: Reader, config: Path | None, to: str) -> Named:
+    """The source with the names to write: safetensors have published ones, other formats a model's own."""
+    if isinstance(source, SafetensorsReader):
+        return as_published(source, config) if to == Format.HF else unpublished(source, config)
+    return published(source, config) if to == Format.HF else Named(reader=source, says="")
+
+
+def _write_dcp(reader: Reader, folder: Path, *, dtype: torch.dtype | None, max_bytes: int) -> list[Path]:
+    from rayzero.convert.formats.dcp_writer import write_dcp  # imports torch.distributed.checkpoint
+
+    return write_dcp(reader, folder, dtype=dtype, max_bytes=max_bytes)
+
+
+_WRITERS: dict[Format, Callable[..., list[Path]]] = {Format.HF: write_safetensors, Format.DCP: _write_dcp}
+
+
+def _check_arguments(to: str, dtype: torch.dtype | None, max_bytes: int) -> None:
+    if to not in TARGETS:
+        raise ConfigError(f"cannot write {to!r}; choose one of {', '.join(TARGETS)}")
+    if to == Format.RAYZERO and dtype is not None:
+        raise ConfigError("a RayZero checkpoint holds fp32 masters; leave dtype out")
+    if max_bytes < 1:
+        raise ConfigError(f"a file of at most {max_bytes} bytes holds nothing; give a larger size")
+
+
+def _check_dest(dest: Path) -> None:
+    if dest.exists() or dest.is_symlink():
+        raise CheckpointError(f"{dest} exists; give the name of a new folder")
+    if in_the_way := next((above for above in dest.parents if above.exists() and not above.is_dir()), None):
+        raise CheckpointError(f"cannot write {dest}: {in_the_way} is a file, not a folder; give another name")
+
+
+def _write_folder(
+    reader: Reader,
+    dest: Path,
+    write: Callable[..., list[Path]],
+    dtype: torch.dtype | None,
+    max_bytes: int,
+    config: str | None,
+) -> None:
+    """Stage the folder beside its place, make it durable, and rename it."""
+    staging = staging_path(dest)
+    shutil.rmtree(staging, ignore_errors=True)  # left by a process that was killed
+    staging.mkdir(parents=True)
+    try:
+        write(reader, staging, dtype=dtype, max_bytes=max_bytes)
+        if config is not None:
+            (staging / CONFIG_FILE).write_text(config)
+        for path in staging.iterdir():
+            _fsync(path)
+        fsync_directory(staging)
+        staging.rename(dest)
+    except BaseException:
+        with suppress(OSError):
+            shutil.rmtree(staging)
+        raise
+    fsync_directory(dest.parent)
+
+
+def _fsync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
