@@ -30,6 +30,7 @@ from rayzero.protocol.messages import COMPUTE, MASTER, FileEntry, Hyper, ModelSp
 FORMAT = "rayzero-checkpoint"
 VERSION = 2
 MANIFEST = "manifest.json"
+MAX_BYTES = 1 << 29  # of its text: some 1.5 million pieces of parameters and states
 
 
 def owner_file_name(owner: int) -> str:

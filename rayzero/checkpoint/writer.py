@@ -22,12 +22,11 @@ from rayzero.checkpoint.files.tensor_file import (
     Content,
     TensorFileWriter,
     declare,
-    fsync_directory,
-    fsync_file,
     parts_of,
 )
 from rayzero.checkpoint.manifest import MANIFEST, Manifest, rank_file_name
 from rayzero.errors import CheckpointError, CheckpointWriteError
+from rayzero.files import fsync
 from rayzero.layout.model_layout import dtype_name
 from rayzero.protocol.messages import CheckpointInfo, FileEntry, Hyper, ModelSpec
 
@@ -385,7 +384,7 @@ def _commit_staged(
     manifest.check_complete()
     _drop_strangers(taken, {entry.name for entry in manifest.files})
     for entry in manifest.rank_files:  # of a save that training does not wait for, nobody has yet
-        fsync_file(taken / entry.name)
+        fsync(taken / entry.name)
     _write_manifest(taken / MANIFEST, manifest)
     _rename_into_place(taken, directory)
     return manifest
@@ -429,7 +428,7 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
         file.write(manifest.to_json())
         file.flush()
         os.fsync(file.fileno())
-    fsync_directory(path.parent)
+    fsync(path.parent)
 
 
 def _rename_into_place(taken: Path, directory: Path) -> None:
@@ -448,7 +447,7 @@ def _rename_into_place(taken: Path, directory: Path) -> None:
             replaced.rename(directory)
         raise
     try:
-        fsync_directory(directory.parent)
+        fsync(directory.parent)
         if replaced.exists():
             shutil.rmtree(replaced)
     except OSError as exc:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from rayzero.checkpoint.files.tensor_file import fsync_directory
-from rayzero.checkpoint.writer import staging_path
-from rayzero.convert.formats import Content, Format, Reader, open_reader
-from rayzero.convert.formats.content import listed
+from rayzero.convert.formats import Format, open_reader
+from rayzero.convert.formats.content import Content, Reader, listed
 from rayzero.convert.formats.rayzero_writer import write_rayzero
 from rayzero.convert.formats.safetensors_folder import SafetensorsReader, write_safetensors
 from rayzero.convert.published.config import CONFIG_FILE, find_config, read_config
 from rayzero.convert.published.reader import Named, as_published, published, unpublished
 from rayzero.convert.remote import nearby
 from rayzero.errors import CheckpointError, CheckpointWriteError, ConfigError
+from rayzero.files import fsync, new_folder
 from rayzero.quantities import count
 
 TARGETS = (Format.HF, Format.DCP, Format.RAYZERO)
@@ -85,14 +82,14 @@ def convert(
         raise ConfigError(f"{config} names no model_type; give the config.json of a model of transformers")
     with nearby(os.fspath(source), dest) as path:
         reader = open_reader(path, states=not weights_only)
-        return _convert(reader, config or find_config(path), dest, to, dtype, max_bytes, optimizer)
+        return _convert(reader, config or find_config(path), dest, Format(to), dtype, max_bytes, optimizer)
 
 
 def _convert(
     source: Reader,
     config: Path | None,
     dest: Path,
-    to: str,
+    to: Format,
     dtype: torch.dtype | None,
     max_bytes: int,
     optimizer: str,
@@ -103,38 +100,39 @@ def _convert(
         if to == Format.RAYZERO:
             write_rayzero(reader, dest, optimizer=optimizer, max_bytes=max_bytes)
         else:
-            text = named.config(dtype) if to == Format.HF else None
-            _write_folder(reader, dest, _WRITERS[Format(to)], dtype, max_bytes, text)
+            with new_folder(dest) as folder:
+                _WRITERS[to](reader, folder, dtype=dtype, max_bytes=max_bytes)
+                if to == Format.HF and (text := named.config(dtype)) is not None:
+                    (folder / CONFIG_FILE).write_text(text)
+                for path in (*folder.iterdir(), folder):
+                    fsync(path)
     except OSError as exc:
         raise CheckpointWriteError(f"cannot convert to {dest}: {exc.strerror or exc}") from exc
-    finally:
-        source.close()
     sizes = [path.stat().st_size for path in dest.iterdir()]
-    states = to == Format.RAYZERO or (to == Format.DCP and reader.content.has_states)
     return Converted(
         path=dest,
         size_bytes=sum(sizes),
         files=len(sizes),
         content=source.content,
-        states=states,
+        states=to == Format.RAYZERO or (to == Format.DCP and reader.content.has_states),
         names=named.says,
     )
 
 
-def _named(source: Reader, config: Path | None, to: str) -> Named:
+def _named(source: Reader, config: Path | None, to: Format) -> Named:
     """The source with the names to write: safetensors have published ones, other formats a model's own."""
     if isinstance(source, SafetensorsReader):
         return as_published(source, config) if to == Format.HF else unpublished(source, config)
     return published(source, config) if to == Format.HF else Named(reader=source, says="")
 
 
-def _write_dcp(reader: Reader, folder: Path, *, dtype: torch.dtype | None, max_bytes: int) -> list[Path]:
+def _write_dcp(reader: Reader, folder: Path, *, dtype: torch.dtype | None, max_bytes: int) -> None:
     from rayzero.convert.formats.dcp_writer import write_dcp  # imports torch.distributed.checkpoint
 
-    return write_dcp(reader, folder, dtype=dtype, max_bytes=max_bytes)
+    write_dcp(reader, folder, dtype=dtype, max_bytes=max_bytes)
 
 
-_WRITERS: dict[Format, Callable[..., list[Path]]] = {Format.HF: write_safetensors, Format.DCP: _write_dcp}
+_WRITERS: dict[Format, Callable[..., None]] = {Format.HF: write_safetensors, Format.DCP: _write_dcp}
 
 
 def _check_arguments(to: str, dtype: torch.dtype | None, max_bytes: int) -> None:
@@ -149,37 +147,10 @@ def _check_arguments(to: str, dtype: torch.dtype | None, max_bytes: int) -> None
 def _check_dest(dest: Path) -> None:
     if dest.exists() or dest.is_symlink():
         raise CheckpointError(f"{dest} exists; give the name of a new folder")
+    require_folders(dest)
+
+
+def require_folders(dest: Path) -> None:
+    """Raise CheckpointError if ``dest`` is below a file."""
     if in_the_way := next((above for above in dest.parents if above.exists() and not above.is_dir()), None):
         raise CheckpointError(f"cannot write {dest}: {in_the_way} is a file, not a folder; give another name")
-
-
-def _write_folder(
-    reader: Reader,
-    dest: Path,
-    write: Callable[..., list[Path]],
-    dtype: torch.dtype | None,
-    max_bytes: int,
-    config: str | None,
-) -> None:
-    """Stage the folder beside its place, make it durable, and rename it."""
-    staging = staging_path(dest)
-    shutil.rmtree(staging, ignore_errors=True)  # left by a process that was killed
-    staging.mkdir(parents=True)
-    try:
-        write(reader, staging, dtype=dtype, max_bytes=max_bytes)
-        if config is not None:
-            (staging / CONFIG_FILE).write_text(config)
-        for path in staging.iterdir():
-            _fsync(path)
-        fsync_directory(staging)
-        staging.rename(dest)
-    except BaseException:
-        with suppress(OSError):
-            shutil.rmtree(staging)
-        raise
-    fsync_directory(dest.parent)
-
-
-def _fsync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

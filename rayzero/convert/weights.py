@@ -17,9 +17,8 @@ from rayzero.convert.formats import open_reader
 from rayzero.convert.formats.content import PART, WEIGHT, WeightDecl
 from rayzero.convert.published.streamed import with_model_names
 from rayzero.convert.published.translation import Translation, is_pretrained, to_model
-from rayzero.convert.remote import is_url
+from rayzero.convert.storage import is_url
 from rayzero.errors import ConfigError
-from rayzero.layout.model_layout import dtype_name
 
 __all__ = ["NamedWeights", "WeightDecl", "WeightSource", "Weights", "declare_weight"]
 
@@ -175,7 +174,7 @@ def declare_weight(name: str, tensor: object) -> WeightDecl:
     if not isinstance(tensor, Tensor) or tensor.is_meta:
         what = "a meta tensor, without values" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         raise ConfigError(f"weights: {name!r} is {what}; pass a tensor with values")
-    return WeightDecl(tuple(tensor.shape), dtype_name(tensor.dtype))
+    return WeightDecl.of(tensor)
 
 
 class _Checkpoint:

@@ -219,14 +219,14 @@ def test_a_save_whose_folder_cannot_be_made_durable_is_saved_with_a_warning(
     if replaces:
         written.save(directory)
         written.values["w", MASTER].add_(1)
-    fsync = writer_module.fsync_directory
+    fsync = writer_module.fsync
 
     def fail(folder: Path) -> None:
         if folder == directory.parent:
             raise OSError(errno.EIO, "Input/output error")
         fsync(folder)
 
-    monkeypatch.setattr(writer_module, "fsync_directory", fail)
+    monkeypatch.setattr(writer_module, "fsync", fail)
     info = written.save(directory)
     with CheckpointReader(directory) as reader:
         reader.verify()

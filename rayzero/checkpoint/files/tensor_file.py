@@ -149,24 +149,6 @@ def tensor_digest(tensor: Tensor) -> str:
     return hashlib.sha256(as_bytes(tensor)).hexdigest()
 
 
-def fsync_file(path: Path) -> None:
-    """Make a file's bytes durable, whoever wrote them. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def fsync_directory(directory: Path) -> None:
-    """Make the names of the files in ``directory`` durable. Raises OSError."""
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 class TensorFileWriter:
     """Writes the declared tensors in ``order``, each in one or more parts, and fsyncs when the ``with`` block ends, if
     it is to.

@@ -18,7 +18,7 @@ from rayzero.convert.formats.rayzero_reader import RayZeroReader
 from rayzero.convert.formats.safetensors_folder import INDEX_FILE, WHOLE_FILE, SafetensorsReader
 from rayzero.convert.formats.stage0_reader import Stage0Reader
 from rayzero.convert.formats.universal_reader import ZERO_FOLDER, UniversalReader
-from rayzero.errors import CheckpointError
+from rayzero.errors import CheckpointError, UnsupportedError
 from rayzero.files import read_text
 
 __all__ = ["Content", "Format", "Reader", "WeightDecl", "format_of", "open_reader"]
@@ -83,6 +83,10 @@ def open_reader(path: Path, *, states: bool = True) -> Reader:
     format_ = format_of(names)
     try:
         return _READERS[format_](folder, states)
+    except (CheckpointError, UnsupportedError) as exc:
+        if str(folder) in str(exc):
+            raise
+        raise type(exc)(f"{folder}: {exc}") from exc
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as exc:  # a field may hold anything
         raise damaged(folder, f"it lacks or misstates a field of the format {format_} ({exc!r})") from exc
 

@@ -5,23 +5,25 @@ Readers describe their source by a ``Content`` before they read a value; writers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rayzero.checkpoint.files.tensor_file import DTYPES
 from rayzero.errors import CheckpointError, UnsupportedError
+from rayzero.layout.model_layout import dtype_name
 
 WEIGHT = "weight"  # the kind of a parameter's or buffer's own values; other kinds are the names of optimizer states
 PART = 1 << 20  # elements that are read at once
+FLOATS = ("float32", "bfloat16", "float16")  # dtypes that an fp32 master holds exactly
+
+T = TypeVar("T")
 
 _MOST = 10  # names that a message lists
-
-_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,11 @@ class WeightDecl:
 
     shape: tuple[int, ...]
     dtype: str  # torch's name without "torch."; the file's own code if this package has no name for it
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> WeightDecl:
+        """That of a tensor in memory."""
+        return cls(tuple(tensor.shape), dtype_name(tensor.dtype))
 
     def torch_dtype(self, name: str) -> torch.dtype:
         """Its dtype. Raises UnsupportedError that names the tensor if safetensors files of this package have none."""
@@ -55,6 +62,11 @@ class Group:
 
     params: tuple[str, ...]
     options: Mapping[str, Any]  # lr, betas, ...; plain values
+
+    @classmethod
+    def of(cls, params: Iterable[str], options: Mapping[str, Any], but: Sequence[str] = ("params",)) -> Group:
+        """A group with these options made plain, ``but`` some."""
+        return cls(params=tuple(params), options={k: plain_option(v) for k, v in options.items() if k not in but})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,25 +102,24 @@ class Content:
         return any(param.states for param in self.params.values())
 
 
-class Reader(Protocol):
-    """A source that is open. Opening it checks names, shapes, sizes and files, and reads no values."""
+class Reader(ABC):
+    """A source that is open. Making one checks names, shapes, sizes and files, and reads no values."""
 
     content: Content
 
-    def __str__(self) -> str:
-        """The source's place, for messages."""
-        ...
+    def __init__(self, place: object) -> None:
+        """place: names the source in messages."""
+        self._source = place
 
+    def __str__(self) -> str:
+        return str(self._source)
+
+    @abstractmethod
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop``, in C order, of a tensor (``kind`` WEIGHT; in its declared dtype) or of an
         optimizer state of a parameter (fp32). 1D on the CPU; perhaps a view of a mapped file: do not write to it.
 
         ``name``: of a parameter or buffer in ``content``. Raises CheckpointError if the bytes cannot be read."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the files. Idempotent."""
-        ...
 
 
 def parts_of(reader: Reader, name: str, kind: str, numel: int) -> Iterator[Tensor]:
@@ -117,13 +128,27 @@ def parts_of(reader: Reader, name: str, kind: str, numel: int) -> Iterator[Tenso
         yield reader.read(name, kind, start, min(start + PART, numel))
 
 
-def require_states(name: str, decl: WeightDecl, kind: str, shape: tuple[int, ...], dtype: str, where: object) -> None:
+def cut_into_files(items: Iterable[T], size_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
+    """What each file gets, in order: as many items as fit into ``max_bytes``; a larger one has a file alone. At least
+    one file, perhaps of nothing."""
+    held: list[T] = []
+    size = 0
+    for item in items:
+        if held and size + size_of(item) > max_bytes:
+            yield held
+            held, size = [], 0
+        held.append(item)
+        size += size_of(item)
+    yield held
+
+
+def require_states(name: str, decl: WeightDecl, kind: str, state: WeightDecl, where: object) -> None:
     """Raise UnsupportedError unless an optimizer state has its parameter's shape, in floating point."""
-    if shape != decl.shape or dtype not in ("float32", "bfloat16", "float16"):
+    if state.shape != decl.shape or state.dtype not in FLOATS:
         raise UnsupportedError(
-            f"{where}: the optimizer state {kind!r} of {name!r} is {dtype} of shape {shape}, and the parameter has "
-            f"shape {decl.shape}; only element-wise states in floating point can be converted: convert the weights "
-            "alone (--weights-only)"
+            f"{where}: the optimizer state {kind!r} of {name!r} is {state.dtype} of shape {state.shape}, and the "
+            f"parameter has shape {decl.shape}; only element-wise states in floating point can be converted: convert "
+            "the weights alone (--weights-only)"
         )
 
 
@@ -135,6 +160,16 @@ def plain_option(value: Any) -> Any:
         items = [plain_option(item) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
     return value if isinstance(value, bool | int | float | str) else None
+
+
+def step_count(value: Any, name: str) -> int:
+    """A step count that a file may hold as a number or a tensor of one element. Raises ValueError for anything else."""
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1 << 53:
+        raise ValueError(f"{name} is {str(value)[:80]}")
+    if number != int(number):
+        raise ValueError(f"{name} is {number}")
+    return int(number)
 
 
 def listed(names: Sequence[str]) -> str:

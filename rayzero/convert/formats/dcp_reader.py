@@ -22,14 +22,17 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from rayzero.checkpoint.files.tensor_reader import is_shape
 from rayzero.convert.formats.content import (
+    FLOATS,
     WEIGHT,
     Content,
     Group,
     Param,
+    Reader,
     WeightDecl,
     damaged,
     plain_option,
     require_states,
+    step_count,
 )
 from rayzero.convert.formats.pickles import METADATA_FILE, load_torch_bytes, read_dcp_metadata, require_dense
 from rayzero.errors import CheckpointError, UnsupportedError
@@ -48,9 +51,7 @@ class Chunk:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    file: str
-    start: int
-    length: int
+    place: _StorageInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,36 +141,35 @@ def _flattened(key: str) -> tuple[str, str, str] | None:
     return (head, name, kind) if head in (_STATE, _GROUPS) and name and kind else None
 
 
-class DcpReader:
+class DcpReader(Reader):
     """An open DCP folder. Loads one chunk at a time; memory is the chunks that a range touches."""
 
     def __init__(self, folder: Path, *, states: bool = True) -> None:
         """states: False leaves the optimizer's states out. Raises CheckpointError if the folder is damaged or
         incomplete, UnsupportedError that names what only code could read."""
+        super().__init__(folder)
         self._folder = folder
-        metadata = read_dcp_metadata(folder / METADATA_FILE)
+        self._metadata = folder / METADATA_FILE
+        metadata = read_dcp_metadata(self._metadata)
         self._sizes: dict[str, int] = {}  # file -> its bytes
         tensors, self._bytes = self._entries(metadata)
-        self._tensors = {entry: self._stored(entry, found, metadata) for entry, found in tensors.items()}
+        self._tensors = {entry: self._stored(entry, found) for entry, found in tensors.items()}
         self._keys = self._paths(metadata)
         roles = roles_of(self._keys, self._bytes)
         self._require_tensors(roles, states)
         self._entry = {(name, WEIGHT): entry for name, entry in roles.weights.items() if entry in self._tensors}
-        self._loaded: dict[Chunk, Tensor] = {}  # of the tensor that was read last
+        self._loaded: dict[tuple[int, ...], Tensor] = {}  # offset -> chunk, of the tensor that was read last
         self._loaded_of = ""
         self.content = self._content(roles, states)
-
-    def __str__(self) -> str:
-        return str(self._folder)
 
     def _entries(self, metadata: Metadata) -> tuple[dict[str, TensorStorageMetadata], set[str]]:
         found = metadata.state_dict_metadata
         if not isinstance(found, dict) or not isinstance(metadata.storage_data, dict):
-            raise damaged(self._folder / METADATA_FILE, "it lists no tensors")
+            raise damaged(self._metadata, "it lists no tensors")
         tensors = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
         plain = {name for name, entry in found.items() if isinstance(entry, BytesStorageMetadata)}
         if len(tensors) + len(plain) != len(found) or not all(isinstance(name, str) for name in found):
-            raise damaged(self._folder / METADATA_FILE, "an entry is neither a tensor nor bytes")
+            raise damaged(self._metadata, "an entry is neither a tensor nor bytes")
         self._places = {
             (getattr(index, "fqn", None), tuple(getattr(index, "offset", None) or ())): place
             for index, place in metadata.storage_data.items()
@@ -179,10 +179,9 @@ class DcpReader:
     def _paths(self, metadata: Metadata) -> dict[str, Keys]:
         """Entry -> its keys in the saved state dict; its name alone if the folder does not say."""
         planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-        entries = [*self._tensors, *sorted(self._bytes)]
-        paths = {entry: planned.get(entry, (entry,)) for entry in entries}
+        paths = {entry: planned.get(entry, (entry,)) for entry in [*self._tensors, *sorted(self._bytes)]}
         if not all(isinstance(path, tuple) and path for path in paths.values()):
-            raise damaged(self._folder / METADATA_FILE, "a name has no keys")
+            raise damaged(self._metadata, "a name has no keys")
         return paths
 
     def _require_tensors(self, roles: Roles, states: bool) -> None:
@@ -202,23 +201,18 @@ class DcpReader:
 
     # ---- checks of sizes and places
 
-    def _stored(self, entry: str, found: TensorStorageMetadata, metadata: Metadata) -> Stored:
+    def _stored(self, entry: str, found: TensorStorageMetadata) -> Stored:
         shape, dtype = list(found.size), getattr(found.properties, "dtype", None)
         if not is_shape(shape) or not isinstance(dtype, torch.dtype) or not isinstance(found.chunks, list):
-            raise damaged(self._folder / METADATA_FILE, f"{entry!r} has no sound shape or dtype")
+            raise damaged(self._metadata, f"{entry!r} has no sound shape or dtype")
         boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks]
         if not is_tiling(tuple(shape), boxes):
-            raise damaged(self._folder / METADATA_FILE, f"the chunks of {entry!r} do not make up its shape {shape}")
-        chunks = [self._chunk(entry, offsets, sizes) for offsets, sizes in boxes if math.prod(sizes)]
+            raise damaged(self._metadata, f"the chunks of {entry!r} do not make up its shape {shape}")
+        chunks = [Chunk(offsets, sizes, self._place(entry, offsets)) for offsets, sizes in boxes if math.prod(sizes)]
         return Stored(WeightDecl(tuple(shape), dtype_name(dtype)), tuple(sorted(chunks, key=lambda c: c.offsets)))
 
-    def _chunk(self, entry: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
-        place = self._place(entry, offsets)
-        return Chunk(offsets, sizes, place.relative_path, place.offset, place.length)
-
     def _place(self, entry: str, offsets: tuple[int, ...]) -> _StorageInfo:
-        place = self._places.get((entry, offsets))
-        where = self._folder / METADATA_FILE
+        place, where = self._places.get((entry, offsets)), self._metadata
         if not isinstance(place, _StorageInfo) or not isinstance(place.relative_path, str):
             raise damaged(where, f"it does not say where {entry!r} at {offsets} is")
         if place.transform_descriptors:
@@ -246,11 +240,11 @@ class DcpReader:
 
     def _content(self, roles: Roles, states: bool) -> Content:
         decls = {name: self._tensors[entry].decl for (name, _), entry in self._entry.items()}
-        params: dict[str, Param] = {}
-        for name, decl in decls.items():
-            if decl.dtype in ("float64", "float32", "float16", "bfloat16"):
-                kinds = roles.states.get(name, {}) if states else {}
-                params[name] = self._param(name, decl, kinds)
+        params = {
+            name: self._param(name, decl, roles.states.get(name, {}) if states else {})
+            for name, decl in decls.items()
+            if decl.dtype in (*FLOATS, "float64")
+        }
         strangers = sorted(set(roles.states) - set(params)) if states else []
         if strangers:
             raise UnsupportedError(
@@ -283,51 +277,27 @@ class DcpReader:
             stored = self._tensors.get(entry)
             if stored is None:
                 raise UnsupportedError(f"{self._folder}: the optimizer state {kind!r} of {name!r} is not a tensor")
-            require_states(name, decl, kind, stored.decl.shape, stored.decl.dtype, self._folder)
+            require_states(name, decl, kind, stored.decl, self)
             self._entry[name, kind] = entry
             held.append(kind)
         return Param(decl=decl, states=tuple(held), updates=self._updates(kinds.get("step")))
 
     def _updates(self, entry: str | None) -> int:
-        if entry is None:
-            return 0
-        value = self._scalar(entry)
-        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        if not isinstance(number, int | float) or not 0 <= number < 1 << 53 or number != int(number):
-            raise damaged(self._folder, f"the step count {entry!r} is {str(number)[:80]}")
-        return int(number)
-
-    def _scalar(self, entry: str) -> Any:
-        if entry in self._bytes:
-            return self._plain(entry)
-        stored = self._tensors[entry]
-        if math.prod(stored.decl.shape) != 1:
-            raise damaged(self._folder, f"{entry!r} has shape {stored.decl.shape}, and must be one number")
-        return self._load(entry, stored.chunks[0])
-
-    def _plain(self, entry: str) -> Any:
-        """A value that is not a tensor."""
-        place = self._place(entry, ())
-        if place.length > _MAX_BYTES_ENTRY:
-            raise damaged(self._folder, f"{entry!r} has {place.length:,} bytes")
-        return load_torch_bytes(self._bytes_at(place.relative_path, place.offset, place.length), self._where(entry))
+        try:
+            return 0 if entry is None else step_count(self._value(entry), repr(entry))
+        except ValueError as exc:
+            raise damaged(self, f"the step count {exc}") from exc
 
     def _groups(self, roles: Roles) -> tuple[Group, ...]:
-        listed = [
-            {o: self._option(e) for o, e in given.items()} for _, given in sorted(roles.groups.items(), key=_last)
-        ]
-        if listed:
-            return tuple(group_from(group, self._folder) for group in listed)
-        return grouped({name: {o: self._option(e) for o, e in given.items()} for name, given in roles.options.items()})
-
-    def _option(self, entry: str) -> Any:
-        value = self._scalar(entry)
-        return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        numbered = sorted(roles.groups.items(), key=lambda found: found[0][-1])
+        if numbered:
+            return tuple(group_from({o: self._value(e) for o, e in given.items()}, self) for _, given in numbered)
+        return grouped({name: {o: self._value(e) for o, e in given.items()} for name, given in roles.options.items()})
 
     # ---- values
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
-        """See ``Reader.read``. Loads the chunks that the range touches, and keeps those that the next range may."""
+        """As ``Reader.read``. Loads the chunks that the range touches, and keeps those that the next range may."""
         entry = self._entry[name, kind]
         stored = self._tensors[entry]
         if entry != self._loaded_of:
@@ -341,46 +311,50 @@ class DcpReader:
             begin = (chunk.offsets or (0,))[0]
             low, high = max(first, begin), min(last, begin + box[0])
             if low < high:
+                if chunk.offsets not in self._loaded:
+                    self._loaded[chunk.offsets] = self._chunk(entry, chunk)
                 here = tuple(slice(o, o + s) for o, s in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
-                part = self._chunk_values(entry, chunk).view(box)[low - begin : high - begin]
+                part = self._loaded[chunk.offsets].view(box)[low - begin : high - begin]
                 values[(slice(low - first, high - first), *here)] = part
             if begin + box[0] <= last:
-                self._loaded.pop(chunk, None)  # ranges come in order
+                self._loaded.pop(chunk.offsets, None)  # ranges come in order
         flat = values.reshape(-1)[start - first * row : stop - first * row]
         return flat if kind == WEIGHT else flat.float()
 
-    def _chunk_values(self, entry: str, chunk: Chunk) -> Tensor:
-        if chunk not in self._loaded:
-            self._loaded[chunk] = self._load(entry, chunk)
-        return self._loaded[chunk]
+    def _value(self, entry: str) -> Any:
+        """A value that is not a tensor, or the one number of a tensor."""
+        if entry not in self._bytes:
+            stored = self._tensors[entry]
+            if math.prod(stored.decl.shape) != 1:
+                raise damaged(self, f"{entry!r} has shape {stored.decl.shape}, and must be one number")
+            return self._chunk(entry, stored.chunks[0]).item()
+        place = self._place(entry, ())
+        if place.length > _MAX_BYTES_ENTRY:
+            raise damaged(self, f"{entry!r} has {place.length:,} bytes")
+        return self._saved(entry, place)
 
-    def _load(self, entry: str, chunk: Chunk) -> Tensor:
-        found = load_torch_bytes(self._bytes_at(chunk.file, chunk.start, chunk.length), self._where(entry))
-        tensor, wanted = require_dense(found, self._where(entry)), self._tensors[entry].decl.dtype
-        if (tuple(tensor.shape), dtype_name(tensor.dtype)) != (chunk.sizes, wanted):
-            what = f"{dtype_name(tensor.dtype)} of shape {tuple(tensor.shape)}"
-            raise damaged(self._where(entry), f"its file has {what}, and {METADATA_FILE} says {wanted} {chunk.sizes}")
+    def _chunk(self, entry: str, chunk: Chunk) -> Tensor:
+        where = f"{entry!r} in {self}"
+        tensor = require_dense(self._saved(entry, chunk.place), where)
+        found, wanted = WeightDecl.of(tensor), WeightDecl(chunk.sizes, self._tensors[entry].decl.dtype)
+        if found != wanted:
+            raise damaged(
+                where,
+                f"its file has {found.dtype} of shape {found.shape}, and {METADATA_FILE} says {wanted.dtype} "
+                f"{wanted.shape}",
+            )
         return tensor
 
-    def _bytes_at(self, file: str, start: int, length: int) -> io.BytesIO:
+    def _saved(self, entry: str, place: _StorageInfo) -> Any:
+        """What ``torch.save`` wrote there."""
+        path = self._folder / place.relative_path
         try:
-            with open_regular(self._folder / file) as stream:
-                stream.seek(start)
-                return io.BytesIO(stream.read(length))
+            with open_regular(path) as stream:
+                stream.seek(place.offset)
+                data = io.BytesIO(stream.read(place.length))
         except OSError as exc:
-            raise CheckpointError(f"{self._folder / file} cannot be read: {exc.strerror or exc}") from exc
-
-    def _where(self, entry: str) -> str:
-        return f"{entry!r} in {self._folder}"
-
-    def close(self) -> None:
-        """See ``Reader.close``."""
-        self._loaded.clear()
-
-
-def _last(entry: tuple[Keys, object]) -> int:
-    """A parameter group's number."""
-    return entry[0][-1] if isinstance(entry[0][-1], int) else 0
+            raise CheckpointError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+        return load_torch_bytes(data, f"{entry!r} in {self}")
 
 
 def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -422,7 +396,7 @@ def group_from(group: Any, where: object) -> Group:
             f"{where}: the optimizer's parameter groups do not name their parameters; save it with "
             "get_optimizer_state_dict, or convert the weights alone (--weights-only)"
         )
-    return Group(params=tuple(names), options={k: plain_option(v) for k, v in group.items() if k != "params"})
+    return Group.of(names, group)
 
 
 def grouped(options: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
@@ -430,9 +404,8 @@ def grouped(options: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
     found: list[tuple[Mapping[str, Any], list[str]]] = []
     for name, given in options.items():
         plain = {key: plain_option(value) for key, value in given.items()}
-        same = next((names for known, names in found if known == plain), None)
-        if same is None:
-            found.append((plain, [name]))
-        else:
-            same.append(name)
+        names = next((names for known, names in found if known == plain), None)
+        if names is None:
+            found.append((plain, names := []))
+        names.append(name)
     return tuple(Group(params=tuple(names), options=given) for given, names in found)

@@ -11,9 +11,11 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -36,8 +38,8 @@ _MODEL, _OPTIM = "model", "optim"
 _VERSION = "1.0.0"  # of the metadata, as torch 2.13 writes it
 
 
-def write_dcp(reader: Reader, folder: Path, *, dtype: torch.dtype | None, max_bytes: int) -> list[Path]:
-    """Write weights and optimizer states into ``folder``, which exists; returns the files of tensors.
+def write_dcp(reader: Reader, folder: Path, *, dtype: torch.dtype | None, max_bytes: int) -> None:
+    """Write weights and optimizer states into ``folder``, which exists.
 
     dtype: what floating-point parameters are cast to; None keeps them. States stay fp32, and each has its step count
     as torch's Adam keeps it: one fp32 number. max_bytes: a file begins once the last one has that many. Chunks have
@@ -58,48 +60,39 @@ def write_dcp(reader: Reader, folder: Path, *, dtype: torch.dtype | None, max_by
         pickle.dump(metadata, file)
         file.flush()
         os.fsync(file.fileno())
-    return files.paths
 
 
+@dataclass(frozen=True, slots=True)
 class _Values:
     """A tensor that is read in parts."""
 
-    def __init__(self, reader: Reader, name: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
-        self._reader, self._name, self._kind = reader, name, kind
-
-    def rows(self, first: int, last: int) -> Tensor:
-        row = rows_of(self.shape)[1]
-        flat = self._reader.read(self._name, self._kind, first * row, last * row).to(self.dtype)
-        return flat.reshape(last - first, *self.shape[1:]) if self.shape else flat.reshape(())
-
-
-class _Number(_Values):
-    """A step count."""
-
-    def __init__(self, value: int) -> None:
-        self.shape, self.dtype = (), torch.float32
-        self._value = value
-
-    def rows(self, first: int, last: int) -> Tensor:
-        return torch.tensor(float(self._value), dtype=torch.float32, device="cpu")
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[int, int], Tensor]  # a range of its elements in C order
 
 
 def _entries(reader: Reader, dtype: torch.dtype | None) -> Iterator[tuple[tuple[str | int, ...], _Values | Any]]:
     """(keys in the state dict, a tensor to read or a plain value)."""
     content = reader.content
     for name, decl in content.decls.items():
-        cast = content.cast_dtype(name, dtype)
-        yield (_MODEL, name), _Values(reader, content.tied.get(name, name), WEIGHT, decl.shape, cast)
+        read = partial(reader.read, content.tied.get(name, name), WEIGHT)
+        yield (_MODEL, name), _Values(decl.shape, content.cast_dtype(name, dtype), read)
     for name, param in content.params.items():
         for kind in param.states:
-            yield (_OPTIM, "state", name, kind), _Values(reader, name, kind, param.decl.shape, torch.float32)
+            yield (
+                (_OPTIM, "state", name, kind),
+                _Values(param.decl.shape, torch.float32, partial(reader.read, name, kind)),
+            )
         if param.states:
-            yield (_OPTIM, "state", name, "step"), _Number(param.updates)
+            yield (_OPTIM, "state", name, "step"), _Values((), torch.float32, partial(_number, param.updates))
     if content.has_states:
         for index, group in enumerate(groups_of(content)):
             for option, value in group.items():
                 yield (_OPTIM, "param_groups", index, option), value
+
+
+def _number(value: int, start: int, stop: int) -> Tensor:
+    return torch.full((1,), float(value), dtype=torch.float32, device="cpu")
 
 
 def groups_of(content: Content) -> list[dict[str, Any]]:
@@ -110,23 +103,20 @@ def groups_of(content: Content) -> list[dict[str, Any]]:
     return [{**group.options, "params": list(group.params)} for group in content.groups]
 
 
-def row_cuts(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(first, last) rows of each chunk: whole rows, about ``PART`` elements. An empty tensor has one empty chunk, as
-    torch writes it."""
-    rows, row = rows_of(shape)
-    step = max(1, PART // max(1, row))
-    for first in range(0, max(rows, 1), step):
-        yield first, min(first + step, rows)
-
-
 def _write_tensor(
     entry: str, values: _Values, files: _Files, places: dict[MetadataIndex, _StorageInfo]
 ) -> TensorStorageMetadata:
+    """Write chunks of whole rows, about ``PART`` elements each. An empty tensor has one empty chunk, as torch writes
+    it."""
     chunks: list[ChunkStorageMetadata] = []
-    for index, (first, last) in enumerate(row_cuts(values.shape)):
-        offsets = torch.Size((first, *(0 for _ in values.shape[1:]))) if values.shape else torch.Size(())
-        part = values.rows(first, last)
-        chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=part.size()))
+    rows, row = rows_of(values.shape)
+    step = max(1, PART // max(1, row))
+    for index, first in enumerate(range(0, max(rows, 1), step)):
+        last = min(first + step, rows)
+        sizes = torch.Size((last - first, *values.shape[1:]) if values.shape else ())
+        offsets = torch.Size((first, *(0 for _ in sizes[1:])) if values.shape else ())
+        part = values.read(first * row, last * row).to(values.dtype).reshape(sizes)
+        chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
         places[MetadataIndex(entry, offsets, index)] = files.add(part)
     return TensorStorageMetadata(TensorProperties(dtype=values.dtype), torch.Size(values.shape), chunks)
 
@@ -135,10 +125,9 @@ class _Files:
     """The folder's files of tensors, one after another."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        self.paths: list[Path] = []
         self._folder, self._max_bytes = folder, max_bytes
-        self._file: Any = None
-        self._at = 0
+        self._count = 0
+        self._file: IO[bytes] | None = None
 
     def __enter__(self) -> _Files:
         return self
@@ -150,14 +139,12 @@ class _Files:
         """Append a value as ``torch.save`` writes it; returns its place."""
         data = io.BytesIO()
         torch.save(_compact(value), data)
-        if self._file is not None and self._at + len(data.getbuffer()) > self._max_bytes:
+        if self._file is not None and self._file.tell() + len(data.getbuffer()) > self._max_bytes:
             self._end(durable=True)
         if self._file is None:
-            self.paths.append(self._folder / f"__0_{len(self.paths)}.distcp")
-            self._file, self._at = self.paths[-1].open("wb"), 0
-        place = _StorageInfo(self.paths[-1].name, self._at, self._file.write(data.getbuffer()))
-        self._at += place.length
-        return place
+            self._file = (self._folder / f"__0_{self._count}.distcp").open("wb")
+            self._count += 1
+        return _StorageInfo(Path(self._file.name).name, self._file.tell(), self._file.write(data.getbuffer()))
 
     def _end(self, *, durable: bool) -> None:
         if self._file is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rayzero.checkpoint.files.tensor_reader import is_shape
-from rayzero.convert.formats.content import Group, Param, WeightDecl, listed, plain_option
+from rayzero.convert.formats.content import Content, Group, Param, WeightDecl, listed, step_count
 from rayzero.convert.formats.pickles import require_dense
 from rayzero.convert.formats.zero_layout import Shapes
 from rayzero.errors import CheckpointError, UnsupportedError
@@ -92,6 +92,12 @@ class ModelStates:
     def __contains__(self, name: str) -> bool:
         return name in self._pieces or name in self.tied
 
+    def content(self, params: Mapping[str, Param], groups: tuple[Group, ...], step: int) -> Content:
+        """What the folder holds. params: all of them, with what the optimizer's files say."""
+        return Content(
+            params=params, buffers=self.buffers, tied=self.tied, groups=groups, step=step, left_out=self.left_out
+        )
+
     def _take_frozen(self, files: Sequence[Any]) -> None:
         for name, shape in _shapes(self._first.get("frozen_param_shapes") or {}).items():
             pieces = [require_dense(as_dict(file)["frozen_param_fragments"][name], name).reshape(-1) for file in files]
@@ -103,21 +109,25 @@ class ModelStates:
             self._pieces[name] = pieces
             self.params[name] = Param(decl=WeightDecl(shape, dtype_name(pieces[0].dtype)), trained=False)
 
+    def _take(self, name: str, value: Any) -> WeightDecl:
+        """Take a whole tensor of ``module``."""
+        self._pieces[name] = [require_dense(value, name).reshape(-1)]
+        return WeightDecl.of(value)
+
     def _take_module(self, sharded: bool, everything: bool) -> None:
         """What ``module`` has beyond the parameters that are known by now."""
         module = as_dict(self._first.get("module") or {})  # a pipeline's is None
         buffers = self._first.get("buffer_names") or []
         if not isinstance(buffers, list):
             raise TypeError(f"buffer_names is {type(buffers).__name__}")
-        for name in buffers:
-            value = require_dense(module[name], name)
-            self._pieces[name] = [value.reshape(-1)]
-            self.buffers[name] = WeightDecl(tuple(value.shape), dtype_name(value.dtype))
+        self.buffers = {name: self._take(name, module[name]) for name in buffers}
         known = self.optimized.keys() | self._pieces.keys()
         shared = as_dict(self._first.get("shared_params") or {})
         if not all(isinstance(name, str) for name in shared.values()):
             raise TypeError("shared_params names no parameters")
         owners = _owners(module) | shared
+        # without a list of frozen parameters, nobody can tell those that got gradients
+        says_frozen = self._first.get("frozen_param_shapes") is not None
         missing, others = [], []
         for name, value in module.items():
             owner = owners.get(name, name)
@@ -132,30 +142,19 @@ class ModelStates:
             elif sharded and tuple(value.shape) == (0,):
                 missing.append(name)
             else:
-                self._pieces[name] = [require_dense(value, name).reshape(-1)]
-                decl = WeightDecl(tuple(value.shape), dtype_name(value.dtype))
-                # without a list of frozen parameters, nobody can tell those that got gradients
-                listed = self._first.get("frozen_param_shapes") is not None
-                self.params[name] = Param(decl=decl, trained=listed and value.is_floating_point())
-        absent = shared.keys() - module.keys() - known
-        self.tied |= {
-            name: shared[name] for name in absent if shared[name] in self.optimized or shared[name] in self.params
-        }
+                self.params[name] = Param(
+                    decl=self._take(name, value), trained=says_frozen and value.is_floating_point()
+                )
+        for name in shared.keys() - module.keys() - known:
+            if shared[name] in self.optimized or shared[name] in self.params:
+                self.tied[name] = shared[name]
         _require_values(missing, others if everything else [])
-        self.left_out = tuple(
-            sorted(
-                [*others, *(str(key) for key, value in self._first.items() if key not in _OWN and value is not None)]
-            )
-        )
+        saved = (str(key) for key, value in self._first.items() if key not in _OWN and value is not None)
+        self.left_out = tuple(sorted([*others, *saved]))
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements of a parameter that no optimizer has, or of a buffer; 1D."""
         return range_of(self._pieces[name], start, stop)
-
-    def close(self) -> None:
-        """Let go of the files' values."""
-        self._pieces.clear()
-        self._first = {}
 
 
 def _owners(module: Mapping[str, Any]) -> dict[str, str]:
@@ -189,10 +188,7 @@ def groups_from(given: Any, shapes: Sequence[Shapes]) -> tuple[Group, ...]:
     """An optimizer's parameter groups by names. given: its ``param_groups``, whose parameters are numbers of flattened
     groups; shapes: of these."""
     return tuple(
-        Group(
-            params=tuple(name for index in group["params"] for name in shapes[index]),
-            options={key: plain_option(value) for key, value in group.items() if key not in ("params", "step")},
-        )
+        Group.of((name for index in group["params"] for name in shapes[index]), group, ("params", "step"))
         for group in given
     )
 
@@ -225,16 +221,6 @@ def as_dict(value: Any) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise TypeError(f"{type(value).__name__} where an object belongs")
     return value
-
-
-def step_count(value: Any, name: str) -> int:
-    """A step count that a file may hold as a number or a tensor of one element. Raises ValueError for anything else."""
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1 << 53:
-        raise ValueError(f"{name} is {str(value)[:80]}")
-    if number != int(number):
-        raise ValueError(f"{name} is {number}")
-    return int(number)
 
 
 def _shapes(group: Any) -> Shapes:

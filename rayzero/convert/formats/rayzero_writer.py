@@ -8,7 +8,7 @@ Adam has before its first update: zeros, after no update.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from rayzero.checkpoint.writer import (
     write_rank_state,
     write_tensors,
 )
-from rayzero.convert.formats.content import WEIGHT, Content, Param, Reader
+from rayzero.convert.formats.content import FLOATS, WEIGHT, Content, Param, Reader, cut_into_files
 from rayzero.errors import UnsupportedError
 from rayzero.layout.model_layout import ModelLayout, ParamSlot, UnitLayout, dtype_from_name, lay_out_unit
 from rayzero.protocol.messages import COMPUTE, MASTER, CheckpointInfo, FileEntry, ModelSpec
@@ -36,7 +36,6 @@ ADAMW = "torch.optim.adamw:AdamW"
 _ADAMS = (ADAMW, "torch.optim.adam:Adam")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _ADAM_STATES = {*_MOMENTS, "max_exp_avg_sq"}
-_EXACT = ("float32", "bfloat16", "float16")  # dtypes that an fp32 master holds exactly
 _SHARD_NUMEL = 1 << 22  # elements of a piece at most: 16 MiB in memory at a time
 
 
@@ -111,9 +110,9 @@ def layout_of(content: Content) -> ModelLayout:
     """A unit for what is trained, and one for each dtype of what is frozen, opaque parameters apart."""
     units: dict[tuple[bool, bool, str], list[tuple[str, tuple[int, ...]]]] = {}
     for name, param in content.params.items():
-        if not param.opaque and param.decl.dtype not in _EXACT:
+        if not param.opaque and param.decl.dtype not in FLOATS:
             raise UnsupportedError(
-                f"parameter {name!r} is {param.decl.dtype}, and a RayZero checkpoint holds {', '.join(_EXACT)}; "
+                f"parameter {name!r} is {param.decl.dtype}, and a RayZero checkpoint holds {', '.join(FLOATS)}; "
                 "convert the source first"
             )
         key = (True, False, "float32") if param.trained else (False, param.opaque, param.decl.dtype)
@@ -152,24 +151,13 @@ _Entry = tuple[str, DeferredTensor, dict[str, Any]]  # name in the file, values,
 def _write_owners(
     reader: Reader, directory: Path, spec: ModelSpec, kinds: Sequence[str], max_bytes: int
 ) -> list[FileEntry]:
-    files: list[FileEntry] = []
-    held: list[_Entry] = []
-    size = 0
-    for entry in _entries(reader, spec.layout, kinds):
-        bytes_ = entry[1].numel * entry[1].dtype.itemsize
-        if held and size + bytes_ > max_bytes:
-            files.append(_write_owner(directory, len(files), held))
-            held, size = [], 0
-        held.append(entry)
-        size += bytes_
-    files.append(_write_owner(directory, len(files), held))
+    files = []
+    entries = _entries(reader, spec.layout, kinds)
+    for index, held in enumerate(cut_into_files(entries, lambda one: one[1].numel * one[1].dtype.itemsize, max_bytes)):
+        tensors = {name: values for name, values, _ in held}
+        content = {name: described for name, _, described in held}
+        files.append(write_tensors(staging_path(directory), owner_file_name(index), tensors, content))
     return files
-
-
-def _write_owner(directory: Path, index: int, entries: Sequence[_Entry]) -> FileEntry:
-    tensors = {name: values for name, values, _ in entries}
-    content: Mapping[str, dict[str, Any]] = {name: described for name, _, described in entries}
-    return write_tensors(staging_path(directory), owner_file_name(index), tensors, content)
 
 
 def _entries(reader: Reader, layout: ModelLayout, kinds: Sequence[str]) -> Iterator[_Entry]:
@@ -185,20 +173,12 @@ def _entries(reader: Reader, layout: ModelLayout, kinds: Sequence[str]) -> Itera
 
 def _entry(reader: Reader, unit: UnitLayout, slot: ParamSlot, param: Param, kind: str, start: int, stop: int) -> _Entry:
     written = kind if kind != WEIGHT else MASTER if unit.has_master else COMPUTE
-    described = {
-        "param": slot.name,
-        "kind": written,
-        "start": start,
-        "stop": stop,
-        "shape": list(slot.shape),
-    }
-    held = kind == WEIGHT or kind in param.states
-    make = partial(_values, reader, slot.name, kind, start, stop, unit.initial_dtype) if held else None
-    values = DeferredTensor(
-        numel=stop - start,
-        dtype=unit.initial_dtype,
-        make=make or partial(torch.zeros, stop - start, dtype=torch.float32, device="cpu"),
-    )
+    described = {"param": slot.name, "kind": written, "start": start, "stop": stop, "shape": list(slot.shape)}
+    if kind == WEIGHT or kind in param.states:
+        make = partial(_values, reader, slot.name, kind, start, stop, unit.initial_dtype)
+    else:
+        make = partial(torch.zeros, stop - start, dtype=torch.float32, device="cpu")
+    values = DeferredTensor(numel=stop - start, dtype=unit.initial_dtype, make=make)
     return f"{slot.name}/{written}/{start}", values, described
 
 

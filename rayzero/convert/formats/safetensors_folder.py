@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -13,17 +13,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rayzero.checkpoint.files.tensor_file import DTYPES, TensorDecl, TensorFileWriter, code_name, shape_in_torch
-from rayzero.convert.formats.content import WEIGHT, Content, Param, Reader, WeightDecl, parts_of
+from rayzero.convert.formats.content import FLOATS, WEIGHT, Content, Param, Reader, WeightDecl, cut_into_files, parts_of
 from rayzero.errors import CheckpointError
 from rayzero.files import parse_json, read_text, regular_size, replace_file
 
 WHOLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_INDEX = 1 << 28  # bytes: two million tensors
-_FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
-class SafetensorsReader:
+class SafetensorsReader(Reader):
     """One safetensors file, or the files that a Hugging Face index names, memory-mapped.
 
     As in transformers, every tensor of those files counts, and no other file. Nothing in the format tells parameters
@@ -32,8 +31,8 @@ class SafetensorsReader:
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError if files are missing or damaged, if the index names one outside its folder, or if
         nobody can tell which values are meant: of two sets of weights, or of a tensor that two files have."""
-        self._path = path
-        self._files: dict[str, Any] = {}  # tensor -> its open file. freed by: close()
+        super().__init__(path)
+        self._files: dict[str, Any] = {}  # tensor -> its open file
         self._flat: tuple[str, Tensor] | None = None  # the tensor that was read last
         decls: dict[str, WeightDecl] = {}
         files: dict[str, str] = {}  # tensor -> its file's name
@@ -47,12 +46,9 @@ class SafetensorsReader:
             decls |= found
             files |= dict.fromkeys(found, file.name)
         self.content = Content(
-            params={name: Param(decl=decl) for name, decl in decls.items() if decl.dtype in _FLOATS},
-            buffers={name: decl for name, decl in decls.items() if decl.dtype not in _FLOATS},
+            params={name: Param(decl=decl) for name, decl in decls.items() if decl.dtype in (*FLOATS, "float64")},
+            buffers={name: decl for name, decl in decls.items() if decl.dtype not in (*FLOATS, "float64")},
         )
-
-    def __str__(self) -> str:
-        return str(self._path)
 
     def _add(self, path: Path, promised: list[str]) -> dict[str, WeightDecl]:
         """Every tensor of a file. ``promised``: those that it must have."""
@@ -63,9 +59,7 @@ class SafetensorsReader:
             file = opener(path, framework="pt")
             held = sorted(file.keys())
             if lacking := set(promised) - set(held):
-                raise CheckpointError(
-                    f"{self._path} says that {min(lacking)!r} is in {path.name}, which has no such tensor"
-                )
+                raise CheckpointError(f"{self} says that {min(lacking)!r} is in {path.name}, which has no such tensor")
             for name in held:
                 part = file.get_slice(name)
                 dtype = code_name(part.get_dtype())
@@ -76,18 +70,12 @@ class SafetensorsReader:
         return found
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
-        """See ``Reader.read``. A view of the mapped file."""
         if self._flat is None or self._flat[0] != name:
             try:
                 self._flat = name, self._files[name].get_tensor(name).reshape(-1)
             except SafetensorError as exc:
-                raise CheckpointError(f"{self._path}: {name!r} cannot be read: {_one_line(exc)}") from exc
+                raise CheckpointError(f"{self}: {name!r} cannot be read: {_one_line(exc)}") from exc
         return self._flat[1][start:stop]
-
-    def close(self) -> None:
-        """See ``Reader.close``."""
-        self._files.clear()
-        self._flat = None
 
 
 def _one_line(exc: Exception) -> str:
@@ -150,56 +138,31 @@ def _weight_map(index: Path) -> dict[str, str]:
 # ---- writing ----------------------------------------------------------------------------------------------------
 
 
-def file_plan(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Which tensors each file gets, in their order: as many as fit into ``max_bytes``; a larger tensor has a file
-    alone.
-
-    sizes: bytes by tensor."""
-    files: list[list[str]] = [[]]
-    held = 0
-    for name, size in sizes.items():
-        if files[-1] and held + size > max_bytes:
-            files.append([])
-            held = 0
-        files[-1].append(name)
-        held += size
-    return files
-
-
-def file_names(count: int) -> list[str]:
-    """The names that Hugging Face gives to ``count`` files."""
-    if count == 1:
-        return [WHOLE_FILE]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def write_safetensors(reader: Reader, folder: Path, *, dtype: torch.dtype | None, max_bytes: int) -> list[Path]:
-    """Write parameters, their other names, and buffers into ``folder``, which exists; returns the files.
+def write_safetensors(reader: Reader, folder: Path, *, dtype: torch.dtype | None, max_bytes: int) -> None:
+    """Write parameters, their other names, and buffers into ``folder``, which exists.
 
     dtype: what floating-point parameters are cast to; None keeps them (``Content.cast_dtype``). max_bytes: the most
     tensor bytes of one file, unless one tensor alone has more. With more than one file, an index says which tensor is
     where. At most ``PART`` elements are in memory at a time, if the source reads no more. Each file is fsynced."""
     content = reader.content
     decls = {name: TensorDecl(decl.shape, content.cast_dtype(name, dtype)) for name, decl in content.decls.items()}
-    planned = file_plan({name: decl.size_bytes for name, decl in decls.items()}, max_bytes)
-    names = file_names(len(planned))
-    for file, held in zip(names, planned, strict=True):
-        _write_file(reader, folder / file, {name: decls[name] for name in held})
-    if len(names) > 1:
-        replace_file(folder / INDEX_FILE, _index_text(names, planned, decls))
-    return [folder / name for name in names]
+    planned = list(cut_into_files(decls, lambda name: decls[name].size_bytes, max_bytes))
+    placed: dict[str, str] = {}  # tensor -> its file
+    for number, held in enumerate(planned, 1):
+        file = WHOLE_FILE if len(planned) == 1 else f"model-{number:05d}-of-{len(planned):05d}.safetensors"
+        write_file(reader, folder / file, {name: decls[name] for name in held})
+        placed |= dict.fromkeys(held, file)
+    if len(planned) > 1:
+        total = sum(decl.size_bytes for decl in decls.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+        replace_file(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
 
 
-def _write_file(reader: Reader, path: Path, decls: Mapping[str, TensorDecl]) -> None:
-    tied = reader.content.tied
+def write_file(reader: Reader, path: Path, decls: Mapping[str, TensorDecl]) -> None:
+    """Write one file with these tensors of ``reader``, cast to the dtypes that are declared, and fsync it. Raises
+    OSError, and CheckpointError for what is damaged."""
     with TensorFileWriter(path, decls, {"format": "pt"}) as file:
         for name in file.order:
             decl = decls[name]
-            parts = parts_of(reader, tied.get(name, name), WEIGHT, math.prod(decl.shape))
+            parts = parts_of(reader, reader.content.tied.get(name, name), WEIGHT, math.prod(decl.shape))
             file.write(name, (part.to(decl.dtype) for part in parts))
-
-
-def _index_text(names: Sequence[str], planned: Iterable[Sequence[str]], decls: Mapping[str, TensorDecl]) -> str:
-    placed = {tensor: file for file, held in zip(names, planned, strict=True) for tensor in held}
-    total = sum(decl.size_bytes for decl in decls.values())
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}, indent=2) + "\n"

@@ -17,49 +17,45 @@ import torch
 from torch import Tensor
 
 from rayzero.convert.formats.content import (
+    FLOATS,
     PART,
     WEIGHT,
     Content,
     Group,
     Param,
+    Reader,
     WeightDecl,
     listed,
-    plain_option,
     require_states,
+    step_count,
 )
 from rayzero.convert.formats.deepspeed_reader import load_model_states
-from rayzero.convert.formats.model_states import ModelStates, as_dict, step_count
+from rayzero.convert.formats.model_states import ModelStates, as_dict
 from rayzero.convert.formats.pickles import require_dense
-from rayzero.errors import CheckpointError, RayZeroError, UnsupportedError
-from rayzero.layout.model_layout import dtype_name
+from rayzero.errors import CheckpointError, UnsupportedError
 
-_FLOATS = ("float32", "bfloat16", "float16")
 _INSTEAD = (
     "make the optimizer of named_parameters(), or save with ZeRO stage 1; the model's own values are "
     "torch.load(FILE)['module']"
 )
 
+_NAMES = ("params", "param_names")  # of a group, beside its options
+
 Key = tuple[tuple[int, ...], torch.dtype, bytes]  # shape, dtype and hash of a tensor
 
 
-class Stage0Reader:
+class Stage0Reader(Reader):
     """An open folder of stage 0: ``TAG/`` below the folder that ``save_checkpoint`` was given."""
 
     def __init__(self, folder: Path, *, states: bool = True) -> None:
         """states: False leaves moments out. Raises CheckpointError if the file is damaged or other ranks' files are
         missing, UnsupportedError for parallelism and if nobody can tell whose masters or states there are."""
-        self._folder = folder
-        try:
-            (file,) = files = load_model_states(folder)
-            self._model = ModelStates(files, sharded=False, everything=states)
-            self._masters, inner = _parts(as_dict(file), self._model)
-            self._values: dict[tuple[str, str], Tensor] = {}  # of what the optimizer trains, by (parameter, kind)
-            self.content = self._content(inner, states)
-        except RayZeroError as exc:
-            raise type(exc)(f"{folder}: {exc}" if str(folder) not in str(exc) else str(exc)) from exc
-
-    def __str__(self) -> str:
-        return str(self._folder)
+        super().__init__(folder)
+        (file,) = files = load_model_states(folder)
+        self._model = ModelStates(files, sharded=False, everything=states)
+        self._masters, inner = _parts(as_dict(file), self._model)
+        self._values: dict[tuple[str, str], Tensor] = {}  # of what the optimizer trains, by (parameter, kind)
+        self.content = self._content(inner, states)
 
     def _content(self, inner: Mapping[str, Any], states: bool) -> Content:
         params = dict(self._model.params)
@@ -79,26 +75,20 @@ class Stage0Reader:
                 master = self._masters[at][place] if self._masters else None
                 state = as_dict(inner["state"].get(number, {})) if states else {}
                 params[name] = self._trained(name, params[name], master, state)
-        return Content(
-            params=params,
-            buffers=self._model.buffers,
-            tied=self._model.tied,
-            groups=tuple(_group(group, own) for group, own in zip(given, names or [], strict=False)) if states else (),
-            step=self._model.steps if states else 0,
-            left_out=self._model.left_out,
-        )
+        groups = tuple(Group.of(own, group, _NAMES) for group, own in zip(given, names or [], strict=False))
+        return self._model.content(params, groups if states else (), self._model.steps if states else 0)
 
     def _trained(self, name: str, param: Param, master: Tensor | None, state: Mapping[str, Any]) -> Param:
         decl = param.decl
         if master is not None:
             if tuple(master.shape) != decl.shape:
                 raise CheckpointError(f"the master of {name!r} has shape {tuple(master.shape)}, not {decl.shape}")
-            decl = WeightDecl(decl.shape, dtype_name(master.dtype))
+            decl = WeightDecl.of(master)
             self._values[name, WEIGHT] = master
         kinds = sorted(kind for kind, value in state.items() if kind != "step" and value is not None)
         for kind in kinds:
             value = require_dense(state[kind], f"{kind} of {name}")
-            require_states(name, decl, kind, tuple(value.shape), dtype_name(value.dtype), self._folder)
+            require_states(name, decl, kind, WeightDecl.of(value), self)
             self._values[name, kind] = value
         updates = step_count(state["step"], "step") if "step" in state else self._model.updates if state else 0
         return Param(decl=decl, states=tuple(kinds), updates=updates)
@@ -109,7 +99,7 @@ class Stage0Reader:
         Raises UnsupportedError that names parameters which cannot be told apart."""
         if not self._masters:
             return None
-        held = {n: self._model.value(n) for n, param in self._model.params.items() if param.decl.dtype in _FLOATS}
+        held = {n: self._model.value(n) for n, param in self._model.params.items() if param.decl.dtype in FLOATS}
         holders: dict[Key, list[str]] = {}
         for name, value in held.items():
             holders.setdefault(_key(value, value.dtype), []).append(name)
@@ -133,20 +123,12 @@ class Stage0Reader:
             )
         return found[0]
 
-    # ---- values
-
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
-        """See ``Reader.read``. A view of the mapped file."""
         value = self._values.get((name, kind))
         if value is None:
             return self._model.read(name, start, stop)
         part = value.reshape(-1)[start:stop]
         return part if kind == WEIGHT else part.float()
-
-    def close(self) -> None:
-        """See ``Reader.close``."""
-        self._values, self._masters = {}, []
-        self._model.close()
 
 
 def _parts(file: Mapping[str, Any], model: ModelStates) -> tuple[list[list[Tensor]], dict[str, Any]]:
@@ -181,11 +163,6 @@ def _named(groups: Sequence[Mapping[str, Any]], params: Mapping[str, Param]) -> 
     fits = all(len(own) == len(group["params"]) for own, group in zip(names, groups, strict=True))
     every = [name for own in names for name in own]
     return names if groups and fits and len(every) == len(set(every)) and params.keys() >= set(every) else None
-
-
-def _group(group: Mapping[str, Any], names: Sequence[str]) -> Group:
-    options = {k: plain_option(v) for k, v in group.items() if k not in ("params", "param_names")}
-    return Group(params=tuple(names), options=options)
 
 
 def _key(tensor: Tensor, dtype: torch.dtype) -> Key:

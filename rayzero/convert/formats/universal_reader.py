@@ -12,15 +12,13 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from rayzero.convert.formats.content import WEIGHT, Content, Group, Param, WeightDecl, damaged, require_states
-from rayzero.convert.formats.model_states import ModelStates, as_dict, groups_from, step_count, updates_of
+from rayzero.convert.formats.content import WEIGHT, Param, Reader, WeightDecl, damaged, require_states, step_count
+from rayzero.convert.formats.model_states import ModelStates, as_dict, groups_from, updates_of
 from rayzero.convert.formats.pickles import load_torch_file, require_dense
-from rayzero.errors import CheckpointError, RayZeroError, UnsupportedError
-from rayzero.layout.model_layout import dtype_name
+from rayzero.errors import CheckpointError, UnsupportedError
 
 ZERO_FOLDER = "zero"
 _MASTER = "fp32"
@@ -30,35 +28,24 @@ _GROUPS_FILE = "optimizer_state.pt"
 _NOT_STATES = (_MASTER, "step")
 
 
-class UniversalReader:
+class UniversalReader(Reader):
     """An open universal checkpoint. One tensor's file is mapped at a time."""
 
     def __init__(self, folder: Path, *, states: bool = True) -> None:
         """states: False leaves moments out. Raises CheckpointError if files are missing or damaged, UnsupportedError
         that names parameters whose values or shapes are in no file."""
+        super().__init__(folder)
         self._folder = folder
         self._last: tuple[Path, Tensor] | None = None
-        try:
-            self._model, self._groups = self._model_states(states)
-            self._optimizer = self._optimizer_state() if states else {}
-            params = {path.name: self._param(path, states) for path in self._parameters()}
-            self.content = Content(
-                params=params | self._model.params,
-                buffers=self._model.buffers,
-                tied=self._model.tied,
-                groups=self._param_groups(),
-                step=max((param.updates for param in params.values()), default=0),
-                left_out=self._model.left_out,
-            )
-            if self._model.round_robin:
-                self._check_values()
-        except RayZeroError as exc:
-            raise type(exc)(f"{folder}: {exc}" if str(folder) not in str(exc) else str(exc)) from exc
-
-    def __str__(self) -> str:
-        return str(self._folder)
-
-    # ---- what it holds
+        self._model, self._groups = self._model_states(states)
+        path = folder / ZERO_FOLDER / _GROUPS_FILE
+        self._optimizer = as_dict(load_torch_file(path)) if states and path.exists() else {}
+        params = {path.name: self._param(path, states) for path in self._parameters()}
+        groups = groups_from(self._optimizer.get("param_groups", []), self._groups)
+        step = max(param.updates for param in params.values())
+        self.content = self._model.content(params | self._model.params, groups, step)
+        if self._model.round_robin:
+            self._check_values()
 
     def _model_states(self, states: bool) -> tuple[ModelStates, list[dict[str, tuple[int, ...]]]]:
         """What the files beside ``zero/`` say, and the shapes by flattened group, of all stages of a pipeline."""
@@ -79,13 +66,6 @@ class UniversalReader:
                 groups[index] = dict(group) | groups[index]
         return found, groups
 
-    def _optimizer_state(self) -> dict[str, Any]:
-        path = self._folder / ZERO_FOLDER / _GROUPS_FILE
-        return as_dict(load_torch_file(path)) if path.exists() else {}
-
-    def _param_groups(self) -> tuple[Group, ...]:
-        return groups_from(self._optimizer.get("param_groups", []), self._groups)
-
     def _parameters(self) -> list[Path]:
         """The folders of what is trained. Raises CheckpointError if one is missing."""
         zero = self._folder / ZERO_FOLDER
@@ -98,12 +78,10 @@ class UniversalReader:
         return found
 
     def _param(self, folder: Path, states: bool) -> Param:
-        weight = self._tensor(folder, _MASTER)
-        decl = WeightDecl(tuple(weight.shape), dtype_name(weight.dtype))
+        decl = WeightDecl.of(self._tensor(folder, _MASTER))
         kinds = sorted(p.stem for p in folder.glob("*.pt") if p.stem not in _NOT_STATES) if states else []
         for kind in kinds:
-            state = self._tensor(folder, kind)
-            require_states(folder.name, decl, kind, tuple(state.shape), dtype_name(state.dtype), self._folder)
+            require_states(folder.name, decl, kind, WeightDecl.of(self._tensor(folder, kind)), self)
         return Param(decl=decl, states=tuple(kinds), updates=self._updates(folder) if kinds else 0)
 
     def _updates(self, folder: Path) -> int:
@@ -136,8 +114,6 @@ class UniversalReader:
                     "trained with round_robin_gradients; convert the ZeRO folder itself"
                 )
 
-    # ---- values
-
     def _tensor(self, folder: Path, kind: str) -> Tensor:
         """A parameter's values, in its shape."""
         path = folder / f"{kind}.pt"
@@ -152,7 +128,6 @@ class UniversalReader:
         return flat.reshape(shape)
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
-        """See ``Reader.read``. A view of the mapped file."""
         if name in self._model:
             return self._model.read(name, start, stop)
         folder, file = self._folder / ZERO_FOLDER / name, _MASTER if kind == WEIGHT else kind
@@ -160,9 +135,3 @@ class UniversalReader:
             self._last = folder / file, self._tensor(folder, file).reshape(-1)
         values = self._last[1][start:stop]
         return values if kind == WEIGHT else values.float()
-
-    def close(self) -> None:
-        """See ``Reader.close``."""
-        self._last = None
-        self._optimizer = {}
-        self._model.close()

@@ -11,7 +11,6 @@ from torch import Tensor
 from rayzero.convert.formats.content import WeightDecl
 from rayzero.convert.published.translation import Names, from_model, to_model
 from rayzero.errors import CheckpointError, UnsupportedError
-from rayzero.layout.model_layout import dtype_name
 
 
 def with_model_names(
@@ -67,7 +66,7 @@ def _made(
     model: Any, held: Mapping[str, WeightDecl], group: Mapping[str, Tensor], source: object
 ) -> Iterator[tuple[str, Tensor]]:
     flat = {name: tensor.detach().cpu().reshape(-1) for name, tensor in group.items()}
-    decls = {name: WeightDecl(tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in group.items()}
+    decls = {name: WeightDecl.of(tensor) for name, tensor in group.items()}
     made = to_model(model, held, decls, lambda name, start, stop: flat[name][start:stop], source)
     for name, decl in made.decls.items():
         yield name, made.elements[name].read(0, math.prod(decl.shape)).view(decl.shape)

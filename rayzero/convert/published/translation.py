@@ -25,7 +25,6 @@ from rayzero.convert.formats.content import WeightDecl
 from rayzero.convert.published.moved import Range, Strided
 from rayzero.convert.published.trace import Trace
 from rayzero.errors import CheckpointError, UnsupportedError
-from rayzero.layout.model_layout import dtype_name
 
 ReadPart = Callable[[str, int, int], Tensor]
 
@@ -165,7 +164,7 @@ class _Made:
 
     def translation(self, tracer: Trace) -> Translation:
         return Translation(
-            decls={n: WeightDecl(tuple(t.shape), dtype_name(t.dtype)) for n, t in self._tensors.items()},
+            decls={n: WeightDecl.of(t) for n, t in self._tensors.items()},
             elements={name: tracer.elements(tensor) for name, tensor in self._tensors.items()},
         )
 

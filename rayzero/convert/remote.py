@@ -1,4 +1,4 @@
-"""Copies whole checkpoints to and from remote storage.
+"""Copies of whole checkpoints in remote storage, by URL (s3://, gs://): made beside the training, fetched to be read.
 
 An object store has no rename, so the manifest makes a remote checkpoint exist: it is removed before any other file
 changes and written after all of them. Here, a copy gets its name by a rename once every file has its size.
@@ -10,19 +10,18 @@ import fcntl
 import hashlib
 import logging
 import os
-import shutil
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rayzero.checkpoint.catalog import Catalog
-from rayzero.checkpoint.files.tensor_file import fsync_directory
-from rayzero.checkpoint.manifest import MANIFEST, Manifest
-from rayzero.convert.remote.storage import RemoteFolder, is_url
+from rayzero.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
+from rayzero.convert.storage import RemoteFolder, is_url
 from rayzero.errors import CheckpointError, CheckpointWriteError
+from rayzero.files import new_folder
 
-_MAX_MANIFEST = 1 << 29  # bytes
 _CACHE = "RAYZERO_CACHE"
 
 log = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ def _manifest(folder: RemoteFolder, files: Mapping[str, int]) -> Manifest:
     """The manifest of a remote checkpoint. Raises CheckpointError if it is damaged or a file lacks its size."""
     where = f"{folder}/{MANIFEST}"
     try:
-        manifest = Manifest.from_json(folder.read(MANIFEST, at_most=_MAX_MANIFEST).decode("utf-8"), where)
+        manifest = Manifest.from_json(folder.read(MANIFEST, at_most=MAX_BYTES).decode("utf-8"), where)
     except UnicodeDecodeError as exc:
         raise CheckpointError(f"{where} is damaged: {exc}") from exc
     for entry in manifest.files:
@@ -90,6 +89,58 @@ def _manifest(folder: RemoteFolder, files: Mapping[str, int]) -> Manifest:
                 f"{folder}/{entry.name} has {files.get(entry.name)} bytes, but the manifest says {entry.size_bytes:,}"
             )
     return manifest
+
+
+# ---- copies there, beside the training -------------------------------------------------------------------------------
+
+
+class Uploads:
+    """The checkpoints that one rank copies to remote storage, in a thread of its own.
+
+    While one is copied, the newest that came since waits; one between them is left out, with a warning, so that a slow
+    link never holds more than two. Knows folders and URLs; not what else happens to the folders. Thread-safe."""
+
+    def __init__(self, upload: Callable[[Path, str], str] = upload_checkpoint) -> None:
+        self._upload = upload
+        self._lock = threading.Condition()
+        self._now: Path | None = None
+        self._next: tuple[Path, str] | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> frozenset[Path]:
+        """The folders that are being read or will be: nobody may delete them."""
+        with self._lock:
+            return frozenset({self._now, self._next and self._next[0]} - {None})  # type: ignore[arg-type]
+
+    def add(self, directory: Path, url: str) -> None:
+        """Upload a complete checkpoint once the one before is there."""
+        with self._lock:
+            if self._next is not None:
+                log.warning("CHECKPOINT NOT UPLOADED: %s: a newer one came before its turn", self._next[0])
+            self._next = directory, url
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="checkpoint-upload")
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._now = None
+                if self._next is None:
+                    self._thread = None
+                    self._lock.notify_all()
+                    return
+                (self._now, url), self._next = self._next, None
+            try:
+                log.info("checkpoint uploaded: %s", self._upload(self._now, url))
+            except Exception as error:  # a storage may raise anything; who waits must hear that it is over
+                log.warning("CHECKPOINT NOT UPLOADED: %s: %s. It stays in %s", url, error, self._now)
+
+    def wait(self) -> None:
+        """Return when nothing is left to upload."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._thread is None)
 
 
 # ---- copies here ------------------------------------------------------------------------------------------------
@@ -181,22 +232,16 @@ def nearby(place: str, beside: Path) -> Iterator[Path]:
 
 
 def _fetch(folder: RemoteFolder, files: Mapping[str, int], target: Path) -> None:
-    staging = target.with_name(f".{target.name}.fetched")
     try:
-        shutil.rmtree(staging, ignore_errors=True)  # left by a process that was killed
-        staging.mkdir(parents=True)
-        for name, size in files.items():
-            path = staging / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            folder.get(name, path)
-            if (got := path.stat().st_size) != size:
-                raise CheckpointError(f"{folder}/{name} came with {got:,} bytes, and has {size:,} there")
-        staging.rename(target)
-        fsync_directory(target.parent)
+        with new_folder(target) as staging:
+            for name, size in files.items():
+                path = staging / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                folder.get(name, path)
+                if (got := path.stat().st_size) != size:
+                    raise CheckpointError(f"{folder}/{name} came with {got:,} bytes, and has {size:,} there")
     except OSError as exc:
         raise CheckpointWriteError(f"cannot copy {folder} to {target}: {exc.strerror or exc}") from exc
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 @contextmanager
