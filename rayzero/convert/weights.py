@@ -7,22 +7,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from rayzero.convert.fit import Wanted
 from rayzero.convert.formats import open_reader
 from rayzero.convert.formats.content import PART, WEIGHT, WeightDecl
-from rayzero.convert.published.streamed import with_model_names
-from rayzero.convert.published.translation import Translation, is_pretrained, to_model
+from rayzero.convert.published.translation import is_pretrained, to_model, with_model_names
 from rayzero.convert.storage import is_url
 from rayzero.errors import ConfigError
 
 __all__ = ["NamedWeights", "WeightDecl", "WeightSource", "Weights", "declare_weight"]
 
 Rename = Callable[[str], str | None]
+Part = Callable[[str, int, int], Tensor]
 
 
 class Weights:
@@ -74,16 +72,14 @@ class Weights:
         ConfigError if a mapping holds something other than tensors with values or ``rename`` gives two tensors the
         same name, and what ``to_model`` raises."""
         if isinstance(self.source, str | PathLike):
-            named = NamedWeights(_Checkpoint(Path(self.source)), self.rename)
+            named = _of_checkpoint(Path(self.source), self.rename)
         else:
             assert isinstance(self.source, Mapping)
-            named = NamedWeights(_TensorMapping(self.source), self.rename)
+            named = _of_mapping(self.source, self.rename)
         if not is_pretrained(model):
             return named
-        held = [name for one in wanted for name in one.names]
-        return NamedWeights(
-            _Translated(named, to_model(model, held, named.decls, named.part, named)), lambda name: name
-        )
+        made = to_model(model, [name for one in wanted for name in one.names], named.decls, named.part, named)
+        return NamedWeights(named, made.decls, lambda name, *part: made.elements[name].read(*part), lambda name: name)
 
     def stream(self, model: object, wanted: Iterable[Wanted]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a stream as they come, with the names of the model whose parameters and buffers are
@@ -99,31 +95,20 @@ class Weights:
 WeightSource = str | PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Weights
 
 
-class _Source(Protocol):
-    def __str__(self) -> str: ...
-
-    decls: dict[str, WeightDecl]  # by the source's own names
-
-    def read(self, name: str) -> Tensor: ...
-
-    def part(self, name: str, start: int, stop: int) -> Tensor: ...  # a range of the flattened tensor
-
-    def copy_to(self, name: str, flat: Tensor) -> None: ...
-
-
 class NamedWeights:
     """Tensors by the names that the model has for them."""
 
-    def __init__(self, source: _Source, rename: Rename) -> None:
-        self._source = source
+    def __init__(self, source: object, decls: Mapping[str, WeightDecl], part: Part, rename: Rename) -> None:
+        """source: names them in messages. decls: by the source's own names. part: reads a range of one of them."""
+        self._source, self._part = source, part
         self._given: dict[str, str] = {}  # the model's name -> the source's
-        for given in source.decls:
+        for given in decls:
             name = rename(given)
             if name in self._given:
                 raise ConfigError(f"rename makes {name!r} of both {self._given[name]!r} and {given!r} of {source}")
             if name is not None:
                 self._given[name] = given
-        self.decls = {name: source.decls[given] for name, given in self._given.items()}
+        self.decls = {name: decls[given] for name, given in self._given.items()}
 
     def __str__(self) -> str:
         return str(self._source)
@@ -131,42 +116,50 @@ class NamedWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._given
 
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of one tensor, in C order: 1D, in the source's dtype."""
+        return self._part(self._given[name], start, stop)
+
     def read(self, name: str) -> Tensor:
         """One tensor, in the source's shape and dtype. From a file it is a view of the mapped file: use it once and
         let it go. Raises CheckpointError if the file cannot be read."""
-        return self._source.read(self._given[name])
+        shape = self.decls[name].shape
+        return self.part(name, 0, math.prod(shape)).view(shape)
 
     def copy_to(self, name: str, flat: Tensor) -> None:
-        """Copy all elements of one tensor into ``flat`` (1D, as many elements, of any dtype). A tensor that is put
-        together from others passes through memory in parts of ``PART`` elements."""
-        self._source.copy_to(self._given[name], flat)
-
-    def part(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` of one tensor, in C order; 1D."""
-        return self._source.part(self._given[name], start, stop)
+        """Copy all elements of one tensor into ``flat`` (1D, as many elements, of any dtype), in parts of at most
+        ``PART`` elements."""
+        for start in range(0, flat.numel(), PART):
+            stop = min(start + PART, flat.numel())
+            flat[start:stop].copy_(self.part(name, start, stop))
 
 
-class _TensorMapping:
-    """Named tensors in memory, or a mapping that makes them when asked."""
+def _of_checkpoint(path: Path, rename: Rename) -> NamedWeights:
+    """The weights of a checkpoint of any format; its optimizer states do not matter here."""
+    reader = open_reader(path, states=False)
+    tied = reader.content.tied
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self._last: tuple[str, Tensor] | None = None  # a mapping may make its tensors
-        self.decls = {name: declare_weight(name, tensors[name]) for name in tensors}
+    def part(name: str, start: int, stop: int) -> Tensor:
+        return reader.read(tied.get(name, name), WEIGHT, start, stop)
 
-    def __str__(self) -> str:
-        return "the weights mapping"
+    return NamedWeights(reader, reader.content.decls, part, rename)
 
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
 
-    def part(self, name: str, start: int, stop: int) -> Tensor:
-        if self._last is None or self._last[0] != name:
-            self._last = name, self._tensors[name].detach().reshape(-1)
-        return self._last[1][start:stop]
+def _of_mapping(tensors: Mapping[str, Tensor], rename: Rename) -> NamedWeights:
+    """Named tensors in memory, or a mapping that makes them when asked: one is kept until its last part was read."""
+    decls = {name: declare_weight(name, tensors[name]) for name in tensors}
+    held: dict[str, Tensor] = {}
 
-    def copy_to(self, name: str, flat: Tensor) -> None:
-        flat.view(self.decls[name].shape).copy_(self._tensors[name])
+    def part(name: str, start: int, stop: int) -> Tensor:
+        if name not in held:
+            held.clear()
+            held[name] = tensors[name].detach().reshape(-1)
+        flat = held[name]
+        if stop == len(flat):
+            held.clear()
+        return flat[start:stop]
+
+    return NamedWeights("the weights mapping", decls, part, rename)
 
 
 def declare_weight(name: str, tensor: object) -> WeightDecl:
@@ -175,50 +168,3 @@ def declare_weight(name: str, tensor: object) -> WeightDecl:
         what = "a meta tensor, without values" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         raise ConfigError(f"weights: {name!r} is {what}; pass a tensor with values")
     return WeightDecl.of(tensor)
-
-
-class _Checkpoint:
-    """The weights of a checkpoint of any format; its optimizer states do not matter here."""
-
-    def __init__(self, path: Path) -> None:
-        self._reader = open_reader(path, states=False)
-        self.decls = self._reader.content.decls
-
-    def __str__(self) -> str:
-        return str(self._reader)
-
-    def read(self, name: str) -> Tensor:
-        shape = self.decls[name].shape
-        return self.part(name, 0, math.prod(shape)).view(shape)
-
-    def part(self, name: str, start: int, stop: int) -> Tensor:
-        return self._reader.read(self._reader.content.tied.get(name, name), WEIGHT, start, stop)
-
-    def copy_to(self, name: str, flat: Tensor) -> None:
-        flat.copy_(self.part(name, 0, flat.numel()))
-
-
-class _Translated:
-    """Weights under the names of one of transformers' models; perhaps merged from several, or parts of one."""
-
-    def __init__(self, weights: NamedWeights, translation: Translation) -> None:
-        self._weights = weights
-        self._elements = translation.elements
-        self.decls = dict(translation.decls)
-
-    def __str__(self) -> str:
-        return str(self._weights)
-
-    def read(self, name: str) -> Tensor:
-        decl = self.decls[name]
-        made = torch.empty(decl.shape, dtype=decl.torch_dtype(name), device="cpu")
-        self.copy_to(name, made.view(-1))
-        return made
-
-    def part(self, name: str, start: int, stop: int) -> Tensor:
-        return self._elements[name].read(start, stop)
-
-    def copy_to(self, name: str, flat: Tensor) -> None:
-        for start in range(0, flat.numel(), PART):
-            stop = min(start + PART, flat.numel())
-            flat[start:stop].copy_(self.part(name, start, stop))

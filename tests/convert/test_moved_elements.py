@@ -11,8 +11,7 @@ from torch import Tensor
 
 from rayzero.convert.formats.content import WeightDecl
 from rayzero.convert.published import moved
-from rayzero.convert.published.moved import Strided
-from rayzero.convert.published.trace import Trace
+from rayzero.convert.published.moved import Strided, Trace
 from rayzero.errors import UnsupportedError
 
 SHAPES = {"a": (6, 8), "b": (6, 8), "c": (4, 3, 5), "d": (1, 7), "e": (8, 2, 3, 2, 2), "f": (0, 8)}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rayzero.convert.formats.content import WEIGHT, Content, Param, Reader, WeightDecl
 from rayzero.convert.published.config import CONFIG_FILE, models_of, read_config, written_config
-from rayzero.convert.published.translation import Translation, from_model, to_model
+from rayzero.convert.published.translation import Translation, from_model, no_values, to_model
 from rayzero.errors import CheckpointError
 
 
@@ -85,11 +85,11 @@ def as_published(reader: Reader, config: Path | None) -> Named:
     return Named(reader=reader, says=why, settings=settings, architecture=str(architectures[0]))
 
 
-class TranslatedReader:
+class TranslatedReader(Reader):
     """A reader's weights under other names. It has no optimizer states."""
 
     def __init__(self, reader: Reader, made: Translation, tied: Mapping[str, str] | None = None) -> None:
-        self._reader = reader
+        super().__init__(reader)
         self._made = made
         before = reader.content
         buffers = {name for name, decl in made.decls.items() if self._origin(name, decl) in before.buffers}
@@ -100,19 +100,11 @@ class TranslatedReader:
             step=before.step,
         )
 
-    def __str__(self) -> str:
-        return str(self._reader)
-
     def _origin(self, name: str, decl: WeightDecl) -> str | None:
         return self._made.elements[name].locate(0)[0] if math.prod(decl.shape) else None
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
-        """See ``Reader.read``."""
         return self._made.elements[name].read(start, stop)
-
-    def close(self) -> None:
-        """See ``Reader.close``."""
-        self._reader.close()
 
 
 def _settings(config: Path | None) -> tuple[dict[str, Any] | None, str]:
@@ -138,7 +130,7 @@ def _fits(model: Any, decls: Mapping[str, WeightDecl]) -> bool:
 def _require_same(model: Any, made: Translation, decls: Mapping[str, WeightDecl], source: object) -> None:
     """Raise CheckpointError unless what is published comes back as the same values: of each tensor, some elements are
     followed there and back."""
-    back = to_model(model, model.state_dict().keys(), made.decls, _no_values, source)
+    back = to_model(model, model.state_dict().keys(), made.decls, no_values, source)
     again = model.all_tied_weights_keys.keys() | set(model._keys_to_ignore_on_save or ())
     for name, decl in decls.items():
         numel = math.prod(decl.shape)
@@ -159,7 +151,3 @@ def _require_same(model: Any, made: Translation, decls: Mapping[str, WeightDecl]
                 f"{source}: transformers publishes {name!r} of {type(model).__name__} in a form that it would not read "
                 "as the same values; move its config.json away to keep the model's own names"
             )
-
-
-def _no_values(name: str, start: int, stop: int) -> Tensor:
-    raise AssertionError(f"{name} is followed, not read")

@@ -9,12 +9,14 @@ moves elements works, also one that a later version brings, and any other is ref
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from traceback import walk_tb
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from rayzero.convert.formats.content import WeightDecl
-from rayzero.convert.published.moved import Range, Strided
-from rayzero.convert.published.trace import Trace
+from rayzero.convert.published.moved import Strided, Trace
 from rayzero.errors import CheckpointError, UnsupportedError
 
 ReadPart = Callable[[str, int, int], Tensor]
@@ -70,7 +71,7 @@ def to_model(
         if name is None:
             left_over.append(given)
             continue
-        tensor = tracer.tensor(given, decls[given], _range(read, given))
+        tensor = tracer.tensor(given, decls[given], partial(read, given))
         if pattern is None:
             made.add(name, given, tensor)
         else:
@@ -82,7 +83,7 @@ def to_model(
             made.add(target, givens[0], tensor)
     for given in left_over:
         if not names.may_be_left_over(given):
-            made.add(given, given, tracer.tensor(given, decls[given], _range(read, given)))
+            made.add(given, given, tracer.tensor(given, decls[given], partial(read, given)))
     return made.translation(tracer)
 
 
@@ -93,7 +94,7 @@ def from_model(model: Any, decls: Mapping[str, WeightDecl], read: ReadPart, sour
     decls, read: the model's tensors by the names of its parameters and persistent buffers. Raises as ``to_model``."""
     library = _library()
     tracer, made = Trace(), _Made(source)
-    tensors = {name: tracer.tensor(name, decl, _range(read, name)) for name, decl in decls.items()}
+    tensors = {name: tracer.tensor(name, decl, partial(read, name)) for name, decl in decls.items()}
     dropped = {alias for alias, name in model.all_tied_weights_keys.items() if name in tensors}
     dropped |= set(model._keys_to_ignore_on_save or ())
     kept = {name: tensor for name, tensor in tensors.items() if name not in dropped}
@@ -102,6 +103,66 @@ def from_model(model: Any, decls: Mapping[str, WeightDecl], read: ReadPart, sour
     for name, tensor in found.items():
         made.add(name, name, tensor)
     return made.translation(tracer)
+
+
+def with_model_names(
+    model: Any, held: Mapping[str, WeightDecl], stream: Iterable[tuple[str, Tensor]], source: object
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a stream as ``model.from_pretrained`` would take them, in the order in which they can be made.
+
+    model: one of transformers', perhaps on the meta device. held: its parameters and persistent buffers. Tensors that
+    are merged wait for one another, and no longer: in the order of a published file, those of one layer. Names that
+    the model has no place for come out as they are. Raises as ``to_model``, with ``source``, and CheckpointError if a
+    name of a merged tensor comes twice."""
+    names = Names(model, held)
+    parts = _parts(model, held, names, source)
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for given, tensor in stream:
+        name, merged = names.of(given)
+        if name is None:
+            if not names.may_be_left_over(given):
+                yield given, tensor
+        elif not merged:
+            yield name, tensor
+        else:
+            group = waiting.setdefault(name, {})
+            if given in group:
+                raise CheckpointError(f"{source}: {given!r} comes twice")
+            group[given] = tensor
+            if group.keys() == parts.get(name):
+                yield from _whole(model, held, waiting.pop(name), source)
+    for group in waiting.values():  # other parts than transformers would publish now, or not all of them
+        yield from _whole(model, held, group, source)
+
+
+def _parts(model: Any, held: Mapping[str, WeightDecl], names: Names, source: object) -> dict[str, set[str]]:
+    """First name of what parts are merged into -> the parts as transformers publishes them; empty if this model's
+    cannot be published: parts then wait until the stream ends."""
+    try:
+        published = from_model(model, held, no_values, source).decls
+    except (UnsupportedError, CheckpointError):
+        return {}
+    found: dict[str, set[str]] = {}
+    for given in published:
+        name, merged = names.of(given)
+        if name is not None and merged:
+            found.setdefault(name, set()).add(given)
+    return found
+
+
+def no_values(name: str, start: int, stop: int) -> Tensor:
+    """What names alone are asked for with, as ``read``."""
+    raise AssertionError(f"{name} is followed, not read")
+
+
+def _whole(
+    model: Any, held: Mapping[str, WeightDecl], group: Mapping[str, Tensor], source: object
+) -> Iterator[tuple[str, Tensor]]:
+    flat = {name: tensor.detach().cpu().reshape(-1) for name, tensor in group.items()}
+    decls = {name: WeightDecl.of(tensor) for name, tensor in group.items()}
+    made = to_model(model, held, decls, lambda name, start, stop: flat[name][start:stop], source)
+    for name, decl in made.decls.items():
+        yield name, made.elements[name].read(0, math.prod(decl.shape)).view(decl.shape)
 
 
 class Names:
@@ -167,10 +228,6 @@ class _Made:
             decls={n: WeightDecl.of(t) for n, t in self._tensors.items()},
             elements={name: tracer.elements(tensor) for name, tensor in self._tensors.items()},
         )
-
-
-def _range(read: ReadPart, name: str) -> Range:
-    return lambda start, stop: read(name, start, stop)
 
 
 def _converted(entry: Any, name: str, model: Any, tracer: Trace, source: object) -> dict[str, Tensor]:
