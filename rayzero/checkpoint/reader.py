@@ -209,26 +209,21 @@ class CheckpointReader:
 
 
 def _read_manifest(directory: Path) -> Manifest:
-    try:
-        return Manifest.from_json(_manifest_text(directory), str(directory / MANIFEST))
-    except OSError as exc:  # a folder, or not ours to read
-        raise CheckpointError(f"{directory / MANIFEST} cannot be read: {exc.strerror}") from exc
-
-
-def _manifest_text(directory: Path) -> str:
     path = directory / MANIFEST
-    if not directory.is_dir():
-        beside = [found.name for found in checkpoint_folders(directory.parent)]
-        there = f"checkpoints in {directory.parent}: {', '.join(beside)}" if beside else "there is no such folder"
-        raise CheckpointError(f"no checkpoint at {directory}; {there}")
     try:
-        return read_text(path, at_most=MAX_BYTES, follow_links=False)
+        if not directory.is_dir():
+            beside = [found.name for found in checkpoint_folders(directory.parent)]
+            there = f"checkpoints in {directory.parent}: {', '.join(beside)}" if beside else "there is no such folder"
+            raise CheckpointError(f"no checkpoint at {directory}; {there}")
+        return Manifest.from_json(read_text(path, at_most=MAX_BYTES, follow_links=False), str(path))
     except FileNotFoundError:
         raise CheckpointError(
             f"{directory} is not a checkpoint: it has no {MANIFEST}; name a folder inside checkpoints/"
         ) from None
     except UnicodeDecodeError as exc:
         raise CheckpointError(f"{path} is damaged: {exc}") from exc
+    except OSError as exc:  # a folder, or not ours to read
+        raise CheckpointError(f"{path} cannot be read: {exc.strerror}") from exc
 
 
 def _check_size(path: Path, entry: FileEntry) -> None:

@@ -324,7 +324,15 @@ def commit_checkpoint(
     is left.
     """
     try:
-        manifest = _commit_staged(directory, step, spec, hyper, slot_steps, owner_files, rank_files)
+        manifest = Manifest(
+            step=step,
+            spec=spec,
+            hyper=tuple(hyper),
+            slot_steps=_merged_steps(slot_steps, owner_files),
+            owner_files=tuple(sorted(owner_files, key=lambda entry: entry.name)),
+            rank_files=tuple(sorted(rank_files, key=lambda entry: entry.name)),
+        )
+        _commit_staged(directory, manifest)
     except BaseException as exc:
         discard_staging(directory)
         if isinstance(exc, OSError):
@@ -361,33 +369,21 @@ def committed(directory: Path, step: int, rank_files: Sequence[FileEntry]) -> Ch
     return None
 
 
-def _commit_staged(
-    directory: Path,
-    step: int,
-    spec: ModelSpec,
-    hyper: Sequence[Hyper],
-    slot_steps: Mapping[str, int],
-    owner_files: Sequence[FileEntry],
-    rank_files: Sequence[FileEntry],
-) -> Manifest:
+def _commit_staged(directory: Path, manifest: Manifest) -> None:
     check_target(directory)
     taken = _take_staged(directory)
-    manifest = Manifest(
-        step=step,
-        spec=spec,
-        hyper=tuple(hyper),
-        slot_steps=_merged_steps(slot_steps, owner_files),
-        owner_files=tuple(sorted(owner_files, key=lambda entry: entry.name)),
-        rank_files=tuple(sorted(rank_files, key=lambda entry: entry.name)),
-    )
     _check_staged(taken, manifest.files)
     manifest.check_complete()
-    _drop_strangers(taken, {entry.name for entry in manifest.files})
+    wanted = {entry.name for entry in manifest.files}
+    for path in taken.iterdir():
+        if path.name not in wanted:  # an interrupted save with more owners or ranks left it under the same name
+            path.unlink()
     for entry in manifest.rank_files:  # of a save that training does not wait for, nobody has yet
         fsync(taken / entry.name)
-    _write_manifest(taken / MANIFEST, manifest)
+    (taken / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    fsync(taken / MANIFEST)
+    fsync(taken)
     _rename_into_place(taken, directory)
-    return manifest
 
 
 def _merged_steps(slot_steps: Mapping[str, int], owner_files: Sequence[FileEntry]) -> dict[str, int]:
@@ -414,21 +410,6 @@ def _check_staged(taken: Path, entries: Sequence[FileEntry]) -> None:
                 f"{path} should have {entry.size_bytes:,} bytes, but {found}; "
                 "every node must write to the same storage (run_config.storage_path)"
             )
-
-
-def _drop_strangers(taken: Path, wanted: set[str]) -> None:
-    """Remove files that an interrupted save with more owners or ranks left under the same name."""
-    for path in taken.iterdir():
-        if path.name not in wanted:
-            path.unlink()
-
-
-def _write_manifest(path: Path, manifest: Manifest) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(manifest.to_json())
-        file.flush()
-        os.fsync(file.fileno())
-    fsync(path.parent)
 
 
 def _rename_into_place(taken: Path, directory: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,9 +100,14 @@ def _convert(
             write_rayzero(reader, dest, optimizer=optimizer, max_bytes=max_bytes)
         else:
             with new_folder(dest) as folder:
-                _WRITERS[to](reader, folder, dtype=dtype, max_bytes=max_bytes)
-                if to == Format.HF and (text := named.config(dtype)) is not None:
-                    (folder / CONFIG_FILE).write_text(text)
+                if to == Format.DCP:
+                    from rayzero.convert.formats.dcp_writer import write_dcp  # imports torch.distributed.checkpoint
+
+                    write_dcp(reader, folder, dtype=dtype, max_bytes=max_bytes)
+                else:
+                    write_safetensors(reader, folder, dtype=dtype, max_bytes=max_bytes)
+                    if (text := named.config(dtype)) is not None:
+                        (folder / CONFIG_FILE).write_text(text)
                 for path in (*folder.iterdir(), folder):
                     fsync(path)
     except OSError as exc:
@@ -124,15 +128,6 @@ def _named(source: Reader, config: Path | None, to: Format) -> Named:
     if isinstance(source, SafetensorsReader):
         return as_published(source, config) if to == Format.HF else unpublished(source, config)
     return published(source, config) if to == Format.HF else Named(reader=source, says="")
-
-
-def _write_dcp(reader: Reader, folder: Path, *, dtype: torch.dtype | None, max_bytes: int) -> None:
-    from rayzero.convert.formats.dcp_writer import write_dcp  # imports torch.distributed.checkpoint
-
-    write_dcp(reader, folder, dtype=dtype, max_bytes=max_bytes)
-
-
-_WRITERS: dict[Format, Callable[..., None]] = {Format.HF: write_safetensors, Format.DCP: _write_dcp}
 
 
 def _check_arguments(to: str, dtype: torch.dtype | None, max_bytes: int) -> None:

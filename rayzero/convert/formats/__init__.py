@@ -38,19 +38,19 @@ class Format(StrEnum):
     UNIVERSAL = "deepspeed-universal"
 
 
-def _open_dcp(path: Path, states: bool) -> Reader:
+def _open_dcp(path: Path, *, states: bool) -> Reader:
     from rayzero.convert.formats.dcp_reader import DcpReader  # imports torch.distributed.checkpoint
 
     return DcpReader(path, states=states)
 
 
-_READERS: dict[Format, Callable[[Path, bool], Reader]] = {
-    Format.RAYZERO: lambda path, states: RayZeroReader(path, states=states),
-    Format.HF: lambda path, states: SafetensorsReader(path),
+_READERS: dict[Format, Callable[..., Reader]] = {
+    Format.RAYZERO: RayZeroReader,
+    Format.HF: SafetensorsReader,
     Format.DCP: _open_dcp,
-    Format.DEEPSPEED: lambda path, states: ZeroReader(path, states=states),
-    Format.STAGE0: lambda path, states: Stage0Reader(path, states=states),
-    Format.UNIVERSAL: lambda path, states: UniversalReader(path, states=states),
+    Format.DEEPSPEED: ZeroReader,
+    Format.STAGE0: Stage0Reader,
+    Format.UNIVERSAL: UniversalReader,
 }
 
 
@@ -82,7 +82,7 @@ def open_reader(path: Path, *, states: bool = True) -> Reader:
         raise CheckpointError(f"weights cannot be read from {path}: {exc.strerror}") from exc
     format_ = format_of(names)
     try:
-        return _READERS[format_](folder, states)
+        return _READERS[format_](folder, states=states)
     except (CheckpointError, UnsupportedError) as exc:
         if str(folder) in str(exc):
             raise

@@ -28,9 +28,10 @@ class SafetensorsReader(Reader):
     As in transformers, every tensor of those files counts, and no other file. Nothing in the format tells parameters
     from buffers: floating-point tensors count as parameters, others as buffers."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises CheckpointError if files are missing or damaged, if the index names one outside its folder, or if
-        nobody can tell which values are meant: of two sets of weights, or of a tensor that two files have."""
+    def __init__(self, path: Path, *, states: bool = True) -> None:
+        """states: there are none. Raises CheckpointError if files are missing or damaged, if the index names one
+        outside its folder, or if nobody can tell which values are meant: of two sets of weights, or of a tensor that
+        two files have."""
         super().__init__(path)
         self._files: dict[str, Any] = {}  # tensor -> its open file
         self._flat: tuple[str, Tensor] | None = None  # the tensor that was read last
