@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -216,7 +217,12 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
         """The inverse of ``to_json``. ``where`` names the file in errors. Raises CheckpointError for any damage."""
-        described = _parse(text, where)
+        try:
+            described = parse_json(text)
+        except ValueError as exc:
+            raise CheckpointError(f"{where} is not JSON ({exc}); it is damaged or was cut short") from exc
+        if not isinstance(described, dict):
+            raise CheckpointError(f"{where} is not a RayZero manifest: expected a JSON object")
         claimed = described.pop("sha256", None)
         if described.get("format") != FORMAT:
             raise CheckpointError(
@@ -231,42 +237,45 @@ class Manifest:
             got = _hash(described)
         except RecursionError:
             raise CheckpointError(f"{where} is damaged: it is nested too deeply; use another checkpoint") from None
-        if claimed != got:
-            raise CheckpointError(
-                f"{where} is damaged: it says its hash is {_start_of(claimed)}, but its content has {got[:12]}; "
-                "use another checkpoint"
-            )
-        return cls._from_fields(described, where)
-
-    @classmethod
-    def _from_fields(cls, described: dict[str, Any], where: str) -> Manifest:
+        _require_hash(where, "hash", claimed, "its content has", got)
         try:
             body = fields.checked(_BODY, described)
             manifest = cls(
                 step=body.step,
-                spec=fields.model_spec(described["spec"], body.spec),
+                spec=_spec_of(described["spec"], body),
                 hyper=tuple(body.hyper),
                 slot_steps=body.steps,
                 owner_files=_in_order("owner_files", body.owner_files, owner_file_name),
                 rank_files=_in_order("rank_files", body.rank_files, rank_file_name),
             )
-            if len(manifest.rank_files) != manifest.spec.world_size:
-                raise ValueError(f"{len(manifest.rank_files)} rank_files, and world_size {manifest.spec.world_size}")
             manifest.check_complete()
             digest, _ = manifest.digest, manifest.tensors
         except (TypeError, ValueError, RayZeroError) as exc:
             raise CheckpointError(f"{where} lacks or misstates a field: {exc}; use another checkpoint") from exc
-        if digest != body.digest:
-            raise CheckpointError(
-                f"{where} is damaged: it says its content digest is {_start_of(body.digest)}, but its entries give "
-                f"{digest[:12]}; use another checkpoint"
-            )
+        _require_hash(where, "content digest", body.digest, "its entries give", digest)
         return manifest
 
 
-def _start_of(claimed: object) -> str:
-    """The first 12 digits of a hash, for messages; of anything else, its short repr."""
-    return claimed[:12] if isinstance(claimed, str) and claimed.isalnum() else reprlib.repr(claimed)
+def _require_hash(where: str, what: str, claimed: object, which: str, got: str) -> None:
+    if claimed != got:
+        says = claimed[:12] if isinstance(claimed, str) and claimed.isalnum() else reprlib.repr(claimed)
+        raise CheckpointError(
+            f"{where} is damaged: it says its {what} is {says}, but {which} {got[:12]}; use another checkpoint"
+        )
+
+
+def _spec_of(described: dict[str, Any], body: fields.Body) -> ModelSpec:
+    """The model and optimizer that the run described at attach. Raises ValueError if they and the ranks' files do not
+    go together, TypeError for an unknown field, ConfigError for an unknown dtype."""
+    names = Counter(name for unit in body.spec.layout.units for name, _ in unit.params)
+    if names and (most := names.most_common(1)[0])[1] > 1:
+        raise ValueError(f"parameter {reprlib.repr(most[0])} comes twice")
+    spec = ModelSpec.from_json(described)
+    if [len(groups) for groups in spec.group_of] != [len(unit.slots) for unit in spec.layout.units]:
+        raise ValueError("group_of does not have one number for each parameter")
+    if len(body.rank_files) != spec.world_size:
+        raise ValueError(f"{len(body.rank_files)} rank_files, and world_size {spec.world_size}")
+    return spec
 
 
 def _in_order(key: str, files: Sequence[fields.File], file_name: Callable[[int], str]) -> tuple[FileEntry, ...]:
@@ -302,13 +311,3 @@ def _file_to_json(entry: FileEntry) -> dict[str, Any]:
 
 def _hash(body: dict[str, Any]) -> str:
     return hashlib.sha256(canonical_json(body).encode()).hexdigest()
-
-
-def _parse(text: str, where: str) -> dict[str, Any]:
-    try:
-        described = parse_json(text)
-    except ValueError as exc:
-        raise CheckpointError(f"{where} is not JSON ({exc}); it is damaged or was cut short") from exc
-    if not isinstance(described, dict):
-        raise CheckpointError(f"{where} is not a RayZero manifest: expected a JSON object")
-    return described

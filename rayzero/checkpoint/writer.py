@@ -69,41 +69,35 @@ def check_target(directory: Path) -> None:
     Only a complete checkpoint may be there already, which saving replaces: anything else belongs to somebody else.
     Raises CheckpointWriteError if the file system refuses."""
     try:
-        _refuse_target(directory)
-    except OSError as exc:  # for example no permission to look
-        raise CheckpointWriteError(f"cannot save to {directory}: {exc.strerror}") from exc
-
-
-def _refuse_target(directory: Path) -> None:
-    if not _can_be_named(directory):
+        nameable = b"\0" not in os.fsencode(directory)
+    except UnicodeEncodeError:
+        nameable = False
+    if not nameable:
         raise CheckpointError(
             f"cannot save to {str(directory)!r}: no file can have this name; name a new directory without null "
             "characters and unpaired surrogates"
         )
-    if directory.is_symlink() or not directory.name:
-        raise CheckpointError(f"cannot save to {directory}: it is a link or has no name; name a new directory")
-    if _STALE.fullmatch(directory.name):
-        raise CheckpointError(
-            f"cannot save to {directory}: names of this form are kept for the staging folders of checkpoints; name a "
-            "new directory"
-        )
-    if directory.exists() and not (directory / MANIFEST).is_file():
-        what = "a folder" if directory.is_dir() else "a file"
-        raise CheckpointError(
-            f"cannot save to {directory}: it is {what} that is not a checkpoint (no {MANIFEST}); name a new directory"
-        )
-    parent = next(path for path in directory.absolute().parents if path.exists())
-    if not parent.is_dir():
-        raise CheckpointError(f"cannot save to {directory}: {parent} is not a folder")
+    try:
+        if directory.is_symlink() or not directory.name:
+            raise CheckpointError(f"cannot save to {directory}: it is a link or has no name; name a new directory")
+        if _STALE.fullmatch(directory.name):
+            raise CheckpointError(
+                f"cannot save to {directory}: names of this form are kept for the staging folders of checkpoints; name "
+                "a new directory"
+            )
+        if directory.exists() and not (directory / MANIFEST).is_file():
+            what = "a folder" if directory.is_dir() else "a file"
+            raise CheckpointError(
+                f"cannot save to {directory}: it is {what} that is not a checkpoint (no {MANIFEST}); name a new "
+                "directory"
+            )
+        parent = next(path for path in directory.absolute().parents if path.exists())
+        if not parent.is_dir():
+            raise CheckpointError(f"cannot save to {directory}: {parent} is not a folder")
+    except OSError as exc:  # for example no permission to look
+        raise CheckpointWriteError(f"cannot save to {directory}: {exc.strerror}") from exc
     if not os.access(parent, os.W_OK | os.X_OK):
         raise CheckpointWriteError(f"cannot save to {directory}: {parent} is not writable")
-
-
-def _can_be_named(path: Path) -> bool:
-    try:
-        return b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:
-        return False
 
 
 def discard_staging(directory: Path) -> None:
@@ -132,12 +126,8 @@ def checkpoint_folders(parent: Path) -> list[Path]:
     """The folders in ``parent`` that hold a manifest, sorted by name, whether their content is sound or not.
 
     Staging folders do not count, nor do links to another folder of ``parent``."""
-    found = sorted(path.parent for path in parent.glob(f"*/{MANIFEST}"))
-    return [path for path in found if not _STALE.fullmatch(path.name) and not _links_beside(path)]
-
-
-def _links_beside(path: Path) -> bool:
-    return path.is_symlink() and path.resolve().parent == path.parent.resolve()
+    found = sorted(path.parent for path in parent.glob(f"*/{MANIFEST}") if not _STALE.fullmatch(path.parent.name))
+    return [path for path in found if not (path.is_symlink() and path.resolve().parent == path.parent.resolve())]
 
 
 def stale_folders(parent: Path) -> list[Path]:
@@ -146,13 +136,15 @@ def stale_folders(parent: Path) -> list[Path]:
 
     A folder of such a name that holds anything else belongs to somebody else and is not listed."""
     named = ((path, _STALE.fullmatch(path.name)) for path in sorted(parent.glob(".*.*")))
-    return [path for path, match in named if match and _left_by_save(path, match[2])]
+    return [
+        path
+        for path, match in named
+        if match and (_is_checkpoint(path) if match[2] == "replaced" else holds_nothing_else(path))
+    ]
 
 
-def _left_by_save(path: Path, state: str) -> bool:
-    if state == "replaced":
-        return path.is_dir() and not path.is_symlink() and (path / MANIFEST).is_file()
-    return holds_nothing_else(path)
+def _is_checkpoint(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and (path / MANIFEST).is_file()
 
 
 def holds_nothing_else(path: Path) -> bool:
@@ -263,36 +255,30 @@ def _stage(
     may be committed meanwhile."""
     part = path.with_name(path.name + _PART)
     while True:
-        file = _stream(_begin(part, tensors, metadata, sync=sync), tensors)
+        with _begin(part, tensors, metadata, sync=sync) as file:
+            for key in file.order:
+                file.write(key, parts_of(tensors[key]))
         try:
             part.rename(path)
+            return file
         except FileNotFoundError:  # the folder was taken meanwhile, to be committed or discarded
             tries -= 1
             if not tries:
                 raise
-        else:
-            return file
 
 
 def _begin(path: Path, tensors: Mapping[str, Content], metadata: Mapping[str, str], *, sync: bool) -> TensorFileWriter:
     """Open a file in its staging directory. Another process's ``withdraw`` may remove that directory while it is
     empty."""
-    tries = 1
+    tries = _TRIES
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             return TensorFileWriter(path, {key: declare(t) for key, t in tensors.items()}, metadata, sync=sync)
         except (FileNotFoundError, FileExistsError):  # it was removed after, or while, mkdir found or made it
-            if tries == _TRIES:
+            tries -= 1
+            if not tries:
                 raise
-            tries += 1
-
-
-def _stream(file: TensorFileWriter, tensors: Mapping[str, Content]) -> TensorFileWriter:
-    with file:
-        for key in file.order:
-            file.write(key, parts_of(tensors[key]))
-    return file
 
 
 def withdraw(path: Path) -> None:

@@ -13,7 +13,6 @@ from pydantic import AfterValidator, BaseModel, Field, StrictBool, StrictInt, St
 
 from rayzero.checkpoint.files.tensor_file import DTYPES
 from rayzero.checkpoint.files.tensor_reader import is_shape
-from rayzero.protocol.messages import ModelSpec
 
 T = TypeVar("T")
 
@@ -100,17 +99,3 @@ def checked(kind: TypeAdapter[T], value: object) -> T:
         where = reprlib.repr(".".join(map(str, wrong["loc"])))
         says = f"{reprlib.repr(wrong['input'])}: {wrong['msg']}"
         raise ValueError(f"{where} is {'missing' if wrong['type'] == 'missing' else says}") from None
-
-
-def model_spec(described: dict[str, Any], checked_as: _Spec) -> ModelSpec:
-    """The model and optimizer that the run described at attach. Raises ValueError if parameters and groups do not go
-    together, TypeError for an unknown field, ConfigError for an unknown dtype."""
-    names: set[str] = set()
-    for name in (name for unit in checked_as.layout.units for name, _ in unit.params):
-        if name in names:
-            raise ValueError(f"parameter {reprlib.repr(name)} comes twice")
-        names.add(name)
-    spec = ModelSpec.from_json(described)
-    if [len(groups) for groups in spec.group_of] != [len(unit.slots) for unit in spec.layout.units]:
-        raise ValueError("group_of does not have one number for each parameter")
-    return spec

@@ -34,7 +34,7 @@ from rayzero.convert.formats.content import (
     require_states,
     step_count,
 )
-from rayzero.convert.formats.pickles import METADATA_FILE, load_torch_bytes, read_dcp_metadata, require_dense
+from rayzero.convert.formats.pickles import METADATA_FILE, load_torch, read_dcp_metadata, require_dense
 from rayzero.errors import CheckpointError, UnsupportedError
 from rayzero.files import open_regular, regular_size
 from rayzero.layout.model_layout import dtype_name
@@ -354,7 +354,7 @@ class DcpReader(Reader):
                 data = io.BytesIO(stream.read(place.length))
         except OSError as exc:
             raise CheckpointError(f"{path} cannot be read: {exc.strerror or exc}") from exc
-        return load_torch_bytes(data, f"{entry!r} in {self}")
+        return load_torch(data, f"{entry!r} in {self}")
 
 
 def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -123,16 +123,10 @@ def load_torch_file(path: Path) -> Any:
     back empty, and any other class or function raises UnsupportedError that names it. Raises CheckpointError if the
     file is missing or damaged."""
     try:
-        with open_regular(path):
-            pass
+        open_regular(path).close()
     except OSError as exc:
         raise CheckpointError(f"{path} cannot be read: {exc.strerror or exc}") from exc
-    return _load(path, path, mmap=True)
-
-
-def load_torch_bytes(data: io.BytesIO, where: object) -> Any:
-    """What ``torch.save`` wrote, from memory. ``where``: its place, for messages. Raises as ``load_torch_file``."""
-    return _load(data, where, mmap=False)
+    return load_torch(path, path)
 
 
 def require_dense(value: Any, where: object) -> Tensor:
@@ -145,14 +139,16 @@ def require_dense(value: Any, where: object) -> Tensor:
     return value.detach()
 
 
-def _load(source: Path | io.BytesIO, where: object, *, mmap: bool) -> Any:
+def load_torch(source: Path | io.BytesIO, where: object) -> Any:
+    """What ``torch.save`` wrote, to a regular file or to memory. ``where``: its place, for messages. Raises as
+    ``load_torch_file``."""
     if not zipfile.is_zipfile(source):
         raise damaged(where, "it is not in torch's zip format; it is cut short, or older than torch 1.6")
     if isinstance(source, io.BytesIO):
         source.seek(0)
     try:
         with safe_globals(_DEEPSPEED_NAMES):
-            return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
+            return torch.load(source, map_location="cpu", mmap=isinstance(source, Path), weights_only=True)
     except pickle.UnpicklingError as exc:
         raise _unsafe(source, where) or damaged(where, exc) from exc
     except Exception as exc:  # a damaged archive raises anything
