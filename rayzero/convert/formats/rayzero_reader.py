@@ -61,8 +61,8 @@ class RayZeroReader(Reader):
             raise damaged(self, f"its {what} wrong: {exc!r}") from exc
 
     def has_master(self, name: str) -> bool:
-        """Whether a parameter's values are those of its fp32 master."""
-        return self._values.get(name) == MASTER
+        """Whether the values under a name are those of a parameter's fp32 master. A buffer's name is the buffer's."""
+        return name not in self._buffers and self._values.get(name) == MASTER
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         if name in self._buffers:
