@@ -69,6 +69,13 @@ def test_an_export_casts_trained_parameters_only(written, directory, tmp_path):
     assert exported["scale"].shape == ()
 
 
+def test_a_buffer_with_the_name_of_a_parameter_is_exported_as_it_is(written, directory, tmp_path):
+    written.buffers["w"] = torch.arange(3)
+    written.save(directory)
+    exported = load_file(export_full(directory, tmp_path / "half.safetensors", dtype=torch.bfloat16))
+    assert torch.equal(exported["w"], torch.arange(3))
+
+
 def test_an_export_overwrites_only_when_asked(written, directory, tmp_path):
     written.save(directory)
     out = tmp_path / "model.safetensors"
