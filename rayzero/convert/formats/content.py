@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -81,8 +82,8 @@ class Content:
     left_out: tuple[str, ...] = ()  # what else there is: states of the loop, which no other format has; sorted names
     optimizer: str = ""  # import path of the optimizer's class; "": the source does not say
 
-    @property
-    def decls(self) -> dict[str, WeightDecl]:
+    @cached_property
+    def decls(self) -> Mapping[str, WeightDecl]:
         """Every tensor of a state dict by its name: parameters, their other names, and buffers."""
         own = {name: param.decl for name, param in self.params.items()}
         return own | {alias: own[name] for alias, name in self.tied.items()} | dict(self.buffers)
@@ -92,7 +93,7 @@ class Content:
         point are cast to it, buffers and opaque parameters are not. None: nothing is cast. Raises UnsupportedError as
         ``WeightDecl.torch_dtype``."""
         given = self.decls[name].torch_dtype(name)
-        param = self.params.get(self.tied.get(name, name))
+        param = None if name in self.buffers else self.params.get(self.tied.get(name, name))
         casts = param is not None and not param.opaque and given.is_floating_point
         return dtype if casts and dtype is not None else given
 
