@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from rayzero.convert.formats.content import WeightDecl
+from rayzero.convert.formats.content import Content, Reader, WeightDecl
 from rayzero.convert.published import moved
 from rayzero.convert.published.moved import Strided, Trace
+from rayzero.convert.published.reader import TranslatedReader
+from rayzero.convert.published.translation import Translation, no_values
 from rayzero.errors import UnsupportedError
 
 SHAPES = {"a": (6, 8), "b": (6, 8), "c": (4, 3, 5), "d": (1, 7), "e": (8, 2, 3, 2, 2), "f": (0, 8)}
@@ -137,3 +140,21 @@ def test_tensors_of_several_dtypes_are_joined_in_the_wider_one() -> None:
     with trace:
         made = torch.cat(stands_for)
     assert torch.equal(trace.elements(made).read(2, 8), torch.cat(list(given.values()))[2:8])
+
+
+class Source(Reader):
+    """Buffers alone, which nobody reads."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__("here")
+        self.content = Content(params={}, buffers=dict.fromkeys(names, WeightDecl((1,), "int64")))
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        raise AssertionError
+
+
+def test_buffers_under_other_names_stay_in_their_order() -> None:
+    names = [f"layers.{number}.count" for number in range(50)]
+    elements = {f"model.{name}": Strided(moved.Held(name, partial(no_values, name)), (1,), (1,), 0) for name in names}
+    made = Translation(decls=dict.fromkeys(elements, WeightDecl((1,), "int64")), elements=elements)
+    assert list(TranslatedReader(Source(names), made).content.buffers) == list(elements)

@@ -70,3 +70,10 @@ def test_frozen_parameters_stay_frozen_in_their_dtype(tmp_path: Path, stage: int
 def test_steps_that_fp16_skipped_are_no_updates() -> None:
     states = ModelStates([{"global_steps": 30, "skipped_steps": 4}], sharded=False)
     assert (states.steps, states.updates) == (30, 26)
+
+
+def test_other_names_that_only_deepspeed_lists_come_in_its_order() -> None:
+    """And so does what is written: the same source gives the same files."""
+    names = [f"head.{number}" for number in range(50)]
+    states = ModelStates([{"param_shapes": [{"w": (2,)}], "shared_params": dict.fromkeys(names, "w")}], sharded=False)
+    assert list(states.tied) == names
