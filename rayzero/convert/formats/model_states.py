@@ -145,9 +145,9 @@ class ModelStates:
                 self.params[name] = Param(
                     decl=self._take(name, value), trained=says_frozen and value.is_floating_point()
                 )
-        for name in shared.keys() - module.keys() - known:
-            if shared[name] in self.optimized or shared[name] in self.params:
-                self.tied[name] = shared[name]
+        for name, owner in shared.items():
+            if name not in module and name not in known and (owner in self.optimized or owner in self.params):
+                self.tied[name] = owner
         _require_values(missing, others if everything else [])
         saved = (str(key) for key, value in self._first.items() if key not in _OWN and value is not None)
         self.left_out = tuple(sorted([*others, *saved]))

@@ -92,10 +92,10 @@ class TranslatedReader(Reader):
         super().__init__(reader)
         self._made = made
         before = reader.content
-        buffers = {name for name, decl in made.decls.items() if self._origin(name, decl) in before.buffers}
+        buffers = {n: decl for n, decl in made.decls.items() if self._origin(n, decl) in before.buffers}
         self.content = Content(
             params={name: Param(decl=decl) for name, decl in made.decls.items() if name not in buffers},
-            buffers={name: made.decls[name] for name in buffers},
+            buffers=buffers,
             tied=tied or {},
             step=before.step,
         )
