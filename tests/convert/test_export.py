@@ -73,6 +73,7 @@ def test_a_buffer_with_the_name_of_a_parameter_is_exported_as_it_is(written, dir
     written.buffers["w"] = torch.arange(3)
     written.save(directory)
     exported = load_file(export_full(directory, tmp_path / "half.safetensors", dtype=torch.bfloat16))
+    assert exported["w"].dtype == torch.int64
     assert torch.equal(exported["w"], torch.arange(3))
 
 

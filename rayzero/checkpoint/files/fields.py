@@ -96,6 +96,6 @@ def checked(kind: TypeAdapter[T], value: object) -> T:
         return kind.validate_python(value)
     except ValidationError as exc:
         wrong = exc.errors(include_url=False)[0]
-        where = reprlib.repr(".".join(map(str, wrong["loc"])))
+        where = repr(".".join(map(str, wrong["loc"]))[:100])
         says = f"{reprlib.repr(wrong['input'])}: {wrong['msg']}"
         raise ValueError(f"{where} is {'missing' if wrong['type'] == 'missing' else says}") from None

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import rayzero
 from rayzero.checkpoint import CheckpointReader
 from rayzero.convert.conversion import convert
+from rayzero.convert.formats import dcp_writer
 from rayzero.convert.formats.content import WEIGHT
 
 from .foreign import (
@@ -112,7 +113,12 @@ def test_a_cast_rounds_weights_and_nothing_else(tmp_path: Path, states: States) 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_loads_a_dcp_folder_and_turns_it_into_a_file(tmp_path: Path, states: States) -> None:
+@pytest.mark.parametrize("elements", [1 << 20, 50])
+def test_torch_loads_a_dcp_folder_and_turns_it_into_a_file(
+    tmp_path: Path, states: States, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one whose tensors are in many chunks."""
+    monkeypatch.setattr(dcp_writer, "PART", elements)
     folder = convert(write_zero(tmp_path / "zero", states, 2, 2, TWO), tmp_path / "dcp", to="dcp", max_bytes=2000).path
     target: dict[str, Any] = {
         "model": {name: torch.zeros(shape) for name, shape in SHAPES.items()},

@@ -60,6 +60,7 @@ def test_frozen_parameters_stay_frozen_in_their_dtype(tmp_path: Path, stage: int
         path.with_name("changed").replace(path)
     reader, found = read_all(folder)
     assert not reader.content.params["base"].trained
+    assert list(reader.content.params) == [*(name for group in TWO for name in group), "base"]
     assert torch.equal(found.pop(("base", WEIGHT)), frozen.float())
     require_same(found, states)
     with CheckpointReader(convert(folder, tmp_path / "start", to="rayzero").path) as start:
