@@ -18,12 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import (
-    Content,
-    TensorFileWriter,
-    declare,
-    parts_of,
-)
+from rayzero.checkpoint.files.tensor_file import TensorFileWriter, Writable, declare
 from rayzero.checkpoint.manifest import MANIFEST, Manifest, rank_file_name
 from rayzero.errors import CheckpointError, CheckpointWriteError
 from rayzero.files import fsync
@@ -176,7 +171,7 @@ def sweep_stale(parent: Path, checkpoint: str | None = None) -> list[str]:
 def write_tensors(
     directory_staging: Path,
     name: str,
-    tensors: Mapping[str, Content],
+    tensors: Mapping[str, Writable],
     content: Mapping[str, Mapping[str, Any]],
     *,
     again: bool = True,
@@ -213,7 +208,7 @@ def write_rank_state(
             f"rank {rank}: the loop state is not JSON-able ({exc}); pass tensors as tensors, everything else as plain "
             "values"
         ) from exc
-    named: dict[str, Content] = {STATE + key: value for key, value in tensors.items()}
+    named: dict[str, Writable] = {STATE + key: value for key, value in tensors.items()}
     named |= {BUFFER + key: value for key, value in (buffers or {}).items()}
     return _write_file(directory_staging, rank_file_name(rank), named, {}, metadata, sync=sync)
 
@@ -226,7 +221,7 @@ def unwritten(rank: int, why: str) -> FileEntry:
 def _write_file(
     staging: Path,
     name: str,
-    tensors: Mapping[str, Content],
+    tensors: Mapping[str, Writable],
     content: Mapping[str, Mapping[str, Any]],
     metadata: Mapping[str, str],
     *,
@@ -249,15 +244,14 @@ def _write_file(
 
 
 def _stage(
-    path: Path, tensors: Mapping[str, Content], metadata: Mapping[str, str], *, sync: bool, tries: int
+    path: Path, tensors: Mapping[str, Writable], metadata: Mapping[str, str], *, sync: bool, tries: int
 ) -> TensorFileWriter:
     """Write a file under another name, and give it its own once it is whole: one that a rank's former life has staged
     may be committed meanwhile."""
     part = path.with_name(path.name + _PART)
     while True:
         with _begin(part, tensors, metadata, sync=sync) as file:
-            for key in file.order:
-                file.write(key, parts_of(tensors[key]))
+            file.write_all(tensors)
         try:
             part.rename(path)
             return file
@@ -267,7 +261,7 @@ def _stage(
                 raise
 
 
-def _begin(path: Path, tensors: Mapping[str, Content], metadata: Mapping[str, str], *, sync: bool) -> TensorFileWriter:
+def _begin(path: Path, tensors: Mapping[str, Writable], metadata: Mapping[str, str], *, sync: bool) -> TensorFileWriter:
     """Open a file in its staging directory. Another process's ``withdraw`` may remove that directory while it is
     empty."""
     tries = _TRIES

@@ -122,11 +122,10 @@ class Reader(ABC):
 
         ``name``: of a parameter or buffer in ``content``. Raises CheckpointError if the bytes cannot be read."""
 
-
-def parts_of(reader: Reader, name: str, kind: str, numel: int) -> Iterator[Tensor]:
-    """All values of ``name``, at most ``PART`` elements at a time."""
-    for start in range(0, numel, PART):
-        yield reader.read(name, kind, start, min(start + PART, numel))
+    def parts(self, name: str, kind: str, numel: int) -> Iterator[Tensor]:
+        """All values of ``name``, at most ``PART`` elements at a time."""
+        for start in range(0, numel, PART):
+            yield self.read(name, kind, start, min(start + PART, numel))
 
 
 def cut_into_files(items: Iterable[T], size_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:

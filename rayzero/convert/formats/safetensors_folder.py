@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rayzero.checkpoint.files.tensor_file import DTYPES, TensorDecl, TensorFileWriter, code_name, shape_in_torch
-from rayzero.convert.formats.content import FLOATS, WEIGHT, Content, Param, Reader, WeightDecl, cut_into_files, parts_of
+from rayzero.convert.formats.content import FLOATS, WEIGHT, Content, Param, Reader, WeightDecl, cut_into_files
 from rayzero.errors import CheckpointError
 from rayzero.files import parse_json, read_text, regular_size, replace_file
 
@@ -165,5 +165,5 @@ def write_file(reader: Reader, path: Path, decls: Mapping[str, TensorDecl]) -> N
     with TensorFileWriter(path, decls, {"format": "pt"}) as file:
         for name in file.order:
             decl = decls[name]
-            parts = parts_of(reader, reader.content.tied.get(name, name), WEIGHT, math.prod(decl.shape))
+            parts = reader.parts(reader.content.tied.get(name, name), WEIGHT, math.prod(decl.shape))
             file.write(name, (part.to(decl.dtype) for part in parts))

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from rayzero.convert.conversion import convert
 from rayzero.convert.formats import Reader, open_reader
-from rayzero.convert.formats.content import WEIGHT, parts_of
+from rayzero.convert.formats.content import WEIGHT
 from rayzero.errors import CheckpointError, UnsupportedError
 
 SHAPES = {"embed.weight": (10, 30), "w": (17, 19), "b": (7,), "scale": (1,), "last.weight": (33, 5)}
@@ -75,7 +75,7 @@ def read_all(path: Path, **options: Any) -> tuple[Reader, dict[Key, Tensor]]:
     reader = open_reader(path, **options)
     content = reader.content
     found = {
-        (name, kind): torch.cat([torch.empty(0), *parts_of(reader, name, kind, math.prod(param.decl.shape))])
+        (name, kind): torch.cat([torch.empty(0), *reader.parts(name, kind, math.prod(param.decl.shape))])
         .to(torch.float32)
         .view(param.decl.shape)
         for name, param in content.params.items()
