@@ -97,12 +97,11 @@ def require_same(found: Mapping[Key, Tensor], states: States, kinds: Sequence[st
 
 
 def refusal_of(source: Path, to: str = "rayzero", **options: Any) -> str:
-    """The line that refuses a conversion and names the source, after which nothing new lies beside it."""
+    """The line that refuses a conversion, after which nothing new lies beside the source."""
     before = {path: sorted(os.listdir(path)) for path in (source.parent, source) if path.is_dir()}
     with pytest.raises((CheckpointError, UnsupportedError)) as caught:
         convert(source, source.parent / "converted", to=to, **options)
     assert {path: sorted(os.listdir(path)) for path in before} == before
-    assert str(source.parent) in str(caught.value)
     return require_one_line(caught.value)
 
 

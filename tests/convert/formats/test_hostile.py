@@ -195,7 +195,9 @@ def test_shapes_that_do_not_fit_the_partitions(tmp_path: Path, states: States, s
     model = torch.load(path, weights_only=True)
     model["param_shapes"][0]["embed.weight"] = torch.Size((100, 30))
     torch.save(model, path)
-    assert "its parameters need" in refusal_of(folder)
+    says = refusal_of(folder)
+    assert says.startswith(f"{folder}: ")
+    assert "its parameters need" in says
 
 
 @pytest.mark.parametrize("stage", [2, 3])
