@@ -10,11 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayzero.checkpoint.catalog import newest_checkpoint
-    from rayzero.checkpoint.weights import Weights
     from rayzero.cluster.scale import scale
     from rayzero.cluster.trainer import Result, ZeroTrainer
     from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
+    from rayzero.convert.remote import newest_checkpoint
+    from rayzero.convert.weights import Weights
     from rayzero.engine.checkpoint.save import begin_checkpoint, save_checkpoint
     from rayzero.engine.context import RankContext, get_context, report, track
     from rayzero.engine.full_values import full_parameters, full_state_dict
@@ -68,7 +68,7 @@ _HOMES = {
     "RunConfig": "rayzero.config",
     "ScalingConfig": "rayzero.config",
     "Stats": "rayzero.telemetry.stats",
-    "Weights": "rayzero.checkpoint.weights",
+    "Weights": "rayzero.convert.weights",
     "ZeroConfig": "rayzero.config",
     "ZeroOptimizer": "rayzero.engine.optimizer.zero_optimizer",
     "ZeroTrainer": "rayzero.cluster.trainer",
@@ -78,7 +78,7 @@ _HOMES = {
     "full_state_dict": "rayzero.engine.full_values",
     "get_context": "rayzero.engine.context",
     "mean_over_ranks": "rayzero.engine.mean",
-    "newest_checkpoint": "rayzero.checkpoint.catalog",
+    "newest_checkpoint": "rayzero.convert.remote",
     "prepare": "rayzero.engine.prepare",
     "report": "rayzero.engine.context",
     "begin_checkpoint": "rayzero.engine.checkpoint.save",

@@ -1,4 +1,4 @@
-"""Replaces small files of a run as a whole, and reads files without trusting what somebody else may have put there.
+"""Makes files and folders as a whole, and reads files without trusting what somebody else may have put there.
 
 Opening a FIFO waits for its other end, opening a device may have effects, and ``/dev/zero`` never ends. Code that reads
 a checkpoint or a run's directory uses these functions, which raise OSError or ValueError for all of that.
@@ -10,14 +10,25 @@ import errno
 import json
 import math
 import os
+import shutil
 import stat
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-__all__ = ["open_regular", "parse_json", "read_bytes", "read_text", "regular_size", "replace_file", "to_json"]
+__all__ = [
+    "fsync",
+    "new_folder",
+    "open_regular",
+    "parse_json",
+    "read_bytes",
+    "read_text",
+    "regular_size",
+    "replace_file",
+    "to_json",
+]
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -42,6 +53,31 @@ def replace_file(path: Path, content: bytes | str) -> None:
         with suppress(OSError):  # the first error is the one to report
             temporary.unlink(missing_ok=True)
         raise
+
+
+def fsync(path: Path) -> None:
+    """Make the bytes of a file durable, whoever wrote them, or the names in a folder. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill, which gets the name ``target`` by a rename once the block has ended; nothing is left of it if
+    that fails. The name is made durable, not what is in the folder. Raises OSError."""
+    staging = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)  # left by a process that was killed
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+        staging.rename(target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    fsync(target.parent)
 
 
 def regular_size(path: Path, *, follow_links: bool = True) -> int:

@@ -1,4 +1,4 @@
-"""A small file replaced as a whole."""
+"""A small file replaced as a whole, and a folder made as a whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.files import replace_file
+from rayzero.files import new_folder, replace_file
 
 
 def test_text_and_bytes_replace_what_was_there(tmp_path: Path) -> None:
@@ -55,3 +55,31 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path, m
         replace_file(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_folder_gets_its_name_when_it_is_full_and_what_a_killed_process_left_is_no_part_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a" / ".b.tmp").mkdir(parents=True)
+    (tmp_path / "a" / ".b.tmp" / "left").touch()
+    with new_folder(tmp_path / "a" / "b") as folder:
+        (folder / "x").touch()
+        assert not (tmp_path / "a" / "b").exists()
+    assert os.listdir(tmp_path / "a") == ["b"]
+    assert os.listdir(tmp_path / "a" / "b") == ["x"]
+
+
+def make_folder(target: Path, fails: bool) -> None:
+    with new_folder(target) as folder:
+        (folder / "x").touch()
+        if fails:
+            raise OSError(errno.ENOSPC, "full")
+
+
+def test_nothing_is_left_of_a_folder_that_could_not_be_filled_or_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="full"):
+        make_folder(tmp_path / "a", fails=True)
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "a" / "kept").mkdir(parents=True)
+    with pytest.raises(OSError, match="not empty"):
+        make_folder(tmp_path / "a", fails=False)
+    assert os.listdir(tmp_path) == ["a"]
+    assert os.listdir(tmp_path / "a") == ["kept"]

@@ -14,7 +14,19 @@ from torch.utils._device import _device_constructors
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rayzero"
 MOST_FILES = 13  # modules in one folder, __init__.py not counted
-ABOVE_THE_STORE = ("store", "owner", "lead", "slabs", "lanes", "kernels", "memory", "checkpoint", "protocol", "layout")
+ABOVE_THE_STORE = (
+    "convert",
+    "store",
+    "owner",
+    "lead",
+    "slabs",
+    "lanes",
+    "kernels",
+    "memory",
+    "checkpoint",
+    "protocol",
+    "layout",
+)
 GROUND = ("telemetry", "config", "concurrency")
 
 

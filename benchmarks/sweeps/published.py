@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 import rayzero
-from rayzero.checkpoint.convert import convert
+from rayzero.convert.conversion import convert
 from rayzero.errors import RayZeroError
 
 from .tiny_configs import tiny_config

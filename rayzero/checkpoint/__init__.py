@@ -10,8 +10,7 @@ This package knows files, names and element ranges; not stores, owners or ranks.
 
 from __future__ import annotations
 
-from rayzero.checkpoint.catalog import Catalog, Saved, newest_checkpoint
-from rayzero.checkpoint.export import export_full
+from rayzero.checkpoint.catalog import Catalog, Saved
 from rayzero.checkpoint.manifest import Manifest, Piece, owner_file_name, rank_file_name
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.writer import (
@@ -34,8 +33,6 @@ __all__ = [
     "checkpoint_folders",
     "checkpoint_name",
     "commit_checkpoint",
-    "export_full",
-    "newest_checkpoint",
     "owner_file_name",
     "rank_file_name",
     "staging_path",

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.checkpoint.reader import CheckpointReader
-from rayzero.checkpoint.remote import is_url, local_checkpoint, newest_url
 from rayzero.checkpoint.writer import checkpoint_folders
 from rayzero.errors import CheckpointError
 
@@ -52,23 +51,3 @@ class Catalog:
         for why in self.damaged.values():
             log.warning("skipping a checkpoint: %s", why)
         return self.sound[-1].path if self.sound else None
-
-
-def newest_checkpoint(folder: Path | str) -> Path | None:
-    """The checkpoint of the highest step in ``folder`` or, if it has none, in ``folder / "checkpoints"``.
-
-    ``folder``: may be a URL such as ``"s3://bucket/run"``; the checkpoint is then copied into the folder
-    ``$RAYZERO_CACHE`` (``~/.cache/rayzero``), unless it is there, and the copy is returned.
-
-    None if there is no checkpoint or no such folder yet. Raises CheckpointError if ``folder`` is a file.
-
-    The step comes from the manifest, so a checkpoint may have any name. If its manifest is damaged or one of its files
-    is missing or has the wrong size, the checkpoint is skipped with a warning that names it. Hashes are only compared
-    when the content is read."""
-    if isinstance(folder, str) and is_url(folder):
-        newest = newest_url(folder)
-        return None if newest is None else local_checkpoint(newest)
-    folder = Path(folder)
-    if folder.is_file():
-        raise CheckpointError(f"{folder} is a file, not a folder of checkpoints")
-    return Catalog.of(folder).newest() or Catalog.of(folder / "checkpoints").newest()

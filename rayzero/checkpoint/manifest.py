@@ -12,12 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, TypeAdapter
 
 from rayzero.checkpoint.files import fields
 from rayzero.checkpoint.files.tensor_file import DTYPES, TensorDecl
@@ -30,6 +32,7 @@ from rayzero.protocol.messages import COMPUTE, MASTER, FileEntry, Hyper, ModelSp
 FORMAT = "rayzero-checkpoint"
 VERSION = 2
 MANIFEST = "manifest.json"
+MAX_BYTES = 1 << 29  # of its text: some 1.5 million pieces of parameters and states
 
 
 def owner_file_name(owner: int) -> str:
@@ -42,6 +45,23 @@ def rank_file_name(rank: int) -> str:
     return f"rank-{rank:04d}.safetensors"
 
 
+def _coded(value: str) -> str:
+    if value and value not in CODED:
+        raise ValueError(f"must be one of {', '.join(CODED)}")
+    return value
+
+
+_Moments = Annotated[str, AfterValidator(_coded)]  # kernels/moments.py
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A rank's tensor, which is whole."""
+
+    shape: fields.Shape
+    dtype: fields.Dtype
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """One tensor in one owner file: elements ``start`` to ``stop`` of one parameter's values of one kind."""
@@ -49,13 +69,13 @@ class Piece:
     file: str
     tensor: str  # its name in the file
     param: str
-    kind: str  # MASTER, an optimizer state such as "exp_avg", or COMPUTE for frozen parameters without a master
-    start: int
-    stop: int
-    shape: tuple[int, ...]  # of the whole parameter
-    dtype: str
-    sha256: str  # of the piece's bytes
-    moments: str = ""  # how the values are kept, if they are packed codes (kernels/moments.py); their dtype is uint8
+    kind: fields.Word  # MASTER, an optimizer state such as "exp_avg", or COMPUTE for frozen parameters without a master
+    start: fields.Count
+    stop: fields.Count
+    shape: fields.Shape  # of the whole parameter
+    dtype: fields.Dtype
+    sha256: fields.Sha256  # of the piece's bytes
+    moments: _Moments = ""  # how the values are kept, if they are packed codes; their dtype is uint8
 
     @property
     def decl(self) -> TensorDecl:
@@ -67,18 +87,12 @@ class Piece:
     def from_content(cls, file: str, tensor: str, content: Mapping[str, Any]) -> Piece:
         """Read one entry of ``FileEntry.content``, ignoring unknown keys. Raises ValueError if a value is missing or
         wrong."""
-        return cls(
-            file=file,
-            tensor=tensor,
-            param=fields.text(fields.get(content, "param"), "param"),
-            kind=fields.word(fields.get(content, "kind"), "kind"),
-            start=fields.integer(fields.get(content, "start"), "start"),
-            stop=fields.integer(fields.get(content, "stop"), "stop"),
-            shape=fields.shape(fields.get(content, "shape"), "shape"),
-            dtype=fields.dtype(fields.get(content, "dtype"), "dtype"),
-            sha256=fields.sha256(fields.get(content, "sha256"), "sha256"),
-            moments=_moments(content.get("moments", "")),
-        )
+        return fields.checked(_PIECE, {**content, "file": file, "tensor": tensor})
+
+
+_PIECE = TypeAdapter(Piece)
+_WHOLE = TypeAdapter(_Whole)
+_BODY = TypeAdapter(fields.Body)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +138,10 @@ class Manifest:
         owned: dict[str, dict[str, TensorDecl]] = {entry.name: {} for entry in self.owner_files}
         for piece in (piece for pieces in self.pieces.values() for piece in pieces):
             owned[piece.file][piece.tensor] = piece.decl
-        whole = {entry.name: {name: _whole_of(c) for name, c in entry.content.items()} for entry in self.rank_files}
-        return owned | whole
+        for entry in self.rank_files:
+            whole = {name: fields.checked(_WHOLE, content) for name, content in entry.content.items()}
+            owned[entry.name] = {name: TensorDecl(one.shape, DTYPES[one.dtype]) for name, one in whole.items()}
+        return owned
 
     @cached_property
     def digest(self) -> str:
@@ -201,7 +217,12 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
         """The inverse of ``to_json``. ``where`` names the file in errors. Raises CheckpointError for any damage."""
-        described = _parse(text, where)
+        try:
+            described = parse_json(text)
+        except ValueError as exc:
+            raise CheckpointError(f"{where} is not JSON ({exc}); it is damaged or was cut short") from exc
+        if not isinstance(described, dict):
+            raise CheckpointError(f"{where} is not a RayZero manifest: expected a JSON object")
         claimed = described.pop("sha256", None)
         if described.get("format") != FORMAT:
             raise CheckpointError(
@@ -216,70 +237,55 @@ class Manifest:
             got = _hash(described)
         except RecursionError:
             raise CheckpointError(f"{where} is damaged: it is nested too deeply; use another checkpoint") from None
-        if claimed != got:
-            raise CheckpointError(
-                f"{where} is damaged: it says its hash is {_start_of(claimed)}, but its content has {got[:12]}; "
-                "use another checkpoint"
-            )
-        return cls._from_fields(described, where)
-
-    @classmethod
-    def _from_fields(cls, described: dict[str, Any], where: str) -> Manifest:
+        _require_hash(where, "hash", claimed, "its content has", got)
         try:
+            body = fields.checked(_BODY, described)
             manifest = cls(
-                step=fields.integer(fields.get(described, "step"), "step"),
-                spec=fields.model_spec(fields.get(described, "spec")),
-                hyper=fields.hyper(fields.get(described, "hyper")),
-                slot_steps={
-                    param: fields.integer(steps, f"steps of {reprlib.repr(param)}")
-                    for param, steps in fields.mapping(fields.get(described, "steps"), "steps").items()
-                },
-                owner_files=_entries(described, "owner_files", owner_file_name),
-                rank_files=_entries(described, "rank_files", rank_file_name),
+                step=body.step,
+                spec=_spec_of(described["spec"], body),
+                hyper=tuple(body.hyper),
+                slot_steps=body.steps,
+                owner_files=_in_order("owner_files", body.owner_files, owner_file_name),
+                rank_files=_in_order("rank_files", body.rank_files, rank_file_name),
             )
-            if len(manifest.rank_files) != manifest.spec.world_size:
-                raise ValueError(f"{len(manifest.rank_files)} rank_files, and world_size {manifest.spec.world_size}")
             manifest.check_complete()
             digest, _ = manifest.digest, manifest.tensors
-            claimed = fields.get(described, "digest")
         except (TypeError, ValueError, RayZeroError) as exc:
             raise CheckpointError(f"{where} lacks or misstates a field: {exc}; use another checkpoint") from exc
-        if digest != claimed:
-            raise CheckpointError(
-                f"{where} is damaged: it says its content digest is {_start_of(claimed)}, but its entries give "
-                f"{digest[:12]}; use another checkpoint"
-            )
+        _require_hash(where, "content digest", body.digest, "its entries give", digest)
         return manifest
 
 
-def _moments(value: object) -> str:
-    if value and value not in CODED:
-        raise ValueError(f"moments must be one of {', '.join(CODED)}, not {reprlib.repr(value)}")
-    return str(value)
+def _require_hash(where: str, what: str, claimed: object, which: str, got: str) -> None:
+    if claimed != got:
+        says = claimed[:12] if isinstance(claimed, str) and claimed.isalnum() else reprlib.repr(claimed)
+        raise CheckpointError(
+            f"{where} is damaged: it says its {what} is {says}, but {which} {got[:12]}; use another checkpoint"
+        )
 
 
-def _start_of(claimed: object) -> str:
-    """The first 12 digits of a hash, for messages; of anything else, its short repr."""
-    return claimed[:12] if isinstance(claimed, str) and claimed.isalnum() else reprlib.repr(claimed)
+def _spec_of(described: dict[str, Any], body: fields.Body) -> ModelSpec:
+    """The model and optimizer that the run described at attach. Raises ValueError if they and the ranks' files do not
+    go together, TypeError for an unknown field, ConfigError for an unknown dtype."""
+    names = Counter(name for unit in body.spec.layout.units for name, _ in unit.params)
+    if names and (most := names.most_common(1)[0])[1] > 1:
+        raise ValueError(f"parameter {reprlib.repr(most[0])} comes twice")
+    spec = ModelSpec.from_json(described)
+    if [len(groups) for groups in spec.group_of] != [len(unit.slots) for unit in spec.layout.units]:
+        raise ValueError("group_of does not have one number for each parameter")
+    if len(body.rank_files) != spec.world_size:
+        raise ValueError(f"{len(body.rank_files)} rank_files, and world_size {spec.world_size}")
+    return spec
 
 
-def _entries(described: Mapping[str, Any], key: str, file_name: Callable[[int], str]) -> tuple[FileEntry, ...]:
+def _in_order(key: str, files: Sequence[fields.File], file_name: Callable[[int], str]) -> tuple[FileEntry, ...]:
     """The files in the order of the numbers in their names. Raises ValueError if a number is missing."""
-    found = fields.sequence(fields.get(described, key), key)
-    given = [fields.text(fields.get(fields.mapping(entry, key), "name"), "a file's name") for entry in found]
-    names = [file_name(number) for number in range(len(found))]
-    if sorted(given) != sorted(names):
+    by_name = {file.name: FileEntry(**dict(file)) for file in files}
+    names = [file_name(number) for number in range(len(files))]
+    if by_name.keys() != set(names):
+        given = [file.name for file in files]
         raise ValueError(f"{key} have the names {reprlib.repr(given)}, and must have {reprlib.repr(names)}")
-    by_name = dict(zip(given, found, strict=True))
-    return tuple(fields.file_entry(name, by_name[name]) for name in names)
-
-
-def _whole_of(content: Mapping[str, Any]) -> TensorDecl:
-    """The declaration of a rank's tensor, which is whole."""
-    return TensorDecl(
-        fields.shape(fields.get(content, "shape"), "shape"),
-        DTYPES[fields.dtype(fields.get(content, "dtype"), "dtype")],
-    )
+    return tuple(by_name[name] for name in names)
 
 
 def slots_of(layout: ModelLayout) -> Iterable[tuple[UnitLayout, ParamSlot]]:
@@ -305,13 +311,3 @@ def _file_to_json(entry: FileEntry) -> dict[str, Any]:
 
 def _hash(body: dict[str, Any]) -> str:
     return hashlib.sha256(canonical_json(body).encode()).hexdigest()
-
-
-def _parse(text: str, where: str) -> dict[str, Any]:
-    try:
-        described = parse_json(text)
-    except ValueError as exc:
-        raise CheckpointError(f"{where} is not JSON ({exc}); it is damaged or was cut short") from exc
-    if not isinstance(described, dict):
-        raise CheckpointError(f"{where} is not a RayZero manifest: expected a JSON object")
-    return described

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rayzero.checkpoint.files.tensor_file import as_bytes
 from rayzero.checkpoint.files.tensor_reader import TensorFile
-from rayzero.checkpoint.manifest import MANIFEST, Manifest, Piece, slots_of
+from rayzero.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, Piece, slots_of
 from rayzero.checkpoint.writer import BUFFER, STATE, checkpoint_folders
 from rayzero.errors import CheckpointError
 from rayzero.files import open_regular, parse_json, read_text, regular_size
@@ -24,7 +24,6 @@ from rayzero.protocol.messages import FileEntry, Hyper, ModelSpec
 from rayzero.quantities import count
 
 _CHUNK = 1 << 20  # elements read at once while a piece is verified
-_MAX_MANIFEST = 1 << 29  # bytes: some 1.5 million pieces of parameters and states
 
 
 class CheckpointReader:
@@ -210,26 +209,21 @@ class CheckpointReader:
 
 
 def _read_manifest(directory: Path) -> Manifest:
-    try:
-        return Manifest.from_json(_manifest_text(directory), str(directory / MANIFEST))
-    except OSError as exc:  # a folder, or not ours to read
-        raise CheckpointError(f"{directory / MANIFEST} cannot be read: {exc.strerror}") from exc
-
-
-def _manifest_text(directory: Path) -> str:
     path = directory / MANIFEST
-    if not directory.is_dir():
-        beside = [found.name for found in checkpoint_folders(directory.parent)]
-        there = f"checkpoints in {directory.parent}: {', '.join(beside)}" if beside else "there is no such folder"
-        raise CheckpointError(f"no checkpoint at {directory}; {there}")
     try:
-        return read_text(path, at_most=_MAX_MANIFEST, follow_links=False)
+        if not directory.is_dir():
+            beside = [found.name for found in checkpoint_folders(directory.parent)]
+            there = f"checkpoints in {directory.parent}: {', '.join(beside)}" if beside else "there is no such folder"
+            raise CheckpointError(f"no checkpoint at {directory}; {there}")
+        return Manifest.from_json(read_text(path, at_most=MAX_BYTES, follow_links=False), str(path))
     except FileNotFoundError:
         raise CheckpointError(
             f"{directory} is not a checkpoint: it has no {MANIFEST}; name a folder inside checkpoints/"
         ) from None
     except UnicodeDecodeError as exc:
         raise CheckpointError(f"{path} is damaged: {exc}") from exc
+    except OSError as exc:  # a folder, or not ours to read
+        raise CheckpointError(f"{path} cannot be read: {exc.strerror}") from exc
 
 
 def _check_size(path: Path, entry: FileEntry) -> None:

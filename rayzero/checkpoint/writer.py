@@ -18,16 +18,10 @@ from typing import Any
 
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import (
-    Content,
-    TensorFileWriter,
-    declare,
-    fsync_directory,
-    fsync_file,
-    parts_of,
-)
+from rayzero.checkpoint.files.tensor_file import TensorFileWriter, Writable, declare
 from rayzero.checkpoint.manifest import MANIFEST, Manifest, rank_file_name
 from rayzero.errors import CheckpointError, CheckpointWriteError
+from rayzero.files import fsync
 from rayzero.layout.model_layout import dtype_name
 from rayzero.protocol.messages import CheckpointInfo, FileEntry, Hyper, ModelSpec
 
@@ -70,41 +64,35 @@ def check_target(directory: Path) -> None:
     Only a complete checkpoint may be there already, which saving replaces: anything else belongs to somebody else.
     Raises CheckpointWriteError if the file system refuses."""
     try:
-        _refuse_target(directory)
-    except OSError as exc:  # for example no permission to look
-        raise CheckpointWriteError(f"cannot save to {directory}: {exc.strerror}") from exc
-
-
-def _refuse_target(directory: Path) -> None:
-    if not _can_be_named(directory):
+        nameable = b"\0" not in os.fsencode(directory)
+    except UnicodeEncodeError:
+        nameable = False
+    if not nameable:
         raise CheckpointError(
             f"cannot save to {str(directory)!r}: no file can have this name; name a new directory without null "
             "characters and unpaired surrogates"
         )
-    if directory.is_symlink() or not directory.name:
-        raise CheckpointError(f"cannot save to {directory}: it is a link or has no name; name a new directory")
-    if _STALE.fullmatch(directory.name):
-        raise CheckpointError(
-            f"cannot save to {directory}: names of this form are kept for the staging folders of checkpoints; name a "
-            "new directory"
-        )
-    if directory.exists() and not (directory / MANIFEST).is_file():
-        what = "a folder" if directory.is_dir() else "a file"
-        raise CheckpointError(
-            f"cannot save to {directory}: it is {what} that is not a checkpoint (no {MANIFEST}); name a new directory"
-        )
-    parent = next(path for path in directory.absolute().parents if path.exists())
-    if not parent.is_dir():
-        raise CheckpointError(f"cannot save to {directory}: {parent} is not a folder")
+    try:
+        if directory.is_symlink() or not directory.name:
+            raise CheckpointError(f"cannot save to {directory}: it is a link or has no name; name a new directory")
+        if _STALE.fullmatch(directory.name):
+            raise CheckpointError(
+                f"cannot save to {directory}: names of this form are kept for the staging folders of checkpoints; name "
+                "a new directory"
+            )
+        if directory.exists() and not (directory / MANIFEST).is_file():
+            what = "a folder" if directory.is_dir() else "a file"
+            raise CheckpointError(
+                f"cannot save to {directory}: it is {what} that is not a checkpoint (no {MANIFEST}); name a new "
+                "directory"
+            )
+        parent = next(path for path in directory.absolute().parents if path.exists())
+        if not parent.is_dir():
+            raise CheckpointError(f"cannot save to {directory}: {parent} is not a folder")
+    except OSError as exc:  # for example no permission to look
+        raise CheckpointWriteError(f"cannot save to {directory}: {exc.strerror}") from exc
     if not os.access(parent, os.W_OK | os.X_OK):
         raise CheckpointWriteError(f"cannot save to {directory}: {parent} is not writable")
-
-
-def _can_be_named(path: Path) -> bool:
-    try:
-        return b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:
-        return False
 
 
 def discard_staging(directory: Path) -> None:
@@ -133,12 +121,8 @@ def checkpoint_folders(parent: Path) -> list[Path]:
     """The folders in ``parent`` that hold a manifest, sorted by name, whether their content is sound or not.
 
     Staging folders do not count, nor do links to another folder of ``parent``."""
-    found = sorted(path.parent for path in parent.glob(f"*/{MANIFEST}"))
-    return [path for path in found if not _STALE.fullmatch(path.name) and not _links_beside(path)]
-
-
-def _links_beside(path: Path) -> bool:
-    return path.is_symlink() and path.resolve().parent == path.parent.resolve()
+    found = sorted(path.parent for path in parent.glob(f"*/{MANIFEST}") if not _STALE.fullmatch(path.parent.name))
+    return [path for path in found if not (path.is_symlink() and path.resolve().parent == path.parent.resolve())]
 
 
 def stale_folders(parent: Path) -> list[Path]:
@@ -147,13 +131,15 @@ def stale_folders(parent: Path) -> list[Path]:
 
     A folder of such a name that holds anything else belongs to somebody else and is not listed."""
     named = ((path, _STALE.fullmatch(path.name)) for path in sorted(parent.glob(".*.*")))
-    return [path for path, match in named if match and _left_by_save(path, match[2])]
+    return [
+        path
+        for path, match in named
+        if match and (_is_checkpoint(path) if match[2] == "replaced" else holds_nothing_else(path))
+    ]
 
 
-def _left_by_save(path: Path, state: str) -> bool:
-    if state == "replaced":
-        return path.is_dir() and not path.is_symlink() and (path / MANIFEST).is_file()
-    return holds_nothing_else(path)
+def _is_checkpoint(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and (path / MANIFEST).is_file()
 
 
 def holds_nothing_else(path: Path) -> bool:
@@ -185,7 +171,7 @@ def sweep_stale(parent: Path, checkpoint: str | None = None) -> list[str]:
 def write_tensors(
     directory_staging: Path,
     name: str,
-    tensors: Mapping[str, Content],
+    tensors: Mapping[str, Writable],
     content: Mapping[str, Mapping[str, Any]],
     *,
     again: bool = True,
@@ -222,7 +208,7 @@ def write_rank_state(
             f"rank {rank}: the loop state is not JSON-able ({exc}); pass tensors as tensors, everything else as plain "
             "values"
         ) from exc
-    named: dict[str, Content] = {STATE + key: value for key, value in tensors.items()}
+    named: dict[str, Writable] = {STATE + key: value for key, value in tensors.items()}
     named |= {BUFFER + key: value for key, value in (buffers or {}).items()}
     return _write_file(directory_staging, rank_file_name(rank), named, {}, metadata, sync=sync)
 
@@ -235,7 +221,7 @@ def unwritten(rank: int, why: str) -> FileEntry:
 def _write_file(
     staging: Path,
     name: str,
-    tensors: Mapping[str, Content],
+    tensors: Mapping[str, Writable],
     content: Mapping[str, Mapping[str, Any]],
     metadata: Mapping[str, str],
     *,
@@ -258,42 +244,35 @@ def _write_file(
 
 
 def _stage(
-    path: Path, tensors: Mapping[str, Content], metadata: Mapping[str, str], *, sync: bool, tries: int
+    path: Path, tensors: Mapping[str, Writable], metadata: Mapping[str, str], *, sync: bool, tries: int
 ) -> TensorFileWriter:
     """Write a file under another name, and give it its own once it is whole: one that a rank's former life has staged
     may be committed meanwhile."""
     part = path.with_name(path.name + _PART)
     while True:
-        file = _stream(_begin(part, tensors, metadata, sync=sync), tensors)
+        with _begin(part, tensors, metadata, sync=sync) as file:
+            file.write_all(tensors)
         try:
             part.rename(path)
+            return file
         except FileNotFoundError:  # the folder was taken meanwhile, to be committed or discarded
             tries -= 1
             if not tries:
                 raise
-        else:
-            return file
 
 
-def _begin(path: Path, tensors: Mapping[str, Content], metadata: Mapping[str, str], *, sync: bool) -> TensorFileWriter:
+def _begin(path: Path, tensors: Mapping[str, Writable], metadata: Mapping[str, str], *, sync: bool) -> TensorFileWriter:
     """Open a file in its staging directory. Another process's ``withdraw`` may remove that directory while it is
     empty."""
-    tries = 1
+    tries = _TRIES
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             return TensorFileWriter(path, {key: declare(t) for key, t in tensors.items()}, metadata, sync=sync)
         except (FileNotFoundError, FileExistsError):  # it was removed after, or while, mkdir found or made it
-            if tries == _TRIES:
+            tries -= 1
+            if not tries:
                 raise
-            tries += 1
-
-
-def _stream(file: TensorFileWriter, tensors: Mapping[str, Content]) -> TensorFileWriter:
-    with file:
-        for key in file.order:
-            file.write(key, parts_of(tensors[key]))
-    return file
 
 
 def withdraw(path: Path) -> None:
@@ -325,7 +304,15 @@ def commit_checkpoint(
     is left.
     """
     try:
-        manifest = _commit_staged(directory, step, spec, hyper, slot_steps, owner_files, rank_files)
+        manifest = Manifest(
+            step=step,
+            spec=spec,
+            hyper=tuple(hyper),
+            slot_steps=_merged_steps(slot_steps, owner_files),
+            owner_files=tuple(sorted(owner_files, key=lambda entry: entry.name)),
+            rank_files=tuple(sorted(rank_files, key=lambda entry: entry.name)),
+        )
+        _commit_staged(directory, manifest)
     except BaseException as exc:
         discard_staging(directory)
         if isinstance(exc, OSError):
@@ -362,33 +349,21 @@ def committed(directory: Path, step: int, rank_files: Sequence[FileEntry]) -> Ch
     return None
 
 
-def _commit_staged(
-    directory: Path,
-    step: int,
-    spec: ModelSpec,
-    hyper: Sequence[Hyper],
-    slot_steps: Mapping[str, int],
-    owner_files: Sequence[FileEntry],
-    rank_files: Sequence[FileEntry],
-) -> Manifest:
+def _commit_staged(directory: Path, manifest: Manifest) -> None:
     check_target(directory)
     taken = _take_staged(directory)
-    manifest = Manifest(
-        step=step,
-        spec=spec,
-        hyper=tuple(hyper),
-        slot_steps=_merged_steps(slot_steps, owner_files),
-        owner_files=tuple(sorted(owner_files, key=lambda entry: entry.name)),
-        rank_files=tuple(sorted(rank_files, key=lambda entry: entry.name)),
-    )
     _check_staged(taken, manifest.files)
     manifest.check_complete()
-    _drop_strangers(taken, {entry.name for entry in manifest.files})
+    wanted = {entry.name for entry in manifest.files}
+    for path in taken.iterdir():
+        if path.name not in wanted:  # an interrupted save with more owners or ranks left it under the same name
+            path.unlink()
     for entry in manifest.rank_files:  # of a save that training does not wait for, nobody has yet
-        fsync_file(taken / entry.name)
-    _write_manifest(taken / MANIFEST, manifest)
+        fsync(taken / entry.name)
+    (taken / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    fsync(taken / MANIFEST)
+    fsync(taken)
     _rename_into_place(taken, directory)
-    return manifest
 
 
 def _merged_steps(slot_steps: Mapping[str, int], owner_files: Sequence[FileEntry]) -> dict[str, int]:
@@ -417,21 +392,6 @@ def _check_staged(taken: Path, entries: Sequence[FileEntry]) -> None:
             )
 
 
-def _drop_strangers(taken: Path, wanted: set[str]) -> None:
-    """Remove files that an interrupted save with more owners or ranks left under the same name."""
-    for path in taken.iterdir():
-        if path.name not in wanted:
-            path.unlink()
-
-
-def _write_manifest(path: Path, manifest: Manifest) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(manifest.to_json())
-        file.flush()
-        os.fsync(file.fileno())
-    fsync_directory(path.parent)
-
-
 def _rename_into_place(taken: Path, directory: Path) -> None:
     """The commit point. An older checkpoint of the same name is first moved aside and afterwards removed.
 
@@ -448,7 +408,7 @@ def _rename_into_place(taken: Path, directory: Path) -> None:
             replaced.rename(directory)
         raise
     try:
-        fsync_directory(directory.parent)
+        fsync(directory.parent)
         if replaced.exists():
             shutil.rmtree(replaced)
     except OSError as exc:

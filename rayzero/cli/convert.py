@@ -39,8 +39,8 @@ def convert(
     ] = None,
 ) -> None:
     """Convert a checkpoint, parameter by parameter, with its optimizer states where both formats have them."""
-    from rayzero.checkpoint.convert import convert as convert_checkpoint
-    from rayzero.checkpoint.remote import is_url
+    from rayzero.convert.conversion import convert as convert_checkpoint
+    from rayzero.convert.storage import is_url
     from rayzero.layout.model_layout import dtype_from_name
 
     done = convert_checkpoint(

@@ -17,9 +17,9 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
     """Stream a checkpoint's parameters and buffers into one file, under their plain names."""
-    from rayzero.checkpoint import export_full
-    from rayzero.checkpoint.remote import nearby
     from rayzero.cluster.files.run_dir import checkpoints_of
+    from rayzero.convert.export import export_full
+    from rayzero.convert.remote import nearby
     from rayzero.layout.model_layout import dtype_from_name
 
     with nearby(checkpoint, out) as place:

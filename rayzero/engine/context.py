@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from rayzero.checkpoint.remote import Uploads
 from rayzero.config import CheckpointErrors, ZeroConfig
+from rayzero.convert.remote import Uploads
 from rayzero.engine.engine import Engine
 from rayzero.engine.loop.comeback import Comeback
 from rayzero.engine.loop.keeper import LoopKeeper

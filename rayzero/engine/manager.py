@@ -23,8 +23,8 @@ from typing import Any, ParamSpec, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rayzero.checkpoint.weights import WeightSource
 from rayzero.config import ZeroConfig
+from rayzero.convert.weights import WeightSource
 from rayzero.engine.context import RankContext, get_context, inside
 from rayzero.engine.prepare import prepare
 from rayzero.engine.start.inventory import ModelParameters, ModelParameterStats

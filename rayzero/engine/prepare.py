@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from rayzero.activations.attach import match_modules
-from rayzero.checkpoint.weights import Weights, WeightSource
 from rayzero.codecs import CODECS
 from rayzero.concurrency.cuda_device import with_index
 from rayzero.config import ZeroConfig
+from rayzero.convert.weights import Weights, WeightSource
 from rayzero.engine.activations import offload_activations
 from rayzero.engine.autograd.hooks import CastInputs, CopyEntries, UnitCalls, hook_units
 from rayzero.engine.autograd.touch import ShardedParameter, guard_classes, guard_for, require_keepable, route_zero_grad

@@ -42,10 +42,10 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from rayzero.checkpoint.fit import misfits
-from rayzero.checkpoint.formats.safetensors_folder import INDEX_FILE, WHOLE_FILE
-from rayzero.checkpoint.weights import Weights
 from rayzero.config import ZeroConfig
+from rayzero.convert.fit import misfits
+from rayzero.convert.formats.safetensors_folder import INDEX_FILE, WHOLE_FILE
+from rayzero.convert.weights import Weights
 from rayzero.engine.checkpoint.save import save_checkpoint
 from rayzero.engine.context import get_context
 from rayzero.engine.full_values import full_state_dict
@@ -303,8 +303,9 @@ class ZeroTraining:
         if not held or not isinstance(self.model, transformers.PreTrainedModel):
             return False
         names = list(self.model.state_dict())
-        weights = Weights(folder).open().for_model(self.model, names)
-        require_fit(weights, self.model, misfits(wanted_by(self.model), weights.decls, strict=False))
+        wanted = wanted_by(self.model)
+        weights = Weights(folder).open(self.model, wanted)
+        require_fit(weights, self.model, misfits(wanted, weights.decls, strict=False))
         values = {name: weights.read(name) for name in names if name in weights}
         self.model.load_state_dict(values, strict=False)
         return True

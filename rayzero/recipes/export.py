@@ -6,11 +6,11 @@ import shutil
 import sys
 from pathlib import Path
 
-from rayzero.checkpoint import export_full
-from rayzero.checkpoint.convert import convert
-from rayzero.checkpoint.export import MODEL_FILE
-from rayzero.checkpoint.formats import Format
-from rayzero.checkpoint.published.config import CONFIG_FILE
+from rayzero.convert.conversion import convert
+from rayzero.convert.export import export_full
+from rayzero.convert.formats import Format
+from rayzero.convert.formats.safetensors_folder import WHOLE_FILE
+from rayzero.convert.published.config import CONFIG_FILE
 from rayzero.recipes.recipe import HF_PREFIX, RecipeConfig
 
 FOLDER = "model"
@@ -29,7 +29,7 @@ def export_model(recipe: RecipeConfig, checkpoint: Path, run_dir: Path) -> Path:
     if recipe.model.startswith(HF_PREFIX):
         _export_published(checkpoint, Path(recipe.model.removeprefix(HF_PREFIX)), folder)
     else:
-        export_full(checkpoint, folder / MODEL_FILE, overwrite=True)
+        export_full(checkpoint, folder / WHOLE_FILE, overwrite=True)
     tokenizer = Path(recipe.tokenizer)
     if tokenizer.is_dir():
         for name in _OF_TOKENIZERS:

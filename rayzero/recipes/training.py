@@ -13,13 +13,13 @@ from rich.console import Console
 from torch import nn
 
 from rayzero.checkpoint import CheckpointReader
-from rayzero.checkpoint.published.config import CONFIG_FILE
 from rayzero.cluster.continuation import Successor
 from rayzero.cluster.files.run_dir import RECORD, RunDirectory, find_start
 from rayzero.cluster.processes.program_memory import imported_memory
 from rayzero.cluster.run import Report
 from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import ScalingConfig
+from rayzero.convert.published.config import CONFIG_FILE
 from rayzero.engine.start.initial_values import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.files import replace_file

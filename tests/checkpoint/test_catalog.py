@@ -8,8 +8,9 @@ import os
 
 import pytest
 
-from rayzero.checkpoint import Catalog, newest_checkpoint, stale_folders, sweep_stale
+from rayzero.checkpoint import Catalog, stale_folders, sweep_stale
 from rayzero.checkpoint.writer import check_target
+from rayzero.convert.remote import newest_checkpoint
 from rayzero.errors import CheckpointError
 
 

@@ -7,19 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.checkpoint import CheckpointReader, export_full, staging_path, write_rank_state, write_tensors
+from rayzero.checkpoint import CheckpointReader, staging_path, write_rank_state, write_tensors
 from rayzero.checkpoint import writer as writer_module
 from rayzero.checkpoint.files.tensor_file import DeferredTensor
 from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.checkpoint.writer import withdraw
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import CheckpointError, ConfigError, RayZeroError, UnsupportedError
-from rayzero.protocol.messages import MASTER
 
 
 def prepared(model: nn.Module, cls: Any = torch.optim.AdamW, **options: Any) -> rayzero.ZeroOptimizer:
@@ -268,29 +266,7 @@ def test_options_and_groups_may_differ(checkpoint: Path) -> None:
     assert CheckpointReader(checkpoint.with_name("next")).slot_step("1.bias") == 2
 
 
-# ---- exporting and reading
-
-
-@pytest.mark.parametrize("out", ["file/x", "file/x.safetensors", "file", "folder.safetensors"])
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_an_export_to_an_impossible_place_is_one_line(written, directory, tmp_path, out, overwrite):
-    written.save(directory)
-    (tmp_path / "file").write_text("data")
-    (tmp_path / "folder.safetensors").mkdir()
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(
-        CheckpointError, match=r"cannot write .* is a file, not a folder|is a folder|cannot export to"
-    ) as caught:
-        export_full(directory, tmp_path / out, overwrite=overwrite)
-    one_line(caught)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_an_export_to_an_unwritable_folder_is_one_line(written, directory):
-    written.save(directory)
-    with pytest.raises(CheckpointError, match="cannot export to /proc/nowhere") as caught:
-        export_full(directory, "/proc/nowhere")
-    one_line(caught)
+# ---- reading
 
 
 def test_a_manifest_that_is_a_folder_is_one_line(written, directory):
@@ -300,31 +276,3 @@ def test_a_manifest_that_is_a_folder_is_one_line(written, directory):
     with pytest.raises(CheckpointError, match=r"manifest.json cannot be read: it is a folder, not a regular") as caught:
         CheckpointReader(directory)
     one_line(caught)
-
-
-# ---- shared modules
-
-
-def test_buffers_of_a_module_with_two_names_are_exported_under_both(tmp_path: Path) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.BatchNorm1d(4)
-            self.second = self.first
-            self.register_buffer("scratch", torch.zeros(3), persistent=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(self.first(x))
-
-    with running_in(RankContext()):
-        model = Twice()
-        optimizer = prepared(model)
-        one_step(model, optimizer)
-        rayzero.save_checkpoint(optimizer, tmp_path / "ck", {})
-    state = load_file(export_full(tmp_path / "ck", tmp_path / "out"))
-    fresh = Twice()
-    fresh.load_state_dict(state, strict=True)
-    assert fresh.second.num_batches_tracked == 2
-    assert {"first.running_mean", "second.running_mean"} <= state.keys()
-    assert "scratch" not in state
-    assert CheckpointReader(tmp_path / "ck").kinds("first.weight")[-1] == MASTER

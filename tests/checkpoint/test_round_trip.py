@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +9,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
-from torch import nn
 
-from rayzero.checkpoint import CheckpointReader, export_full
+from rayzero.checkpoint import CheckpointReader
 from rayzero.errors import CheckpointError
-from rayzero.layout.model_layout import ModelLayout, lay_out_unit
-from rayzero.protocol.messages import COMPUTE, MASTER
+from rayzero.protocol.messages import MASTER
 
-from .conftest import STATES, Written, random_values, small_layout
+from .conftest import Written, random_values, small_layout
 
 
 @pytest.mark.parametrize("num_owners", [1, 2, 3, 7])
@@ -80,71 +75,6 @@ def test_a_rank_gets_its_loop_state_back(written, directory):
     assert reader.tied() == {"head.weight": "embed.weight"}
 
 
-class Tied(nn.Module):
-    """A tied head, a persistent and a non-persistent buffer, a 0-dim parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, 8)
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.norm = nn.BatchNorm1d(8)
-        self.head = nn.Linear(8, 50, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("scratch", torch.zeros(3), persistent=False)
-
-
-def write_model(model: nn.Module, directory: Path) -> None:
-    params = [(name, tuple(param.shape)) for name, param in model.named_parameters()]
-    layout = ModelLayout(units=(lay_out_unit(0, "", torch.float32, True, params),), shard_numel=64)
-    values = random_values(layout)
-    values |= {(name, MASTER): param.detach().reshape(-1) for name, param in model.named_parameters()}
-    tied = {"head.weight": "embed.weight"}
-    Written(layout, values, buffers=dict(model.named_buffers()) | {}, tied=tied).save(directory)
-
-
-def test_an_export_loads_strictly_into_the_plain_model(directory, tmp_path):
-    torch.manual_seed(1)
-    model = Tied()
-    model.norm.running_mean.normal_()
-    del model._buffers["scratch"]
-    write_model(model, directory)
-    out = export_full(directory, tmp_path / "out")
-    assert out == tmp_path / "out" / "model.safetensors"
-    fresh = Tied()
-    fresh.load_state_dict(load_file(out), strict=True)
-    for name, value in model.state_dict().items():
-        assert torch.equal(fresh.state_dict()[name], value), name
-
-
-def test_an_export_casts_trained_parameters_only(written, directory, tmp_path):
-    written.save(directory)
-    exported = load_file(export_full(directory, tmp_path / "half.safetensors", dtype=torch.bfloat16))
-    assert torch.equal(exported["w"], written.values["w", MASTER].view(17, 19).bfloat16())
-    assert torch.equal(exported["frozen"], written.values["frozen", COMPUTE].view(9, 9))
-    assert exported["running_mean"].dtype == torch.float32
-    assert exported["none"].shape == (0, 3)
-    assert exported["scale"].shape == ()
-
-
-def test_an_export_overwrites_only_when_asked(written, directory, tmp_path):
-    written.save(directory)
-    out = tmp_path / "model.safetensors"
-    out.write_bytes(b"precious")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors exists"):
-        export_full(directory, out)
-    assert out.read_bytes() == b"precious"
-    export_full(directory, out, overwrite=True)
-    assert len(load_file(out)) == 10
-
-
-def test_a_failed_export_leaves_nothing(written, directory, tmp_path):
-    written.save(directory)
-    flip_byte(directory / "owner-001.safetensors", -3)
-    with pytest.raises(CheckpointError, match="damaged"):
-        export_full(directory, tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
-
-
 def test_a_state_kept_of_half_a_parameter_is_refused(written, directory):
     owners, ranks = written.stage(directory)
     name = next(name for name, c in owners[0].content.items() if c["kind"] == "exp_avg" and c["param"] == "w")
@@ -158,25 +88,3 @@ def flip_byte(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
-
-
-_EXPORT_IN_LITTLE_MEMORY = """
-import resource, sys
-from pathlib import Path
-from rayzero.checkpoint import export_full
-in_use = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) << 10
-mapped = sum(file.stat().st_size for file in Path(sys.argv[1]).iterdir())  # torch maps files privately: counted too
-resource.setrlimit(resource.RLIMIT_DATA, (in_use + mapped + (48 << 20),) * 2)
-export_full(sys.argv[1], sys.argv[2])
-"""
-
-
-@pytest.mark.promise("bounded", "checkpoints")
-def test_an_export_needs_memory_for_pieces_not_for_parameters(directory, tmp_path):
-    layout = ModelLayout(units=(lay_out_unit(0, "", torch.float32, True, [("w", (24, 1 << 20))]),), shard_numel=1 << 21)
-    written = Written(layout, {("w", kind): torch.ones(24 << 20) for kind in STATES})
-    written.tied.clear()
-    written.save(directory)
-    command = [sys.executable, "-c", _EXPORT_IN_LITTLE_MEMORY, str(directory), str(tmp_path / "big.safetensors")]
-    subprocess.run(command, check=True, timeout=60)
-    assert (tmp_path / "big.safetensors").stat().st_size > 96 << 20

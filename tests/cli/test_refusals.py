@@ -21,11 +21,11 @@ import torch
 from safetensors.torch import save_file
 
 from rayzero import errors
-from rayzero.checkpoint import newest_checkpoint
 from rayzero.cli import ERRORS, exit_code, main, section_of
 from rayzero.cli.train import stopped
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.run import Report
+from rayzero.convert.remote import newest_checkpoint
 from rayzero.elastic.requests import take
 from rayzero.errors import ConfigError, RankLeftError, RayZeroError
 from rayzero.recipes.lm import train_loop

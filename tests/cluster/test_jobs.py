@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rayzero.checkpoint import newest_checkpoint
 from rayzero.cluster.files.run_dir import read_record
+from rayzero.convert.remote import newest_checkpoint
 
 from .processes import still_there
 from .ray_cluster import Cluster, run_ray, submit

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import rayzero
-from rayzero.checkpoint import CheckpointReader, newest_checkpoint
+from rayzero.checkpoint import CheckpointReader
 from rayzero.checkpoint import writer as checkpoint_writer
+from rayzero.convert.remote import newest_checkpoint
 from rayzero.engine.context import RankContext
 from rayzero.errors import CheckpointError, CheckpointWriteError
 from rayzero.testing import run_ranks

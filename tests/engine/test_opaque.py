@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.checkpoint import CheckpointReader, export_full
-from rayzero.checkpoint.convert import convert
+from rayzero.checkpoint import CheckpointReader
+from rayzero.convert.conversion import convert
+from rayzero.convert.export import export_full
 from rayzero.engine.checkpoint.load import load_checkpoint
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units

@@ -22,9 +22,9 @@ from transformers import (
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import rayzero
-from rayzero.checkpoint.convert import convert
-from rayzero.checkpoint.published.streamed import with_model_names
-from rayzero.checkpoint.weights import declare_weight
+from rayzero.convert.conversion import convert
+from rayzero.convert.published.translation import with_model_names
+from rayzero.convert.weights import declare_weight
 from rayzero.engine.start.initial_values import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.integrations.transformers import Trainer, save_pretrained

@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rayzero.checkpoint import CheckpointReader, export_full
+from rayzero.checkpoint import CheckpointReader
 from rayzero.checkpoint.state_values import from_bytes, to_bytes
 from rayzero.concurrency.futures import settled
+from rayzero.convert.export import export_full
 from rayzero.engine import begin_checkpoint, get_context, save_checkpoint
 from rayzero.engine.context import RankContext
 from rayzero.protocol.messages import CheckpointInfo

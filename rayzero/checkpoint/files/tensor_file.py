@@ -117,17 +117,10 @@ class StreamedTensor:
         return (self.numel,)
 
 
-Content = Tensor | DeferredTensor | StreamedTensor  # what a file's tensor is written from
+Writable = Tensor | DeferredTensor | StreamedTensor  # what a file's tensor is written from
 
 
-def parts_of(content: Content) -> Iterable[Tensor]:
-    """The parts of a tensor that is written."""
-    if isinstance(content, StreamedTensor):
-        return content.parts()
-    return [content.make() if isinstance(content, DeferredTensor) else content]
-
-
-def declare(tensor: Content) -> TensorDecl:
+def declare(tensor: Writable) -> TensorDecl:
     """The declaration of a tensor."""
     return TensorDecl(tuple(tensor.shape), tensor.dtype)
 
@@ -147,24 +140,6 @@ def as_bytes(tensor: Tensor) -> memoryview:
 def tensor_digest(tensor: Tensor) -> str:
     """The SHA-256 of the tensor's bytes in C order, in hexadecimal."""
     return hashlib.sha256(as_bytes(tensor)).hexdigest()
-
-
-def fsync_file(path: Path) -> None:
-    """Make a file's bytes durable, whoever wrote them. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def fsync_directory(directory: Path) -> None:
-    """Make the names of the files in ``directory`` durable. Raises OSError."""
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class TensorFileWriter:
@@ -222,6 +197,15 @@ class TensorFileWriter:
         if size != want:
             raise CheckpointError(f"{self.path.name}: tensor {name!r} got {size:,} bytes, but its shape needs {want:,}")
         self.sha256[name] = digest.hexdigest()
+
+    def write_all(self, tensors: Mapping[str, Writable]) -> None:
+        """Append every tensor that is declared. Deferred and streamed ones are made one at a time."""
+        for name in self.order:
+            tensor = tensors[name]
+            if isinstance(tensor, StreamedTensor):
+                self.write(name, tensor.parts())
+            else:
+                self.write(name, [tensor.make() if isinstance(tensor, DeferredTensor) else tensor])
 
     def _write_part(self, part: Tensor, digest: hashlib._Hash) -> int:
         data = as_bytes(part)

@@ -14,11 +14,11 @@ from typing import Any
 
 from rayzero.checkpoint import Catalog, CheckpointReader, checkpoint_folders, stale_folders, sweep_stale
 from rayzero.checkpoint.manifest import MANIFEST
-from rayzero.checkpoint.remote import local_checkpoint
 from rayzero.cluster.continuation import Continuation, Lost, Successor, find_continuation
 from rayzero.cluster.files.run_lock import LOCK, RunLock
 from rayzero.cluster.run import RunState
 from rayzero.config import RunConfig
+from rayzero.convert.remote import local_checkpoint
 from rayzero.errors import CheckpointError, ConfigError
 from rayzero.files import parse_json, read_text, replace_file, to_json
 from rayzero.slabs.hold import Hold

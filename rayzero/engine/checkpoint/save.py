@@ -20,14 +20,13 @@ from weakref import ReferenceType, ref
 import torch
 from torch import nn
 
-from rayzero.checkpoint.catalog import newest_checkpoint
 from rayzero.checkpoint.manifest import MANIFEST, rank_file_name
 from rayzero.checkpoint.reader import CheckpointReader
-from rayzero.checkpoint.remote import is_url, local_checkpoint
-from rayzero.checkpoint.remote.storage import RemoteFolder
 from rayzero.checkpoint.retention import delete_older
 from rayzero.checkpoint.state_values import pack, unpack
 from rayzero.checkpoint.writer import check_target, staging_path, unwritten, withdraw, write_rank_state
+from rayzero.convert.remote import local_checkpoint, newest_checkpoint
+from rayzero.convert.storage import RemoteFolder, is_url
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.engine import Engine
 from rayzero.engine.loop.open_checkpoint import OpenCheckpoint

@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rayzero.checkpoint.fit import Wanted, misfits
-from rayzero.checkpoint.published.translation import is_pretrained
 from rayzero.checkpoint.reader import CheckpointReader
-from rayzero.checkpoint.weights import NamedWeights, Weights
+from rayzero.convert.fit import Wanted, misfits
+from rayzero.convert.weights import NamedWeights, Weights
 from rayzero.engine.start.buffers import fill_buffers
 from rayzero.engine.start.opaque import require_own_bytes
 from rayzero.engine.start.unit_init import Init, UnitInit
@@ -55,7 +54,7 @@ class Start:
         if self._resumed is not None:
             weights = None  # the owners restore the values; where they first came from does not matter
         self._stream = weights if weights is not None and weights.is_stream else None
-        self._weights = _opened(weights, model, self._wanted) if weights and self._stream is None else None
+        self._weights = weights.open(model, self._wanted) if weights and self._stream is None else None
         self._strict = weights is None or weights.strict
         self._init = init
         self._source_name = _source_names(self._wanted, self._weights)
@@ -166,14 +165,8 @@ def wanted_by(model: nn.Module) -> list[Wanted]:
 def require_weights(model: nn.Module, path: str) -> None:
     """Raise CheckpointError, naming every mismatch, if the weights at ``path`` do not fit. The model may be on meta."""
     wanted = wanted_by(model)
-    weights = _opened(Weights(path), model, wanted)
+    weights = Weights(path).open(model, wanted)
     require_fit(weights, model, misfits(wanted, weights.decls, strict=True))
-
-
-def _opened(weights: Weights, model: nn.Module, wanted: Iterable[Wanted]) -> NamedWeights:
-    """Weights that are no stream, with the model's names, which for transformers' models are not the published ones."""
-    named = weights.open()
-    return named.for_model(model, [n for one in wanted for n in one.names]) if is_pretrained(model) else named
 
 
 def _buffers_of(resume: Path | None) -> frozenset[str] | None:

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.checkpoint.files.tensor_file import tensor_digest
-from rayzero.checkpoint.fit import Wanted, misfits
-from rayzero.checkpoint.formats.content import WeightDecl
-from rayzero.checkpoint.published.streamed import with_model_names
-from rayzero.checkpoint.published.translation import is_pretrained
-from rayzero.checkpoint.weights import Weights, declare_weight
+from rayzero.convert.fit import Wanted, misfits
+from rayzero.convert.weights import WeightDecl, Weights, declare_weight
 from rayzero.engine.start.opaque import require_own_bytes
 from rayzero.engine.units.partition import UnitPlan
 from rayzero.errors import CheckpointError
@@ -46,11 +43,7 @@ def take_stream(
     buffers: dict[str, Tensor] = {}
     seen: dict[str, WeightDecl] = {}
     digests: dict[str, str] = {}  # of tied ones
-    stream = weights.stream()
-    if is_pretrained(model):
-        decls = {name: WeightDecl(one.shape, one.dtype) for name, one in by_name.items()}
-        stream = with_model_names(model, decls, stream, "the stream of weights")
-    for name, tensor in stream:
+    for name, tensor in weights.stream(model, wanted):
         one = by_name.get(name)
         decl = declare_weight(name, tensor)
         problems = misfits([one] if one else [], {name: decl}, strict=weights.strict)

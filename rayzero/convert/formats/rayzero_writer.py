@@ -1,0 +1,198 @@
+"""Writes a RayZero checkpoint from any source, so that a run can resume from it.
+
+A run restores parameters by their names, whatever the number of its owners. So one writer cuts everything into pieces
+of the shard grid, and begins an owner's file whenever the last one is full. A source without moments gives those that
+Adam has before its first update: zeros, after no update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayzero.checkpoint.files.tensor_file import DeferredTensor
+from rayzero.checkpoint.manifest import owner_file_name
+from rayzero.checkpoint.state_values import pack
+from rayzero.checkpoint.writer import (
+    check_target,
+    commit_checkpoint,
+    discard_staging,
+    staging_path,
+    write_rank_state,
+    write_tensors,
+)
+from rayzero.convert.formats.content import FLOATS, WEIGHT, Content, Param, Reader, cut_into_files
+from rayzero.errors import UnsupportedError
+from rayzero.layout.model_layout import ModelLayout, ParamSlot, UnitLayout, dtype_from_name, lay_out_unit
+from rayzero.protocol.messages import COMPUTE, MASTER, CheckpointInfo, FileEntry, ModelSpec
+
+ADAMW = "torch.optim.adamw:AdamW"
+_ADAMS = (ADAMW, "torch.optim.adam:Adam")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_ADAM_STATES = {*_MOMENTS, "max_exp_avg_sq"}
+_SHARD_NUMEL = 1 << 22  # elements of a piece at most: 16 MiB in memory at a time
+
+
+def write_rayzero(reader: Reader, directory: Path, *, optimizer: str = "", max_bytes: int) -> CheckpointInfo:
+    """Write the checkpoint ``directory``, complete or not at all.
+
+    optimizer: import path of the optimizer's class that resumes from it; "": the source's, or AdamW. max_bytes: the
+    most bytes of an owner's file. Raises UnsupportedError for what no run could resume, as ``plan_of`` says."""
+    check_target(directory)
+    spec, kinds = plan_of(reader.content, optimizer, directory.name)
+    try:
+        owners = _write_owners(reader, directory, spec, kinds, max_bytes)
+        rank = _write_rank(reader, directory)
+        return commit_checkpoint(
+            directory,
+            step=reader.content.step,
+            spec=spec,
+            hyper=spec.hyper,
+            slot_steps={name: param.updates for name, param in reader.content.params.items() if param.trained},
+            owner_files=owners,
+            rank_files=[rank],
+        )
+    except BaseException:
+        discard_staging(directory)
+        raise
+
+
+# ---- decisions --------------------------------------------------------------------------------------------------
+
+
+def plan_of(content: Content, optimizer: str, run: str) -> tuple[ModelSpec, tuple[str, ...]]:
+    """The spec of the checkpoint, and the states that every trained parameter has in it.
+
+    Raises UnsupportedError for weights that neither fp32 nor a frozen unit can hold exactly, and if the optimizer's
+    class is not known or its states are not in the source."""
+    layout = layout_of(content)
+    kinds = kinds_of(content, optimizer)
+    group_of = {name: index for index, group in enumerate(content.groups) for name in group.params}
+    default = -1 if content.groups else 0
+    spec = ModelSpec(
+        run=run,
+        layout=layout,
+        world_size=1,
+        optimizer=optimizer or content.optimizer or ADAMW,
+        hyper=tuple(dict(group.options) for group in content.groups) or ({},),
+        group_of=tuple(
+            tuple(group_of.get(slot.name, default) if unit.trainable else -1 for slot in unit.slots)
+            for unit in layout.units
+        ),
+    )
+    return spec, kinds
+
+
+def kinds_of(content: Content, optimizer: str) -> tuple[str, ...]:
+    """The states of each trained parameter: those that any has in the source; without any, Adam's moments."""
+    chosen = optimizer or content.optimizer
+    found = sorted({kind for param in content.params.values() for kind in param.states})
+    if found and not chosen and not set(found) <= _ADAM_STATES:
+        raise UnsupportedError(
+            f"the source has the optimizer states {', '.join(found)} and does not say which optimizer they are of; "
+            "name its class, such as --optimizer torch.optim.sgd:SGD"
+        )
+    if not found and chosen not in ("", *_ADAMS):
+        raise UnsupportedError(
+            f"the source has no states for optimizer {chosen!r}, and only Adam's and AdamW's begin as zeros; start "
+            "from the weights instead (prepare(weights=...), init_from)"
+        )
+    return tuple(found) or _MOMENTS
+
+
+def layout_of(content: Content) -> ModelLayout:
+    """A unit for what is trained, and one for each dtype of what is frozen, opaque parameters apart."""
+    units: dict[tuple[bool, bool, str], list[tuple[str, tuple[int, ...]]]] = {}
+    for name, param in content.params.items():
+        if not param.opaque and param.decl.dtype not in FLOATS:
+            raise UnsupportedError(
+                f"parameter {name!r} is {param.decl.dtype}, and a RayZero checkpoint holds {', '.join(FLOATS)}; "
+                "convert the source first"
+            )
+        key = (True, False, "float32") if param.trained else (False, param.opaque, param.decl.dtype)
+        units.setdefault(key, []).append((name, param.decl.shape))
+    return ModelLayout(
+        units=tuple(
+            lay_out_unit(
+                i,
+                f"{'model' if trained else 'opaque' if opaque else 'frozen'}:{dtype}",
+                dtype_from_name(dtype, opaque=opaque),
+                trained,
+                params,
+                opaque=opaque,
+            )
+            for i, ((trained, opaque, dtype), params) in enumerate(units.items())
+        ),
+        shard_numel=_SHARD_NUMEL,
+    )
+
+
+def piece_ranges(layout: ModelLayout, unit: UnitLayout) -> dict[str, list[tuple[int, int]]]:
+    """Parameter -> the element ranges that the shard grid cuts it into."""
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for shard in layout.shards_by_unit[unit.index]:
+        for part in layout.slices(shard):
+            ranges.setdefault(unit.slots[part.slot].name, []).append((part.param_start, part.param_start + part.numel))
+    return ranges
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+_Entry = tuple[str, DeferredTensor, dict[str, Any]]  # name in the file, values, description
+
+
+def _write_owners(
+    reader: Reader, directory: Path, spec: ModelSpec, kinds: Sequence[str], max_bytes: int
+) -> list[FileEntry]:
+    files = []
+    entries = _entries(reader, spec.layout, kinds)
+    for index, held in enumerate(cut_into_files(entries, lambda one: one[1].numel * one[1].dtype.itemsize, max_bytes)):
+        tensors = {name: values for name, values, _ in held}
+        content = {name: described for name, _, described in held}
+        files.append(write_tensors(staging_path(directory), owner_file_name(index), tensors, content))
+    return files
+
+
+def _entries(reader: Reader, layout: ModelLayout, kinds: Sequence[str]) -> Iterator[_Entry]:
+    """A parameter's values of one kind follow each other, because a source may hold them in one place."""
+    for unit in layout.units:
+        ranges = piece_ranges(layout, unit)
+        for slot in unit.slots:
+            param = reader.content.params[slot.name]
+            for kind in (WEIGHT, *(kinds if unit.trainable else ())):
+                for start, stop in ranges.get(slot.name, []):
+                    yield _entry(reader, unit, slot, param, kind, start, stop)
+
+
+def _entry(reader: Reader, unit: UnitLayout, slot: ParamSlot, param: Param, kind: str, start: int, stop: int) -> _Entry:
+    written = kind if kind != WEIGHT else MASTER if unit.has_master else COMPUTE
+    described = {"param": slot.name, "kind": written, "start": start, "stop": stop, "shape": list(slot.shape)}
+    if kind == WEIGHT or kind in param.states:
+        make = partial(_values, reader, slot.name, kind, start, stop, unit.initial_dtype)
+    else:
+        make = partial(torch.zeros, stop - start, dtype=torch.float32, device="cpu")
+    values = DeferredTensor(numel=stop - start, dtype=unit.initial_dtype, make=make)
+    return f"{slot.name}/{written}/{start}", values, described
+
+
+def _values(reader: Reader, name: str, kind: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    return reader.read(name, kind, start, stop).to(dtype)
+
+
+def _write_rank(reader: Reader, directory: Path) -> FileEntry:
+    """What rank 0 would keep: groups and buffers. A converted checkpoint has no generators, and no loop's state."""
+    content = reader.content
+    groups = [{"params": list(group.params), "options": dict(group.options)} for group in content.groups]
+    state, tensors = pack({"loop_state": {}, "tracked": {}, "rng": None, "groups": groups})
+    buffers = {
+        name: reader.read(name, WEIGHT, 0, math.prod(decl.shape)).view(decl.shape)
+        for name, decl in content.buffers.items()
+    }
+    return write_rank_state(staging_path(directory), 0, state, tensors, buffers=buffers, tied=content.tied)

@@ -1,0 +1,256 @@
+"""Copies of whole checkpoints in remote storage, by URL (s3://, gs://): made beside the training, fetched to be read.
+
+An object store has no rename, so the manifest makes a remote checkpoint exist: it is removed before any other file
+changes and written after all of them. Here, a copy gets its name by a rename once every file has its size.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rayzero.checkpoint.catalog import Catalog
+from rayzero.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
+from rayzero.convert.storage import RemoteFolder, is_url
+from rayzero.errors import CheckpointError, CheckpointWriteError
+from rayzero.files import new_folder
+
+_CACHE = "RAYZERO_CACHE"
+
+log = logging.getLogger(__name__)
+
+
+def upload_checkpoint(directory: Path, url: str) -> str:
+    """Copy the complete checkpoint ``directory`` into the remote folder ``url``, under its own name; returns its URL.
+
+    Whoever reads meanwhile sees the checkpoint that was there before, none, or the whole new one: never a part. Raises
+    CheckpointWriteError if the storage refuses or has another size than was sent, CheckpointError if ``directory`` is
+    not a checkpoint."""
+    if not (directory / MANIFEST).is_file():
+        raise CheckpointError(f"{directory} is not a checkpoint: it has no {MANIFEST}")
+    manifest = (directory / MANIFEST).read_bytes()
+    target = RemoteFolder(url) / directory.name
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST)
+    sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
+    target.remove(MANIFEST)
+    for path, name in zip(files, sizes, strict=True):
+        target.put(path, name)
+    there = target.files()
+    for name, size in sizes.items():
+        if there.get(name) != size:
+            raise CheckpointWriteError(f"{target}/{name} has {there.get(name)} bytes there, and {size:,} here")
+    if (directory / MANIFEST).read_bytes() != manifest:
+        raise CheckpointWriteError(f"{directory} was replaced by another checkpoint while it was copied to {target}")
+    target.put(directory / MANIFEST, MANIFEST)
+    for name in there.keys() - sizes.keys():
+        target.remove(name)  # of a checkpoint that was replaced
+    return str(target)
+
+
+def newest_url(url: str) -> str | None:
+    """The checkpoint of the highest step in the remote folder ``url`` or, if it has none, in ``url/checkpoints``.
+
+    As ``newest_checkpoint``: a damaged one, or one whose files are not there in their sizes, is skipped with a
+    warning."""
+    for folder in (RemoteFolder(url), RemoteFolder(url) / "checkpoints"):
+        files = folder.files()
+        names = sorted(
+            name.partition("/")[0] for name in files if name.count("/") == 1 and name.endswith(f"/{MANIFEST}")
+        )
+        sound: list[tuple[int, str]] = []
+        for name in names:
+            below = {path.removeprefix(f"{name}/"): size for path, size in files.items() if path.startswith(f"{name}/")}
+            try:
+                sound.append((_manifest(folder / name, below).step, name))
+            except CheckpointError as error:
+                log.warning("skipping a checkpoint: %s", error)
+        if sound:
+            return str(folder / max(sound)[1])
+    return None
+
+
+def _manifest(folder: RemoteFolder, files: Mapping[str, int]) -> Manifest:
+    """The manifest of a remote checkpoint. Raises CheckpointError if it is damaged or a file lacks its size."""
+    where = f"{folder}/{MANIFEST}"
+    try:
+        manifest = Manifest.from_json(folder.read(MANIFEST, at_most=MAX_BYTES).decode("utf-8"), where)
+    except UnicodeDecodeError as exc:
+        raise CheckpointError(f"{where} is damaged: {exc}") from exc
+    for entry in manifest.files:
+        if files.get(entry.name) != entry.size_bytes:
+            raise CheckpointError(
+                f"{folder}/{entry.name} has {files.get(entry.name)} bytes, but the manifest says {entry.size_bytes:,}"
+            )
+    return manifest
+
+
+# ---- copies there, beside the training -------------------------------------------------------------------------------
+
+
+class Uploads:
+    """The checkpoints that one rank copies to remote storage, in a thread of its own.
+
+    While one is copied, the newest that came since waits; one between them is left out, with a warning, so that a slow
+    link never holds more than two. Knows folders and URLs; not what else happens to the folders. Thread-safe."""
+
+    def __init__(self, upload: Callable[[Path, str], str] = upload_checkpoint) -> None:
+        self._upload = upload
+        self._lock = threading.Condition()
+        self._now: Path | None = None
+        self._next: tuple[Path, str] | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> frozenset[Path]:
+        """The folders that are being read or will be: nobody may delete them."""
+        with self._lock:
+            return frozenset({self._now, self._next and self._next[0]} - {None})  # type: ignore[arg-type]
+
+    def add(self, directory: Path, url: str) -> None:
+        """Upload a complete checkpoint once the one before is there."""
+        with self._lock:
+            if self._next is not None:
+                log.warning("CHECKPOINT NOT UPLOADED: %s: a newer one came before its turn", self._next[0])
+            self._next = directory, url
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="checkpoint-upload")
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._now = None
+                if self._next is None:
+                    self._thread = None
+                    self._lock.notify_all()
+                    return
+                (self._now, url), self._next = self._next, None
+            try:
+                log.info("checkpoint uploaded: %s", self._upload(self._now, url))
+            except Exception as error:  # a storage may raise anything; who waits must hear that it is over
+                log.warning("CHECKPOINT NOT UPLOADED: %s: %s. It stays in %s", url, error, self._now)
+
+    def wait(self) -> None:
+        """Return when nothing is left to upload."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._thread is None)
+
+
+# ---- copies here ------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """Where copies of remote checkpoints are kept: $RAYZERO_CACHE, or ``~/.cache/rayzero``. Ranks and owners on several
+    hosts need one that all of them see."""
+    return Path(os.environ.get(_CACHE) or Path.home() / ".cache" / "rayzero")
+
+
+def local_checkpoint(place: str, into: Path | None = None) -> Path:
+    """The path that ``place`` is or, of a URL, a copy of that checkpoint in ``into`` (default: ``cache_folder()``)."""
+    return fetch_checkpoint(place, into or cache_folder()) if is_url(place) else Path(place)
+
+
+def fetch_checkpoint(url: str, into: Path) -> Path:
+    """Copy the remote RayZero checkpoint ``url`` into the folder ``into``; returns the copy's folder.
+
+    The same checkpoint is copied once, whoever asks how often, also several processes at the same time. Raises
+    CheckpointError if it is missing, incomplete or damaged, CheckpointWriteError if it cannot be written here."""
+    folder = RemoteFolder(url)
+    files = folder.files()
+    if MANIFEST not in files:
+        raise CheckpointError(f"no checkpoint at {url}: it has no {MANIFEST}")
+    manifest = _manifest(folder, files)
+    target = into / f"{folder.name}-{hashlib.sha256(f'{url} {manifest.to_json()}'.encode()).hexdigest()[:12]}"
+    with _alone(target):
+        if not (target / MANIFEST).is_file():
+            _fetch(folder, files, target)
+    return target
+
+
+def fetch_folder(url: str, target: Path) -> Path:
+    """Copy everything in the remote folder ``url``, a checkpoint of any format or a single file, to the new folder
+    ``target``; returns ``target``, or the copy of the file."""
+    folder = RemoteFolder(url)
+    files = folder.files()
+    if not files:
+        parent, _, name = folder.url.rpartition("/")
+        above = RemoteFolder(parent)
+        if name not in above.files():
+            raise CheckpointError(f"nothing is at {url}")
+        folder, files = above, {name: above.files()[name]}
+        _fetch(folder, files, target)
+        return target / name
+    _fetch(folder, files, target)
+    return target
+
+
+def newest_checkpoint(folder: Path | str) -> Path | None:
+    """The checkpoint of the highest step in ``folder`` or, if it has none, in ``folder / "checkpoints"``.
+
+    ``folder``: may be a URL such as ``"s3://bucket/run"``; the checkpoint is then copied into the folder
+    ``$RAYZERO_CACHE`` (``~/.cache/rayzero``), unless it is there, and the copy is returned.
+
+    None if there is no checkpoint or no such folder yet. Raises CheckpointError if ``folder`` is a file.
+
+    The step comes from the manifest, so a checkpoint may have any name. If its manifest is damaged or one of its files
+    is missing or has the wrong size, the checkpoint is skipped with a warning that names it. Hashes are only compared
+    when the content is read."""
+    if isinstance(folder, str) and is_url(folder):
+        newest = newest_url(folder)
+        return None if newest is None else local_checkpoint(newest)
+    folder = Path(folder)
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file, not a folder of checkpoints")
+    return Catalog.of(folder).newest() or Catalog.of(folder / "checkpoints").newest()
+
+
+@contextmanager
+def nearby(place: str, beside: Path) -> Iterator[Path]:
+    """The path that ``place`` is or, of a URL, a copy of it in the folder of ``beside``, until the block ends: there is
+    room for what is about to be written, and here for what it is made from.
+
+    The URL is a checkpoint of any format, a safetensors file, or a run's folder, which means its newest checkpoint."""
+    if not is_url(place):
+        yield Path(place)
+        return
+    parent = beside.absolute().parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        holder = TemporaryDirectory(dir=parent, prefix=f".{beside.name}.")
+    except OSError as exc:
+        raise CheckpointWriteError(f"cannot write to {parent}: {exc.strerror or exc}") from exc
+    with holder as folder:
+        url = place if MANIFEST in RemoteFolder(place).files() else newest_url(place) or place
+        yield fetch_folder(url, Path(folder) / RemoteFolder(url).name)
+
+
+def _fetch(folder: RemoteFolder, files: Mapping[str, int], target: Path) -> None:
+    try:
+        with new_folder(target) as staging:
+            for name, size in files.items():
+                path = staging / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                folder.get(name, path)
+                if (got := path.stat().st_size) != size:
+                    raise CheckpointError(f"{folder}/{name} came with {got:,} bytes, and has {size:,} there")
+    except OSError as exc:
+        raise CheckpointWriteError(f"cannot copy {folder} to {target}: {exc.strerror or exc}") from exc
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """One process at a time makes ``target``; the others wait for it. The kernel ends the lock of one that dies."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.with_name(f".{target.name}.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+    except OSError as exc:
+        raise CheckpointWriteError(f"cannot write to {target.parent}: {exc.strerror or exc}") from exc
