@@ -2,7 +2,7 @@
 
     python benchmarks/at_rest.py [--precisions fp32 bf16] [--dim 512] [--layers 8]
 
-Each contestant trains the GPT of ``rayzero bench step`` in a process of its own. After four steps it gives freed memory
+Each contestant trains the GPT of ``python -m lab step`` in a process of its own. After four steps it gives freed memory
 back (malloc_trim), so that only what lives is left, and reads its share (PSS) of anonymous and shared memory.
 Bytes are those beyond what the process held before it built anything, over the model's parameters: code that is
 imported or made on first use counts too, and weighs less the larger the model is.
@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 import rayzero
-from rayzero.bench.contestants import build_plain
-from rayzero.bench.figures import at_least_one, resident_bytes
-from rayzero.bench.turns import Seat, Turn
-from rayzero.bench.work import ADAMW, CLIP, Precision, Work, loss_of
+from lab.bench.contestants import build_plain
+from lab.bench.figures import at_least_one, resident_bytes
+from lab.bench.turns import Seat, Turn
+from lab.bench.work import ADAMW, CLIP, Precision, Work, loss_of
 from rayzero.engine.context import RankContext, running_in
 from rayzero.memory.malloc import give_back_freed
 from rayzero.telemetry.recorder import MemoryRecorder

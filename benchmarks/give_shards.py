@@ -24,10 +24,10 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from rayzero.bench.figures import Cost, Spread, about, at_least_one
-from rayzero.bench.raw_stream import build_raw
-from rayzero.bench.store import spec_of
-from rayzero.bench.turns import Seat, Turn
+from lab.bench.figures import Cost, Spread, about, at_least_one
+from lab.bench.raw_stream import build_raw
+from lab.bench.store import spec_of
+from lab.bench.turns import Seat, Turn
 from rayzero.memory.malloc import keep_message_buffers
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity, name_of_rank

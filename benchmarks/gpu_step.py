@@ -25,13 +25,13 @@ from dataclasses import asdict, dataclass
 
 import psutil
 import torch
-from peers import peers
 
-from rayzero.bench.contestants import OursOptions, Overlap, ours, plain
-from rayzero.bench.figures import Spread, about, timed
-from rayzero.bench.step import PLAIN, Rules, Score, hold, play_rounds
-from rayzero.bench.turns import Entry, Turn, contest
-from rayzero.bench.work import Work
+from lab.bench.contestants import OursOptions, Overlap, ours, plain
+from lab.bench.figures import Spread, about, timed
+from lab.bench.peers import peers
+from lab.bench.step import PLAIN, Rules, Score, hold, play_rounds
+from lab.bench.turns import Entry, Turn, contest
+from lab.bench.work import Work
 
 SIZES = {  # dim, layers, vocab, seq
     "tiny": (64, 2, 256, 64),

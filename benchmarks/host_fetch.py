@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from rayzero.bench.store import HYPER, spec_of
+from lab.bench.store import HYPER, spec_of
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.protocol.messages import COMPUTE, Contribution, FinishReport, StepInputs

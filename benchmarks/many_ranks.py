@@ -41,7 +41,7 @@ import grpc
 import psutil
 import torch
 
-from rayzero.bench.figures import at_least_one
+from lab.bench.figures import at_least_one
 from rayzero.concurrency.event_loop import shared_loop
 from rayzero.concurrency.processes import this_process
 from rayzero.layout.model_layout import ModelLayout, UnitLayout, lay_out_unit

@@ -34,7 +34,7 @@ import ray
 import torch
 
 import rayzero
-from rayzero.bench.figures import Spread, about, plain, timed
+from lab.bench.figures import Spread, about, plain, timed
 from rayzero.cluster.files.run_dir import read_record
 from rayzero.elastic.requests import ScaleRequest, ask
 from rayzero.slabs.sweep import list_slabs

@@ -2,7 +2,7 @@
 
     python benchmarks/scale_simulation.py [--here here.json] [--picture FILE.png] [--json FILE] [--quick]
 
-``here.json`` is from ``rayzero bench simulation --lead ... --save``: what RayZero's code costs for each unit, shard,
+``here.json`` is from ``python -m lab simulation --lead ... --save``: what RayZero's code costs for each unit, shard,
 message and byte, and the speeds of its kernels, on one core of the machine that measured them. Hosts are described by
 options; their defaults are what makers state for 8 H100 with one 400 Gb/s card, and for two-socket CPU hosts with the
 same card, one for each owner. ``--efficiency`` is the share of a GPU's peak that a model reaches; it was not measured
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rayzero.bench.work import Work
+from lab.bench.work import Work
 from rayzero.config import ZeroConfig
 from rayzero.config.zero import HostVoice
 from rayzero.engine.prepare import plan_units
@@ -255,7 +255,7 @@ def draw(found: Sequence[Point], path: Path) -> None:
 def parser() -> argparse.ArgumentParser:
     """The options of the command."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--here", type=Path, default=HERE, help="a file of rayzero bench simulation --save")
+    found.add_argument("--here", type=Path, default=HERE, help="a file of python -m lab simulation --save")
     for name, default, text in (
         ("flops", 989.0, "peak TFLOP/s of one GPU in bf16"),
         ("efficiency", 0.4, "share of it that the model reaches"),

@@ -39,7 +39,7 @@ def plan(
     network: Annotated[float | None, typer.Option(help="GB/s that one host sends and receives, each way.")] = None,
     memory: Annotated[float | None, typer.Option(help="GB/s of one host's memory, reads plus writes.")] = None,
     measured: Annotated[
-        Path | None, typer.Option(help="A file of rayzero bench simulation --save: also simulate a step.")
+        Path | None, typer.Option(help="A file of python -m lab simulation --save: also simulate a step.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:

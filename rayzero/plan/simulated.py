@@ -80,7 +80,7 @@ def _all_add_up(ranks: Sequence[int], zero: ZeroConfig, traffic: StepTraffic) ->
 def _costs(measured: Measured, transport: Transport) -> Costs:
     if transport not in measured.costs:
         raise ConfigError(
-            f"the figures have no costs of {transport}; measure them: rayzero bench simulation --save FILE"
+            f"the figures have no costs of {transport}; measure them: python -m lab simulation --save FILE"
         )
     return measured.costs[transport]
 

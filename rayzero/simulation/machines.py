@@ -1,6 +1,6 @@
 """What is simulated on: hosts, and what RayZero's code costs on them. The user describes or measures every figure.
 
-``rayzero bench simulation`` measures those of this host (bench/simulation.py); JSON holds them between commands."""
+``python -m lab simulation`` measures those of this host (bench/simulation.py); JSON holds them between commands."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What was measured of a machine, as ``rayzero bench simulation --save`` writes it."""
+    """What was measured of a machine, as ``python -m lab simulation --save`` writes it."""
 
     machine: Machine
     costs: dict[Transport, Costs]
@@ -117,7 +117,7 @@ class Measured:
         """Raises ConfigError for a missing or an unknown field."""
         for name in ("machine", "costs", "part_s"):
             if name not in described:
-                raise ConfigError(f"{name} is missing; write the file with rayzero bench simulation --save")
+                raise ConfigError(f"{name} is missing; write the file with python -m lab simulation --save")
         return cls(
             machine=machine_from(described["machine"]),
             costs={transport: costs_from(costs) for transport, costs in described["costs"].items()},
@@ -131,7 +131,7 @@ class Measured:
             return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, AttributeError, TypeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise ConfigError(f"{path} has no figures of rayzero bench simulation --save: {reason}") from error
+            raise ConfigError(f"{path} has no figures of python -m lab simulation --save: {reason}") from error
 
 
 def machine_from(described: Mapping[str, Any]) -> Machine:
@@ -159,7 +159,7 @@ def _checked(kind: type[Machine | Costs | MovingCosts | Stream], described: Mapp
         raise ConfigError(f"{kind.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
     missing = [f.name for f in fields(kind) if f.name not in described and f.default is f.default_factory]
     if missing:
-        raise ConfigError(f"{kind.__name__} lacks {', '.join(missing)}; measure it with rayzero bench simulation")
+        raise ConfigError(f"{kind.__name__} lacks {', '.join(missing)}; measure it with python -m lab simulation")
     for name, value in described.items():
         if isinstance(value, int | float) and not isinstance(value, bool) and (math.isnan(value) or value < 0):
             raise ConfigError(f"{kind.__name__}.{name} is {value} but must be a number from 0 on")

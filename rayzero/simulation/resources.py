@@ -276,7 +276,7 @@ class Resources:
         if of_both is None:
             raise ConfigError(
                 f"costs have nothing of bytes that travel {_TRAVEL[moving]}; "
-                "measure it: rayzero bench simulation --save FILE"
+                "measure it: python -m lab simulation --save FILE"
             )
         return of_both.push if way == "push" else of_both.fetch
 

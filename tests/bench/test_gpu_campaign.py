@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rayzero.bench.step import PLAIN
+from lab.bench.step import PLAIN
 
 pytestmark = pytest.mark.thorough
 

@@ -1,4 +1,4 @@
-"""``rayzero bench simulation``: what it measures, keeps and compares."""
+"""``python -m lab simulation``: what it measures, keeps and compares."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.bench import calibration, simulation
-from rayzero.bench.simulation import Case
-from rayzero.bench.work import Work
+from lab.bench.work import Work
+from lab.calibration import machine, simulation
+from lab.calibration.simulation import Case
 from rayzero.errors import ConfigError
 from rayzero.simulation.machines import Costs, Measured
 
@@ -24,9 +24,9 @@ TINY = Work(dim=64, layers=1, vocab=128, seq=16, batch=1)
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A file of figures, each measured with few steps."""
-    monkeypatch.setattr(calibration, "_TINY_STEPS", 3)
-    monkeypatch.setattr(calibration, "_ROUNDS", 1)
-    monkeypatch.setattr(calibration, "_LARGE", 1 << 20)
+    monkeypatch.setattr(machine, "_TINY_STEPS", 3)
+    monkeypatch.setattr(machine, "_ROUNDS", 1)
+    monkeypatch.setattr(machine, "_LARGE", 1 << 20)
     monkeypatch.setattr(simulation, "get_args", lambda _: ("inproc",))
     path = tmp_path / "here.json"
     simulation.main(["--save", str(path), "--json"])
@@ -60,7 +60,7 @@ def test_it_measures_and_compares_a_case(here, monkeypatch, capsys):
 
 def test_a_profile_spreads_the_whole_pass_over_the_units():
     account = {"forward": [1.0, 2.0, 3.0], "backward": [4.0, 4.0, 5.0], "units": [0.0, 1.5, 3.0], "cpu": 1.0}
-    found = calibration.profile_of([account], root=0)
+    found = machine.profile_of([account], root=0)
     assert found.forward == pytest.approx((2 * 1.5 / 6, 2 * 1.5 / 6, 2 * 3.0 / 6)), "the root has what no unit computes"
     assert sum(found.backward) == pytest.approx(4.0)
 
@@ -69,14 +69,14 @@ def test_costs_of_streams_are_told_apart_by_way_and_thread():
     """Thread 1 is the event loop, as fetches show; thread 2 is busier when pushes come, and has summed their norm."""
     fetch = {"seconds": 0.5, "cpu": 0.4, "threads": {1: 0.3, 2: 0.1}}
     push = {"seconds": 1.0, "cpu": 0.2, "threads": {1: 0.6, 2: 0.8}}
-    assert calibration.busiest_thread([fetch, fetch]) == 1
-    assert asdict(calibration.costs_of_stream([fetch, fetch], 1000, 1)) == pytest.approx(
+    assert machine.busiest_thread([fetch, fetch]) == 1
+    assert asdict(machine.costs_of_stream([fetch, fetch], 1000, 1)) == pytest.approx(
         {"speed": 2000, "rank_byte_s": 0.4e-3, "owner_byte_s": 0.4e-3, "loop_byte_s": 0.3e-3}
     )
-    assert asdict(calibration.costs_of_stream([push], 1000, 1, beside_s=0.5e-3)) == pytest.approx(
+    assert asdict(machine.costs_of_stream([push], 1000, 1, beside_s=0.5e-3)) == pytest.approx(
         {"speed": 1000, "rank_byte_s": 0.2e-3, "owner_byte_s": 0.9e-3, "loop_byte_s": 0.6e-3}
     )
-    assert calibration.costs_of_stream([push], 1000, None).loop_byte_s == 0, "threads beside it move all bytes"
+    assert machine.costs_of_stream([push], 1000, None).loop_byte_s == 0, "threads beside it move all bytes"
 
 
 def test_wrong_cases_and_files_are_refused(tmp_path):
@@ -92,7 +92,7 @@ def test_wrong_cases_and_files_are_refused(tmp_path):
 @pytest.mark.thorough
 def test_described_hosts_are_simulated_at_scale(tmp_path, capsys):
     """The command of docs/scale_simulation.md, with its smallest runs."""
-    path = Path(__file__).parents[2] / "benchmarks" / "scale_simulation.py"
+    path = Path(__file__).parents[3] / "benchmarks" / "scale_simulation.py"
     found = importlib.util.spec_from_file_location("scale_simulation", path)
     scale = importlib.util.module_from_spec(found)
     sys.modules[found.name] = scale  # dataclasses look their module up

@@ -20,12 +20,12 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from rayzero.bench.adam import OPTIONS, make_memory, quiet
-from rayzero.bench.contestants import OursOptions, host_ranks, one_process_a_rank
-from rayzero.bench.figures import timed
-from rayzero.bench.store import StorePlayer, spec_of
-from rayzero.bench.turns import Contestant, Entry, Player, Program, Seat, Turn, contest
-from rayzero.bench.work import ADAMW, CLIP, Work, loss_of, lower_precision
+from lab.bench.adam import OPTIONS, make_memory, quiet
+from lab.bench.contestants import OursOptions, host_ranks, one_process_a_rank
+from lab.bench.figures import timed
+from lab.bench.store import StorePlayer, spec_of
+from lab.bench.turns import Contestant, Entry, Player, Program, Seat, Turn, contest
+from lab.bench.work import ADAMW, CLIP, Work, loss_of, lower_precision
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import get_context

@@ -1,6 +1,6 @@
 """Measures how fast parameters and gradients move through each transport, against memcpy and a bare gRPC stream.
 
-    rayzero bench store [--mib 256] [--rounds 5] [--steps 3] [--transports inproc grpc] [--owners 1] [--tls] [--json]
+    python -m lab store [--mib 256] [--rounds 5] [--steps 3] [--transports inproc grpc] [--owners 1] [--tls] [--json]
 
 One rank has its owners in another process (with ``inproc`` in its own), one bf16 unit of ``--mib`` and two small ones.
 A step fetches every unit (after a fetch that is not timed), pushes it, and copies the same bytes from one tensor to
@@ -25,10 +25,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from rayzero.bench.contestants import OursOptions, host_ranks, one_process_a_rank
-from rayzero.bench.figures import Cost, Spread, about, at_least_one
-from rayzero.bench.figures import plain as as_plain
-from rayzero.bench.turns import Entry, Player, Program, Seat, Turn, contest
+from lab.bench.contestants import OursOptions, host_ranks, one_process_a_rank
+from lab.bench.figures import Cost, Spread, about, at_least_one
+from lab.bench.figures import plain as as_plain
+from lab.bench.turns import Entry, Player, Program, Seat, Turn, contest
 from rayzero.engine.context import get_context
 from rayzero.layout.model_layout import ModelLayout, UnitLayout, lay_out_unit
 from rayzero.protocol.messages import COMPUTE, Contribution, FinishReport, ModelSpec, StepInputs
@@ -132,7 +132,7 @@ def entries_of(
 ) -> list[Entry]:
     """The entries of all transports, and of the bare stream. ``tls``: also of gRPC and of a bare stream over TLS."""
     # imported here: only the bare stream needs grpc, no other benchmark
-    from rayzero.bench.raw_stream import build_raw
+    from lab.bench.raw_stream import build_raw
 
     found = [
         Entry(name=t, programs=partial(_store_programs, sizes, OursOptions(transport=t, owners=owners)))
@@ -212,7 +212,7 @@ def _best(rows: Sequence[Row], who: str, what: str) -> float:
 def parser() -> argparse.ArgumentParser:
     """The options of the command."""
     found = argparse.ArgumentParser(
-        prog="rayzero bench store", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m lab store", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("--transports", nargs="+", choices=get_args(Transport), default=list(get_args(Transport)))
     for name, default, text in (

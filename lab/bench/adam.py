@@ -1,7 +1,7 @@
 """Measures how fast the kernels update, against the memory limit of the same run: bf16 gradients in, bf16 parameters
 out.
 
-    rayzero bench adam [--mparams 64] [--threads 2] [--rounds 15] [--patience 60] [--all-isas] [--json]
+    python -m lab adam [--mparams 64] [--threads 2] [--rounds 15] [--patience 60] [--all-isas] [--json]
 
 For the limit, the same threads read, scale and write three fp32 arrays in place (24 bytes a parameter). An update moves
 28 bytes: gradient 2, master and two moments 8 each, parameter 2. Every path has its own memory and runs once a round,
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.bench.figures import Busy, Spread, about, at_least_one, plain, timed
+from lab.bench.figures import Busy, Spread, about, at_least_one, plain, timed
 from rayzero.errors import UnsupportedError
 from rayzero.kernels import AdamMemory, AdamOptions, Kernel, Segment, native
 from rayzero.kernels.moments import BLOCK, CODED, moment_bytes
@@ -312,7 +312,7 @@ def text_of(found: dict[str, Any]) -> str:
 def parser() -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
-        prog="rayzero bench adam", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m lab adam", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--mparams", type=at_least_one, default=64, help="2^20 parameters; an even number")
     made.add_argument("--threads", type=at_least_one, default=2)

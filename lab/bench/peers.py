@@ -15,9 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from rayzero.bench.contestants import TrainingPlayer, meet, one_process_a_rank
-from rayzero.bench.turns import Entry, Player, Seat
-from rayzero.bench.work import ADAMW, CLIP, Work, loss_of
+from lab.bench.contestants import TrainingPlayer, meet, one_process_a_rank
+from lab.bench.turns import Entry, Player, Seat
+from lab.bench.work import ADAMW, CLIP, Work, loss_of
 
 
 def peers(work: Work) -> list[Entry]:

@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from rayzero.bench.turns import Entry, Player, Program, Seat, Turn, take_turns
-from rayzero.bench.work import ADAMW, CLIP, Work, loss_of, lower_precision
+from lab.bench.turns import Entry, Player, Program, Seat, Turn, take_turns
+from lab.bench.work import ADAMW, CLIP, Work, loss_of, lower_precision
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.prepare import prepare

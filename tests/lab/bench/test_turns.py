@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from rayzero.bench.contestants import best_transport, one_process_a_rank
-from rayzero.bench.turns import Entry, Turn, contest
+from lab.bench.contestants import best_transport, one_process_a_rank
+from lab.bench.turns import Entry, Turn, contest
 from rayzero.errors import RunFailedError
 
 pytestmark = pytest.mark.thorough

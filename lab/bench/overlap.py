@@ -1,6 +1,6 @@
 """Measures how much of the optimizer's time a training loop with clipping sees if its compute leaves the CPU idle.
 
-    rayzero bench overlap [--mparams 64] [--units 16] [--rounds 5] [--steps 4] [--transport shm] [--json]
+    python -m lab overlap [--mparams 64] [--units 16] [--rounds 5] [--steps 4] [--transport shm] [--json]
 
 The model's forward and backward sleep, like a loop whose GPU is busy, and its gradients are ready in memory. Backward
 sleeps twice as long as forward. T_adam is the time of ``step()`` under overlap="none" after the clip: decision, update,
@@ -30,11 +30,11 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from rayzero.bench.contestants import OursOptions, Overlap, best_transport, host_ranks
-from rayzero.bench.figures import Spread, about, at_least_one
-from rayzero.bench.figures import plain as as_plain
-from rayzero.bench.turns import Contestant, Entry, Program, Seat, Turn, contest
-from rayzero.bench.work import ADAMW, CLIP, Precision
+from lab.bench.contestants import OursOptions, Overlap, best_transport, host_ranks
+from lab.bench.figures import Spread, about, at_least_one
+from lab.bench.figures import plain as as_plain
+from lab.bench.turns import Contestant, Entry, Program, Seat, Turn, contest
+from lab.bench.work import ADAMW, CLIP, Precision
 from rayzero.config import ZeroConfig
 from rayzero.engine.full_values import full_state_dict
 from rayzero.engine.prepare import prepare
@@ -295,7 +295,7 @@ def text_of(found: Found) -> str:
 def parser() -> argparse.ArgumentParser:
     """The options of the command."""
     found = argparse.ArgumentParser(
-        prog="rayzero bench overlap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m lab overlap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("--mparams", type=at_least_one, default=Shape().mparams, help="2^20 parameters")
     found.add_argument("--units", type=at_least_one, default=Shape().units)

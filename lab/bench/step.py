@@ -1,6 +1,7 @@
 """Measures a whole training step against plain PyTorch, and other entries, with the same model, tokens and precision.
 
-    rayzero bench step [--worlds 1 2] [--precisions fp32 bf16] [--rounds 5] [--steps 3] [--transport shm] [--json]
+    python -m lab step [--worlds 1 2] [--precisions fp32 bf16] [--rounds 5] [--steps 3] [--transport shm] [--json]
+    python -m lab step --peers      # FSDP2 and DeepSpeed ZeRO-3 too, where they are installed: see lab/README.md
 
 A cell is a number of ranks and a precision. All contestants of a cell are up together, each in its own processes, and
 take turns A B C A B C ...; a turn is one step that is not timed and ``--steps`` that are. All share ``--cores`` cores:
@@ -17,26 +18,25 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from statistics import fmean
 from typing import Any, get_args
 
-from rayzero.bench.contestants import CAUSES, OursOptions, best_transport, ours, plain
-from rayzero.bench.figures import Busy, Spread, about, at_least_one
-from rayzero.bench.figures import plain as as_plain
-from rayzero.bench.turns import Contestant, Entry, Turn, contest
-from rayzero.bench.work import Work
+from lab.bench.contestants import CAUSES, OursOptions, best_transport, ours, plain
+from lab.bench.figures import Busy, Spread, about, at_least_one
+from lab.bench.figures import plain as as_plain
+from lab.bench.peers import peers
+from lab.bench.turns import Contestant, Entry, Turn, contest
+from lab.bench.work import Work
 from rayzero.errors import RunFailedError
 from rayzero.testing import Transport
 
 PLAIN = "plain"
 TOLERANCE = {"fp32": 2e-3, "bf16": 3e-2}  # relative difference of a step's loss
 MOST_DISTURBED = 0.05  # share of the CPUs that others may take in a round
-
-EntryMaker = Callable[[Work], list[Entry]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +188,7 @@ def text_of(cell: Cell) -> str:
 def parser() -> argparse.ArgumentParser:
     """The options of the command."""
     found = argparse.ArgumentParser(
-        prog="rayzero bench step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m lab step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("--worlds", type=at_least_one, nargs="+", default=[1, 2])
     found.add_argument("--precisions", nargs="+", choices=list(TOLERANCE), default=list(TOLERANCE))
@@ -197,6 +197,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--cores", type=at_least_one, default=2, help="cores that all contestants share")
     for name in ("rounds", "steps"):
         found.add_argument(f"--{name}", type=at_least_one, default=getattr(Rules(), name))
+    found.add_argument("--peers", action="store_true", help="compare with FSDP2 and DeepSpeed ZeRO-3, too")
     found.add_argument("--patience", type=float, default=Rules().patience_s, help="seconds for each cell")
     for name in ("dim", "layers", "vocab", "seq", "batch"):
         found.add_argument(f"--{name}", type=at_least_one, default=getattr(Work(), name))
@@ -215,8 +216,8 @@ def confined_to(cores: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def main(argv: Sequence[str] | None = None, peers: EntryMaker | None = None) -> None:
-    """Run the command: measure and print. ``peers``: makes further entries."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command: measure and print."""
     args = parser().parse_args(argv)
     rules = Rules(rounds=args.rounds, steps=args.steps, patience_s=args.patience)
     base = Work(dim=args.dim, layers=args.layers, vocab=args.vocab, seq=args.seq, batch=args.batch)
@@ -226,7 +227,7 @@ def main(argv: Sequence[str] | None = None, peers: EntryMaker | None = None) -> 
     for world, precision in product(args.worlds, args.precisions):
         work = replace(base, precision=precision)
         options = OursOptions(transport=args.transport, owners=args.owners or world)
-        entries = [plain(work), ours(work, options), *(peers(work) if peers else [])]
+        entries = [plain(work), ours(work, options), *(peers(work) if args.peers else [])]
         with confined_to(args.cores):
             cells.append(hold(entries, work, world, max(1, args.cores // world), rules))
         if not args.json:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from rayzero.bench.figures import Busy, Spread, about, plain, resident_bytes
+from lab.bench.figures import Busy, Spread, about, plain, resident_bytes
 
 
 def test_a_spread_is_median_least_and_most():

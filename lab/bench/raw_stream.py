@@ -19,8 +19,8 @@ import grpc
 import torch
 from torch import Tensor
 
-from rayzero.bench.figures import Cost
-from rayzero.bench.turns import Player, Seat, Turn
+from lab.bench.figures import Cost
+from lab.bench.turns import Player, Seat, Turn
 from rayzero.memory.malloc import keep_message_buffers
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.bench import simulation
-from rayzero.bench.lead_costs import LeadCosts, LeadRun, read_runs
+from lab.calibration import simulation
+from lab.calibration.lead_costs import LeadCosts, LeadRun, read_runs
 from rayzero.errors import ConfigError
 from rayzero.simulation.machines import Measured
 from tests.simulation.runs import FREE
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 TRUE = LeadCosts(message_s=3e-4, spoken_s=4e-5, notice_s=2e-4)
 
 

@@ -1,8 +1,8 @@
 """Measures what the simulation needs to know of this machine, and compares simulated steps with real ones.
 
-    rayzero bench simulation --save here.json                          # measure this machine, about three minutes
-    rayzero bench simulation --load here.json --compare [--cases 4]    # real steps against simulated ones
-    rayzero bench simulation --load here.json --lead lead.json --save here.json    # what hundreds of ranks cost a lead
+    python -m lab simulation --save here.json                          # measure this machine, about three minutes
+    python -m lab simulation --load here.json --compare [--cases 4]    # real steps against simulated ones
+    python -m lab simulation --load here.json --lead lead.json --save here.json    # what hundreds of ranks cost a lead
 
 What a message costs the lead is measured with one rank. Among hundreds it is several times less, and less still in the
 message of a host's voice: ``lead.json`` has the lines of ``benchmarks/many_ranks.py --voices-of 1 8 --json``.
@@ -25,14 +25,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from rayzero.bench.calibration import Profile, measure_costs, measure_machine, measure_parts, profile_entry, profile_of
-from rayzero.bench.calibration import run_of as run_of_work
-from rayzero.bench.contestants import OursOptions, Overlap, ours
-from rayzero.bench.figures import Busy, Spread, about, at_least_one, plain
-from rayzero.bench.lead_costs import LeadCosts, read_runs
-from rayzero.bench.step import MOST_DISTURBED, confined_to
-from rayzero.bench.turns import Turn, contest
-from rayzero.bench.work import Work
+from lab.bench.contestants import OursOptions, Overlap, ours
+from lab.bench.figures import Busy, Spread, about, at_least_one, plain
+from lab.bench.step import MOST_DISTURBED, confined_to
+from lab.bench.turns import Turn, contest
+from lab.bench.work import Work
+from lab.calibration.lead_costs import LeadCosts, read_runs
+from lab.calibration.machine import Profile, measure_costs, measure_machine, measure_parts, profile_entry, profile_of
+from lab.calibration.machine import run_of as run_of_work
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.simulation.cluster import Simulated, simulate
 from rayzero.simulation.machines import Measured, Transport
@@ -182,7 +182,7 @@ def text_of(found: Compared) -> str:
 def parser() -> argparse.ArgumentParser:
     """The options of the command."""
     found = argparse.ArgumentParser(
-        prog="rayzero bench simulation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m lab simulation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("--load", type=Path, help="a file of --save, instead of measuring")
     found.add_argument("--lead", type=Path, help="lines of benchmarks/many_ranks.py --json, with and without voices")

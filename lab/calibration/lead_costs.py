@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rayzero.bench.calibration import MESSAGES
+from lab.calibration.machine import MESSAGES
 from rayzero.errors import ConfigError
 from rayzero.simulation.machines import Costs
 

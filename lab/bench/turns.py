@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rayzero.bench.figures import resident_bytes
+from lab.bench.figures import resident_bytes
 from rayzero.errors import RunFailedError
 
 _SAMPLE_S = 0.05  # between two samples of resident memory
