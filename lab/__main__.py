@@ -15,6 +15,19 @@ HERE = Path(__file__).parent
 ROOMS = {
     "bench": ("adam", "overlap", "step", "store"),
     "calibration": ("simulation",),
+    "costs": (
+        "async_save",
+        "at_rest",
+        "frozen_codecs",
+        "give_shards",
+        "hooks",
+        "host_fetch",
+        "host_gather",
+        "host_push",
+        "telemetry",
+    ),
+    "campaigns": ("faults", "many_ranks", "moments", "rescale", "scale_simulation", "spares", "strategies"),
+    "gpu": ("activations", "gpu_campaign", "gpu_one_step", "gpu_step", "hybrid"),
 }
 COMMANDS = {name: f"lab.{room}.{name}" for room, names in ROOMS.items() for name in names}
 

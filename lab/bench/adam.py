@@ -334,7 +334,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         all_isas=args.all_isas,
     )
     print(json.dumps(found, indent=1) if args.json else text_of(found))
-
-
-if __name__ == "__main__":
-    main()

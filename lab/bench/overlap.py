@@ -322,7 +322,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     print(text_of(found))
-
-
-if __name__ == "__main__":
-    main()

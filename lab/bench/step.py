@@ -236,7 +236,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(facts | {"cells": as_plain(cells)}, indent=1))
     else:
         print(", ".join(f"{name} {value}" for name, value in facts.items()))
-
-
-if __name__ == "__main__":
-    main()

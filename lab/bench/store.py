@@ -253,7 +253,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     for name, ratio in summary.items():
         print(f"{name}: {ratio:.2f}")
-
-
-if __name__ == "__main__":
-    main()

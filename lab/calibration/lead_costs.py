@@ -1,4 +1,4 @@
-"""What a message costs the lead among hundreds of others: fitted to what ``benchmarks/many_ranks.py`` measures.
+"""What a message costs the lead among hundreds of others: fitted to what ``campaigns/many_ranks.py`` measures.
 
 With one rank, a message costs several times as much as with hundreds, because the lead's event loop then takes many at
 each turn. So what the simulation of many ranks needs is fitted to runs with many, in which each rank asks itself and in
@@ -100,7 +100,7 @@ def read_runs(path: Path) -> list[LeadRun]:
         return [LeadRun.of(row) for row in _rows(path.read_text(encoding="utf-8").splitlines())]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else repr(error)
-        raise ConfigError(f"{path} has no lines of benchmarks/many_ranks.py --json: {reason}") from error
+        raise ConfigError(f"{path} has no lines of python -m lab many_ranks --json: {reason}") from error
 
 
 def _rows(lines: Iterable[str]) -> Iterable[Mapping[str, Any]]:

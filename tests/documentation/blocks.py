@@ -16,7 +16,7 @@ DOCUMENTS = [
     "CONTRIBUTING.md",
     "SECURITY.md",
     "deploy/README.md",
-    "benchmarks/README.md",
+    "lab/README.md",
     "dashboards/README.md",
     "rayzero/engine/README.md",
     "rayzero/hybrid/README.md",

@@ -77,7 +77,7 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize(
-    "path", sorted({word for _, word in SCRIPTS if word.startswith(("scripts/", "benchmarks/", "deploy/"))})
+    "path", sorted({word for _, word in SCRIPTS if word.startswith(("scripts/", "lab/", "deploy/"))})
 )
 def test_files_that_command_lines_name_exist(path: str) -> None:
     assert (ROOT / path).exists()

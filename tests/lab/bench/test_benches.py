@@ -22,7 +22,7 @@ pytestmark = pytest.mark.thorough
 
 TINY = ["--dim", "64", "--layers", "1", "--vocab", "128", "--seq", "16", "--batch", "1"]
 ONCE = ["--rounds", "1", "--steps", "1"]
-GPU_STEP = Path(__file__).parents[3] / "benchmarks" / "gpu_step.py"
+ROOT = Path(__file__).parents[3]
 
 
 def test_step_compares_with_plain_pytorch(capsys):
@@ -105,6 +105,7 @@ def test_counts_start_at_one(bench, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_gpu_step_refuses_without_a_gpu():
-    done = subprocess.run([sys.executable, GPU_STEP], capture_output=True, text=True, check=False, timeout=240)
+    command = [sys.executable, "-m", "lab", "gpu_step"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 1
     assert done.stderr.startswith("no CUDA device here")

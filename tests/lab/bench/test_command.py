@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,11 @@ def test_without_a_name_it_lists_every_command_and_loads_none(capsys: pytest.Cap
     assert "\n  store             Measures how fast parameters and gradients move" in said
 
 
+def test_the_readme_says_what_each_answers() -> None:
+    readme = (ROOT / "lab" / "README.md").read_text()
+    assert sorted(re.findall(r"^\| `(\w+)` \|", readme, re.M)) == sorted(COMMANDS)
+
+
 def test_options_are_the_commands_own(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["store", "--help"])
@@ -37,7 +43,7 @@ def test_options_are_the_commands_own(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_what_is_refused_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pigeon"]) == 2
-    assert capsys.readouterr().err.startswith("lab: there is no 'pigeon'; choose one of adam, ")
+    assert capsys.readouterr().err.startswith("lab: there is no 'pigeon'; choose one of activations, ")
     assert main(["simulation", "--compare", "--cases", "99"]) == 2
     assert capsys.readouterr().err == "lab simulation: --cases has [99], but there are only 0 to 7\n"
 

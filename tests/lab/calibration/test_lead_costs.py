@@ -1,4 +1,4 @@
-"""What messages cost a lead, fitted to runs of ``benchmarks/many_ranks.py``."""
+"""What messages cost a lead, fitted to runs of ``lab/campaigns/many_ranks.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rayzero.errors import ConfigError
 from rayzero.simulation.machines import Measured
 from tests.simulation.runs import FREE
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+CAMPAIGNS = Path(__file__).parents[3] / "lab" / "campaigns"
 TRUE = LeadCosts(message_s=3e-4, spoken_s=4e-5, notice_s=2e-4)
 
 
@@ -65,14 +65,14 @@ def test_runs_from_which_nothing_follows_are_refused(tmp_path: Path) -> None:
     slow = [replace(LeadRun.of(row(400, 16, 8)), finish_s=0.0), LeadRun.of(row(400, 16, 1))]
     with pytest.raises(ConfigError, match="a busy machine has disturbed the runs"):
         LeadCosts.fit(slow)
-    with pytest.raises(ConfigError, match=r"none\.json has no lines of benchmarks/many_ranks\.py --json"):
+    with pytest.raises(ConfigError, match=r"none\.json has no lines of python -m lab many_ranks --json"):
         read_runs(written(tmp_path / "none.json", {"ranks": 1}))
     with pytest.raises(ConfigError, match=r"gone\.json has no lines of .* --json: No such file or directory$"):
         read_runs(tmp_path / "gone.json")
 
 
 def test_they_are_put_into_the_costs_of_grpc(tmp_path: Path) -> None:
-    here, lead = Measured.read(BENCHMARKS / "scale_simulation.json"), tmp_path / "lead.json"
+    here, lead = Measured.read(CAMPAIGNS / "scale_simulation.json"), tmp_path / "lead.json"
     found = simulation.with_lead(here, written(lead, row(400, 16, 1), row(400, 16, 8)))
     assert found.costs["grpc"].spoken_s == pytest.approx(TRUE.spoken_s)
     assert (found.costs["shm"], found.machine) == (here.costs["shm"], here.machine)
@@ -82,8 +82,8 @@ def test_they_are_put_into_the_costs_of_grpc(tmp_path: Path) -> None:
 
 def test_the_pages_of_scale_have_the_costs_of_their_runs() -> None:
     """docs/scale_simulation.md; the fit is within a fifth of what each run took."""
-    runs = read_runs(BENCHMARKS / "many_ranks.json")
-    found, costs = LeadCosts.fit(runs), Measured.read(BENCHMARKS / "scale_simulation.json").costs["grpc"]
+    runs = read_runs(CAMPAIGNS / "many_ranks.json")
+    found, costs = LeadCosts.fit(runs), Measured.read(CAMPAIGNS / "scale_simulation.json").costs["grpc"]
     assert (costs.message_s, costs.spoken_s, costs.notice_s) == pytest.approx(
         (found.message_s, found.spoken_s, found.notice_s)
     )

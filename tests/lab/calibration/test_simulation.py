@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from dataclasses import MISSING, asdict, fields
-from pathlib import Path
+from dataclasses import asdict
 
 import pytest
 
@@ -14,7 +11,7 @@ from lab.bench.work import Work
 from lab.calibration import machine, simulation
 from lab.calibration.simulation import Case
 from rayzero.errors import ConfigError
-from rayzero.simulation.machines import Costs, Measured
+from rayzero.simulation.machines import Measured
 
 pytestmark = pytest.mark.thorough
 
@@ -87,28 +84,3 @@ def test_wrong_cases_and_files_are_refused(tmp_path):
     (tmp_path / "none.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"none\.json has no figures"):
         simulation.main(["--load", str(tmp_path / "none.json")])
-
-
-@pytest.mark.thorough
-def test_described_hosts_are_simulated_at_scale(tmp_path, capsys):
-    """The command of docs/scale_simulation.md, with its smallest runs."""
-    path = Path(__file__).parents[3] / "benchmarks" / "scale_simulation.py"
-    found = importlib.util.spec_from_file_location("scale_simulation", path)
-    scale = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = scale  # dataclasses look their module up
-    found.loader.exec_module(scale)
-    machine = {"cores": 2, "memory": 1e11, "owner_threads": 1}
-    machine |= dict.fromkeys(("adam_core", "norm_core", "sum_core", "host_sum_core", "copy_core"), 1e10)
-    costs = {field.name: 0.0 for field in fields(Costs) if field.default is MISSING}
-    stream = {"speed": 3e9, "rank_byte_s": 0.0, "owner_byte_s": 0.0, "loop_byte_s": 3e-10}
-    moving = {moving: {"fetch": stream, "push": stream} for moving in ("messages", "encrypted")}
-    costs |= {"moving": moving, "message_s": 1e-4}
-    (tmp_path / "here.json").write_text(json.dumps({"machine": machine, "costs": {"grpc": costs}, "part_s": 0.0}))
-    scale.main(["--here", str(tmp_path / "here.json"), "--quick", "--json", str(tmp_path / "out.json")])
-    points = json.loads((tmp_path / "out.json").read_text())
-    assert [(p["ranks"], p["owners"]) for p in points] == [(8, 8)] * 4 + [(32, 8)] * 4
-    assert all(p["found"]["seconds"] >= p["found"]["bound"] for p in points)
-    plain, relay, messages, both = (p["found"]["seconds"] for p in points[:4])
-    assert plain > relay > both
-    assert messages > both
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 8 + 1
