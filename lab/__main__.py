@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 ROOMS = {
     "bench": ("adam", "overlap", "step", "store"),
     "calibration": ("simulation",),
+    "simulation": ("plan",),
     "costs": (
         "async_save",
         "at_rest",
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     sys.argv = [f"python -m lab {name}", *options]
     try:
-        from rayzero.errors import ConfigError, RayZeroError, UnsupportedError
+        from rayzero.errors import CheckpointError, ConfigError, DataError, RayZeroError, UnsupportedError
 
         command = importlib.import_module(COMMANDS[name])
     except ModuleNotFoundError as error:
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         if os.environ.get("RAYZERO_DEBUG") == "1":
             raise
         print(f"lab {name}: {str(error).partition(chr(10))[0]}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError | UnsupportedError) else 1
+        return 2 if isinstance(error, ConfigError | UnsupportedError | DataError | CheckpointError) else 1
 
 
 def _listed() -> Iterator[str]:

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from lab.calibration.machine import MESSAGES
+from lab.simulation.machines import Costs
 from rayzero.errors import ConfigError
-from rayzero.simulation.machines import Costs
 
 __all__ = ["LeadCosts", "read_runs"]
 

@@ -26,6 +26,9 @@ from lab.bench.figures import timed
 from lab.bench.store import StorePlayer, spec_of
 from lab.bench.turns import Contestant, Entry, Player, Program, Seat, Turn, contest
 from lab.bench.work import ADAMW, CLIP, Work, loss_of, lower_precision
+from lab.simulation.cluster import Run, simulate
+from lab.simulation.machines import Costs, Machine, Moving, MovingCosts, Options, Stream, Transport
+from lab.simulation.ranks import Compute
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import get_context
@@ -37,9 +40,6 @@ from rayzero.kernels.native import NativeKernel, NativeSquareSum
 from rayzero.kernels.rank_sum import GROUP
 from rayzero.lead.decide import total_norm
 from rayzero.protocol.messages import NormParts
-from rayzero.simulation.cluster import Run, simulate
-from rayzero.simulation.machines import Costs, Machine, Moving, MovingCosts, Options, Stream, Transport
-from rayzero.simulation.ranks import Compute
 from rayzero.store.wire.tensor_stream import NEVER_BESIDE
 
 __all__ = [

@@ -33,9 +33,9 @@ from lab.bench.work import Work
 from lab.calibration.lead_costs import LeadCosts, read_runs
 from lab.calibration.machine import Profile, measure_costs, measure_machine, measure_parts, profile_entry, profile_of
 from lab.calibration.machine import run_of as run_of_work
+from lab.simulation.cluster import Simulated, simulate
+from lab.simulation.machines import Measured, Transport
 from rayzero.errors import ConfigError, RunFailedError
-from rayzero.simulation.cluster import Simulated, simulate
-from rayzero.simulation.machines import Measured, Transport
 
 CAUSES = ("optimizer", "fetch", "push")
 HEAD = (

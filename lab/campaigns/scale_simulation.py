@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from lab.bench.work import Work
+from lab.simulation.cluster import Run, Simulated, simulate
+from lab.simulation.machines import Measured, Options
+from lab.simulation.ranks import Compute
 from rayzero.config import ZeroConfig
 from rayzero.config.zero import HostVoice
 from rayzero.engine.prepare import plan_units
 from rayzero.engine.units.partition import UnitPlan
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner
-from rayzero.simulation.cluster import Run, Simulated, simulate
-from rayzero.simulation.machines import Measured, Options
-from rayzero.simulation.ranks import Compute
 from rayzero.store.wire.tensor_stream import NEVER_BESIDE
 
 MODELS = {"7B": (4096, 32), "66B": (8192, 80), "1T": (25600, 128)}  # width, blocks

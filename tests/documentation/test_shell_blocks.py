@@ -26,7 +26,9 @@ def check(words: list[str]) -> None:
     name, *rest = words
     if name == "lab":
         parser = lab_parser(rest[0])
-        if parser is not None:
+        if rest[0] == "plan":  # the others are options of the package's command
+            check(["plan", *parser.parse_known_args(rest[1:])[1]])
+        elif parser is not None:
             parser.parse_args(rest[1:])
         return
     if name.startswith("--"):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import rayzero
+from lab.simulation.planned_step import simulate_step
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.engine.units import gathering
@@ -24,7 +25,6 @@ from rayzero.errors import UnsupportedError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.plan.bound import StepTraffic, bound_step, step_traffic
 from rayzero.plan.hardware import Hosts
-from rayzero.plan.simulated import simulate_step
 from rayzero.plan.tiers import RunBytes, check_gathers, plan_bytes, ranks_together
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
@@ -32,9 +32,9 @@ from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.names import GRPC_REQUESTS, HOST_GATHER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import owners, run_ranks
+from tests.lab.simulation.runs import MEASURED
 
 from .machines import CPU_HOST, GPU_HOSTS
-from .test_simulated import MEASURED
 from .test_tiers import NOTHING, UNIT, WORK, four_layers
 
 shared = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")

@@ -10,9 +10,9 @@ import pytest
 
 from lab.calibration import simulation
 from lab.calibration.lead_costs import LeadCosts, LeadRun, read_runs
+from lab.simulation.machines import Measured
 from rayzero.errors import ConfigError
-from rayzero.simulation.machines import Measured
-from tests.simulation.runs import FREE
+from tests.lab.simulation.runs import FREE
 
 CAMPAIGNS = Path(__file__).parents[3] / "lab" / "campaigns"
 TRUE = LeadCosts(message_s=3e-4, spoken_s=4e-5, notice_s=2e-4)

@@ -10,8 +10,8 @@ import pytest
 from lab.bench.work import Work
 from lab.calibration import machine, simulation
 from lab.calibration.simulation import Case
+from lab.simulation.machines import Measured
 from rayzero.errors import ConfigError
-from rayzero.simulation.machines import Measured
 
 pytestmark = pytest.mark.thorough
 

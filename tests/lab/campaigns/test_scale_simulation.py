@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 import pytest
 
 from lab.campaigns import scale_simulation
-from rayzero.simulation.machines import Costs
+from lab.simulation.machines import Costs
 
 pytestmark = pytest.mark.thorough
 

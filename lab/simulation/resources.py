@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lab.simulation.fluid import Demand
+from lab.simulation.groups import Groups, OwnerGroup, RankGroup
+from lab.simulation.machines import Costs, Machine, Moving, Options, Stream
 from rayzero.config import ZeroConfig
 from rayzero.config.zero import speaks_for_host
 from rayzero.engine.units.unit_group import own_elements
 from rayzero.errors import ConfigError
 from rayzero.kernels.rank_sum import GROUP
 from rayzero.layout.model_layout import UnitLayout
-from rayzero.simulation.fluid import Demand
-from rayzero.simulation.groups import Groups, OwnerGroup, RankGroup
-from rayzero.simulation.machines import Costs, Machine, Moving, Options, Stream
 from rayzero.store.shm.host_sums import adding_threads
 from rayzero.store.wire.tensor_stream import moving_threads
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import rayzero
+from lab.simulation.program import Verb, record_steps
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.prepare import plan_units
 from rayzero.errors import MemoryPlanError
 from rayzero.memory.pool import buffer_bytes
-from rayzero.simulation.program import Verb, record_steps
 
 from .runs import layout_of
 

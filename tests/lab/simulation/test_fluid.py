@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayzero.simulation.fluid import Fluid, Line
+from lab.simulation.fluid import Fluid, Line
 
 
 def ends(capacities, works, resolution=0.0):

@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from lab.simulation.cluster import Run, Simulated, simulate
+from lab.simulation.machines import Costs, Measured, Options, Transport
+from lab.simulation.ranks import Compute
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.errors import ConfigError
 from rayzero.layout.model_layout import ModelLayout
@@ -13,9 +16,6 @@ from rayzero.plan.bound import StepTraffic, step_traffic
 from rayzero.plan.hardware import Hardware
 from rayzero.plan.tiers import hosts_of_owners, hosts_of_ranks, shares_memory, summed_groups
 from rayzero.plan.work import Work
-from rayzero.simulation.cluster import Run, Simulated, simulate
-from rayzero.simulation.machines import Costs, Measured, Options, Transport
-from rayzero.simulation.ranks import Compute
 
 __all__ = ["simulate_step"]
 

@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.simulation.cluster import Run, simulate
+from lab.simulation.lead import Tree
+from lab.simulation.machines import Options, costs_from, machine_from
+from lab.simulation.ranks import Compute
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.owner.gradients.contributions import EARLY
 from rayzero.plan.bound import StepTraffic, bound_step
 from rayzero.plan.hardware import Hosts
-from rayzero.simulation.cluster import Run, simulate
-from rayzero.simulation.lead import Tree
-from rayzero.simulation.machines import Options, costs_from, machine_from
-from rayzero.simulation.ranks import Compute
 from rayzero.store.shm.host_sums import GradientBytes
 from tests.plan.machines import GPU_HOSTS
 

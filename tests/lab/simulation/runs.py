@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from lab.simulation.cluster import Run
+from lab.simulation.machines import Costs, Machine, Measured, Moving, MovingCosts, Options, Stream
+from lab.simulation.ranks import Compute
 from rayzero.config import ZeroConfig
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
-from rayzero.simulation.cluster import Run
-from rayzero.simulation.machines import Costs, Machine, Moving, MovingCosts, Options, Stream
-from rayzero.simulation.ranks import Compute
 
 
 def moving(speed: float = 1e9, byte_s: float = 0.0, **messages: float) -> dict[Moving, MovingCosts]:
@@ -44,6 +44,21 @@ HOST = Machine(
     host_sum_core=1e9,
     copy_core=1e9,
     owner_threads=1,
+)
+FAST = replace(FREE, moving=moving(1e13))
+MEASURED = Measured(  # a machine that does more than plans describe
+    machine=Machine(
+        cores=64,
+        memory=1.0,
+        adam_core=1e10,
+        norm_core=1e10,
+        sum_core=1e10,
+        host_sum_core=1e10,
+        copy_core=1e10,
+        owner_threads=32,
+    ),
+    costs={"shm": replace(FAST, latency_s=1e-5), "grpc": replace(FAST, latency_s=1e-3)},
+    part_s=0.0,
 )
 SHM, GRPC = Options(transport="shm"), Options(transport="grpc")
 NUMEL = 1 << 16  # elements of a unit; norms of fewer than 2^20 are summed at the collect

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from lab.simulation.fluid import Fluid, Line
+from lab.simulation.groups import Groups, RankGroup
+from lab.simulation.owners import Owners, Peer, answer_all
+from lab.simulation.resources import Resources
 from rayzero.layout.shard_map import ShardMap
 from rayzero.lead.lead import StepLead
 from rayzero.protocol.messages import Edit, EditKind, FinishReport, ModelSpec, NormParts, StepInputs
-from rayzero.simulation.fluid import Fluid, Line
-from rayzero.simulation.groups import Groups, RankGroup
-from rayzero.simulation.owners import Owners, Peer, answer_all
-from rayzero.simulation.resources import Resources
 
 __all__ = ["Lead", "Tree"]
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from lab.simulation.fluid import Fluid, Line
+from lab.simulation.owners import Owners
+from lab.simulation.program import Op, Verb
+from lab.simulation.resources import Load, Resources
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.pool import buffer_bytes
-from rayzero.simulation.fluid import Fluid, Line
-from rayzero.simulation.owners import Owners
-from rayzero.simulation.program import Op, Verb
-from rayzero.simulation.resources import Load, Resources
 
 __all__ = ["Compute", "Ranks", "StepTimes"]
 

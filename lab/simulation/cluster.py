@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lab.simulation.fluid import Fluid
+from lab.simulation.groups import group, parts_of
+from lab.simulation.lead import Lead
+from lab.simulation.machines import Costs, Machine, Options
+from lab.simulation.owners import Owners, Update
+from lab.simulation.program import record_steps
+from lab.simulation.ranks import Compute, Ranks
+from lab.simulation.resources import Resources
 from rayzero.config import ZeroConfig
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import ShardMap, shard_map_for
 from rayzero.protocol.messages import ModelSpec
 from rayzero.quantities import count
-from rayzero.simulation.fluid import Fluid
-from rayzero.simulation.groups import group, parts_of
-from rayzero.simulation.lead import Lead
-from rayzero.simulation.machines import Costs, Machine, Options
-from rayzero.simulation.owners import Owners, Update
-from rayzero.simulation.program import record_steps
-from rayzero.simulation.ranks import Compute, Ranks
-from rayzero.simulation.resources import Resources
 
 __all__ = ["Run", "Simulated", "simulate"]
 

@@ -1,6 +1,6 @@
 """What is simulated on: hosts, and what RayZero's code costs on them. The user describes or measures every figure.
 
-``python -m lab simulation`` measures those of this host (bench/simulation.py); JSON holds them between commands."""
+``python -m lab simulation`` measures those of this host; JSON holds them between commands."""
 
 from __future__ import annotations
 

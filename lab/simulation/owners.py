@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lab.simulation.fluid import Demand, Fluid, Line
+from lab.simulation.groups import OwnerGroup, Part
+from lab.simulation.resources import Resources
 from rayzero.concurrency.futures import settle
 from rayzero.errors import StoreError, UnsupportedError
 from rayzero.layout.model_layout import ModelLayout, UnitLayout
 from rayzero.owner.gradients.contributions import EARLY
 from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Record, Write
-from rayzero.simulation.fluid import Demand, Fluid, Line
-from rayzero.simulation.groups import OwnerGroup, Part
-from rayzero.simulation.resources import Resources
 
 __all__ = ["Owners", "Peer", "Update"]
 
