@@ -98,6 +98,10 @@ def test_the_engine_does_know_modules() -> None:
     assert _uses_nn(PACKAGE / "engine" / "prepare.py")
 
 
+def test_no_message_of_the_package_names_a_command_that_wheels_do_not_have() -> None:
+    assert [str(path) for path in PACKAGE.rglob("*.py") if "-m lab" in path.read_text()] == []
+
+
 def _public() -> list[tuple[str, str]]:
     """(module, name) of everything that a module of the package offers by ``__all__``."""
     found = []

@@ -1,5 +1,7 @@
-"""Seconds of an optimizer actor's replacement on Ray, without and with a warm spare:
-``python -m lab spares [KILLS]``."""
+"""Measures how long an optimizer actor's replacement takes on Ray, without and with a warm spare.
+
+python -m lab spares [KILLS]
+"""
 
 from __future__ import annotations
 

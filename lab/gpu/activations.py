@@ -1,4 +1,4 @@
-"""Measures activation offload against none and against torch's save_on_cpu, on the same model: see README.md here.
+"""Measures activation offload against none and against torch's save_on_cpu, on the same model: see lab/README.md.
 
 python -m lab activations [--layers 12] [--width 1024] [--tokens 4096] [--rounds 9] [--json]
 

@@ -1,4 +1,4 @@
-"""Measures HybridDeviceOptimizer against one CPU optimizer per tensor with copies inside step(): see README.md here.
+"""Measures HybridDeviceOptimizer against one CPU optimizer per tensor with copies inside step(): see lab/README.md.
 
 python -m lab hybrid [--layers 500] [--width 64] [--threads 1] [--rounds 9] [--device cuda] [--json]
 """
