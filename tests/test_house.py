@@ -49,9 +49,12 @@ def _tree(text: str) -> Iterator[str]:
 README_TREE = (ROOT / "README.md").read_text().partition("\nrayzero/\n")[2].partition("\nprotos/")[0]
 
 
-@pytest.mark.parametrize("package", _packages())
-def test_a_folder_can_be_surveyed(package: str) -> None:
-    modules = [path for path in (PACKAGE / package).glob("*.py") if path.name != "__init__.py"]
+ROOMS = [PACKAGE / package for package in _packages()] + [path.parent for path in (ROOT / "lab").glob("*/__init__.py")]
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(ROOT)))
+def test_a_folder_can_be_surveyed(room: Path) -> None:
+    modules = [path for path in room.glob("*.py") if path.name != "__init__.py"]
     assert len(modules) <= MOST_FILES
 
 
@@ -107,10 +110,14 @@ def test_the_engine_does_know_modules() -> None:
     assert _uses_nn(PACKAGE / "engine" / "prepare.py")
 
 
+def test_no_message_of_the_package_names_a_command_that_wheels_do_not_have() -> None:
+    assert [str(path) for path in PACKAGE.rglob("*.py") if "-m lab" in path.read_text()] == []
+
+
 def _public() -> list[tuple[str, str]]:
     """(module, name) of everything that a module of the package offers by ``__all__``."""
     found = []
-    for path in PACKAGE.rglob("*.py"):
+    for path in (*PACKAGE.rglob("*.py"), *(ROOT / "lab").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":

@@ -11,21 +11,23 @@ import typer
 from typer.core import TyperOption
 
 from docs.hooks.prose import prose
+from lab.__main__ import COMMANDS
 from rayzero.cli import app
-from rayzero.cli.bench import BENCHES
 
 GROUP = typer.main.get_command(app)
 
 
 def page() -> str:
-    """A section for each command with its arguments and options; the benchmarks below ``rayzero bench``."""
+    """A section for each command with its arguments and options."""
     lines: list[str] = []
     for name, command in GROUP.commands.items():  # type: ignore[attr-defined]
         lines += _section(name, command)
-        if name == "bench":
-            for bench in BENCHES:
-                lines += _bench(bench)
     return "\n".join(lines)
+
+
+def lab_page() -> str:
+    """The same for the commands of the lab that say their options without being run."""
+    return "\n".join(line for name in COMMANDS for line in _lab_section(name))
 
 
 def _section(name: str, command: Any) -> Iterator[str]:
@@ -52,9 +54,18 @@ def _row(param: Any) -> str:
     return f"| `{shown}` | {default} | {prose(param.help or '')} |"
 
 
-def _bench(name: str) -> Iterator[str]:
-    parser: argparse.ArgumentParser = importlib.import_module(f"rayzero.bench.{name}").parser()
-    yield f"\n### rayzero bench {name} {{ #bench-{name} }}\n"
+def lab_parser(name: str) -> argparse.ArgumentParser | None:
+    """The parser of a command of the lab; None if it makes one only when it runs."""
+    module = importlib.import_module(COMMANDS[name])
+    made: argparse.ArgumentParser | None = module.parser() if hasattr(module, "parser") else None
+    return made
+
+
+def _lab_section(name: str) -> Iterator[str]:
+    parser = lab_parser(name)
+    if parser is None:
+        return
+    yield f"\n### python -m lab {name} {{ #lab-{name} }}\n"
     yield f"{prose((parser.description or '').partition(chr(10) * 2)[0])}\n"
     yield from ["| option | default | what it does |", "|---|---|---|"]
     for action in parser._actions:

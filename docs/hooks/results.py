@@ -1,4 +1,4 @@
-"""Tables of benchmarks/RESULTS.md, taken over as they stand there: a page cannot quote what was not measured."""
+"""Tables of lab/RESULTS.md, taken over as they stand there: a page cannot quote what was not measured."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _TABLE = re.compile(r"(?:^\|.*\n)+", re.M)
 
 def section(title: str) -> str:
     """The section of RESULTS.md whose heading begins with ``title``. Raises LookupError if there is none."""
-    text = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    text = (ROOT / "lab" / "RESULTS.md").read_text()
     for part in re.split(r"^##+ ", text, flags=re.M)[1:]:
         if part.startswith(title):
             return part
-    raise LookupError(f"benchmarks/RESULTS.md has no section {title!r}")
+    raise LookupError(f"lab/RESULTS.md has no section {title!r}")
 
 
 def tables(wanted: str) -> str:

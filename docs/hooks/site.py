@@ -23,6 +23,7 @@ from docs.hooks import commands, failures, metrics, repository, results, setting
 PARTS: dict[str, Callable[[str], str]] = {
     "settings": lambda _: settings.page(),
     "commands": lambda _: commands.page(),
+    "lab": lambda _: commands.lab_page(),
     "metrics": lambda _: metrics.page(),
     "errors": lambda _: failures.page(),
     "results": results.tables,

@@ -1,4 +1,4 @@
-"""How long it takes to replace an optimizer actor that was killed: medians of benchmarks/RESULTS.md."""
+"""How long it takes to replace an optimizer actor that was killed: medians of lab/RESULTS.md."""
 
 from __future__ import annotations
 

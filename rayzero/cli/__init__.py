@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 import rayzero
-from rayzero.cli.bench import bench
 from rayzero.cli.convert import convert
 from rayzero.cli.doctor import doctor
 from rayzero.cli.export import export
@@ -68,7 +67,6 @@ app.command()(export)
 app.command()(convert)
 app.command()(plan)
 app.command()(doctor)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(bench)
 
 
 def exit_code(error: RayZeroError) -> int:

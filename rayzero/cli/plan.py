@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from rayzero.plan.hardware import Hardware
     from rayzero.recipes.planning import RecipePlan, RecipeWork
     from rayzero.recipes.recipe import RecipeConfig
-    from rayzero.simulation.cluster import Simulated
-    from rayzero.simulation.machines import Measured
 
 _SPEEDS = {"flops": 1e12, "link": 1e9, "memory": 1e9}  # the options that describe a GPU machine, with their units
 _SIZES = {"device_bytes": "--gpu-memory", "host_bytes": "--host-memory", "shm_bytes": "--shm"}  # Hardware's -> option
@@ -38,30 +36,57 @@ def plan(
     link: Annotated[float | None, typer.Option(help="GB/s between a host and one GPU, each way.")] = None,
     network: Annotated[float | None, typer.Option(help="GB/s that one host sends and receives, each way.")] = None,
     memory: Annotated[float | None, typer.Option(help="GB/s of one host's memory, reads plus writes.")] = None,
-    measured: Annotated[
-        Path | None, typer.Option(help="A file of rayzero bench simulation --save: also simulate a step.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show a run's bytes by tier and phase, and the least time of a step, on the machines that the options describe.
 
     Options that are left out are measured on this host. The exit code is 2 if the run cannot fit."""
-    from rayzero.plan.tiers import check_budgets, check_fits, check_window
+    planned = make_plan(
+        arguments,
+        hosts=hosts,
+        gpus=gpus,
+        gpu_memory=gpu_memory,
+        host_memory=host_memory,
+        shm=shm,
+        flops=flops,
+        link=link,
+        network=network,
+        memory=memory,
+    )
+    typer.echo(to_json(planned.to_json()) if as_json else format_plan(planned))
+    check_plan(planned)
+
+
+def make_plan(
+    arguments: Sequence[str] | None,
+    *,
+    hosts: int,
+    gpus: int | None,
+    gpu_memory: str | None,
+    host_memory: str | None,
+    shm: str | None,
+    **speeds: float | None,
+) -> RecipePlan:
+    """The plan that the command's options ask for; ``speeds``: flops, link, network and memory. Raises ConfigError for
+    options that describe no machine."""
     from rayzero.recipes.planning import plan_recipe
 
-    speeds = {"flops": flops, "link": link, "memory": memory, "network": network}
-    sizes = dict(zip(_SIZES, (gpu_memory, host_memory, shm), strict=True))
     _require_speeds(speeds)
+    sizes = dict(zip(_SIZES, (gpu_memory, host_memory, shm), strict=True))
     large = {name: _size(name, text) for name, text in sizes.items() if text is not None}
     _require_described(hosts, gpus, speeds, gpu_memory)
-    figures = None if measured is None else _read(measured)
-    work = _work(arguments or [], gpus)
-    hardware = _hardware(work, hosts, gpus, speeds, large)
-    planned = plan_recipe(work, hardware, figures)
-    typer.echo(to_json(planned.to_json()) if as_json else format_plan(planned))
-    check_window(work.layout, work.root, work.recipe.zero)
-    check_budgets(planned.bytes, work.recipe.zero)
-    check_fits(planned.bytes, hardware)
+    work = _work(list(arguments or ()), gpus)
+    return plan_recipe(work, _hardware(work, hosts, gpus, speeds, large))
+
+
+def check_plan(planned: RecipePlan) -> None:
+    """Raise MemoryPlanError or ConfigError if the planned run cannot fit."""
+    from rayzero.plan.tiers import check_budgets, check_fits, check_window
+
+    work, zero = planned.of, planned.of.recipe.zero
+    check_window(work.layout, work.root, zero)
+    check_budgets(planned.bytes, zero)
+    check_fits(planned.bytes, planned.hardware)
 
 
 def _work(arguments: list[str], gpus: int | None) -> RecipeWork:
@@ -78,12 +103,6 @@ def _work(arguments: list[str], gpus: int | None) -> RecipeWork:
     recipe = choose_recipe(arguments, {}, None)
     on_gpu = torch.cuda.is_available() if gpus is None else gpus > 0
     return recipe_work(recipe, make_tokenizer(recipe.tokenizer).vocab_size, imported, on_gpu=on_gpu)
-
-
-def _read(measured: Path) -> Measured:
-    from rayzero.simulation.machines import Measured
-
-    return Measured.read(measured)
 
 
 def _require_speeds(speeds: dict[str, float | None]) -> None:
@@ -164,7 +183,6 @@ def format_plan(planned: RecipePlan) -> str:
         f"{recipe.tokens_per_step / bound.seconds:,.0f} tokens/s",
     ]
     lines += ["", _describe_files(recipe, hosts.count)]
-    lines += [] if planned.simulated is None else [_describe(planned.simulated)]
     return "\n".join(lines)
 
 
@@ -179,12 +197,3 @@ def _describe_files(recipe: RecipeConfig, hosts: int) -> str:
     of_owner = files_of_owner(ranks, alone + beside, neighbours)
     of_rank = files_of_rank(alone + beside, neighbours) + (of_owner if beside else 0)
     return f"files and connections open at most (ulimit -n): {of_rank:,} of a rank, {of_owner:,} of an optimizer actor"
-
-
-def _describe(simulated: Simulated) -> str:
-    """A simulated step for people."""
-    waits = ", ".join(f"{cause} {seconds:.4g}" for cause, seconds in simulated.waits.items())
-    return (
-        f"simulated: a step takes {simulated.seconds:.4g} s, of which the slowest rank waits for {waits} s; "
-        f"the lead takes and sends {count(simulated.lead_messages, 'message')}, busy for {simulated.lead:.1%} of it"
-    )

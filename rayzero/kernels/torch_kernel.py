@@ -3,7 +3,7 @@
 [Note: a tile per thread] Threads take whole tiles, and torch computes each with that thread alone. Torch's own threads
 would share each of a tile's three or four operations and meet after each; if they sleep in between
 (``OMP_WAIT_POLICY=PASSIVE``), waking them costs as much as the work. With bf16 gradients and parameters (28 bytes per
-parameter), a Zen 5 reached 0.82-0.84 of the memory limit of the same run (benchmarks/adam.py); with torch's threads it
+parameter), a Zen 5 reached 0.82-0.84 of the memory limit of the same run (lab/bench/adam.py); with torch's threads it
 reached 0.81 if they spin and 0.55-0.58 if they sleep.
 """
 

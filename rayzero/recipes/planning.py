@@ -23,14 +23,11 @@ from rayzero.plan.activations import Offload
 from rayzero.plan.bound import StepBound, StepTraffic, bound_step, step_traffic
 from rayzero.plan.hardware import Hardware, Hosts, measure_here
 from rayzero.plan.programs import Imported, Programs
-from rayzero.plan.simulated import simulate_step
 from rayzero.plan.tiers import RunBytes, plan_bytes, shares_memory
 from rayzero.plan.work import Work, measure_work
 from rayzero.recipes.lm import next_token_loss
 from rayzero.recipes.model import build_model
 from rayzero.recipes.recipe import RecipeConfig
-from rayzero.simulation.cluster import Simulated
-from rayzero.simulation.machines import Measured
 
 __all__ = [
     "RecipePlan",
@@ -40,6 +37,7 @@ __all__ = [
     "recipe_hardware",
     "recipe_work",
     "reserve",
+    "state_bytes",
 ]
 
 
@@ -82,7 +80,6 @@ class RecipePlan:
     bytes: RunBytes
     traffic: StepTraffic
     bound: StepBound
-    simulated: Simulated | None = None  # a step, where what it takes was measured
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -93,7 +90,7 @@ class RecipePlan:
             "bytes": self.bytes.to_json(),
             "bound": self.bound.to_json(),
             "tokens_per_second_at_most": self.of.recipe.tokens_per_step / self.bound.seconds,
-        } | ({} if self.simulated is None else {"simulated": self.simulated.to_json()})
+        }
 
 
 def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on_gpu: bool) -> RecipeWork:
@@ -138,9 +135,8 @@ def recipe_hardware(work: RecipeWork, *, on_gpu: bool | None = None) -> Hardware
     return measure_here(COMPUTE_DTYPES[recipe.zero.precision], traffic.update // 2, Path(recipe.zero.slab_dir), on_gpu)
 
 
-def plan_recipe(work: RecipeWork, hardware: Hardware, measured: Measured | None = None) -> RecipePlan:
-    """Plan the recipe's run on these machines: its bytes and its least step time; with what was ``measured``, also a
-    simulated step."""
+def plan_recipe(work: RecipeWork, hardware: Hardware) -> RecipePlan:
+    """Plan the recipe's run on these machines: its bytes and its least step time."""
     recipe, traffic = work.recipe, _traffic(work)
     return RecipePlan(
         of=work,
@@ -148,21 +144,6 @@ def plan_recipe(work: RecipeWork, hardware: Hardware, measured: Measured | None 
         bytes=recipe_bytes(work, hardware.hosts),
         traffic=traffic,
         bound=bound_step(traffic, recipe.zero_config, recipe.scaling, hardware),
-        simulated=None if measured is None else _simulated(work, hardware, measured),
-    )
-
-
-def _simulated(work: RecipeWork, hardware: Hardware, measured: Measured) -> Simulated:
-    recipe = work.recipe
-    return simulate_step(
-        work.layout,
-        work.root,
-        work.work,
-        recipe.zero_config,
-        recipe.scaling,
-        hardware,
-        measured,
-        state_bytes=_state_bytes(recipe),
     )
 
 
@@ -192,17 +173,18 @@ def recipe_bytes(work: RecipeWork, hosts: Hosts) -> RunBytes:
         recipe.zero_config,
         recipe.scaling,
         hosts,
-        state_bytes=_state_bytes(recipe),
+        state_bytes=state_bytes(recipe),
         programs=work.programs,
         measures_norms=telemetry.enabled and telemetry.norms_every is not None,
         outlives_owners=recipe.run.max_failures > 0 and shares_memory(recipe.zero_config),
     )
 
 
-def _state_bytes(recipe: RecipeConfig) -> float:
+def state_bytes(recipe: RecipeConfig) -> float:
+    """Bytes of the optimizer's states, per element."""
     return len(adam_states(amsgrad=False)) * moment_bytes(recipe.zero_config.moments)
 
 
 def _traffic(work: RecipeWork) -> StepTraffic:
     recipe = work.recipe
-    return step_traffic(work.layout, work.work, recipe.zero_config, recipe.scaling, state_bytes=_state_bytes(recipe))
+    return step_traffic(work.layout, work.work, recipe.zero_config, recipe.scaling, state_bytes=state_bytes(recipe))

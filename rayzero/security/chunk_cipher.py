@@ -1,7 +1,7 @@
 """Encrypts tensors' bytes chunk by chunk, with keys that two processes have agreed on over TLS.
 
 Python's TLS takes 1.1 CPU seconds a GB of both ends together, most of them for its records of 16 KiB; one pass over a
-whole chunk takes 0.2 (benchmarks/RESULTS.md, "store"). A key is one connection's in one direction, and the two that
+whole chunk takes 0.2 (lab/RESULTS.md, "store"). A key is one connection's in one direction, and the two that
 use it have it from a call over mutual TLS. Chunks are counted, and the count is the nonce: one that is changed, left
 out, repeated or of another connection is refused. (AES-256-GCM: NIST SP 800-38D.)
 """

@@ -16,7 +16,7 @@ DOCUMENTS = [
     "CONTRIBUTING.md",
     "SECURITY.md",
     "deploy/README.md",
-    "benchmarks/README.md",
+    "lab/README.md",
     "dashboards/README.md",
     "rayzero/engine/README.md",
     "rayzero/hybrid/README.md",
@@ -63,8 +63,9 @@ def blocks(page: str) -> list[Block]:
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The words of each command of ours in a shell block, or after a prompt in a transcript. What stands between
-    a command and the end of its line (a comment, ``&``, a redirection, a pipe) is left out."""
+    """The words of each command of ours in a shell block, or after a prompt in a transcript; those of the lab begin
+    with "lab". What stands between a command and the end of its line (a comment, ``&``, a redirection, a pipe) is left
+    out."""
     text = block.text.replace("\\\n", " ")
     if block.language != "bash":
         typed = [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ rayzero")]
@@ -73,7 +74,7 @@ def commands(block: Block) -> Iterator[list[str]]:
         for part in re.split(r"&&", line):
             words = shlex.split(part, comments=True)
             for at, word in enumerate(words):
-                if word in ("rayzero", ".venv/bin/rayzero"):
+                if word in ("rayzero", ".venv/bin/rayzero") or words[at : at + 2] == ["-m", "lab"]:
                     yield list(_until_shell(words[at + 1 :]))
                     break
 

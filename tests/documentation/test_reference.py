@@ -94,7 +94,7 @@ QUOTED = re.compile(r"\d+\.\d+")
 
 @pytest.mark.parametrize("page", ["docs/performance.md", "docs/comparison.md"])
 def test_measured_figures_are_those_of_results(page: str) -> None:
-    measured = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    measured = (ROOT / "lab" / "RESULTS.md").read_text()
     text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.S)
     figures = QUOTED.findall(re.sub(r"\d+\.\d+\.\d+\S*|\d{4}\.\d{5}", "", text))  # versions and papers aside
     assert [one for one in figures if one not in measured] == []

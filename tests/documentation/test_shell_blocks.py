@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import typer
 import yaml
 
+from docs.hooks.commands import lab_parser
 from rayzero.cli import app
 from rayzero.config import apply_overrides
 from rayzero.errors import RayZeroError
@@ -24,15 +24,18 @@ LINES = [(one, words) for page in DOCUMENTS for one in blocks(page) for words in
 def check(words: list[str]) -> None:
     """Raise if the command line would be refused for its own sake, before it looks at any file or machine."""
     name, *rest = words
+    if name == "lab":
+        parser = lab_parser(rest[0])
+        if rest[0] == "plan":  # the others are options of the package's command
+            check(["plan", *parser.parse_known_args(rest[1:])[1]])
+        elif parser is not None:
+            parser.parse_args(rest[1:])
+        return
     if name.startswith("--"):
         assert not rest
         assert name in {option for parameter in GROUP.params for option in parameter.opts}
         return
     command = GROUP.commands[name]
-    if name == "bench":
-        bench, *options = rest
-        importlib.import_module(f"rayzero.bench.{bench}").parser().parse_args(options)
-        return
     context = command.make_context(name, rest)
     if name in ("train", "plan"):
         settings = [one for one in context.params["arguments"] or () if "=" in one]
@@ -47,7 +50,8 @@ def test_a_command_line_is_one_that_rayzero_takes(block: Block, words: list[str]
 
 
 def test_there_are_lines_of_every_command() -> None:
-    assert {words[0] for _, words in LINES} >= {"train", "scale", "status", "top", "trace", "export", "plan", "doctor"}
+    of_every_kind = {"train", "scale", "status", "top", "trace", "export", "plan", "doctor", "lab"}
+    assert {words[0] for _, words in LINES} >= of_every_kind
     assert len(LINES) > 50
 
 
@@ -59,11 +63,13 @@ def test_there_are_lines_of_every_command() -> None:
         ["train", "zero.precision=fp8"],
         ["status", "--jsn"],
         ["trane"],
+        ["lab", "stroe"],
+        ["lab", "store", "--mibs", "3"],
     ],
     ids=" ".join,
 )
 def test_a_wrong_line_is_found(words: list[str]) -> None:
-    with pytest.raises((typer.exceptions.TyperException, RayZeroError, KeyError)):
+    with pytest.raises((typer.exceptions.TyperException, RayZeroError, KeyError, SystemExit)):
         check(words)
 
 
@@ -73,7 +79,7 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize(
-    "path", sorted({word for _, word in SCRIPTS if word.startswith(("scripts/", "benchmarks/", "deploy/"))})
+    "path", sorted({word for _, word in SCRIPTS if word.startswith(("scripts/", "lab/", "deploy/"))})
 )
 def test_files_that_command_lines_name_exist(path: str) -> None:
     assert (ROOT / path).exists()

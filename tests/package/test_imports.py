@@ -55,7 +55,7 @@ def test_import_loads_nothing_else(tmp_path: Path) -> None:
     assert len(standard) < 60
 
 
-@pytest.mark.parametrize("option", ["--version", "--help", "--show-completion bash", "train --help", "bench --help"])
+@pytest.mark.parametrize("option", ["--version", "--help", "--show-completion bash", "train --help"])
 def test_quick_answers_load_neither_torch_nor_ray(option: str, tmp_path: Path) -> None:
     assert run(COMMAND.format(f"rayzero {option}"), tmp_path)[0] & HEAVY == set()
 

@@ -16,21 +16,23 @@ import torch
 from torch import nn
 
 import rayzero
+from lab.simulation.planned_step import simulate_step
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.engine.units.partition import build_layout
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.plan.hardware import Hosts
-from rayzero.plan.simulated import simulate_step
+from .machines import GPU_HOSTS
+from .test_tiers import WORK
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.names import GRPC_REQUESTS
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import owners, run_ranks
+from tests.lab.simulation.runs import MEASURED
 
 from .machines import GPU_HOSTS
-from .test_simulated import MEASURED
 from .test_tiers import WORK
 
 shared = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")

@@ -94,7 +94,7 @@ typedef struct {
  * many elements as it computes at once), it stores the old values, which it has in registers anyway, into its entry of the
  * undo log, and then where the chunk is. The log lies in memory that outlives the process, as the states do; a thread's
  * entry stays in its first-level cache. (Copying some hundred elements at a time, before they are used, costs 20 to 80 %
- * where this costs 2 %, or 12 % of one thread in cache: benchmarks/RESULTS.md.) Killed anywhere, this is what a successor
+ * where this costs 2 %, or 12 % of one thread in cache: lab/RESULTS.md.) Killed anywhere, this is what a successor
  * finds, and rz_adam, called again with the same arguments, makes the update whole:
  *   - a tile whose stamp is `stamp` is done; one whose stamp is older was not begun;
  *   - a tile whose stamp is `stamp` - 1 has an entry with its number and that stamp, which says up to which element the

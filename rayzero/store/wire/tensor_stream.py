@@ -1,7 +1,7 @@
 """A TCP connection that carries the bytes of tensors beside gRPC's calls, straight from memory and into memory.
 
 [Note: beside gRPC] gRPC for Python copies a message once to send it and twice to receive it, and its event loop reads
-for all callers (benchmarks/RESULTS.md, "store"). So the call of a large transfer says what travels and how that ended,
+for all callers (lab/RESULTS.md, "store"). So the call of a large transfer says what travels and how that ended,
 and the bytes travel beside it. They come in chunks: a head (shard, bytes, offset in the shard, xxh3_64) and the
 payload, which the kernel copies out of the sender's tensor and into the receiver's. Both ends know how many bytes a
 transfer has, so nothing marks its end, and one transfer follows the other on a connection. Where something is wrong,

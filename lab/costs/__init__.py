@@ -1,0 +1,1 @@
+"""What one part of RayZero costs or saves."""

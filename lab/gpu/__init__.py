@@ -1,0 +1,1 @@
+"""What only a GPU can show, and what walks the same code without one."""

@@ -1,0 +1,111 @@
+"""Each benchmark at a tiny size: its JSON has what RESULTS.md is written from, and the figures fit together."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lab.bench import adam, overlap, step, store
+from lab.bench.figures import Spread
+from lab.bench.step import PLAIN, Result, Score, check_losses, main, result_of
+from lab.bench.work import Work
+from lab.calibration import simulation
+from rayzero.errors import RunFailedError
+
+pytestmark = pytest.mark.thorough
+
+TINY = ["--dim", "64", "--layers", "1", "--vocab", "128", "--seq", "16", "--batch", "1"]
+ONCE = ["--rounds", "1", "--steps", "1"]
+ROOT = Path(__file__).parents[3]
+
+
+def test_step_compares_with_plain_pytorch(capsys):
+    main([*TINY, *ONCE, "--patience", "0", "--worlds", "2", "--precisions", "bf16", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    (cell,) = found["cells"]
+    assert (cell["world_size"], cell["precision"], cell["absent"]) == (2, "bf16", {})
+    assert cell["params"] == sum(p.numel() for p in Work(dim=64, layers=1, vocab=128, seq=16).model().parameters())
+    assert cell["results"][PLAIN]["ratio"] == {"median": 1.0, "least": 1.0, "most": 1.0}
+    ours, theirs = cell["results"]["rayzero"], cell["results"][PLAIN]
+    assert ours["ratio"]["median"] == pytest.approx(ours["step_s"]["median"] / theirs["step_s"]["median"])
+    assert ours["loss_apart"] < 3e-2
+    assert ours["owner_bytes_per_param"] > 0 == theirs["owner_bytes_per_param"]
+
+
+def test_losses_that_differ_fail_the_cell():
+    score = Score(step_s=[1.0], losses=[2.0], waits_s=[dict.fromkeys(("fetch", "push", "norm", "optimizer"), 0.0)])
+    result: Result = result_of(score, replace(score, losses=[1.0], step_s=[0.5]), (300, 100), 100, 10)
+    assert (result.loss_apart, result.ratio) == (1.0, Spread(2.0, 2.0, 2.0))
+    assert (result.rank_bytes_per_param, result.owner_bytes_per_param) == (20.0, 10.0)
+    check_losses({"a": result}, 1.0)
+    with pytest.raises(RunFailedError, match=r"a 1\.0e\+00"):
+        check_losses({"a": result}, 0.5)
+    with pytest.raises(RunFailedError):
+        check_losses({"a": replace(result, loss_apart=float("nan"))}, 0.5)
+
+
+def test_store_measures_transports_against_memcpy_and_a_bare_stream(capsys):
+    store.main(["--transports", "inproc", "--mib", "8", *ONCE, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    rows = {(row["who"], row["what"], row["bytes"]): row for row in found["rows"]}
+    for size in (8 << 20, *store.SMALL):
+        assert {("inproc", verb, size) for verb in ("fetch", "push", "memcpy")} <= rows.keys()
+    over_grpc = {
+        f"{way}{kept}, {mib} MiB" for way in ("down", "up") for kept in ("", " into a tensor") for mib in (1, 4)
+    }
+    over_a_socket = {f"{way} into a tensor, a socket" for way in ("down", "up")}
+    assert {what for who, what, _ in rows if who == store.BARE} == over_grpc | over_a_socket
+    for row in rows.values():
+        assert row["gb_per_s"]["median"] * row["milliseconds"]["median"] == pytest.approx(row["bytes"] / 1e6)
+    large = rows["inproc", "fetch", 8 << 20]
+    assert found["summary"]["inproc fetch / memcpy"] == large["of_memcpy"]["median"]
+
+
+def test_overlap_reports_exposed_time_beside_its_bound(capsys):
+    overlap.main(["--mparams", "1", "--units", "4", *ONCE, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal_bits"]
+    assert [row["ratio"] for row in found["rows"]] == list(overlap.RATIOS)
+    adam_s, floor_s = found["adam_s"]["median"], found["floor_s"]["median"]
+    for row in found["rows"]:
+        assert row["forward_s"]["median"] == pytest.approx(row["ratio"] * adam_s)
+        assert row["bound_s"]["median"] == pytest.approx(max(0.0, 1 - row["ratio"]) * adam_s + floor_s)
+        beyond = (row["exposed_s"]["median"] - floor_s) / row["step_s"]["median"]
+        assert row["beyond_floor"]["median"] == pytest.approx(beyond)
+
+
+def test_digests_tell_one_bit():
+    state = {"a": torch.zeros(4)}
+    changed = {"a": torch.tensor([0.0, 0.0, 0.0, -0.0])}
+    assert overlap.digest(state) == overlap.digest({"a": torch.zeros(4)}) != overlap.digest(changed)
+
+
+def test_adam_measures_kernels_against_the_limit(capsys):
+    adam.main(["--mparams", "2", "--rounds", "1", "--patience", "0", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    limit, *others = found["rows"]
+    assert limit["of_limit"] == pytest.approx({"median": 1.0, "least": 1.0, "most": 1.0})
+    for row in others:
+        assert row["gb_per_s"] / limit["gb_per_s"] == pytest.approx(row["of_limit"]["median"])
+
+
+@pytest.mark.parametrize("bench", [adam, overlap, simulation, step, store])
+def test_counts_start_at_one(bench, capsys):
+    for text in ("0", "-1", "many"):
+        with pytest.raises(SystemExit, match="2"):
+            bench.main(["--rounds", text])
+        assert f"--rounds: is {text!r} but must be a whole number from 1 on" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_gpu_step_refuses_without_a_gpu():
+    command = [sys.executable, "-m", "lab", "gpu_step"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 1
+    assert done.stderr.startswith("no CUDA device here")
