@@ -23,6 +23,7 @@ from rayzero.config.help_text import Settings, Unit, describe_fields
 from rayzero.config.yaml_text import dump_yaml, load_yaml
 from rayzero.errors import ConfigError
 from rayzero.quantities import BYTE_TEXT, parse_bytes
+from rayzero.records import fault_of
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -68,27 +69,16 @@ def _dotted(model: type[BaseModel], group: str = "") -> Iterator[str]:
             yield f"{group}{name}"
 
 
-def _allowed(message: str) -> str:
-    plain = re.sub(r"a valid dictionary or instance of \w+$", "a group of settings", message)
-    return plain.removeprefix("Value error, ").replace("Input should be", "must be")
-
-
 def _one_line(model: type[BaseModel], error: ValidationError) -> str:
     """Describe the first error in one line; unknown settings come before wrong values."""
-    found = error.errors(include_url=False)
-    for item in found:
+    for item in error.errors(include_url=False):
         if item["type"] == "extra_forbidden":
             return _unknown_key(model, str(item["loc"][0]), item["input"])
-    first = found[0]
-    if not first["loc"]:
-        return f"{model.__name__}: {_allowed(first['msg'])}"
-    field = first["loc"][0]
-    if first["type"] == "missing":
-        return f"{model.__name__}: {field} is missing"
-    if isinstance(first.get("ctx", {}).get("error"), ConfigError):
-        return f"{field}: {first['ctx']['error']}"
-    allowed = dict.fromkeys(_allowed(item["msg"]) for item in found if item["loc"][0] == field)
-    return f"{model.__name__}: {field} is {reprlib.repr(first['input'])} but {' or '.join(allowed)}"
+    first = error.errors(include_url=False)[0]
+    if isinstance(first.get("ctx", {}).get("error"), ConfigError) and first["loc"]:
+        return f"{first['loc'][0]}: {first['ctx']['error']}"
+    plain = re.sub(r"a valid dictionary or instance of \w+$", "a group of settings", fault_of(error, depth=1))
+    return f"{model.__name__}: {plain}"
 
 
 class ConfigModel(BaseModel):

@@ -424,14 +424,19 @@ def test_status_shows_what_a_loop_of_the_users_reports(tmp_path):
     assert "reported    accuracy 0.5, phase evaluated, norm nan" in shown
 
 
-@pytest.mark.parametrize("damaged", [{"members": [{"who": "rank 0"}]}, {"members": {"rank 0": 1}}, {"error": ["x"]}])
-def test_a_running_record_that_is_damaged_is_named(tmp_path, damaged):
+@pytest.mark.parametrize(
+    ("damaged", "fault"),
+    [
+        ({"members": [{"who": "rank 0"}]}, "members.0.pid is missing"),
+        ({"error": ["x"]}, "error is ['x'] but must be a valid string"),
+    ],
+)
+def test_a_running_record_that_is_damaged_is_named(tmp_path, damaged, fault):
     record = {"run": "r", "state": "running", "started_at": 1.0, "driver": {"pid": 1, "host": "another"}}
     (tmp_path / "runs" / "r").mkdir(parents=True)
     (tmp_path / "runs" / "r" / "run.json").write_text(json.dumps(record | damaged))
     for command in ("status", "top", "trace"):
-        (name,) = damaged
-        assert f"run.json is not a run's record: {name} is missing or wrong" in refused(command, "r", cwd=tmp_path)
+        assert f"run.json is not a run's record: {fault}; restore it" in refused(command, "r", cwd=tmp_path)
 
 
 def test_a_stopped_run_is_told_to_resume_only_where_there_is_a_checkpoint(trained):

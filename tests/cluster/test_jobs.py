@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from rayzero.checkpoint import newest_checkpoint
-from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.run_record import read_record
 
 from .processes import still_there
 from .ray_cluster import Cluster, run_ray, submit

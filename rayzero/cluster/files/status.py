@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import ray
 
-from rayzero.cluster.files.run_dir import RECORD, read_record
+from rayzero.cluster.files.run_record import RECORD, read_record
 from rayzero.cluster.run import NAMESPACE, RunState, coordinator_name
 from rayzero.errors import ConfigError
 from rayzero.slabs.hold import held_in

@@ -1,0 +1,93 @@
+"""Reads JSON that RayZero has written, checked against one type, with one line for what is wrong.
+
+A type is a ``Record`` or a frozen dataclass, and its annotations say all that is allowed. Entries that it does not have
+are left out, so that a RayZero reads what a later one has written. The coordinator and janitors write records and read
+none: they start without pydantic, so what they write is a dataclass.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+
+from rayzero.errors import ConfigError
+from rayzero.files import read_bytes
+
+__all__ = ["Record", "Several", "Whole", "check_record", "fault_of", "load_record", "parse_record"]
+
+_T = TypeVar("_T")
+
+Whole = Annotated[int, Field(ge=0, le=1 << 62)]
+"""A number of bytes, elements or steps: int64 holds the sum of two."""
+
+Several = Annotated[tuple[_T, ...], Strict(False)]
+"""A JSON array, from text or as a list."""
+
+
+class Record(BaseModel):
+    """Base of what is written as JSON and read again: frozen, no value is converted, and a number is not inf or NaN."""
+
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True)
+
+
+def load_record(path: Path, kind: type[_T], what: str, instead: str, *, at_most: int, follow_links: bool = True) -> _T:
+    """The record in a file of up to ``at_most`` bytes. ``what``: "a run's record"; ``instead``: what to do about a
+    damaged one.
+
+    Raises FileNotFoundError (NotADirectoryError) if there is none, and ConfigError in one line: the file, what is wrong
+    with which entry, what is allowed, what to do."""
+    try:
+        return parse_record(read_bytes(path, at_most=at_most, follow_links=follow_links), kind)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not {what}: {error}; {instead}") from error
+
+
+def parse_record(text: bytes | str, kind: type[_T]) -> _T:
+    """The record in JSON text. Raises ValueError in one line: the entry, its value, what is allowed."""
+    try:
+        return _adapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        raise ValueError(fault_of(error)) from None
+
+
+def check_record(found: Any, kind: type[_T]) -> _T:
+    """The record in a parsed JSON value. Raises as ``parse_record``."""
+    try:
+        return _adapter(kind).validate_python(found)
+    except ValidationError as error:
+        raise ValueError(fault_of(error)) from None
+
+
+@cache
+def _adapter(kind: type[_T]) -> TypeAdapter[_T]:
+    return TypeAdapter(kind)
+
+
+def fault_of(error: ValidationError, depth: int | None = None) -> str:
+    """The first fault that pydantic has found, in one line: ``driver.pid is 'x' but must be a valid integer``.
+
+    ``depth``: how many names of its place are shown; one of several types that a value may have is a name there, too.
+    """
+    found = error.errors(include_url=False)
+    first, place = found[0], found[0]["loc"][:depth]
+    shown = ".".join(part if (part := str(one)).isprintable() else ascii(part) for one in place) or "it"
+    if first["type"] == "json_invalid":
+        return f"it is not JSON ({first['msg'].removeprefix('Invalid JSON: ')})"
+    if first["type"] == "missing":
+        return f"{shown} is missing"
+    if first["type"] == "value_error" and not place:
+        return _one_line(first["msg"])
+    allowed = dict.fromkeys(_one_line(one["msg"]) for one in found if one["loc"][:depth] == place)
+    return f"{shown} is {reprlib.repr(first['input'])} but {' or '.join(allowed)}"
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.removeprefix("Value error, ").replace("Input should be", "must be").split())
