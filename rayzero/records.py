@@ -10,14 +10,14 @@ from __future__ import annotations
 import reprlib
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
 from rayzero.errors import ConfigError
 from rayzero.files import read_bytes
 
-__all__ = ["Record", "Several", "Whole", "check_record", "fault_of", "load_record", "parse_record"]
+__all__ = ["Record", "Several", "Whole", "fault_of", "load_record", "parse_record"]
 
 _T = TypeVar("_T")
 
@@ -38,30 +38,20 @@ def load_record(path: Path, kind: type[_T], what: str, instead: str, *, at_most:
     """The record in a file of up to ``at_most`` bytes. ``what``: "a run's record"; ``instead``: what to do about a
     damaged one.
 
-    Raises FileNotFoundError (NotADirectoryError) if there is none, and ConfigError in one line: the file, what is wrong
-    with which entry, what is allowed, what to do."""
+    Raises OSError as ``read_bytes``, and ConfigError in one line: the file, what is wrong with which entry, what is
+    allowed, what to do."""
+    text = read_bytes(path, at_most=at_most, follow_links=follow_links)
     try:
-        return parse_record(read_bytes(path, at_most=at_most, follow_links=follow_links), kind)
-    except (FileNotFoundError, NotADirectoryError):
-        raise
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        return parse_record(text, kind)
     except ValueError as error:
         raise ConfigError(f"{path} is not {what}: {error}; {instead}") from error
 
 
-def parse_record(text: bytes | str, kind: type[_T]) -> _T:
-    """The record in JSON text. Raises ValueError in one line: the entry, its value, what is allowed."""
+def parse_record(text: bytes | str, kind: type[_T], *, extra: Literal["ignore", "forbid"] | None = None) -> _T:
+    """The record in JSON text. ``extra``: what becomes of entries that ``kind`` does not have; None: as it says itself.
+    Raises ValueError in one line: the entry, its value, what is allowed."""
     try:
-        return _adapter(kind).validate_json(text, strict=True)
-    except ValidationError as error:
-        raise ValueError(fault_of(error)) from None
-
-
-def check_record(found: Any, kind: type[_T]) -> _T:
-    """The record in a parsed JSON value. Raises as ``parse_record``."""
-    try:
-        return _adapter(kind).validate_python(found)
+        return _adapter(kind).validate_json(text, strict=True, extra=extra)
     except ValidationError as error:
         raise ValueError(fault_of(error)) from None
 
@@ -81,6 +71,8 @@ def fault_of(error: ValidationError, depth: int | None = None) -> str:
     shown = ".".join(part if (part := str(one)).isprintable() else ascii(part) for one in place) or "it"
     if first["type"] == "json_invalid":
         return f"it is not JSON ({first['msg'].removeprefix('Invalid JSON: ')})"
+    if first["type"] == "unexpected_keyword_argument":
+        return f"{shown} is unknown"
     if first["type"] == "missing":
         return f"{shown} is missing"
     if first["type"] == "value_error" and not place:
@@ -90,4 +82,6 @@ def fault_of(error: ValidationError, depth: int | None = None) -> str:
 
 
 def _one_line(message: str) -> str:
-    return " ".join(message.removeprefix("Value error, ").replace("Input should be", "must be").split())
+    for theirs, ours in (("Value error, ", ""), ("Input should be", "must be"), ("a valid tuple", "a list")):
+        message = message.replace(theirs, ours)
+    return " ".join(message.split())

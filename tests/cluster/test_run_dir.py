@@ -365,7 +365,10 @@ def test_a_damaged_record_among_runs_says_what_to_do_where_the_newest_is_asked_f
     for name, text in (("good", json.dumps(record)), ("half", '{"run": "ha')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"which run is the newest: .*half/run\.json is not a run.s record: it is not JSON .*; name a run"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the newest: .*half/run\.json is not a run's record: it is not JSON .*; name a run",
+    ):
         newest_run(tmp_path)
 
 

@@ -9,6 +9,7 @@ from pydantic import ConfigDict
 
 from rayzero.cluster.continuation import States
 from rayzero.cluster.run import Member, Recovery, Rescaled, Routing, RunState
+from rayzero.errors import ConfigError
 from rayzero.records import Record, load_record
 
 __all__ = [
@@ -103,3 +104,5 @@ def read_record(path: Path) -> dict[str, Any] | None:
         return load_record(path / RECORD, RunRecord, what, instead, at_most=_MOST).plain()
     except (FileNotFoundError, NotADirectoryError):  # there is no run, whatever else is there
         return None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path / RECORD}: {error}") from error
