@@ -8,21 +8,24 @@ none: they start without pydantic, so what they write is a dataclass.
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
 from rayzero.errors import ConfigError
 from rayzero.files import read_bytes
 
-__all__ = ["Record", "Several", "Whole", "fault_of", "load_record", "parse_record"]
+__all__ = ["Record", "Several", "Sha256", "Whole", "check_record", "fault_of", "load_record", "parse_record"]
 
 _T = TypeVar("_T")
 
-Whole = Annotated[int, Field(ge=0, le=1 << 62)]
+Whole = Annotated[int, Strict(), Field(ge=0, le=1 << 62)]
 """A number of bytes, elements or steps: int64 holds the sum of two."""
+
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 Several = Annotated[tuple[_T, ...], Strict(False)]
 """A JSON array, from text or as a list."""
@@ -52,6 +55,15 @@ def parse_record(text: bytes | str, kind: type[_T], *, extra: Literal["ignore", 
     Raises ValueError in one line: the entry, its value, what is allowed."""
     try:
         return _adapter(kind).validate_json(text, strict=True, extra=extra)
+    except ValidationError as error:
+        raise ValueError(fault_of(error)) from None
+
+
+def check_record(found: Mapping[str, Any], kind: type[_T]) -> _T:
+    """The record in a JSON object that is parsed. A dataclass is strict where its fields are. Raises as
+    ``parse_record``."""
+    try:
+        return _adapter(kind).validate_python(found)
     except ValidationError as error:
         raise ValueError(fault_of(error)) from None
 

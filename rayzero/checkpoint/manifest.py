@@ -12,20 +12,21 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, Field
 
-from rayzero.checkpoint.files import fields
 from rayzero.checkpoint.files.tensor_file import DTYPES, TensorDecl
 from rayzero.errors import CheckpointError, RayZeroError
 from rayzero.files import parse_json
 from rayzero.kernels.moments import CODED, packed_bytes
-from rayzero.layout.model_layout import ModelLayout, ParamSlot, UnitLayout, dtype_name
+from rayzero.layout.model_layout import ModelLayout, ParamSlot, Shape, UnitLayout, dtype_name
 from rayzero.protocol.messages import COMPUTE, MASTER, FileEntry, Hyper, ModelSpec, canonical_json
+from rayzero.records import Sha256, Whole, check_record, parse_record
 
 FORMAT = "rayzero-checkpoint"
 VERSION = 2
@@ -42,6 +43,26 @@ def rank_file_name(rank: int) -> str:
     return f"rank-{rank:04d}.safetensors"
 
 
+def _one_of(names: Iterable[str], what: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in names:
+            raise ValueError(f"must be {what}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _printable(value: str) -> str:
+    if not value or not value.isprintable():
+        raise ValueError("must be printable text")
+    return value
+
+
+_Word = Annotated[str, AfterValidator(_printable)]  # messages show it as it is
+_Dtype = Annotated[str, _one_of(DTYPES, "a dtype that safetensors files hold")]
+_Moments = Annotated[str, _one_of(("", *CODED), f"one of {', '.join(CODED)}")]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """One tensor in one owner file: elements ``start`` to ``stop`` of one parameter's values of one kind."""
@@ -49,13 +70,13 @@ class Piece:
     file: str
     tensor: str  # its name in the file
     param: str
-    kind: str  # MASTER, an optimizer state such as "exp_avg", or COMPUTE for frozen parameters without a master
-    start: int
-    stop: int
-    shape: tuple[int, ...]  # of the whole parameter
-    dtype: str
-    sha256: str  # of the piece's bytes
-    moments: str = ""  # how the values are kept, if they are packed codes (kernels/moments.py); their dtype is uint8
+    kind: _Word  # MASTER, an optimizer state such as "exp_avg", or COMPUTE for frozen parameters without a master
+    start: Whole
+    stop: Whole
+    shape: Shape  # of the whole parameter
+    dtype: _Dtype
+    sha256: Sha256  # of the piece's bytes
+    moments: _Moments = ""  # how the values are kept, if they are packed codes; their dtype is uint8
 
     @property
     def decl(self) -> TensorDecl:
@@ -63,32 +84,23 @@ class Piece:
         numel = self.stop - self.start
         return TensorDecl((packed_bytes(self.moments, numel) if self.moments else numel,), DTYPES[self.dtype])
 
-    @classmethod
-    def from_content(cls, file: str, tensor: str, content: Mapping[str, Any]) -> Piece:
-        """Read one entry of ``FileEntry.content``, ignoring unknown keys. Raises ValueError if a value is missing or
-        wrong."""
-        return cls(
-            file=file,
-            tensor=tensor,
-            param=fields.text(fields.get(content, "param"), "param"),
-            kind=fields.word(fields.get(content, "kind"), "kind"),
-            start=fields.integer(fields.get(content, "start"), "start"),
-            stop=fields.integer(fields.get(content, "stop"), "stop"),
-            shape=fields.shape(fields.get(content, "shape"), "shape"),
-            dtype=fields.dtype(fields.get(content, "dtype"), "dtype"),
-            sha256=fields.sha256(fields.get(content, "sha256"), "sha256"),
-            moments=_moments(content.get("moments", "")),
-        )
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A rank's tensor, which is whole."""
+
+    shape: Shape
+    dtype: _Dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything a checkpoint says about itself. Made by ``commit_checkpoint``, read by ``CheckpointReader``."""
 
-    step: int  # decided steps that the content includes
+    step: Whole  # decided steps that the content includes
     spec: ModelSpec
     hyper: tuple[Hyper, ...]  # per parameter group, as of the last decision
-    slot_steps: Mapping[str, int]  # parameter -> how many updates it has had
+    slot_steps: Annotated[Mapping[str, Whole], Field(validation_alias="steps")]  # parameter -> updates it has had
     owner_files: tuple[FileEntry, ...]
     rank_files: tuple[FileEntry, ...]
 
@@ -103,7 +115,7 @@ class Manifest:
         found: dict[tuple[str, str], list[Piece]] = {}
         for entry in self.owner_files:
             for tensor, content in entry.content.items():
-                piece = Piece.from_content(entry.name, tensor, content)
+                piece = check_record(content | {"file": entry.name, "tensor": tensor}, Piece)
                 found.setdefault((piece.param, piece.kind), []).append(piece)
         return {key: tuple(sorted(pieces, key=lambda p: p.start)) for key, pieces in found.items()}
 
@@ -124,8 +136,12 @@ class Manifest:
         owned: dict[str, dict[str, TensorDecl]] = {entry.name: {} for entry in self.owner_files}
         for piece in (piece for pieces in self.pieces.values() for piece in pieces):
             owned[piece.file][piece.tensor] = piece.decl
-        whole = {entry.name: {name: _whole_of(c) for name, c in entry.content.items()} for entry in self.rank_files}
-        return owned | whole
+        found = {e.name: {name: check_record(c, _Whole) for name, c in e.content.items()} for e in self.rank_files}
+        declared = {
+            file: {name: TensorDecl(one.shape, DTYPES[one.dtype]) for name, one in tensors.items()}
+            for file, tensors in found.items()
+        }
+        return owned | declared
 
     @cached_property
     def digest(self) -> str:
@@ -202,7 +218,7 @@ class Manifest:
     def from_json(cls, text: str, where: str) -> Manifest:
         """The inverse of ``to_json``. ``where`` names the file in errors. Raises CheckpointError for any damage."""
         described = _parse(text, where)
-        claimed = described.pop("sha256", None)
+        claimed, claimed_digest = described.pop("sha256", None), described.get("digest")
         if described.get("format") != FORMAT:
             raise CheckpointError(
                 f"{where} is not a RayZero manifest: its format is {reprlib.repr(described.get('format'))}"
@@ -221,41 +237,28 @@ class Manifest:
                 f"{where} is damaged: it says its hash is {_start_of(claimed)}, but its content has {got[:12]}; "
                 "use another checkpoint"
             )
-        return cls._from_fields(described, where)
-
-    @classmethod
-    def _from_fields(cls, described: dict[str, Any], where: str) -> Manifest:
+        del described  # as large as what is made of the text now
         try:
-            manifest = cls(
-                step=fields.integer(fields.get(described, "step"), "step"),
-                spec=fields.model_spec(fields.get(described, "spec")),
-                hyper=fields.hyper(fields.get(described, "hyper")),
-                slot_steps={
-                    param: fields.integer(steps, f"steps of {reprlib.repr(param)}")
-                    for param, steps in fields.mapping(fields.get(described, "steps"), "steps").items()
-                },
-                owner_files=_entries(described, "owner_files", owner_file_name),
-                rank_files=_entries(described, "rank_files", rank_file_name),
+            found = parse_record(text, cls)
+            manifest = replace(
+                found,
+                owner_files=_in_order(found.owner_files, "owner_files", owner_file_name),
+                rank_files=_in_order(found.rank_files, "rank_files", rank_file_name),
             )
+            if [len(groups) for groups in found.spec.group_of] != [len(unit.slots) for unit in found.spec.layout.units]:
+                raise ValueError("spec.group_of does not have one number for each parameter")
             if len(manifest.rank_files) != manifest.spec.world_size:
                 raise ValueError(f"{len(manifest.rank_files)} rank_files, and world_size {manifest.spec.world_size}")
             manifest.check_complete()
             digest, _ = manifest.digest, manifest.tensors
-            claimed = fields.get(described, "digest")
         except (TypeError, ValueError, RayZeroError) as exc:
             raise CheckpointError(f"{where} lacks or misstates a field: {exc}; use another checkpoint") from exc
-        if digest != claimed:
+        if digest != claimed_digest:
             raise CheckpointError(
-                f"{where} is damaged: it says its content digest is {_start_of(claimed)}, but its entries give "
+                f"{where} is damaged: it says its content digest is {_start_of(claimed_digest)}, but its entries give "
                 f"{digest[:12]}; use another checkpoint"
             )
         return manifest
-
-
-def _moments(value: object) -> str:
-    if value and value not in CODED:
-        raise ValueError(f"moments must be one of {', '.join(CODED)}, not {reprlib.repr(value)}")
-    return str(value)
 
 
 def _start_of(claimed: object) -> str:
@@ -263,23 +266,13 @@ def _start_of(claimed: object) -> str:
     return claimed[:12] if isinstance(claimed, str) and claimed.isalnum() else reprlib.repr(claimed)
 
 
-def _entries(described: Mapping[str, Any], key: str, file_name: Callable[[int], str]) -> tuple[FileEntry, ...]:
+def _in_order(found: Sequence[FileEntry], key: str, file_name: Callable[[int], str]) -> tuple[FileEntry, ...]:
     """The files in the order of the numbers in their names. Raises ValueError if a number is missing."""
-    found = fields.sequence(fields.get(described, key), key)
-    given = [fields.text(fields.get(fields.mapping(entry, key), "name"), "a file's name") for entry in found]
-    names = [file_name(number) for number in range(len(found))]
-    if sorted(given) != sorted(names):
+    by_name, names = {entry.name: entry for entry in found}, [file_name(number) for number in range(len(found))]
+    if by_name.keys() != set(names):
+        given = [entry.name for entry in found]
         raise ValueError(f"{key} have the names {reprlib.repr(given)}, and must have {reprlib.repr(names)}")
-    by_name = dict(zip(given, found, strict=True))
-    return tuple(fields.file_entry(name, by_name[name]) for name in names)
-
-
-def _whole_of(content: Mapping[str, Any]) -> TensorDecl:
-    """The declaration of a rank's tensor, which is whole."""
-    return TensorDecl(
-        fields.shape(fields.get(content, "shape"), "shape"),
-        DTYPES[fields.dtype(fields.get(content, "dtype"), "dtype")],
-    )
+    return tuple(by_name[name] for name in names)
 
 
 def slots_of(layout: ModelLayout) -> Iterable[tuple[UnitLayout, ParamSlot]]:
