@@ -7,6 +7,7 @@ none: they start without pydantic, so what they write is a dataclass.
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping
 from functools import cache
@@ -94,6 +95,11 @@ def fault_of(error: ValidationError, depth: int | None = None) -> str:
 
 
 def _one_line(message: str) -> str:
-    for theirs, ours in (("Value error, ", ""), ("Input should be", "must be"), ("a valid tuple", "a list")):
-        message = message.replace(theirs, ours)
+    for theirs, ours in (
+        ("^Value error, ", ""),
+        ("Input should be", "must be"),
+        (r"^\w+ should have (.*?)( after validation.*)?$", r"must have \1"),
+        ("a valid tuple", "a list"),
+    ):
+        message = re.sub(theirs, ours, message)
     return " ".join(message.split())

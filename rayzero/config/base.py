@@ -6,6 +6,7 @@ import difflib
 import re
 import reprlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import (
@@ -19,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from rayzero.config.help_text import Settings, Unit, describe_fields
+from rayzero.config.help_text import Settings, Takes, Unit, describe_fields
 from rayzero.config.yaml_text import dump_yaml, load_yaml
 from rayzero.errors import ConfigError
 from rayzero.quantities import BYTE_TEXT, parse_bytes
@@ -38,6 +39,7 @@ Size = Annotated[
     Strict(),
     Field(gt=0),
     Unit("bytes"),
+    Takes("int | str"),
     WithJsonSchema(
         {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": BYTE_TEXT.pattern}]}
     ),
@@ -47,6 +49,24 @@ Share = Annotated[float, Strict(), Field(ge=0, le=1), Unit("0 to 1")]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Strict(), Field(gt=0, le=10**9, allow_inf_nan=False), Unit("seconds")]  # a lock's has an end
 WholeSeconds = Annotated[Natural, Unit("seconds")]  # 0 too
+
+
+def _names(value: object) -> object:
+    if isinstance(value, str):
+        return value if value == "auto" else (value,)
+    names = tuple(value) if isinstance(value, list | tuple) else (None,)
+    if all(isinstance(name, str) and name for name in names):
+        return names
+    raise ValueError("must be a list of names")
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_names), Takes("str | Sequence[str]")]  # or one name
+
+
+Text = Annotated[str, Field(min_length=1)]
+PathText = Annotated[
+    Text, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value), Takes("str | Path")
+]
 
 
 # ---- one-line errors --------------------------------------------------------------------------------------------
