@@ -98,6 +98,7 @@ def _one_line(message: str) -> str:
     for theirs, ours in (
         ("^Value error, ", ""),
         ("Input should be", "must be"),
+        ("^String should have at least 1 character$", "must not be empty"),
         (r"^\w+ should have (.*?)( after validation.*)?$", r"must have \1"),
         ("a valid tuple", "a list"),
     ):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, Unpack
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from rayzero.config.arguments import RunArguments, ScalingArguments
 from rayzero.config.base import (
     ConfigModel,
     Count,
@@ -29,9 +30,6 @@ from rayzero.config.help_text import Takes
 from rayzero.config.loggers import LoggerName, named_loggers
 from rayzero.config.security import SecurityConfig
 from rayzero.config.telemetry import TelemetryConfig
-
-if TYPE_CHECKING:
-    from rayzero.config.arguments import RunArguments, ScalingArguments
 
 MAX_NAME_BYTES = 128
 """The most bytes of a run's name in UTF-8: every slab of shared memory has the name in its header, with this room."""

@@ -11,14 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Unpack
 
 from pydantic import Field, model_validator
 
-from rayzero.config.base import GIB, MIB, ConfigModel, Count, Flag, Mebibytes, Names, Positive, Seconds, Share, Size
+from rayzero.config.arguments import ZeroArguments, ZeroSetters
+from rayzero.config.base import GIB, MIB, Count, Flag, Mebibytes, Names, Positive, Seconds, Share, Size
 from rayzero.config.choices import AutoMemoryStrategy, CpuCompressionMethod
 from rayzero.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from rayzero.config.arguments import ZeroArguments, ZeroSetters
-else:
-    ZeroSetters = ConfigModel  # has the setters that are made below
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Overlap = Literal["none", "forward", "backward"]
