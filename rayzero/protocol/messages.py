@@ -18,6 +18,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import ConfigDict, Field
 
+from rayzero.config.base import Share
+from rayzero.config.zero import CheckpointMoments, Kernel, Moments, Nonfinite, Spread
 from rayzero.errors import RayZeroError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.records import Sha256, Whole
@@ -54,14 +56,14 @@ class ModelSpec:
     optimizer: str  # import path of the torch optimizer class, "torch.optim.adamw:AdamW"
     hyper: tuple[Hyper, ...]  # per parameter group, as of prepare()
     group_of: tuple[tuple[Annotated[int, Field(ge=-1, le=1 << 62)], ...], ...]  # [unit][slot] -> parameter group
-    accumulation_steps: int = 1  # backwards planned per step
-    nonfinite: str = "skip"  # "skip" | "raise"
-    shard_map: str = "balanced"  # layout/shard_map.py: which owner has which shard
-    kernel: str = "auto"  # kernels/: what computes the update
-    moments: str = "fp32"  # kernels/moments.py: how Adam's moments are kept
-    checkpoint_moments: str = "fp32"  # "fp32" | "kept": how checkpoints hold them
-    checkpoint_copies: int = 0  # bytes that an owner may copy while a checkpoint is written (owner/held_version.py)
-    offload_fraction: float = 1.0  # below 1 each rank has an owner beside it, with states on its device (shard_map.py)
+    accumulation_steps: Annotated[int, Field(gt=0)] = 1  # backwards planned per step
+    nonfinite: Nonfinite = "skip"
+    shard_map: Spread = "balanced"  # layout/shard_map.py: which owner has which shard
+    kernel: Kernel = "auto"  # kernels/: what computes the update
+    moments: Moments = "fp32"  # kernels/moments.py: how Adam's moments are kept
+    checkpoint_moments: CheckpointMoments = "fp32"  # how checkpoints hold them
+    checkpoint_copies: Whole = 0  # bytes that an owner may copy while a checkpoint is written (owner/held_version.py)
+    offload_fraction: Share = 1.0  # below 1 each rank has an owner beside it, with states on its device (shard_map.py)
     restore_from: str | None = None  # the checkpoint directory that the owners start from
     lineage: str = ""  # of the states in shared memory: a later run that continues them has the same
     attributes: Hyper = field(default_factory=dict)  # of the user's optimizer: OptimizerMaker.attributes
