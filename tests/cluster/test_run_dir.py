@@ -369,7 +369,7 @@ def test_a_running_record_whose_pid_was_given_to_a_younger_process_is_a_lost_run
     me = {"pid": os.getpid(), "host": socket.gethostname()}
     record = {"run": "demo", "state": "running", "started_at": time.time(), "driver": me}
     (tmp_path / "run.json").write_text(json.dumps(record))
-    assert run_status(tmp_path) == record
+    assert run_status(tmp_path).items() >= record.items()
     (tmp_path / "run.json").write_text(json.dumps(record | {"started_at": 1.0}))
     assert run_status(tmp_path)["state"] == "lost"
 
@@ -381,7 +381,7 @@ def test_an_attempt_that_failed_is_not_the_end_of_a_run_before_its_driver_says_s
     told = {"state": "failed", "error": "rank 1 died", "reports_dropped": 3}
     monkeypatch.setattr("rayzero.cluster.files.status.ray.is_initialized", lambda: True)
     monkeypatch.setattr("rayzero.cluster.files.status._ask_coordinator", lambda _: told)
-    assert run_status(tmp_path) == record | {"reports_dropped": 3}
+    assert run_status(tmp_path).items() >= (record | {"reports_dropped": 3}).items()
 
 
 def test_a_ray_that_does_not_start_is_a_failed_run_in_one_line(monkeypatch):

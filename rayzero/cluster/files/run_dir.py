@@ -238,7 +238,7 @@ def checkpoints_of(run_dir: Path) -> RunCheckpoints:
     except ConfigError as error:
         log.warning("only checkpoints in %s are found, because the run's record cannot be read: %s", run_dir, error)
         record = None
-    return RunCheckpoints(run_dir, map(Path, (record or {}).get("checkpoints_elsewhere") or ()))
+    return RunCheckpoints(run_dir, map(Path, record["checkpoints_elsewhere"] if record else ()))
 
 
 def find_start(config: RunConfig, successor: Successor | None = None, *, setting: str = _SETTING) -> StartPoint:
@@ -313,8 +313,8 @@ def _lineage_before(path: Path) -> str | None:
 
 
 def _lineage(killed: Mapping[str, Any]) -> str | None:
-    states = killed.get("states")
-    return str(states.get("lineage")) if isinstance(states, dict) else None
+    states: dict[str, str] | None = killed["states"]
+    return None if states is None else states["lineage"]
 
 
 def _continued(killed: Mapping[str, Any], checkpoints: RunCheckpoints, successor: Successor) -> StartPoint | Lost:
@@ -325,8 +325,8 @@ def _continued(killed: Mapping[str, Any], checkpoints: RunCheckpoints, successor
     newest = max((one.step for one in checkpoints.catalog().sound), default=-1)
     if newest > found.step:
         return Lost(why=f"it is of step {found.step}, and a checkpoint of step {newest}")
-    began = killed.get("resumed_from")
-    checkpoint = Path(began) if isinstance(began, str) and (Path(began) / MANIFEST).exists() else None
+    began = killed["resumed_from"]
+    checkpoint = Path(began) if began and (Path(began) / MANIFEST).exists() else None
     lineage = _lineage(killed)
     assert lineage is not None
     return StartPoint(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from rayzero.cluster.continuation import States
 from rayzero.cluster.run import Member, Recovery, Rescaled, Routing, RunState
@@ -62,7 +62,7 @@ class LoggerState(Record):
 
 
 class RunRecord(Record):
-    """The entries of ``run.json``. Those that may be None are not in the record of a run that has not come so far."""
+    """The entries of ``run.json``. Those with a default are not in the record of a run that has not come so far."""
 
     model_config = ConfigDict(extra="allow")  # entries of a later RayZero are passed on
 
@@ -74,26 +74,26 @@ class RunRecord(Record):
     driver: DriverProcess
     ray_address: str | None = None
     ray_auth_mode: str | None = None
-    members: list[Member] | None = None
-    spares: list[Member] | None = None
+    members: list[Member] = Field(default_factory=list)
+    spares: list[Member] = Field(default_factory=list)
     routing: Routing | None = None
-    recoveries: list[Recovery] | None = None
-    replacing: list[str] | None = None
+    recoveries: list[Recovery] = Field(default_factory=list)
+    replacing: list[str] = Field(default_factory=list)
     rescaling: str | None = None
-    rescales: list[Rescaled] | None = None
+    rescales: list[Rescaled] = Field(default_factory=list)
     telemetry: TelemetryAddresses | None = None
-    loggers: list[LoggerState] | None = None
-    metrics: dict[str, dict[str, Any]] | None = None  # by rank: its last report
+    loggers: list[LoggerState] = Field(default_factory=list)
+    metrics: dict[str, dict[str, Any]] = Field(default_factory=dict)  # by rank: its last report
     checkpoint: str | None = None  # the newest that is known
-    checkpoints_elsewhere: list[str] | None = None  # outside of the run's folder
+    checkpoints_elsewhere: list[str] = Field(default_factory=list)  # outside of the run's folder
     resumed_from: str | None = None
     states: States | None = None  # None: nowhere that outlives the run
-    measured: dict[str, Any] | None = None  # by process
-    config: dict[str, Any] | None = None
+    measured: dict[str, Any] = Field(default_factory=dict)  # by process
+    config: dict[str, Any] = Field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
-        """The entries that were given, as plain values."""
-        return self.model_dump(exclude_unset=True)
+        """All entries, as plain values."""
+        return self.model_dump()
 
 
 def read_record(path: Path) -> dict[str, Any] | None:

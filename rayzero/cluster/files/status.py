@@ -54,7 +54,7 @@ def kept_states(record: Mapping[str, Any]) -> dict[str, Any] | None:
     ``directory``, or ``why`` not."""
     if record["state"] != LOST:
         return None
-    states = record.get("states")
+    states = record["states"]
     if states is None:
         return _not_kept("the run kept no states in shared memory")
     directory = Path(states["directory"])

@@ -34,7 +34,7 @@ def trace_run(run_dir: Path, seconds: float) -> dict[str, Recorded]:
     name = record["run"]
     if record["state"] != RunState.RUNNING:
         raise ConfigError(_not_running(name, record["state"], run_dir / TRACE_FILE))
-    if not record.get("telemetry"):
+    if not record["telemetry"]:
         raise ConfigError(
             f"run {name!r} cannot be traced, because it has run.telemetry.enabled=false; start it with telemetry"
         )
