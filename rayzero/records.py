@@ -35,7 +35,7 @@ Several = Annotated[tuple[_T, ...], Strict(False)]
 class Record(BaseModel):
     """Base of what is written as JSON and read again: frozen, no value is converted, and a number is not inf or NaN."""
 
-    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True)
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
 
 def load_record(path: Path, kind: type[_T], what: str, instead: str, *, at_most: int, follow_links: bool = True) -> _T:
@@ -88,8 +88,11 @@ def fault_of(error: ValidationError, depth: int | None = None) -> str:
         return f"{shown} is unknown"
     if first["type"] == "missing":
         return f"{shown} is missing"
+    said = _one_line(first["msg"])
     if first["type"] == "value_error" and not place:
-        return _one_line(first["msg"])
+        return said
+    if first["type"] == "value_error" and isinstance(first["input"], dict | list) and not said.startswith("must "):
+        return f"{shown}: {said}"
     allowed = dict.fromkeys(_one_line(one["msg"]) for one in found if one["loc"][:depth] == place)
     return f"{shown} is {reprlib.repr(first['input'])} but {' or '.join(allowed)}"
 
@@ -97,9 +100,9 @@ def fault_of(error: ValidationError, depth: int | None = None) -> str:
 def _one_line(message: str) -> str:
     for theirs, ours in (
         ("^Value error, ", ""),
-        ("Input should be", "must be"),
         ("^String should have at least 1 character$", "must not be empty"),
-        (r"^\w+ should have (.*?)( after validation.*)?$", r"must have \1"),
+        (r"^\w+ should ", "must "),
+        (" after validation, not .*$", ""),
         ("a valid tuple", "a list"),
     ):
         message = re.sub(theirs, ours, message)
