@@ -288,6 +288,10 @@ def test_the_default_config_is_supported() -> None:
 def test_scaling_and_run_settings_are_checked() -> None:
     assert (ScalingConfig().num_workers, ScalingConfig().num_optimizers, ScalingConfig().use_gpu) == (2, 2, False)
     assert "num_workers is 0" in error_line(lambda: ScalingConfig(num_workers=0))
+    for share in (0, 1):
+        assert f"target_exposed is {share} but must be" in error_line(
+            lambda share=share: ScalingConfig(target_exposed=share)
+        )
     assert "cpus_per_worker is 0" in error_line(lambda: ScalingConfig(cpus_per_worker=0))
     assert "name is 'a/b' but must be a plain folder name" in error_line(lambda: RunConfig(name="a/b"))
     assert "takes 130 bytes and may take at most 128; shorten it" in error_line(lambda: RunConfig(name="π" * 65))

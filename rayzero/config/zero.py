@@ -274,34 +274,24 @@ class ZeroConfig(ZeroSetters):
         return self
 
     @model_validator(mode="after")
-    def _host_can_fetch(self) -> Self:
-        if self.host_fetch == "always" and self.shared_directory is None:
-            raise ValueError(
-                f"host_fetch='always' needs memory that a host's ranks share, but transport is {self.transport!r}; "
-                "set transport='auto' or host_fetch='never'"
-            )
+    def _host_can_fetch_and_push(self) -> Self:
+        for name in ("host_fetch", "host_push"):
+            if getattr(self, name) == "always" and self.shared_directory is None:
+                raise ValueError(
+                    f"{name}='always' needs memory that a host's ranks share, but transport is {self.transport!r}; "
+                    f"set transport='auto' or {name}='never'"
+                )
         if self.host_fetch == "always" and self.broadcast == "push":
             raise ValueError(
                 "host_fetch='always' cannot be used with broadcast='push', where each rank asks before there is "
                 "anything to fetch; set broadcast='pull' or host_fetch='never'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _host_can_push(self) -> Self:
-        if self.host_push != "always":
-            return self
-        if self.shared_directory is None:
-            raise ValueError(
-                f"host_push='always' needs memory that a host's ranks share, but transport is {self.transport!r}; "
-                "set transport='auto' or host_push='never'"
-            )
-        if self.wire_compression != "none":
+        if self.host_push == "always" and self.wire_compression != "none":
             raise ValueError(
                 f"host_push='always' cannot be used with wire_compression={self.wire_compression!r}, which rounds each "
                 "push before ranks are added; set wire_compression='none' or host_push='never'"
             )
-        if not self.keep_pushed:
+        if self.host_push == "always" and not self.keep_pushed:
             raise ValueError(
                 "host_push='always' needs ranks to keep what they push until it is added, but keep_pushed is False; "
                 "set keep_pushed=True or host_push='never'"
