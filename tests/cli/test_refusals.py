@@ -368,7 +368,7 @@ def test_scale_names_a_run_that_is_not_there_or_does_not_go_on_and_a_number_that
     assert "no such run: 'r'" in refused(*scale, "3", cwd=tmp_path)
     running(tmp_path)
     for number in ("0", "-1"):
-        assert f"num_optimizers is {number}: pass at least 1" in refused(*scale, number, cwd=tmp_path)
+        assert f"num_optimizers is {number} but must be greater than 0" in refused(*scale, number, cwd=tmp_path)
     assert rayzero("scale", "r", cwd=tmp_path).code == 2, "how many?"
     path = tmp_path / "runs" / "r" / "run.json"
     record = json.loads(path.read_text())
