@@ -35,7 +35,8 @@ Several = Annotated[tuple[_T, ...], Strict(False)]
 class Record(BaseModel):
     """Base of what is written as JSON and read again: frozen, no value is converted, and a number is not inf or NaN."""
 
-    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+    # defer_build: a process that reads none pays nothing for it
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
 
 def load_record(path: Path, kind: type[_T], what: str, instead: str, *, at_most: int, follow_links: bool = True) -> _T:
