@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -70,9 +69,13 @@ def check_record(found: Mapping[str, Any], kind: type[_T]) -> _T:
         raise ValueError(fault_of(error)) from None
 
 
-@cache
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}  # made when the first record of a kind is read
+
+
 def _adapter(kind: type[_T]) -> TypeAdapter[_T]:
-    return TypeAdapter(kind)
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
 
 
 def fault_of(error: ValidationError, depth: int | None = None) -> str:

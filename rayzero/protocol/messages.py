@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import ConfigDict, Field
 
 from rayzero.config.base import Share
-from rayzero.config.zero import CheckpointMoments, Kernel, Moments, Nonfinite, Spread
+from rayzero.config.zero import CheckpointMoments, Moments, Nonfinite, Spread
 from rayzero.errors import RayZeroError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.records import Sha256, Whole
@@ -59,7 +59,7 @@ class ModelSpec:
     accumulation_steps: Annotated[int, Field(gt=0)] = 1  # backwards planned per step
     nonfinite: Nonfinite = "skip"
     shard_map: Spread = "balanced"  # layout/shard_map.py: which owner has which shard
-    kernel: Kernel = "auto"  # kernels/: what computes the update
+    kernel: str = "auto"  # kernels/: what computes the update, and refuses another name
     moments: Moments = "fp32"  # kernels/moments.py: how Adam's moments are kept
     checkpoint_moments: CheckpointMoments = "fp32"  # how checkpoints hold them
     checkpoint_copies: Whole = 0  # bytes that an owner may copy while a checkpoint is written (owner/held_version.py)
