@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from rayzero.config import (
     load_yaml,
     read_yaml,
 )
+from rayzero.config.zero import SHORT_NAMES
 from rayzero.errors import ConfigError, UnsupportedError
 
 
@@ -67,28 +69,33 @@ def test_fluent_setters_return_new_configs() -> None:
     assert config == ZeroConfig()
 
 
-@pytest.mark.parametrize(
-    ("setter", "field", "value"),
-    [
-        ("with_offload_params", "offload_params", False),
-        ("with_offload_grads", "offload_grads", False),
-        ("with_offload_optimizer_states", "offload_optimizer_states", False),
-        ("with_cpu_memory_budget", "cpu_memory_budget", GIB),
-        ("with_gpu_param_memory_budget", "gpu_param_memory_budget", GIB),
-        ("with_max_gpu_memory_mb", "max_gpu_memory_mb", 4096),
-        ("with_max_cpu_memory_mb", "max_cpu_memory_mb", 40000),
-        ("with_prefetch_buffer_size", "prefetch_buffer_size", 2),
-        ("with_compression", "cpu_compression", CpuCompressionMethod.INT8),
-        ("with_memory_strategy", "auto_memory_management", AutoMemoryStrategy.EXTREME),
-        ("with_async_prefetch", "async_prefetch", False),
-        ("with_overlap_computation", "overlap_computation", False),
-        ("with_pin_cpu_memory", "pin_cpu_memory", False),
-    ],
-)
-def test_each_setter_changes_its_field_and_no_other(setter: str, field: str, value: object) -> None:
-    changed = getattr(ZeroConfig(), setter)(value)
-    assert changed == ZeroConfig().replace(**{field: value})
-    assert getattr(changed, field) == value != getattr(ZeroConfig(), field)
+WORDS = [
+    "never",
+    "int8",
+    "b",
+    "grpc",
+    "raise",
+    "extreme",
+    "bf16",
+    "none",
+    "contiguous",
+    "packed",
+    "native",
+    "kept",
+    "push",
+]  # a value of each choice
+
+
+@pytest.mark.parametrize("name", [*ZeroConfig.model_fields, *SHORT_NAMES])
+def test_each_setting_has_a_setter_which_changes_it_and_no_other(name: str) -> None:
+    field, setter = SHORT_NAMES.get(name, name), getattr(ZeroConfig(), f"with_{name}")
+    assert setter.__name__ == f"with_{name}"
+    assert f"``{field}``" in setter.__doc__
+    for value in (not getattr(ZeroConfig(), field), 0.5, 4096, *WORDS):
+        with suppress(ConfigError):
+            assert setter(value) == ZeroConfig().replace(**{field: value}) != ZeroConfig()
+            return
+    raise AssertionError(f"no value of {field} is known here")
 
 
 @pytest.mark.parametrize("number", [-1, 9, 1.0, True, "1"])
@@ -226,7 +233,7 @@ def test_an_excess_below_one_mib_passes() -> None:
         ({"max_grad_norm": -1.0}, ["max_grad_norm is -1.0", "greater than 0"]),
         ({"shard_bytes": 100}, ["shard_bytes is 100", "multiple of 256"]),
         ({"units": 3}, ["units is 3", "list of names"]),
-        ({"units": []}, ["units is []", "at least one"]),
+        ({"units": []}, ["units is []", "must have at least 1 item"]),
         ({"keep_fp32": [1]}, ["keep_fp32 is [1]", "list of names"]),
         ({"stall_timeout": 0}, ["stall_timeout is 0", "greater than 0"]),
     ],
@@ -281,6 +288,10 @@ def test_the_default_config_is_supported() -> None:
 def test_scaling_and_run_settings_are_checked() -> None:
     assert (ScalingConfig().num_workers, ScalingConfig().num_optimizers, ScalingConfig().use_gpu) == (2, 2, False)
     assert "num_workers is 0" in error_line(lambda: ScalingConfig(num_workers=0))
+    for share in (0, 1):
+        assert f"target_exposed is {share} but must be" in error_line(
+            lambda share=share: ScalingConfig(target_exposed=share)
+        )
     assert "cpus_per_worker is 0" in error_line(lambda: ScalingConfig(cpus_per_worker=0))
     assert "name is 'a/b' but must be a plain folder name" in error_line(lambda: RunConfig(name="a/b"))
     assert "takes 130 bytes and may take at most 128; shorten it" in error_line(lambda: RunConfig(name="π" * 65))

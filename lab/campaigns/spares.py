@@ -19,7 +19,7 @@ import ray
 import torch
 
 import rayzero
-from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.run_record import read_record
 
 SETTLED_S = 4.0  # between a recovery and the next death
 

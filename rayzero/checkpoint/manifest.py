@@ -12,27 +12,25 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import AfterValidator, TypeAdapter
+from pydantic import AfterValidator, Field
 
-from rayzero.checkpoint.files import fields
 from rayzero.checkpoint.files.tensor_file import DTYPES, TensorDecl
 from rayzero.errors import CheckpointError, RayZeroError
 from rayzero.files import parse_json
 from rayzero.kernels.moments import CODED, packed_bytes
-from rayzero.layout.model_layout import ModelLayout, ParamSlot, UnitLayout, dtype_name
+from rayzero.layout.model_layout import ModelLayout, ParamSlot, Shape, UnitLayout, dtype_name
 from rayzero.protocol.messages import COMPUTE, MASTER, FileEntry, Hyper, ModelSpec, canonical_json
+from rayzero.records import Sha256, Whole, check_record, parse_record
 
 FORMAT = "rayzero-checkpoint"
 VERSION = 2
 MANIFEST = "manifest.json"
-MAX_BYTES = 1 << 29  # of its text: some 1.5 million pieces of parameters and states
 
 
 def owner_file_name(owner: int) -> str:
@@ -45,21 +43,27 @@ def rank_file_name(rank: int) -> str:
     return f"rank-{rank:04d}.safetensors"
 
 
-def _coded(value: str) -> str:
-    if value and value not in CODED:
-        raise ValueError(f"must be one of {', '.join(CODED)}")
+_T = TypeVar("_T")
+
+
+def _one_of(names: Iterable[str], what: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in names:
+            raise ValueError(f"must be {what}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _printable(value: str) -> str:
+    if not value or not value.isprintable():
+        raise ValueError("must be printable text")
     return value
 
 
-_Moments = Annotated[str, AfterValidator(_coded)]  # kernels/moments.py
-
-
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """A rank's tensor, which is whole."""
-
-    shape: fields.Shape
-    dtype: fields.Dtype
+_Word = Annotated[str, AfterValidator(_printable)]  # messages show it as it is
+_Dtype = Annotated[str, _one_of(DTYPES, "a dtype that safetensors files hold")]
+_Moments = Annotated[str, _one_of(("", *CODED), f"one of {', '.join(CODED)}")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +73,12 @@ class Piece:
     file: str
     tensor: str  # its name in the file
     param: str
-    kind: fields.Word  # MASTER, an optimizer state such as "exp_avg", or COMPUTE for frozen parameters without a master
-    start: fields.Count
-    stop: fields.Count
-    shape: fields.Shape  # of the whole parameter
-    dtype: fields.Dtype
-    sha256: fields.Sha256  # of the piece's bytes
+    kind: _Word  # MASTER, an optimizer state such as "exp_avg", or COMPUTE for frozen parameters without a master
+    start: Whole
+    stop: Whole
+    shape: Shape  # of the whole parameter
+    dtype: _Dtype
+    sha256: Sha256  # of the piece's bytes
     moments: _Moments = ""  # how the values are kept, if they are packed codes; their dtype is uint8
 
     @property
@@ -83,26 +87,28 @@ class Piece:
         numel = self.stop - self.start
         return TensorDecl((packed_bytes(self.moments, numel) if self.moments else numel,), DTYPES[self.dtype])
 
-    @classmethod
-    def from_content(cls, file: str, tensor: str, content: Mapping[str, Any]) -> Piece:
-        """Read one entry of ``FileEntry.content``, ignoring unknown keys. Raises ValueError if a value is missing or
-        wrong."""
-        return fields.checked(_PIECE, {**content, "file": file, "tensor": tensor})
 
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A rank's tensor, which is whole."""
 
-_PIECE = TypeAdapter(Piece)
-_WHOLE = TypeAdapter(_Whole)
-_BODY = TypeAdapter(fields.Body)
+    shape: Shape
+    dtype: _Dtype
+
+    @property
+    def decl(self) -> TensorDecl:
+        """What the file must hold."""
+        return TensorDecl(self.shape, DTYPES[self.dtype])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything a checkpoint says about itself. Made by ``commit_checkpoint``, read by ``CheckpointReader``."""
 
-    step: int  # decided steps that the content includes
+    step: Whole  # decided steps that the content includes
     spec: ModelSpec
     hyper: tuple[Hyper, ...]  # per parameter group, as of the last decision
-    slot_steps: Mapping[str, int]  # parameter -> how many updates it has had
+    slot_steps: Annotated[Mapping[str, Whole], Field(validation_alias="steps")]  # parameter -> updates it has had
     owner_files: tuple[FileEntry, ...]
     rank_files: tuple[FileEntry, ...]
 
@@ -116,8 +122,7 @@ class Manifest:
         """(parameter, kind) -> its pieces in element order. Raises ValueError if an entry is wrong."""
         found: dict[tuple[str, str], list[Piece]] = {}
         for entry in self.owner_files:
-            for tensor, content in entry.content.items():
-                piece = Piece.from_content(entry.name, tensor, content)
+            for piece in _contents(entry, Piece).values():
                 found.setdefault((piece.param, piece.kind), []).append(piece)
         return {key: tuple(sorted(pieces, key=lambda p: p.start)) for key, pieces in found.items()}
 
@@ -138,10 +143,10 @@ class Manifest:
         owned: dict[str, dict[str, TensorDecl]] = {entry.name: {} for entry in self.owner_files}
         for piece in (piece for pieces in self.pieces.values() for piece in pieces):
             owned[piece.file][piece.tensor] = piece.decl
-        for entry in self.rank_files:
-            whole = {name: fields.checked(_WHOLE, content) for name, content in entry.content.items()}
-            owned[entry.name] = {name: TensorDecl(one.shape, DTYPES[one.dtype]) for name, one in whole.items()}
-        return owned
+        whole = {
+            entry.name: {name: one.decl for name, one in _contents(entry, _Whole).items()} for entry in self.rank_files
+        }
+        return owned | whole
 
     @cached_property
     def digest(self) -> str:
@@ -217,13 +222,8 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
         """The inverse of ``to_json``. ``where`` names the file in errors. Raises CheckpointError for any damage."""
-        try:
-            described = parse_json(text)
-        except ValueError as exc:
-            raise CheckpointError(f"{where} is not JSON ({exc}); it is damaged or was cut short") from exc
-        if not isinstance(described, dict):
-            raise CheckpointError(f"{where} is not a RayZero manifest: expected a JSON object")
-        claimed = described.pop("sha256", None)
+        described = _parse(text, where)
+        claimed, claimed_digest = described.pop("sha256", None), described.get("digest")
         if described.get("format") != FORMAT:
             raise CheckpointError(
                 f"{where} is not a RayZero manifest: its format is {reprlib.repr(described.get('format'))}"
@@ -237,53 +237,56 @@ class Manifest:
             got = _hash(described)
         except RecursionError:
             raise CheckpointError(f"{where} is damaged: it is nested too deeply; use another checkpoint") from None
-        _require_hash(where, "hash", claimed, "its content has", got)
-        try:
-            body = fields.checked(_BODY, described)
-            manifest = cls(
-                step=body.step,
-                spec=_spec_of(described["spec"], body),
-                hyper=tuple(body.hyper),
-                slot_steps=body.steps,
-                owner_files=_in_order("owner_files", body.owner_files, owner_file_name),
-                rank_files=_in_order("rank_files", body.rank_files, rank_file_name),
+        if claimed != got:
+            raise CheckpointError(
+                f"{where} is damaged: it says its hash is {_start_of(claimed)}, but its content has {got[:12]}; "
+                "use another checkpoint"
             )
+        del described  # as large as what is made of the text now
+        try:
+            found = parse_record(text, cls)
+            manifest = replace(
+                found,
+                owner_files=_in_order(found.owner_files, "owner_files", owner_file_name),
+                rank_files=_in_order(found.rank_files, "rank_files", rank_file_name),
+            )
+            if [len(groups) for groups in found.spec.group_of] != [len(unit.slots) for unit in found.spec.layout.units]:
+                raise ValueError("spec.group_of does not have one number for each parameter")
+            if len(manifest.rank_files) != manifest.spec.world_size:
+                raise ValueError(f"{len(manifest.rank_files)} rank_files, and world_size {manifest.spec.world_size}")
             manifest.check_complete()
             digest, _ = manifest.digest, manifest.tensors
         except (TypeError, ValueError, RayZeroError) as exc:
             raise CheckpointError(f"{where} lacks or misstates a field: {exc}; use another checkpoint") from exc
-        _require_hash(where, "content digest", body.digest, "its entries give", digest)
+        if digest != claimed_digest:
+            raise CheckpointError(
+                f"{where} is damaged: it says its content digest is {_start_of(claimed_digest)}, but its entries give "
+                f"{digest[:12]}; use another checkpoint"
+            )
         return manifest
 
 
-def _require_hash(where: str, what: str, claimed: object, which: str, got: str) -> None:
-    if claimed != got:
-        says = claimed[:12] if isinstance(claimed, str) and claimed.isalnum() else reprlib.repr(claimed)
-        raise CheckpointError(
-            f"{where} is damaged: it says its {what} is {says}, but {which} {got[:12]}; use another checkpoint"
-        )
+def _start_of(claimed: object) -> str:
+    """The first 12 digits of a hash, for messages; of anything else, its short repr."""
+    return claimed[:12] if isinstance(claimed, str) and claimed.isalnum() else reprlib.repr(claimed)
 
 
-def _spec_of(described: dict[str, Any], body: fields.Body) -> ModelSpec:
-    """The model and optimizer that the run described at attach. Raises ValueError if they and the ranks' files do not
-    go together, TypeError for an unknown field, ConfigError for an unknown dtype."""
-    names = Counter(name for unit in body.spec.layout.units for name, _ in unit.params)
-    if names and (most := names.most_common(1)[0])[1] > 1:
-        raise ValueError(f"parameter {reprlib.repr(most[0])} comes twice")
-    spec = ModelSpec.from_json(described)
-    if [len(groups) for groups in spec.group_of] != [len(unit.slots) for unit in spec.layout.units]:
-        raise ValueError("group_of does not have one number for each parameter")
-    if len(body.rank_files) != spec.world_size:
-        raise ValueError(f"{len(body.rank_files)} rank_files, and world_size {spec.world_size}")
-    return spec
+def _contents(entry: FileEntry, kind: type[_T]) -> dict[str, _T]:
+    """Tensor -> what the manifest says of it. Raises ValueError that names the tensor and the file."""
+    found = {}
+    for name, content in entry.content.items():
+        try:
+            found[name] = check_record(content | {"file": entry.name, "tensor": name}, kind)
+        except ValueError as error:
+            raise ValueError(f"tensor {reprlib.repr(name)} of {entry.name}: {error}") from None
+    return found
 
 
-def _in_order(key: str, files: Sequence[fields.File], file_name: Callable[[int], str]) -> tuple[FileEntry, ...]:
+def _in_order(found: Sequence[FileEntry], key: str, file_name: Callable[[int], str]) -> tuple[FileEntry, ...]:
     """The files in the order of the numbers in their names. Raises ValueError if a number is missing."""
-    by_name = {file.name: FileEntry(**dict(file)) for file in files}
-    names = [file_name(number) for number in range(len(files))]
+    by_name, names = {entry.name: entry for entry in found}, [file_name(number) for number in range(len(found))]
     if by_name.keys() != set(names):
-        given = [file.name for file in files]
+        given = [entry.name for entry in found]
         raise ValueError(f"{key} have the names {reprlib.repr(given)}, and must have {reprlib.repr(names)}")
     return tuple(by_name[name] for name in names)
 
@@ -311,3 +314,13 @@ def _file_to_json(entry: FileEntry) -> dict[str, Any]:
 
 def _hash(body: dict[str, Any]) -> str:
     return hashlib.sha256(canonical_json(body).encode()).hexdigest()
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        described = parse_json(text)
+    except ValueError as exc:
+        raise CheckpointError(f"{where} is not JSON ({exc}); it is damaged or was cut short") from exc
+    if not isinstance(described, dict):
+        raise CheckpointError(f"{where} is not a RayZero manifest: expected a JSON object")
+    return described

@@ -18,6 +18,10 @@ from rayzero.files import to_json
 from rayzero.quantities import count
 
 _MAX_CONFIG = 1 << 24  # bytes
+_OF_THE_RECORD = (
+    "run", "state", "error", "resumed_from", "started_at", "ended_at", "recoveries", "replacing", "rescaling",
+    "rescales", "members", "spares", "routing", "metrics", "telemetry", "loggers",
+)  # fmt: skip
 
 
 def status(
@@ -42,33 +46,17 @@ def describe_run(path: Path) -> dict[str, Any]:
     rows = read_log(path)
     checkpoints, damaged = sound_checkpoints(path)
     validated = [row["validation_loss"] for row in rows if row.get("validation_loss") is not None]
-    return {
-        "run": record["run"],
+    return {name: record[name] for name in _OF_THE_RECORD} | {
         "path": str(path.absolute()),
-        "state": record["state"],
-        "error": record.get("error"),
         "steps": _planned_steps(path / "config.yaml"),
         "last": latest_metrics(rows),
         "validation_loss": validated[-1] if validated else None,
         "checkpoint": str(checkpoints[-1]) if checkpoints else None,
         "checkpoints": [str(checkpoint) for checkpoint in checkpoints],
         "damaged": damaged,
-        "resumed_from": record.get("resumed_from"),
-        "started_at": record["started_at"],
-        "ended_at": record.get("ended_at"),
-        "recoveries": record.get("recoveries") or [],
-        "replacing": record.get("replacing") or [],
-        "rescaling": record.get("rescaling"),
-        "rescales": record.get("rescales") or [],
         "memory": memory,
         "continue_with": _continue_with(path, memory, bool(checkpoints)) if memory is not None else None,
-        "members": record.get("members") or [],  # empty if no process was started yet
-        "spares": record.get("spares") or [],
-        "routing": record.get("routing"),
-        "metrics": record.get("metrics", {}),
         "plan": read_plan(path),
-        "telemetry": record.get("telemetry"),
-        "loggers": record.get("loggers") or [],
     }
 
 

@@ -16,7 +16,8 @@ from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.continuation import Former
 from rayzero.cluster.files.file_discovery import announced
 from rayzero.cluster.files.metrics_log import MetricsLog, trim_log, written_rows
-from rayzero.cluster.files.run_dir import RECORD, StartPoint
+from rayzero.cluster.files.run_dir import StartPoint
+from rayzero.cluster.files.run_record import RECORD
 from rayzero.cluster.files.viewer_file import viewable
 from rayzero.cluster.interrupts import postponed
 from rayzero.cluster.janitor import KeptStates

@@ -67,12 +67,12 @@ def _outcome(run_dir: Path, request: ScaleRequest, on_progress: Callable[[str], 
     said, asked = None, time.monotonic()
     while True:
         record = run_status(run_dir)
-        found = next((one for one in record.get("rescales") or [] if one["id"] == request.id), None)
+        found = next((one for one in record["rescales"] if one["id"] == request.id), None)
         if found is not None:
             if found["failed"] is not None:
                 raise RunFailedError(f"the optimizers stay as they are: {found['failed']}")
             return Rescaled(**found)
-        progress = record.get("rescaling")
+        progress = record["rescaling"]
         if progress is not None and progress != said:
             said = progress
             on_progress(progress)

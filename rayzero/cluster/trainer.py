@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,13 @@ from rayzero.cluster.continuation import States, Successor
 from rayzero.cluster.driver import drive
 from rayzero.cluster.files.metrics_log import MakeRow, row_of_report, trim_log
 from rayzero.cluster.files.run_dir import RunDirectory
+from rayzero.cluster.files.run_record import (
+    DriverProcess,
+    ExporterAddress,
+    LoggerState,
+    RunRecord,
+    TelemetryAddresses,
+)
 from rayzero.cluster.files.tracing import TRACE_FILE, write_trace
 from rayzero.cluster.interrupts import interruptible
 from rayzero.cluster.journal import Journal, OnPhase, OnReport, RunRequest
@@ -243,48 +250,48 @@ class ZeroTrainer:
 
         ``checkpoint``: the run's newest one that is known without reading the folder."""
         is_up = journal.state is not RunState.STARTING  # what it had before a restart is gone
-        record = {
-            "run": self._run.name,
-            "state": journal.state,
-            "error": None if error is None else str(error),
-            "started_at": started,
-            "ended_at": None if journal.state.is_open else time.time(),
-            "driver": {"pid": os.getpid(), "host": socket.gethostname()},
-            "ray_address": journal.ray_address,
-            "ray_auth_mode": os.environ.get("RAY_AUTH_MODE"),
-            "members": [asdict(member) for member in journal.members if is_up],
-            "spares": [asdict(member) for member in journal.spares if is_up],
-            "routing": asdict(journal.routing),
-            "recoveries": [asdict(recovery) for recovery in journal.recoveries],
-            "replacing": journal.replacing,
-            "rescaling": journal.rescaling,
-            "rescales": [asdict(rescaled) for rescaled in journal.rescales],
-            "telemetry": _telemetry(journal, self._run.telemetry.web_config is not None) if is_up else None,
-            "loggers": [] if journal.loggers is None else journal.loggers.described(),
-            "metrics": {str(rank): report.metrics for rank, report in sorted(journal.latest.items())},
-            "checkpoint": _text(checkpoint),
-            "checkpoints_elsewhere": [str(path) for path in directory.checkpoints.elsewhere],
-            "resumed_from": _text(directory.resume),
-            "states": self._states(directory),
-            "measured": {who: measured.to_json() for who, measured in journal.measured.items()},
-            "config": {
+        record = RunRecord(
+            run=self._run.name,
+            state=journal.state,
+            error=None if error is None else str(error),
+            started_at=started,
+            ended_at=None if journal.state.is_open else time.time(),
+            driver=DriverProcess(pid=os.getpid(), host=socket.gethostname()),
+            ray_address=journal.ray_address,
+            ray_auth_mode=os.environ.get("RAY_AUTH_MODE"),
+            members=journal.members if is_up else [],
+            spares=journal.spares if is_up else [],
+            routing=journal.routing,
+            recoveries=journal.recoveries,
+            replacing=journal.replacing,
+            rescaling=journal.rescaling,
+            rescales=journal.rescales,
+            telemetry=_telemetry(journal, self._run.telemetry.web_config is not None) if is_up else None,
+            loggers=[] if journal.loggers is None else [LoggerState(**one) for one in journal.loggers.described()],
+            metrics={str(rank): dict(report.metrics) for rank, report in sorted(journal.latest.items())},
+            checkpoint=_text(checkpoint),
+            checkpoints_elsewhere=[str(path) for path in directory.checkpoints.elsewhere],
+            resumed_from=_text(directory.resume),
+            states=self._states(directory),
+            measured={who: measured.to_json() for who, measured in journal.measured.items()},
+            config={
                 "zero": self._zero.model_dump(mode="json"),
                 "scaling": self._scaling.model_dump(mode="json"),
                 "run": self._run.model_dump(mode="json"),
             },
-        }
+        )
         try:
             directory.write_record(record)
         except OSError as failed:  # a full disk is no reason to end a training
             log.warning("%s/run.json is not up to date: %s", directory.path, failed.strerror)
-        return record
+        return record.plain()
 
-    def _states(self, directory: RunDirectory) -> dict[str, str] | None:
+    def _states(self, directory: RunDirectory) -> States | None:
         """Where the run's states are in shared memory, for a run that continues it; None: they are not kept."""
         shared = self._zero.shared_directory
         if shared is None or not self._run.keep_states or why_no_sharing(shared) is not None:
             return None
-        return asdict(States.in_directory(directory.start.lineage, shared))
+        return States.in_directory(directory.start.lineage, shared)
 
 
 def _shown(loop_config: Any, zero: ZeroConfig, scaling: ScalingConfig) -> dict[str, Any]:
@@ -294,16 +301,16 @@ def _shown(loop_config: Any, zero: ZeroConfig, scaling: ScalingConfig) -> dict[s
     return flat_settings({str(name): value for name, value in of_the_loop.items()} | ours)
 
 
-def _telemetry(journal: Journal, has_web_config: bool) -> dict[str, Any] | None:
+def _telemetry(journal: Journal, has_web_config: bool) -> TelemetryAddresses | None:
     """The addresses of the run's exporters and of its live page; None without telemetry. A browser cannot show what the
     run's own tools show, so where they alone are let in there is no page."""
     if not journal.targets:
         return None
-    return {
-        "http_sd": journal.targets[0].url(DISCOVERY_PATH),
-        "page": journal.targets[0].url(PAGE_PATH) if has_web_config or journal.targets[0].scheme == "http" else None,
-        "targets": [{"address": target.address, "labels": target.discovered} for target in journal.targets],
-    }
+    return TelemetryAddresses(
+        http_sd=journal.targets[0].url(DISCOVERY_PATH),
+        page=journal.targets[0].url(PAGE_PATH) if has_web_config or journal.targets[0].scheme == "http" else None,
+        targets=[ExporterAddress(address=target.address, labels=target.discovered) for target in journal.targets],
+    )
 
 
 class PhaseLines:

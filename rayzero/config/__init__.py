@@ -2,8 +2,8 @@
 
 A wrong setting raises a one-line :class:`~rayzero.errors.ConfigError` that names it, its value and what is allowed.
 Every field's docstring says exactly what it changes, and its first sentence stands alone: ``help()``, ``rayzero train
---help-config`` and ``json_schema()`` show the same texts. Constructors are written out only for type checkers, because
-they accept more types ("4GiB", a Path) than the fields have.
+--help-config`` and ``json_schema()`` show the same texts. Constructors accept more types ("4GiB", a Path) than the
+fields have: scripts/settings.py makes from the fields what type checkers see of them (arguments.pyi).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import difflib
 import re
 import reprlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import (
@@ -19,10 +20,11 @@ from pydantic import (
     model_validator,
 )
 
-from rayzero.config.help_text import Settings, Unit, describe_fields
+from rayzero.config.help_text import Settings, Takes, Unit, describe_fields
 from rayzero.config.yaml_text import dump_yaml, load_yaml
 from rayzero.errors import ConfigError
 from rayzero.quantities import BYTE_TEXT, parse_bytes
+from rayzero.records import fault_of
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -37,6 +39,7 @@ Size = Annotated[
     Strict(),
     Field(gt=0),
     Unit("bytes"),
+    Takes("int | str"),
     WithJsonSchema(
         {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": BYTE_TEXT.pattern}]}
     ),
@@ -46,6 +49,24 @@ Share = Annotated[float, Strict(), Field(ge=0, le=1), Unit("0 to 1")]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Strict(), Field(gt=0, le=10**9, allow_inf_nan=False), Unit("seconds")]  # a lock's has an end
 WholeSeconds = Annotated[Natural, Unit("seconds")]  # 0 too
+
+
+def _names(value: object) -> object:
+    if isinstance(value, str):
+        return value if value == "auto" else (value,)
+    names = tuple(value) if isinstance(value, list | tuple) else (None,)
+    if all(isinstance(name, str) and name for name in names):
+        return names
+    raise ValueError("must be a list of names")
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_names), Takes("str | Sequence[str]")]  # or one name
+
+
+Text = Annotated[str, Field(min_length=1)]
+PathText = Annotated[
+    Text, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value), Takes("str | Path")
+]
 
 
 # ---- one-line errors --------------------------------------------------------------------------------------------
@@ -68,27 +89,16 @@ def _dotted(model: type[BaseModel], group: str = "") -> Iterator[str]:
             yield f"{group}{name}"
 
 
-def _allowed(message: str) -> str:
-    plain = re.sub(r"a valid dictionary or instance of \w+$", "a group of settings", message)
-    return plain.removeprefix("Value error, ").replace("Input should be", "must be")
-
-
 def _one_line(model: type[BaseModel], error: ValidationError) -> str:
     """Describe the first error in one line; unknown settings come before wrong values."""
-    found = error.errors(include_url=False)
-    for item in found:
+    for item in error.errors(include_url=False):
         if item["type"] == "extra_forbidden":
             return _unknown_key(model, str(item["loc"][0]), item["input"])
-    first = found[0]
-    if not first["loc"]:
-        return f"{model.__name__}: {_allowed(first['msg'])}"
-    field = first["loc"][0]
-    if first["type"] == "missing":
-        return f"{model.__name__}: {field} is missing"
-    if isinstance(first.get("ctx", {}).get("error"), ConfigError):
-        return f"{field}: {first['ctx']['error']}"
-    allowed = dict.fromkeys(_allowed(item["msg"]) for item in found if item["loc"][0] == field)
-    return f"{model.__name__}: {field} is {reprlib.repr(first['input'])} but {' or '.join(allowed)}"
+    first = error.errors(include_url=False)[0]
+    if isinstance(first.get("ctx", {}).get("error"), ConfigError) and first["loc"]:
+        return f"{first['loc'][0]}: {first['ctx']['error']}"
+    plain = re.sub(r"a valid dictionary or instance of \w+$", "a group of settings", fault_of(error, depth=1))
+    return f"{model.__name__}: {plain}"
 
 
 class ConfigModel(BaseModel):

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, g
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-__all__ = ["Settings", "Unit", "commented_settings", "describe_fields", "describe_settings"]
+__all__ = ["Settings", "Takes", "Unit", "commented_settings", "describe_fields", "describe_settings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,13 @@ class Unit:
     """The unit of a number of an annotated type, or its range."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Takes:
+    """What a constructor takes for a value of an annotated type, where that is more than the type."""
+
+    types: str
 
 
 class Settings(inspect.Signature):

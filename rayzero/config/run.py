@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, Unpack
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from rayzero.config.arguments import RunArguments, ScalingArguments
 from rayzero.config.base import (
     ConfigModel,
     Count,
     Flag,
     Natural,
+    PathText,
     Positive,
     Processes,
     Seconds,
@@ -24,6 +26,7 @@ from rayzero.config.base import (
     WholeSeconds,
 )
 from rayzero.config.choices import CheckpointErrors
+from rayzero.config.help_text import Takes
 from rayzero.config.loggers import LoggerName, named_loggers
 from rayzero.config.security import SecurityConfig
 from rayzero.config.telemetry import TelemetryConfig
@@ -46,7 +49,7 @@ class ScalingConfig(ConfigModel):
     num_workers: Processes = 2
     """Rank workers: data-parallel copies of the training loop."""
 
-    num_optimizers: Processes = 2
+    num_optimizers: Annotated[Processes, Takes("int | tuple[int, int]")] = 2
     """Optimizer actors that own the shards; independent of num_workers. A pair (fewest, most): the run begins with the
     fewest and changes their number as it goes on; see target_exposed."""
 
@@ -54,7 +57,7 @@ class ScalingConfig(ConfigModel):
     """The most optimizer actors that a run gives itself; num_optimizers=(fewest, most) sets it. None: their number
     changes only when somebody asks for it (`rayzero scale`)."""
 
-    target_exposed: Share = 0.05
+    target_exposed: Annotated[Share, Field(gt=0, lt=1)] = 0.05
     """The largest share of a step that ranks should wait for updates: above it, a run with max_optimizers takes more
     optimizer actors, unless they do not make updates faster; where they idle, it takes fewer."""
 
@@ -113,31 +116,11 @@ class ScalingConfig(ConfigModel):
                 f"max_optimizers is {self.max_optimizers}, but num_optimizers is {self.num_optimizers}: pass the "
                 "fewest first"
             )
-        if not 0 < self.target_exposed < 1:
-            raise ValueError(f"target_exposed is {self.target_exposed}: pass a share of a step, above 0 and below 1")
         return self
 
     if TYPE_CHECKING:
 
-        def __init__(
-            self,
-            *,
-            num_workers: int = ...,
-            num_optimizers: int | tuple[int, int] = ...,
-            max_optimizers: int | None = ...,
-            target_exposed: float = ...,
-            use_gpu: bool = ...,
-            cpus_per_worker: float | None = ...,
-            cpus_per_optimizer: float | None = ...,
-            threads_per_worker: int | None = ...,
-            threads_per_optimizer: int | None = ...,
-            bind_numa: bool = ...,
-            memory_per_worker: int | str | None = ...,
-            memory_per_optimizer: int | str | None = ...,
-            optimizer_labels: Mapping[str, str] = ...,
-            placement_timeout: float = ...,
-            rescale_on_failure: bool = ...,
-        ) -> None: ...
+        def __init__(self, **settings: Unpack[ScalingArguments]) -> None: ...
 
 
 class RunConfig(ConfigModel):
@@ -146,7 +129,7 @@ class RunConfig(ConfigModel):
     name: str = "rayzero"
     """Name of the run's directory; at most 128 bytes."""
 
-    storage_path: str = "runs"
+    storage_path: PathText = "runs"
     """Directory in which each run has its directory."""
 
     checkpoint_every: Count | None = None
@@ -180,11 +163,11 @@ class RunConfig(ConfigModel):
     """Seconds that a killed run's states stay in this host's shared memory, so that resume=True finds them. 0: a run
     that was killed goes on from a checkpoint."""
 
-    resume: Flag | str = False
+    resume: Flag | PathText = False
     """True: continue the run, from the last step that it decided if it was killed and its states are still in this
     host's shared memory, else from its newest checkpoint; a path or URL: from that checkpoint; False: start anew."""
 
-    report_to: tuple[LoggerName, ...] = ()
+    report_to: Annotated[tuple[LoggerName, ...], BeforeValidator(named_loggers), Takes("str | Sequence[str]")] = ()
     """Loggers that get the rows of metrics.jsonl while the run goes on. A name, a list of them, "all" (those that are
     installed) or "none". docs/loggers.md says where each one writes."""
 
@@ -200,25 +183,7 @@ class RunConfig(ConfigModel):
 
     if TYPE_CHECKING:
 
-        def __init__(
-            self,
-            *,
-            name: str = ...,
-            storage_path: str | Path = ...,
-            checkpoint_every: int | None = ...,
-            keep_last: int | None = ...,
-            keep_every: int | None = ...,
-            upload_to: str | None = ...,
-            on_checkpoint_error: CheckpointErrors = ...,
-            max_failures: int = ...,
-            warm_spares: int = ...,
-            keep_states: int = ...,
-            resume: bool | str | Path = ...,
-            report_to: str | Sequence[str] = ...,
-            network: str | None = ...,
-            telemetry: TelemetryConfig | Mapping[str, Any] = ...,
-            security: SecurityConfig | Mapping[str, Any] = ...,
-        ) -> None: ...
+        def __init__(self, **settings: Unpack[RunArguments]) -> None: ...
 
     @model_validator(mode="after")
     def _spares_take_places(self) -> Self:
@@ -236,11 +201,6 @@ class RunConfig(ConfigModel):
                 f"keep_every is {self.keep_every} but keep_last is null, so nothing is deleted; set keep_last, too"
             )
         return self
-
-    @field_validator("report_to", mode="before")
-    @classmethod
-    def _names_of_loggers(cls, value: object) -> object:
-        return named_loggers(value)
 
     @field_validator("name")
     @classmethod
@@ -274,14 +234,6 @@ class RunConfig(ConfigModel):
     def _is_url(cls, value: str | None) -> str | None:
         if value is not None and "://" not in value:
             raise ValueError("must be a URL such as s3://bucket/run")
-        return value
-
-    @field_validator("storage_path", "resume", mode="before")
-    @classmethod
-    def _path_text(cls, value: object) -> object:
-        value = str(value) if isinstance(value, Path) else value
-        if value == "":
-            raise ValueError("must not be empty")
         return value
 
     @property

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, Strict, field_validator, model_validator
+from pydantic import Field, Strict, model_validator
 
-from rayzero.config.base import ConfigModel, Count, Flag
+from rayzero.config.base import ConfigModel, Count, Flag, Text
 
 Port = Annotated[int, Strict(), Field(ge=0, le=65535)]
 
@@ -24,7 +24,7 @@ class TelemetryConfig(ConfigModel):
     web_config, whoever reaches it may read it. With "auto" on several nodes and without web_config, only the run's own
     tools (rayzero top, rayzero trace) may."""
 
-    web_config: str | None = None
+    web_config: Text | None = None
     """YAML file in the format of Prometheus' exporters, which says who may read metrics: TLS (tls_server_config) and
     passwords (basic_auth_users). It is read where the run is started, and holds for every process; certificates that it
     names may be replaced while the run goes on. null: none."""
@@ -36,7 +36,7 @@ class TelemetryConfig(ConfigModel):
     """Port of the first exporter: exporter ``i`` listens on this + ``i`` (optimizer actors first, then ranks); 0: any
     free ports."""
 
-    discovery_dir: str | None = None
+    discovery_dir: Text | None = None
     """Directory of file_sd files, one for each running run, which Prometheus watches; null: ``.targets`` in
     storage_path."""
 
@@ -50,17 +50,9 @@ class TelemetryConfig(ConfigModel):
     """How many of its last steps the run traces: it writes them to trace.json in its folder when it ends, and every
     process keeps spans all the time; null: processes keep spans only while ``rayzero trace`` asks for them."""
 
-    @field_validator("discovery_dir", "web_config")
-    @classmethod
-    def _some_directory(cls, value: str | None) -> str | None:
-        if value == "":
-            raise ValueError("must not be empty")
-        return value
-
     @model_validator(mode="after")
     def _traces_what_it_tells(self) -> Self:
-        if self.trace_steps is not None and not self.enabled:
-            raise ValueError("trace_steps needs enabled: true")
-        if self.web_config is not None and not self.enabled:
-            raise ValueError("web_config needs enabled: true")
+        for name in ("trace_steps", "web_config"):
+            if getattr(self, name) is not None and not self.enabled:
+                raise ValueError(f"{name} needs enabled: true")
         return self

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Unpack
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, model_validator
 
-from rayzero.config.base import GIB, MIB, ConfigModel, Count, Flag, Mebibytes, Positive, Seconds, Share, Size
+from rayzero.config.arguments import ZeroArguments, ZeroSetters
+from rayzero.config.base import GIB, MIB, Count, Flag, Mebibytes, Names, Positive, Seconds, Share, Size
 from rayzero.config.choices import AutoMemoryStrategy, CpuCompressionMethod
 from rayzero.errors import UnsupportedError
 
@@ -39,7 +40,7 @@ def speaks_for_host(setting: HostVoice, ranks: int, world_size: int) -> bool:
     return ranks > 1 and (setting == "always" or (setting == "auto" and world_size > _VOICES_ABOVE))
 
 
-class ZeroConfig(ConfigModel):
+class ZeroConfig(ZeroSetters):
     """Says how a model's states are split, moved and updated."""
 
     offload_params: Flag = True
@@ -59,7 +60,7 @@ class ZeroConfig(ConfigModel):
     the ranks' devices, an equal part on each, in whole shards: the shards that forward uses first, because ranks would
     wait for their updates first. In a run with optimizer actors, the value in the trainer's zero_config counts."""
 
-    offload_activations: tuple[str, ...] = ()
+    offload_activations: Names = ()
     """Patterns (fnmatch) of module names ("layers.*.mlp") whose saved activations wait in host memory between forward
     and backward; the matches of a pattern are one group in summaries. The values stay exact."""
 
@@ -139,13 +140,13 @@ class ZeroConfig(ConfigModel):
     gradient_accumulation_steps: Count = 1
     """Backwards planned per step; above 1, each owner keeps an fp32 accumulator per rank."""
 
-    shard_bytes: Size = 8 * MIB
+    shard_bytes: Annotated[Size, Field(multiple_of=256)] = 8 * MIB
     """Bytes of fp32 master in one shard, a multiple of 256 bytes (64 elements)."""
 
     shard_map: Spread = "balanced"
     """How shards are distributed over owners (layout/shard_map.py)."""
 
-    units: Literal["auto"] | tuple[str, ...] = "auto"
+    units: Annotated[Literal["auto"] | Names, Field(min_length=1)] = "auto"
     """"auto": the blocks of every ModuleList and Sequential are units; or a list of names of classes
     whose modules are units, such as "LlamaDecoderLayer"."""
 
@@ -153,7 +154,7 @@ class ZeroConfig(ConfigModel):
     """Bytes: with units="auto", a module outside the blocks is a unit of its own if its own parameters take more than
     this; the smaller modules form the root unit."""
 
-    keep_fp32: tuple[str, ...] = ()
+    keep_fp32: Names = ()
     """Patterns (fnmatch) of module names whose parameters stay fp32 under a lower precision."""
 
     frozen_masters: Flag = True
@@ -250,81 +251,7 @@ class ZeroConfig(ConfigModel):
 
     if TYPE_CHECKING:
 
-        def __init__(
-            self,
-            *,
-            offload_params: bool = ...,
-            offload_grads: bool = ...,
-            offload_optimizer_states: bool = ...,
-            offload_fraction: float = ...,
-            offload_activations: str | Sequence[str] = ...,
-            activation_fraction: float = ...,
-            activation_min_bytes: int | str = ...,
-            activation_device_budget: int | str | None = ...,
-            activation_host_budget: int | str | None = ...,
-            cpu_memory_budget: int | str | None = ...,
-            gpu_param_memory_budget: int | str = ...,
-            prefetch_buffer_size: int = ...,
-            prefetch_adaptive: bool = ...,
-            max_gpu_memory_mb: int | None = ...,
-            max_cpu_memory_mb: int | None = ...,
-            async_prefetch: bool = ...,
-            overlap_computation: bool = ...,
-            pin_cpu_memory: bool = ...,
-            cpu_compression: CpuCompressionMethod | str = ...,
-            auto_memory_management: AutoMemoryStrategy | str = ...,
-            precision: Precision = ...,
-            overlap: Overlap = ...,
-            max_grad_norm: float | None = ...,
-            nonfinite: Nonfinite = ...,
-            gradient_accumulation_steps: int = ...,
-            shard_bytes: int | str = ...,
-            shard_map: Spread = ...,
-            units: str | Sequence[str] = ...,
-            min_unit_bytes: int | str = ...,
-            keep_fp32: str | Sequence[str] = ...,
-            frozen_masters: bool = ...,
-            transport: Transport = ...,
-            slab_dir: str = ...,
-            placement: Placement = ...,
-            stall_timeout: float = ...,
-            kernel: Kernel = ...,
-            moments: Moments = ...,
-            checkpoint_moments: CheckpointMoments = ...,
-            checkpoint_copies: int | str = ...,
-            chunk_bytes: int | str = ...,
-            stream_bytes: int | str = ...,
-            wire_compression: WireCompression = ...,
-            keep_pushed: bool = ...,
-            broadcast: Broadcast = ...,
-            host_fetch: HostFetch = ...,
-            host_push: HostPush = ...,
-            host_voice: HostVoice = ...,
-        ) -> None: ...
-
-    @field_validator("units", "keep_fp32", "offload_activations", mode="before")
-    @classmethod
-    def _names(cls, value: object) -> object:
-        if isinstance(value, str):
-            return value if value == "auto" else (value,)
-        names = tuple(value) if isinstance(value, list | tuple) else (None,)
-        if all(isinstance(name, str) and name for name in names):
-            return names
-        raise ValueError("must be a list of names")
-
-    @field_validator("units")
-    @classmethod
-    def _some_units(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        if not value:
-            raise ValueError('must be "auto" or name at least one module class')
-        return value
-
-    @field_validator("shard_bytes")
-    @classmethod
-    def _whole_shards(cls, value: int) -> int:
-        if value % 256:
-            raise ValueError("must be a multiple of 256 bytes (64 fp32 elements)")
-        return value
+        def __init__(self, **settings: Unpack[ZeroArguments]) -> None: ...
 
     @model_validator(mode="after")
     def _budgets_fit(self) -> Self:
@@ -340,34 +267,24 @@ class ZeroConfig(ConfigModel):
         return self
 
     @model_validator(mode="after")
-    def _host_can_fetch(self) -> Self:
-        if self.host_fetch == "always" and self.shared_directory is None:
-            raise ValueError(
-                f"host_fetch='always' needs memory that a host's ranks share, but transport is {self.transport!r}; "
-                "set transport='auto' or host_fetch='never'"
-            )
+    def _host_can_fetch_and_push(self) -> Self:
+        for name in ("host_fetch", "host_push"):
+            if getattr(self, name) == "always" and self.shared_directory is None:
+                raise ValueError(
+                    f"{name}='always' needs memory that a host's ranks share, but transport is {self.transport!r}; "
+                    f"set transport='auto' or {name}='never'"
+                )
         if self.host_fetch == "always" and self.broadcast == "push":
             raise ValueError(
                 "host_fetch='always' cannot be used with broadcast='push', where each rank asks before there is "
                 "anything to fetch; set broadcast='pull' or host_fetch='never'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _host_can_push(self) -> Self:
-        if self.host_push != "always":
-            return self
-        if self.shared_directory is None:
-            raise ValueError(
-                f"host_push='always' needs memory that a host's ranks share, but transport is {self.transport!r}; "
-                "set transport='auto' or host_push='never'"
-            )
-        if self.wire_compression != "none":
+        if self.host_push == "always" and self.wire_compression != "none":
             raise ValueError(
                 f"host_push='always' cannot be used with wire_compression={self.wire_compression!r}, which rounds each "
                 "push before ranks are added; set wire_compression='none' or host_push='never'"
             )
-        if not self.keep_pushed:
+        if self.host_push == "always" and not self.keep_pushed:
             raise ValueError(
                 "host_push='always' needs ranks to keep what they push until it is added, but keep_pushed is False; "
                 "set keep_pushed=True or host_push='never'"
@@ -415,59 +332,22 @@ class ZeroConfig(ConfigModel):
             if getattr(self, field) == value:
                 raise UnsupportedError(f"{field}={_plain(value)} is not supported yet; {instead}")
 
-    # Fluent setters: each returns a new, checked config.
 
-    def with_offload_params(self, enabled: bool) -> Self:
-        """A new config with ``offload_params`` set."""
-        return self.replace(offload_params=enabled)
+SHORT_NAMES = {"compression": "cpu_compression", "memory_strategy": "auto_memory_management"}
+"""Settings whose setters have a short name, too."""
 
-    def with_offload_grads(self, enabled: bool) -> Self:
-        """A new config with ``offload_grads`` set."""
-        return self.replace(offload_grads=enabled)
 
-    def with_offload_optimizer_states(self, enabled: bool) -> Self:
-        """A new config with ``offload_optimizer_states`` set."""
-        return self.replace(offload_optimizer_states=enabled)
+def _setter(method: str, setting: str) -> Callable[[ZeroConfig, Any], ZeroConfig]:
+    def with_value(self: ZeroConfig, value: Any) -> ZeroConfig:
+        return self.replace(**{setting: value})
 
-    def with_cpu_memory_budget(self, budget: int | str | None) -> Self:
-        """A new config with ``cpu_memory_budget`` set (bytes, or text such as "64GiB"; None: what the host has)."""
-        return self.replace(cpu_memory_budget=budget)
+    with_value.__name__, with_value.__qualname__ = method, f"ZeroConfig.{method}"
+    with_value.__doc__ = f"A new config with ``{setting}`` set."
+    return with_value
 
-    def with_gpu_param_memory_budget(self, budget: int | str) -> Self:
-        """A new config with ``gpu_param_memory_budget`` set (bytes, or text such as "4GiB")."""
-        return self.replace(gpu_param_memory_budget=budget)
 
-    def with_max_gpu_memory_mb(self, limit: int | None) -> Self:
-        """A new config with ``max_gpu_memory_mb`` set (MiB; None: what the device has)."""
-        return self.replace(max_gpu_memory_mb=limit)
-
-    def with_max_cpu_memory_mb(self, limit: int | None) -> Self:
-        """A new config with ``max_cpu_memory_mb`` set (MiB; None: what the host has)."""
-        return self.replace(max_cpu_memory_mb=limit)
-
-    def with_prefetch_buffer_size(self, depth: int) -> Self:
-        """A new config with ``prefetch_buffer_size`` set (units)."""
-        return self.replace(prefetch_buffer_size=depth)
-
-    def with_compression(self, method: CpuCompressionMethod | str) -> Self:
-        """A new config with ``cpu_compression`` set."""
-        return self.replace(cpu_compression=method)
-
-    def with_memory_strategy(self, strategy: AutoMemoryStrategy | str) -> Self:
-        """A new config with ``auto_memory_management`` set."""
-        return self.replace(auto_memory_management=strategy)
-
-    def with_async_prefetch(self, enabled: bool) -> Self:
-        """A new config with ``async_prefetch`` set."""
-        return self.replace(async_prefetch=enabled)
-
-    def with_overlap_computation(self, enabled: bool) -> Self:
-        """A new config with ``overlap_computation`` set."""
-        return self.replace(overlap_computation=enabled)
-
-    def with_pin_cpu_memory(self, enabled: bool) -> Self:
-        """A new config with ``pin_cpu_memory`` set."""
-        return self.replace(pin_cpu_memory=enabled)
+for _short, _setting in ({name: name for name in ZeroConfig.model_fields} | SHORT_NAMES).items():
+    setattr(ZeroConfig, f"with_{_short}", _setter(f"with_{_short}", _setting))
 
 
 _NOT_YET: tuple[tuple[str, object, str], ...] = (("overlap", "backward", "use overlap='forward' or 'none'"),)

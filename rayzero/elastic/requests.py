@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import get_args
 
+from pydantic import ConfigDict, Field
+
+from rayzero.config import ConfigModel, Processes
 from rayzero.config.zero import Placement
 from rayzero.errors import ConfigError
-from rayzero.files import parse_json, read_text, replace_file
+from rayzero.files import replace_file
+from rayzero.records import Several, load_record
 
 log = logging.getLogger(__name__)
 
@@ -21,25 +22,27 @@ _FILES = "scale-*.json"
 _MOST = 1 << 16  # bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleRequest:
-    """What is asked for. Raises ConfigError for a number that no run can have."""
+class ScaleRequest(ConfigModel):
+    """What is asked for."""
 
-    num_optimizers: int
-    avoid: tuple[str, ...] = ()  # nodes that no optimizer is to be on, by id or address
-    placement: Placement | None = None  # where all of them are to be from now on; None: as before
-    id: str = field(default_factory=lambda: secrets.token_hex(8))  # names it in the run's record
+    model_config = ConfigDict(extra="ignore")
 
-    def __post_init__(self) -> None:
-        if self.num_optimizers < 1:
-            raise ConfigError(f"num_optimizers is {self.num_optimizers}: pass at least 1")
-        if self.placement is not None and self.placement not in get_args(Placement):
-            raise ConfigError(f"placement is {self.placement!r}: choose one of {', '.join(get_args(Placement))}")
+    num_optimizers: Processes
+    """Optimizer actors that the run is to have."""
+
+    avoid: Several[str] = ()
+    """Nodes that no optimizer is to be on, by id or address."""
+
+    placement: Placement | None = None
+    """Where all of them are to be from now on; None: as before."""
+
+    id: str = Field(default_factory=lambda: secrets.token_hex(8))
+    """Names the request in the run's record."""
 
 
 def ask(run_dir: Path, request: ScaleRequest) -> None:
     """Leave a request. Raises OSError."""
-    replace_file(_file(run_dir, request), json.dumps(asdict(request)))
+    replace_file(_file(run_dir, request), request.model_dump_json())
 
 
 def withdraw(run_dir: Path, request: ScaleRequest) -> bool:
@@ -69,24 +72,15 @@ def take(run_dir: Path) -> list[ScaleRequest]:
 
 def _take(path: Path) -> ScaleRequest | None:
     try:
-        request = _parsed(read_text(path, at_most=_MOST))
+        request = load_record(path, ScaleRequest, "a request for other optimizers", "ask again", at_most=_MOST)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, ConfigError) as error:
+    except (OSError, ConfigError) as error:
         aside = path.with_suffix(".unreadable")
-        log.warning("%s is no request that can be read (%r); it is now %s", path, error, aside.name)
+        log.warning("a request is set aside as %s: %s", aside.name, error)
         with suppress(OSError):
             path.rename(aside)
         return None
     with suppress(OSError):
         path.unlink()
     return request
-
-
-def _parsed(text: str) -> ScaleRequest:
-    data = parse_json(text)
-    number, avoid = data["num_optimizers"], data["avoid"]
-    if type(number) is not int or type(avoid) is not list:
-        raise ValueError(f"num_optimizers is {number!r}, avoid is {avoid!r}: a whole number and a list are needed")
-    nodes = tuple(map(str, avoid))
-    return ScaleRequest(num_optimizers=number, avoid=nodes, placement=data.get("placement"), id=str(data["id"]))

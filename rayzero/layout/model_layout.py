@@ -10,16 +10,31 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import reprlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler, Strict
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from rayzero.errors import ConfigError
+from rayzero.records import Record, Several, Whole
 
 ALIGN = 64  # elements
+
+
+def _holdable(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if math.prod(shape) >= 1 << 62:
+        raise ValueError("must have fewer than 2**62 elements")
+    return shape
+
+
+Shape = Annotated[Several[Whole], Field(max_length=64), AfterValidator(_holdable)]
+"""Of a tensor that torch can have, read from JSON."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BYTES = (
@@ -220,7 +235,7 @@ class ModelLayout:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-able description; ``from_json`` is its inverse."""
+        """A JSON-able description, which ``parse_record`` reads."""
         return {
             "shard_numel": self.shard_numel,
             "units": [
@@ -238,22 +253,49 @@ class ModelLayout:
         }
 
     @classmethod
-    def from_json(cls, described: dict[str, Any]) -> ModelLayout:
-        """Rebuild a layout from what ``to_json()`` gave. Raises ConfigError for an unknown dtype."""
+    def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """``parse_record`` reads what ``to_json()`` gave."""
+        return no_info_after_validator_function(_LayoutRecord.layout, handler.generate_schema(_LayoutRecord))
+
+
+class _UnitRecord(Record):
+    """A unit in JSON."""
+
+    name: str
+    dtype: str
+    trainable: bool
+    params: Several[Annotated[tuple[str, Shape], Strict(False)]]
+    frozen_master: bool = False
+    codec: str = "none"
+    opaque: bool = False
+
+
+class _LayoutRecord(Record):
+    """A layout in JSON."""
+
+    shard_numel: Whole
+    units: Several[_UnitRecord]
+
+    def layout(self) -> ModelLayout:
+        """Raises ConfigError for an unknown dtype and a wrong size of shards, ValueError for a name that is not one
+        parameter's."""
         units = tuple(
             lay_out_unit(
                 index,
-                unit["name"],
-                dtype_from_name(unit["dtype"], opaque=unit.get("opaque", False)),
-                unit["trainable"],
-                [(name, tuple(shape)) for name, shape in unit["params"]],
-                frozen_master=unit.get("frozen_master", False),
-                codec=unit.get("codec", "none"),
-                opaque=unit.get("opaque", False),
+                unit.name,
+                dtype_from_name(unit.dtype, opaque=unit.opaque),
+                unit.trainable,
+                list(unit.params),
+                frozen_master=unit.frozen_master,
+                codec=unit.codec,
+                opaque=unit.opaque,
             )
-            for index, unit in enumerate(described["units"])
+            for index, unit in enumerate(self.units)
         )
-        return cls(units=units, shard_numel=described["shard_numel"])
+        names = Counter(slot.name for unit in units for slot in unit.slots)
+        if twice := next((name for name, times in names.items() if times > 1), None):
+            raise ValueError(f"parameter {reprlib.repr(twice)} comes twice")
+        return ModelLayout(units=units, shard_numel=self.shard_numel)
 
 
 def lay_out_unit(

@@ -19,9 +19,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise, takewhile
+from typing import get_args
 
 import torch
 
+from rayzero.config.zero import Spread
 from rayzero.errors import ConfigError
 from rayzero.layout.model_layout import ModelLayout, UnitLayout
 from rayzero.layout.rank_mapping import RankMapping
@@ -149,7 +151,7 @@ def _rounds(sizes: Sequence[int], groups: Sequence[int] | None, num_owners: int)
         start = stop
 
 
-POLICIES = ("balanced", "round_robin", "contiguous")
+POLICIES = get_args(Spread)
 
 
 def shard_map_for(

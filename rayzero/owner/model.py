@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -179,7 +179,7 @@ def check_same(ours: OwnedModel, spec: ModelSpec, rank: int, owner: int, *, come
         that of the first rank to meet an owner that has taken over its shards."""
     if spec is ours.spec:  # a transport that hands the same object to a thousand ranks need not have it compared
         return
-    for name in spec.__dataclass_fields__:
+    for name in (one.name for one in fields(spec)):
         if name == "restore_from" and (comes_back or ours.former):
             continue
         was, now = getattr(ours.spec, name), getattr(spec, name)

@@ -11,13 +11,18 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
+from pydantic import ConfigDict, Field
+
+from rayzero.config.base import Share
+from rayzero.config.zero import CheckpointMoments, Moments, Nonfinite, Spread
 from rayzero.errors import RayZeroError
 from rayzero.layout.model_layout import ModelLayout
+from rayzero.records import Sha256, Whole
 
 PROTOCOL_VERSION = 11
 
@@ -43,40 +48,30 @@ def canonical_json(value: Any) -> str:
 class ModelSpec:
     """Everything that an owner must know about a training. Every rank of a run sends the same one at attach."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # no entry of a later RayZero is overlooked
+
     run: str
     layout: ModelLayout
-    world_size: int
+    world_size: Annotated[int, Field(gt=0, le=1 << 62)]
     optimizer: str  # import path of the torch optimizer class, "torch.optim.adamw:AdamW"
     hyper: tuple[Hyper, ...]  # per parameter group, as of prepare()
-    group_of: tuple[tuple[int, ...], ...]  # [unit][slot] -> parameter group
-    accumulation_steps: int = 1  # backwards planned per step
-    nonfinite: str = "skip"  # "skip" | "raise"
-    shard_map: str = "balanced"  # layout/shard_map.py: which owner has which shard
-    kernel: str = "auto"  # kernels/: what computes the update
-    moments: str = "fp32"  # kernels/moments.py: how Adam's moments are kept
-    checkpoint_moments: str = "fp32"  # "fp32" | "kept": how checkpoints hold them
-    checkpoint_copies: int = 0  # bytes that an owner may copy while a checkpoint is written (owner/held_version.py)
-    offload_fraction: float = 1.0  # below 1 each rank has an owner beside it, with states on its device (shard_map.py)
+    group_of: tuple[tuple[Annotated[int, Field(ge=-1, le=1 << 62)], ...], ...]  # [unit][slot] -> parameter group
+    accumulation_steps: Annotated[int, Field(gt=0)] = 1  # backwards planned per step
+    nonfinite: Nonfinite = "skip"
+    shard_map: Spread = "balanced"  # layout/shard_map.py: which owner has which shard
+    kernel: str = "auto"  # kernels/: what computes the update, and refuses another name
+    moments: Moments = "fp32"  # kernels/moments.py: how Adam's moments are kept
+    checkpoint_moments: CheckpointMoments = "fp32"  # how checkpoints hold them
+    checkpoint_copies: Whole = 0  # bytes that an owner may copy while a checkpoint is written (owner/held_version.py)
+    offload_fraction: Share = 1.0  # below 1 each rank has an owner beside it, with states on its device (shard_map.py)
     restore_from: str | None = None  # the checkpoint directory that the owners start from
     lineage: str = ""  # of the states in shared memory: a later run that continues them has the same
     attributes: Hyper = field(default_factory=dict)  # of the user's optimizer: OptimizerMaker.attributes
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-able description; ``from_json`` is its inverse."""
-        described = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "layout"}
+        """A JSON-able description, which ``parse_record`` reads."""
+        described = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "layout"}
         return described | {"layout": self.layout.to_json()}
-
-    @classmethod
-    def from_json(cls, described: dict[str, Any]) -> ModelSpec:
-        """Rebuild a spec from ``to_json()``."""
-        return cls(
-            **described
-            | {
-                "layout": ModelLayout.from_json(described["layout"]),
-                "hyper": tuple(described["hyper"]),
-                "group_of": tuple(tuple(groups) for groups in described["group_of"]),
-            }
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,9 +314,9 @@ class FileEntry:
     """A file of a checkpoint: written and fsynced, but not yet in a manifest."""
 
     name: str
-    size_bytes: int
-    sha256: str
-    content: dict[str, Any] = field(default_factory=dict)  # tensor name -> what it holds (checkpoint/manifest.py)
+    size_bytes: Whole
+    sha256: Sha256
+    content: dict[str, dict[str, Any]] = field(default_factory=dict)  # tensor name -> what it holds (manifest.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

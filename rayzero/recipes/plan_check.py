@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.run_record import read_record
 from rayzero.cluster.files.viewer_file import read_viewer
 from rayzero.errors import ConfigError
 from rayzero.files import parse_json, read_text, replace_file

@@ -14,7 +14,8 @@ from torch import nn
 
 from rayzero.checkpoint import CheckpointReader
 from rayzero.cluster.continuation import Successor
-from rayzero.cluster.files.run_dir import RECORD, RunDirectory, find_start
+from rayzero.cluster.files.run_dir import RunDirectory, find_start
+from rayzero.cluster.files.run_record import RECORD
 from rayzero.cluster.processes.program_memory import imported_memory
 from rayzero.cluster.run import Report
 from rayzero.cluster.trainer import Result, ZeroTrainer

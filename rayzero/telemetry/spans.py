@@ -136,13 +136,8 @@ class Recorded:
     spans: tuple[Span, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values, which ``parse_record`` reads again."""
         return {name: getattr(self, name) for name in ("host", "node", "pid", "wall_offset", "full", "spans")}
-
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Recorded:
-        """The inverse of ``to_json``. Raises KeyError or TypeError for anything else."""
-        return cls(**found | {"spans": tuple(Span(*span) for span in found["spans"])})
 
 
 def clock_host(proc: Path = Path("/proc")) -> str:

@@ -9,9 +9,10 @@ issuing their kernels took, and the device's time appears where the host waits f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar, Self, cast, get_args, get_type_hints
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, Self
 
 from rayzero.errors import ConfigError
 from rayzero.quantities import count, format_bytes
@@ -27,16 +28,6 @@ def _together(a: Any, b: Any) -> Any:
     if isinstance(a, Mapping):
         return {name: _together(a.get(name), b.get(name)) for name in {**a, **b}}
     return a + b if isinstance(a, int | float) else a.merged(b)
-
-
-def _loaded(kind: Any, found: Any) -> Any:
-    """A field's value from JSON; ``kind`` is its annotation."""
-    if is_dataclass(kind):
-        kinds, make = get_type_hints(kind), cast(Callable[..., Any], kind)
-        return make(**{name: _loaded(kinds[name], value) for name, value in found.items()})
-    if isinstance(found, dict):
-        return {name: _loaded(get_args(kind)[1], value) for name, value in found.items()}
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +239,12 @@ class Stats(_Merged):
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Stats:
         """The inverse of ``to_json``. Raises ConfigError for anything else."""
+        from rayzero.records import parse_record  # pydantic: a coordinator reads no stats
+
         try:
-            loaded: Stats = _loaded(cls, found)
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"Stats.from_json() takes the dict that to_json() returned: {error!r}") from error
-        return loaded
+            return parse_record(json.dumps(found), cls, extra="forbid")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"Stats.from_json() takes the dict that to_json() returned: {error}") from error
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))

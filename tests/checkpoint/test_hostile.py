@@ -25,6 +25,7 @@ from rayzero.convert.export import export_full
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import CheckpointError
 from rayzero.protocol.messages import MASTER, canonical_json
+from rayzero.records import check_record
 
 from .conftest import Written, random_values, require_one_line, small_layout
 from .test_damage import edit_manifest
@@ -297,7 +298,7 @@ def digest_of(described: Any) -> str:
         for entry in described["owner_files"]
         for c in entry["content"].values()
     )
-    layout = rayzero.layout.model_layout.ModelLayout.from_json(described["spec"]["layout"])
+    layout = check_record(described["spec"]["layout"], rayzero.layout.model_layout.ModelLayout)
     slices = [
         [unit.name, slot.name, *part[1:]] for unit in layout.units for slot in unit.slots for part in parts
         if part[0] == slot.name

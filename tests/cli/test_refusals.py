@@ -368,7 +368,7 @@ def test_scale_names_a_run_that_is_not_there_or_does_not_go_on_and_a_number_that
     assert "no such run: 'r'" in refused(*scale, "3", cwd=tmp_path)
     running(tmp_path)
     for number in ("0", "-1"):
-        assert f"num_optimizers is {number}: pass at least 1" in refused(*scale, number, cwd=tmp_path)
+        assert f"num_optimizers is {number} but must be greater than 0" in refused(*scale, number, cwd=tmp_path)
     assert rayzero("scale", "r", cwd=tmp_path).code == 2, "how many?"
     path = tmp_path / "runs" / "r" / "run.json"
     record = json.loads(path.read_text())
@@ -424,14 +424,19 @@ def test_status_shows_what_a_loop_of_the_users_reports(tmp_path):
     assert "reported    accuracy 0.5, phase evaluated, norm nan" in shown
 
 
-@pytest.mark.parametrize("damaged", [{"members": [{"who": "rank 0"}]}, {"members": {"rank 0": 1}}, {"error": ["x"]}])
-def test_a_running_record_that_is_damaged_is_named(tmp_path, damaged):
+@pytest.mark.parametrize(
+    ("damaged", "fault"),
+    [
+        ({"members": [{"who": "rank 0"}]}, "members.0.pid is missing"),
+        ({"error": ["x"]}, "error is ['x'] but must be a valid string"),
+    ],
+)
+def test_a_running_record_that_is_damaged_is_named(tmp_path, damaged, fault):
     record = {"run": "r", "state": "running", "started_at": 1.0, "driver": {"pid": 1, "host": "another"}}
     (tmp_path / "runs" / "r").mkdir(parents=True)
     (tmp_path / "runs" / "r" / "run.json").write_text(json.dumps(record | damaged))
     for command in ("status", "top", "trace"):
-        (name,) = damaged
-        assert f"run.json is not a run's record: {name} is missing or wrong" in refused(command, "r", cwd=tmp_path)
+        assert f"run.json is not a run's record: {fault}; restore it" in refused(command, "r", cwd=tmp_path)
 
 
 def test_a_stopped_run_is_told_to_resume_only_where_there_is_a_checkpoint(trained):

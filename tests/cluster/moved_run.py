@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tiny import MAX_NORM, batch, make
 
 import rayzero
-from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.run_record import read_record
 from rayzero.elastic.requests import ScaleRequest, ask
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.run_record import read_record
 from rayzero.slabs.sweep import list_slabs
 
 SCRIPT = Path(__file__).with_name("script_run.py")

@@ -23,7 +23,8 @@ from rayzero.cluster.actors import run_actors as actors_module
 from rayzero.cluster.actors.local_processes import LocalProcesses
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.driver import _again, _follow
-from rayzero.cluster.files.run_dir import RunCheckpoints, StartPoint, read_record
+from rayzero.cluster.files.run_dir import RunCheckpoints, StartPoint
+from rayzero.cluster.files.run_record import read_record
 from rayzero.cluster.interrupts import interruptible, postponed
 from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes import session

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rayzero.cluster import interrupts
-from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.run_record import read_record
 from rayzero.engine.context import get_context, report
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]

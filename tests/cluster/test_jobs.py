@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.run_record import read_record
 from rayzero.convert.remote import newest_checkpoint
 
 from .processes import still_there

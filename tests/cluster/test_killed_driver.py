@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import rayzero
 from rayzero.cluster.files.metrics_log import read_log
-from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.run_record import read_record
 from rayzero.engine.context import RankContext
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.shm.same_host import why_no_sharing

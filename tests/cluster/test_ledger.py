@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import rayzero.engine as engine
-from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.run_record import read_record
 from rayzero.cluster.run import Report
 from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rayzero.checkpoint import CheckpointReader
-from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.run_record import read_record
 from rayzero.slabs.sweep import SHARED_MEMORY
 
 from .processes import start_script, until_it_says

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.run_record import read_record
 
 from .processes import left_in_shared_memory, shared_memory, start_script, still_there, until_it_trains
 from .ray_cluster import can_be_apart, one_node

@@ -10,7 +10,7 @@ import sys
 import psutil
 import pytest
 
-from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.run_record import read_record
 
 from .processes import SCRIPT, listens, start_script, still_there, until_it_trains
 from .ray_cluster import submit

@@ -16,7 +16,7 @@ from cryptography.x509 import load_pem_x509_certificate
 from telemetry.web_configs import TestAuthority, written
 
 from rayzero.cluster.files.metrics_log import read_log
-from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.run_record import read_record
 from rayzero.cluster.run import NAMESPACE, coordinator_name
 from rayzero.cluster.upkeep import renewal
 from rayzero.config import ZeroConfig

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from rayzero.cli.status import describe_run, format_status
 from rayzero.cluster.files.metrics_log import METRICS, MetricsLog, latest_metrics, read_log, trim_log, written_rows
 from rayzero.cluster.files.row_tail import RowTail
-from rayzero.cluster.files.run_dir import RECORD, RunDirectory, read_record
-from rayzero.cluster.run import Report
+from rayzero.cluster.files.run_dir import RunDirectory
+from rayzero.cluster.files.run_record import RECORD, DriverProcess, RunRecord, read_record
+from rayzero.cluster.run import Report, RunState
 from rayzero.config import RunConfig
 from rayzero.engine.context import RankContext
 from rayzero.engine.loop.reports import LoopReport
@@ -52,12 +53,12 @@ def strict(text: str) -> Any:
 
 def write_record(run_dir: Path, **more: Any) -> None:
     """Write the run.json of a run that has ended, as its driver does."""
-    record = {
-        "run": run_dir.name, "state": "finished", "started_at": 1.0, "ended_at": 9.0, "telemetry": None, "metrics": {},
-        "driver": {"pid": 1, "host": "h"},
-    }  # fmt: skip
+    driver = DriverProcess(pid=1, host="h")
+    record = RunRecord(
+        run=run_dir.name, state=RunState.FINISHED, started_at=1.0, ended_at=9.0, driver=driver, **more
+    )  # fmt: skip
     with RunDirectory.open(RunConfig(name=run_dir.name, storage_path=str(run_dir.parent))) as directory:
-        directory.write_record(record | more)
+        directory.write_record(record)
 
 
 @example(name="n", value=10**308)  # the mean of two is more than a float holds

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import rayzero
 from rayzero.cluster.files.metrics_log import read_log
-from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.run_record import read_record
 from rayzero.config import ZeroConfig
 from rayzero.store.shm.same_host import why_no_sharing
 

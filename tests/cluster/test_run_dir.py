@@ -21,9 +21,11 @@ from saved import save_checkpoint
 
 from rayzero.cli.run_choice import newest_run
 from rayzero.cluster.continuation import States, Successor
-from rayzero.cluster.files.run_dir import RunDirectory, checkpoints_of, find_start, read_record
+from rayzero.cluster.files.run_dir import RunDirectory, checkpoints_of, find_start
+from rayzero.cluster.files.run_record import DriverProcess, RunRecord, read_record
 from rayzero.cluster.files.status import run_status
 from rayzero.cluster.nodes.session import ray_session
+from rayzero.cluster.run import RunState
 from rayzero.config import RunConfig
 from rayzero.errors import CheckpointError, ConfigError, RunFailedError
 from rayzero.slabs.sweep import SHARED_MEMORY, sweep
@@ -156,13 +158,18 @@ def renamed(checkpoint: Path, name: str) -> Path:
     return checkpoint.rename(checkpoint.with_name(name))
 
 
+def run_record(state: RunState) -> RunRecord:
+    """The least that a driver writes of the run "demo"."""
+    return RunRecord(run="demo", state=state, started_at=1.0, driver=DriverProcess(pid=1, host="h"))
+
+
 def recorded(tmp_path, *elsewhere: Path) -> None:
     """What the run "demo" left when it had reported checkpoints that lie elsewhere."""
     with RunDirectory.open(config(tmp_path)) as directory:
         for path in elsewhere:
             directory.checkpoints.note(path)
-        record = {"run": "demo", "state": "finished", "started_at": 1.0, "driver": {"pid": 1, "host": "h"}}
-        directory.write_record(record | {"checkpoints_elsewhere": list(map(str, directory.checkpoints.elsewhere))})
+        kept = list(map(str, directory.checkpoints.elsewhere))
+        directory.write_record(run_record(RunState.FINISHED).model_copy(update={"checkpoints_elsewhere": kept}))
 
 
 def test_a_run_resumes_from_the_highest_step_whatever_the_names(tmp_path):
@@ -295,10 +302,9 @@ def test_a_storage_path_that_cannot_be_made_is_refused_by_name(tmp_path):
 def test_the_record_is_written_whole(tmp_path):
     directory = RunDirectory.open(config(tmp_path))
     assert read_record(directory.path) is None
-    record = {"run": "demo", "state": "running", "started_at": 1.0, "driver": {"pid": 1, "host": "h"}}
-    directory.write_record(record)
-    directory.write_record(record | {"state": "finished"})
-    assert read_record(directory.path) == record | {"state": "finished"}
+    directory.write_record(run_record(RunState.RUNNING))
+    directory.write_record(run_record(RunState.FINISHED))
+    assert read_record(directory.path) == run_record(RunState.FINISHED).plain()
     assert sorted(p.name for p in directory.path.iterdir()) == [".lock", "checkpoints", "run.json"]
 
 
@@ -347,36 +353,15 @@ def test_a_file_in_the_place_of_a_runs_folder_has_no_record(tmp_path):
     assert read_record(tmp_path / "text.txt") is None
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"run": "x", "state": 3, "started_at": 0, "driver": {}}'])
-def test_a_record_without_what_it_must_have_is_named(tmp_path, text):
-    (tmp_path / "run.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"run\.json is not a run's record"):
-        read_record(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "told",
-    [
-        {},
-        [],
-        {"http_sd": 5, "targets": []},
-        {"http_sd": "h", "targets": None},
-        {"http_sd": "h", "targets": [{"address": "h:1"}]},
-    ],
-)
-def test_telemetry_that_cannot_be_followed_is_a_damaged_record(tmp_path, told):
-    record = {"run": "x", "state": "running", "started_at": 0, "driver": {"pid": 1, "host": "h"}}
-    (tmp_path / "run.json").write_text(json.dumps(record | {"telemetry": told}))
-    with pytest.raises(ConfigError, match=r"is not a run's record: telemetry is missing or wrong"):
-        read_record(tmp_path)
-
-
 def test_a_damaged_record_among_runs_says_what_to_do_where_the_newest_is_asked_for(tmp_path):
     record = {"run": "good", "state": "finished", "started_at": 0, "driver": {"pid": 1, "host": "h"}}
     for name, text in (("good", json.dumps(record)), ("half", '{"run": "ha')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"which run is the newest: cannot read .*half/run\.json: .*; name a run"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the newest: .*half/run\.json is not a run's record: it is not JSON .*; name a run",
+    ):
         newest_run(tmp_path)
 
 
@@ -384,7 +369,7 @@ def test_a_running_record_whose_pid_was_given_to_a_younger_process_is_a_lost_run
     me = {"pid": os.getpid(), "host": socket.gethostname()}
     record = {"run": "demo", "state": "running", "started_at": time.time(), "driver": me}
     (tmp_path / "run.json").write_text(json.dumps(record))
-    assert run_status(tmp_path) == record
+    assert run_status(tmp_path).items() >= record.items()
     (tmp_path / "run.json").write_text(json.dumps(record | {"started_at": 1.0}))
     assert run_status(tmp_path)["state"] == "lost"
 
@@ -396,7 +381,7 @@ def test_an_attempt_that_failed_is_not_the_end_of_a_run_before_its_driver_says_s
     told = {"state": "failed", "error": "rank 1 died", "reports_dropped": 3}
     monkeypatch.setattr("rayzero.cluster.files.status.ray.is_initialized", lambda: True)
     monkeypatch.setattr("rayzero.cluster.files.status._ask_coordinator", lambda _: told)
-    assert run_status(tmp_path) == record | {"reports_dropped": 3}
+    assert run_status(tmp_path).items() >= (record | {"reports_dropped": 3}).items()
 
 
 def test_a_ray_that_does_not_start_is_a_failed_run_in_one_line(monkeypatch):
@@ -408,9 +393,3 @@ def test_a_ray_that_does_not_start_is_a_failed_run_in_one_line(monkeypatch):
     with pytest.raises(RunFailedError, match=r"timed out during startup\. See the logs") as error, ray_session():
         pass
     assert "\n" not in str(error.value)
-
-
-def test_a_record_that_is_damaged_is_named(tmp_path):
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"cannot read .*run\.json"):
-        read_record(tmp_path)

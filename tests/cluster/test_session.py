@@ -13,7 +13,7 @@ import psutil
 import pytest
 import ray
 
-from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.run_record import read_record
 from rayzero.cluster.nodes import session
 from rayzero.cluster.nodes.ray_address import RayAddress
 from rayzero.cluster.nodes.session import ray_session

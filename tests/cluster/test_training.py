@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rayzero.cli.status import describe_run
 from rayzero.cluster.files.metrics_log import read_log
-from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.run_record import read_record
 from rayzero.config import ZeroConfig
 from rayzero.engine import full_state_dict, get_context, report, save_checkpoint
 from rayzero.errors import ConfigError, RunFailedError

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import pytest
 import yaml
 
-from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.run_record import read_record
 from rayzero.telemetry import names
 from rayzero.telemetry.metric import Metric
 

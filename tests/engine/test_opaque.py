@@ -21,8 +21,9 @@ from rayzero.engine.checkpoint.load import load_checkpoint
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
 from rayzero.engine.start.opaque import refuse_apart
-from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
+from rayzero.errors import CheckpointError, UnsupportedError
 from rayzero.layout.model_layout import ModelLayout
+from rayzero.records import check_record
 from rayzero.testing import Transport, run_ranks
 
 from .models import same_bits, tight
@@ -177,7 +178,7 @@ def test_they_are_units_of_their_own_in_their_own_dtype(base: nn.Module) -> None
         "1:opaque:uint8": (torch.uint8, "none", True),
     }
     assert {name: found[name] for name in expected} == expected
-    assert ModelLayout.from_json(layout.to_json()) == layout
+    assert check_record(layout.to_json(), ModelLayout) == layout
     assert plan_units(quantized(torch.bfloat16), config).layout.digest != layout.digest
 
 
@@ -185,8 +186,8 @@ def test_a_trained_layout_has_no_integers(base: nn.Module) -> None:
     described = plan_units(base, ZeroConfig()).layout.to_json()
     for unit in described["units"]:
         unit.pop("opaque", None)
-    with pytest.raises(ConfigError, match="uint8"):
-        ModelLayout.from_json(described)
+    with pytest.raises(ValueError, match="uint8"):
+        check_record(described, ModelLayout)
 
 
 # ---- what is computed

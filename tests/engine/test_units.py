@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rayzero.engine.units.partition import UnitPlan, build_layout
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.layout.model_layout import ALIGN, ModelLayout
+from rayzero.records import check_record
 
 
 class Block(nn.Module):
@@ -205,7 +206,7 @@ def test_frozen_parameters_that_would_be_rounded_are_units_with_a_master() -> No
         "blocks.1:frozen": (False, bf16),
     }
     layout = plan.layout
-    assert ModelLayout.from_json(layout.to_json()) == layout
+    assert check_record(layout.to_json(), ModelLayout) == layout
     without = build_layout(model, compute_dtype=torch.bfloat16, units=["Block"], frozen_masters=False).layout
     assert [unit.name for unit in without.units] == ["root:frozen", "blocks.0:frozen", "blocks.1:frozen"]
     assert not any(unit.has_master or "frozen_master" in str(unit_json) for unit, unit_json in zip(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rayzero.cluster.files.metrics_log import read_log
-from rayzero.cluster.files.run_dir import read_record
+from rayzero.cluster.files.run_record import read_record
 
 from .hosts import Host
 

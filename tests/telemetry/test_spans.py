@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 from clock import Clock
 
+from rayzero.records import parse_record
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
 from rayzero.telemetry.spans import NoSpans, Recorded, Span, SpanRing, clock_host, nothing
 from rayzero.telemetry.trace_file import LANES, last_steps, rows_of, trace_of
@@ -112,7 +113,7 @@ def test_spans_travel_as_json(ring) -> None:
     ring.keep()
     ring.add("update", "unit shard 0", 1.25, 2.5, 3)
     recorded = ring.recorded()
-    assert Recorded.from_json(json.loads(json.dumps(recorded.to_json()))) == recorded
+    assert parse_record(json.dumps(recorded.to_json()), Recorded) == recorded
 
 
 # ---- rows -------------------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ _ASKED = "asked for"  # why a change that somebody asked for was made; all other
 def recovery_lines(record: Mapping[str, Any], now: float) -> list[str]:
     """A line for each process that is being replaced, and for each of the newest recoveries, the newest first.
     ``record``: what ``run_status`` returns; ``now``: seconds since 1970."""
-    recoveries = list(record.get("recoveries") or [])
+    recoveries = record["recoveries"]
     newest = recoveries[: -_MOST_LINES - 1 : -1]
     before = len(recoveries) - len(newest)
-    under_way = (record.get("replacing") or []) if record["state"] == "running" else []
+    under_way = record["replacing"] if record["state"] == "running" else []
     return [
         *(f"{who} died; another process is taking its place" for who in under_way),
         *(_line(one, now) for one in newest),
@@ -37,10 +37,10 @@ def _line(one: Mapping[str, Any], now: float) -> str:
 def change_lines(record: Mapping[str, Any], now: float) -> list[str]:
     """A line for the change of the optimizers that is under way, and one for each of the newest, the newest first.
     ``record``: what ``run_status`` returns; ``now``: seconds since 1970."""
-    changes = list(record.get("rescales") or [])
+    changes = record["rescales"]
     newest = changes[: -_MOST_LINES - 1 : -1]
     before = len(changes) - len(newest)
-    under_way = record.get("rescaling") if record["state"] == "running" else None
+    under_way = record["rescaling"] if record["state"] == "running" else None
     return [
         *([under_way] if under_way is not None else []),
         *(_change_line(one, now) for one in newest),

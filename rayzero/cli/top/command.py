@@ -128,7 +128,7 @@ def _targets(record: dict[str, Any], viewer: Viewer) -> tuple[Target, ...]:
     from rayzero.telemetry.discovery import Target
     from rayzero.telemetry.scrape import discover
 
-    told = record.get("telemetry")
+    told = record["telemetry"]
     if told is None:
         raise ConfigError(
             f"run {record['run']!r} serves no metrics (run.telemetry.enabled is false), so there is nothing to watch; "

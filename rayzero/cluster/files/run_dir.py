@@ -1,11 +1,11 @@
-"""A run's directory: who may write to it, what a resumed run starts from, and its record ``run.json``."""
+"""A run's directory: who may write to it, and what a resumed run starts from."""
 
 from __future__ import annotations
 
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,28 +16,24 @@ from rayzero.checkpoint import Catalog, CheckpointReader, checkpoint_folders, st
 from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.cluster.continuation import Continuation, Lost, Successor, find_continuation
 from rayzero.cluster.files.run_lock import LOCK, RunLock
+from rayzero.cluster.files.run_record import RECORD, RunRecord, read_record
 from rayzero.cluster.run import RunState
 from rayzero.config import RunConfig
 from rayzero.convert.remote import local_checkpoint
 from rayzero.errors import CheckpointError, ConfigError
-from rayzero.files import parse_json, read_text, replace_file, to_json
+from rayzero.files import replace_file, to_json
 from rayzero.slabs.hold import Hold
 
 __all__ = [
-    "RECORD",
     "RunCheckpoints",
     "RunDirectory",
     "StartPoint",
     "checkpoints_of",
     "find_start",
-    "read_record",
 ]
-
-RECORD = "run.json"
 
 _CHECKPOINTS = "checkpoints"
 _FETCHED = ".fetched"  # beside the runs, where every node sees it: copies of remote checkpoints
-_MAX_RECORD = 1 << 28  # bytes
 _ENDS_S = 60.0  # how long the processes of a killed driver may take to end: its janitor kills those that stay
 
 _SETTING = "run_config.storage_path / run_config.name"  # names the directory, unless the caller says otherwise
@@ -217,9 +213,9 @@ class RunDirectory:
             (self.path / LOCK).unlink()
             self.path.rmdir()
 
-    def write_record(self, record: Mapping[str, Any]) -> None:
+    def write_record(self, record: RunRecord) -> None:
         """Replace ``run.json`` as a whole: a reader sees the old one or the new one."""
-        replace_file(self.path / RECORD, to_json(record, indent=1) + "\n")
+        replace_file(self.path / RECORD, to_json(record.plain(), indent=1) + "\n")
 
     def read_record_file(self) -> bytes | None:
         """The content of ``run.json`` now; None if there is none."""
@@ -235,126 +231,6 @@ class RunDirectory:
             replace_file(self.path / RECORD, earlier)
 
 
-def read_record(path: Path) -> dict[str, Any] | None:
-    """``run.json`` of a run directory; None if there is none. Raises ConfigError if the file is not a run's record."""
-    try:
-        record = parse_json(read_text(path / RECORD, at_most=_MAX_RECORD))
-    except (FileNotFoundError, NotADirectoryError):  # there is no run, whatever else is there
-        return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path / RECORD}: {error}") from error
-    if wrong := _wrong_in(record):
-        raise ConfigError(f"{path / RECORD} is not a run's record: {wrong} is missing or wrong")
-    found: dict[str, Any] = record
-    return found
-
-
-def _wrong_in(record: object) -> str | None:
-    """The first entry that is missing or wrong; None if the record is sound."""
-    if not isinstance(record, dict):
-        return "everything"
-    return next((name for name, right in _ENTRIES.items() if not right(record.get(name))), None)
-
-
-def _is_text(told: object) -> bool:
-    """Whether it is printable text: JSON may hold half a surrogate pair."""
-    return isinstance(told, str) and told.encode(errors="ignore").decode() == told
-
-
-def _is_number(told: object) -> bool:
-    """Whether it is a number that arithmetic can use."""
-    return isinstance(told, int | float) and abs(told) < 1e18
-
-
-def _is_driver(told: object) -> bool:
-    return isinstance(told, dict) and _is_text(told.get("host")) and isinstance(told.get("pid"), int)
-
-
-def _is_telemetry(told: object) -> bool:
-    """Whether it is a valid telemetry entry. None: the run has no telemetry."""
-    if told is None:
-        return True
-    page = told.get("page") if isinstance(told, dict) else None
-    return (
-        isinstance(told, dict)
-        and _is_text(told.get("http_sd"))
-        and _all(_is_target, told.get("targets"))
-        and (page is None or _is_text(page))
-    )
-
-
-def _is_target(told: object) -> bool:
-    return isinstance(told, dict) and isinstance(told.get("address"), str) and isinstance(told.get("labels"), dict)
-
-
-def _is_member(told: object) -> bool:
-    return _is_driver(told) and isinstance(told, dict) and _is_text(told.get("who"))
-
-
-def _is_recovery(told: object) -> bool:
-    return (
-        isinstance(told, dict)
-        and _is_text(told.get("who"))
-        and isinstance(told.get("pid"), int | None)
-        and _is_number(told.get("seconds"))
-        and _is_number(told.get("time"))
-    )
-
-
-def _is_rescaled(told: object) -> bool:
-    return (
-        isinstance(told, dict)
-        and all(_is_text(told.get(name)) for name in ("id", "why"))
-        and all(_is_number(told.get(name)) for name in ("before", "after", "pause", "moved_bytes", "time"))
-        and (told.get("failed") is None or _is_text(told["failed"]))
-    )
-
-
-def _is_logger(told: object) -> bool:
-    return (
-        isinstance(told, dict)
-        and _is_text(told.get("logger"))
-        and all(told.get(name) is None or _is_text(told[name]) for name in ("where", "error"))
-        and all(_is_number(told.get(name)) for name in ("sent", "lost", "step"))
-    )
-
-
-def _is_states(told: object) -> bool:
-    """Whether it says where the run's states are. None: nowhere that outlives it."""
-    return told is None or (isinstance(told, dict) and all(_is_text(told.get(name)) for name in _STATES))
-
-
-def _all(right: Callable[[object], bool], told: object) -> bool:
-    return isinstance(told, list) and all(map(right, told))
-
-
-def _is_paths(told: object) -> bool:
-    """Whether it is a list of paths. None: an early record, or a run without such checkpoints."""
-    return told is None or _all(_is_text, told)
-
-
-_STATES = ("lineage", "directory", "memory")
-
-_ENTRIES: dict[str, Callable[[object], bool]] = {
-    "run": _is_text,
-    "state": _is_text,
-    "started_at": _is_number,
-    "driver": _is_driver,
-    "telemetry": _is_telemetry,
-    "members": lambda told: told is None or _all(_is_member, told),  # None: nothing has been started yet
-    "recoveries": lambda told: told is None or _all(_is_recovery, told),
-    "replacing": lambda told: told is None or _all(_is_text, told),
-    "rescaling": lambda told: told is None or _is_text(told),
-    "rescales": lambda told: told is None or _all(_is_rescaled, told),
-    "loggers": lambda told: told is None or _all(_is_logger, told),
-    "states": _is_states,
-    "spares": lambda told: told is None or _all(_is_member, told),
-    "ended_at": lambda told: told is None or _is_number(told),
-    "checkpoints_elsewhere": _is_paths,
-    "error": lambda told: told is None or _is_text(told),
-}
-
-
 def checkpoints_of(run_dir: Path) -> RunCheckpoints:
     """The checkpoints of the run in ``run_dir``; if its record is damaged, those in its folder, with a warning."""
     try:
@@ -362,7 +238,7 @@ def checkpoints_of(run_dir: Path) -> RunCheckpoints:
     except ConfigError as error:
         log.warning("only checkpoints in %s are found, because the run's record cannot be read: %s", run_dir, error)
         record = None
-    return RunCheckpoints(run_dir, map(Path, (record or {}).get("checkpoints_elsewhere") or ()))
+    return RunCheckpoints(run_dir, map(Path, record["checkpoints_elsewhere"] if record else ()))
 
 
 def find_start(config: RunConfig, successor: Successor | None = None, *, setting: str = _SETTING) -> StartPoint:
@@ -437,8 +313,8 @@ def _lineage_before(path: Path) -> str | None:
 
 
 def _lineage(killed: Mapping[str, Any]) -> str | None:
-    states = killed.get("states")
-    return str(states.get("lineage")) if isinstance(states, dict) else None
+    states: dict[str, str] | None = killed["states"]
+    return None if states is None else states["lineage"]
 
 
 def _continued(killed: Mapping[str, Any], checkpoints: RunCheckpoints, successor: Successor) -> StartPoint | Lost:
@@ -449,8 +325,8 @@ def _continued(killed: Mapping[str, Any], checkpoints: RunCheckpoints, successor
     newest = max((one.step for one in checkpoints.catalog().sound), default=-1)
     if newest > found.step:
         return Lost(why=f"it is of step {found.step}, and a checkpoint of step {newest}")
-    began = killed.get("resumed_from")
-    checkpoint = Path(began) if isinstance(began, str) and (Path(began) / MANIFEST).exists() else None
+    began = killed["resumed_from"]
+    checkpoint = Path(began) if began and (Path(began) / MANIFEST).exists() else None
     lineage = _lineage(killed)
     assert lineage is not None
     return StartPoint(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 from pathlib import Path
 from types import TracebackType
 
+from rayzero.cluster.files.run_record import DriverProcess
 from rayzero.errors import ConfigError
-from rayzero.files import parse_json, read_text
+from rayzero.files import read_bytes
+from rayzero.records import parse_record
 
 __all__ = ["LOCK", "RunLock"]
 
@@ -50,7 +51,7 @@ class RunLock:
     def sign(self) -> None:
         """Write who holds the lock, for the message of a driver that is refused."""
         assert self._descriptor is not None
-        text = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
+        text = DriverProcess(pid=os.getpid(), host=socket.gethostname()).model_dump_json()
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, text.encode(), 0)
 
@@ -70,7 +71,7 @@ class RunLock:
 def _holder(directory: Path) -> str:
     """Who holds the lock; a holder that has only just taken it has not signed yet."""
     try:
-        found = parse_json(read_text(directory / LOCK, at_most=1 << 16))
-        return f"pid {found['pid']} on {found['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
+        holder = parse_record(read_bytes(directory / LOCK, at_most=1 << 16), DriverProcess)
+        return f"pid {holder.pid} on {holder.host}"
+    except (OSError, ValueError):
         return "a process that has only just begun"

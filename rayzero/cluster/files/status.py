@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import ray
 
-from rayzero.cluster.files.run_dir import RECORD, read_record
+from rayzero.cluster.files.run_record import RECORD, read_record
 from rayzero.cluster.run import NAMESPACE, RunState, coordinator_name
 from rayzero.errors import ConfigError
 from rayzero.slabs.hold import held_in
@@ -54,7 +54,7 @@ def kept_states(record: Mapping[str, Any]) -> dict[str, Any] | None:
     ``directory``, or ``why`` not."""
     if record["state"] != LOST:
         return None
-    states = record.get("states")
+    states = record["states"]
     if states is None:
         return _not_kept("the run kept no states in shared memory")
     directory = Path(states["directory"])

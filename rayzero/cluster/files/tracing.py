@@ -12,6 +12,7 @@ from rayzero.cluster.files.viewer_file import read_viewer
 from rayzero.cluster.run import TRACE_PATH, RunState
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.files import replace_file
+from rayzero.records import parse_record
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.scrape import Viewer, discover, read_pages
 from rayzero.telemetry.spans import ASKED_S, Recorded
@@ -33,7 +34,7 @@ def trace_run(run_dir: Path, seconds: float) -> dict[str, Recorded]:
     name = record["run"]
     if record["state"] != RunState.RUNNING:
         raise ConfigError(_not_running(name, record["state"], run_dir / TRACE_FILE))
-    if not record.get("telemetry"):
+    if not record["telemetry"]:
         raise ConfigError(
             f"run {name!r} cannot be traced, because it has run.telemetry.enabled=false; start it with telemetry"
         )
@@ -80,9 +81,9 @@ def _ask_all(urls: Mapping[str, str], run: str, viewer: Viewer) -> dict[str, Rec
 
 def _recorded(who: str, page: bytes, run: str) -> Recorded:
     try:
-        return Recorded.from_json(json.loads(page))
-    except (ValueError, TypeError, KeyError) as error:
-        raise RunFailedError(f"{who} of run {run!r} answers with no spans: {type(error).__name__}: {error}") from error
+        return parse_record(page, Recorded)
+    except ValueError as error:
+        raise RunFailedError(f"{who} of run {run!r} answers with no spans: {error}") from error
 
 
 def _pages(urls: Mapping[str, str], run: str, viewer: Viewer) -> dict[str, bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rayzero.errors import ConfigError
-from rayzero.files import parse_json, read_text
+from rayzero.files import to_json
+from rayzero.records import load_record
 from rayzero.telemetry.scrape import Viewer
 
 __all__ = ["VIEWER_FILE", "read_viewer", "viewable", "write_viewer"]
@@ -41,7 +41,7 @@ def write_viewer(run_dir: Path, viewer: Viewer) -> None:
         new.unlink(missing_ok=True)  # of a run that was killed; its mode may be another
         handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with open(handle, "w") as file:
-            json.dump(asdict(viewer), file)
+            file.write(to_json(asdict(viewer)))
         new.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose another run.storage_path") from error
@@ -52,12 +52,13 @@ def read_viewer(run_dir: Path) -> Viewer:
     somebody else's or damaged."""
     path = run_dir / VIEWER_FILE
     try:
-        return Viewer(**parse_json(read_text(path, at_most=_MOST_BYTES, follow_links=False)))
+        what, instead = "a key to a run's metrics", "delete it, and metrics are read without a key"
+        return load_record(path, Viewer, what, instead, at_most=_MOST_BYTES, follow_links=False)
     except FileNotFoundError:
         return Viewer()
     except PermissionError as error:
         raise ConfigError(
             f"cannot read {path}: only the user who started the run may read its metrics with it"
         ) from error
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error

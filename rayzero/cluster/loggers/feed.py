@@ -7,18 +7,17 @@ refuses while it takes others is skipped and counted, else nothing would come af
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rayzero.cluster.files.metrics_log import Row, read_log
 from rayzero.cluster.files.row_tail import RowTail, values_of
 from rayzero.cluster.loggers.reporter import Reporter
-from rayzero.files import parse_json, read_text, replace_file
+from rayzero.files import replace_file, to_json
+from rayzero.records import Record, Whole, load_record
 
 __all__ = ["Bookmark", "Feed", "Saved", "begin", "said"]
 
@@ -36,6 +35,14 @@ class Bookmark:
     rows: int = 0
 
 
+class _SavedFile(Record):
+    """What is in the file of a logger."""
+
+    step: int
+    rows: Whole
+    memory: dict[str, str]
+
+
 @dataclass(slots=True)
 class Saved:
     """What a logger remembers from one start of the run to the next, in a file."""
@@ -46,19 +53,18 @@ class Saved:
 
     @classmethod
     def read(cls, path: Path) -> Saved:
-        """What is in the file; nothing if there is none. Raises ValueError or OSError if it is damaged."""
-        with suppress(FileNotFoundError):
-            told = parse_json(read_text(path, at_most=_MOST_SAVED))
-            try:
-                return cls(path, Bookmark(int(told["step"]), int(told["rows"])), dict(told["memory"]))
-            except (TypeError, KeyError) as error:
-                raise ValueError(f"{path} is not what a logger has saved") from error
-        return cls(path)
+        """What is in the file; nothing if there is none. Raises ConfigError or OSError if it is damaged."""
+        what, instead = "a logger's bookmark", "delete it, and the logger gets every row again"
+        try:
+            found = load_record(path, _SavedFile, what, instead, at_most=_MOST_SAVED)
+        except FileNotFoundError:
+            return cls(path)
+        return cls(path, Bookmark(found.step, found.rows), found.memory)
 
     def write(self) -> None:
         """Replace the file. Raises OSError."""
-        told = {"step": self.bookmark.step, "rows": self.bookmark.rows, "memory": self.memory}
-        replace_file(self.path, json.dumps(told))
+        saved = _SavedFile(step=self.bookmark.step, rows=self.bookmark.rows, memory=self.memory)
+        replace_file(self.path, to_json(saved.model_dump()))
 
 
 def begin(saved: Saved, run_dir: Path, *, replaces: bool) -> int:

@@ -71,7 +71,7 @@ class AdamRule:
         self._decoupled = decoupled
         self._parsed: tuple[tuple[Hyper, ...], list[AdamOptions]] = ((), [])  # of the last decision
         self.kernel = host.name
-        self.packs = spec.moments if spec.checkpoint_moments == "kept" and spec.moments in CODED else ""
+        self.packs: str = spec.moments if spec.checkpoint_moments == "kept" and spec.moments in CODED else ""
         self.state_kinds = adam_states(amsgrad=any(options.amsgrad for options in self._options(spec.hyper)))
 
     def _options(self, hyper: tuple[Hyper, ...]) -> list[AdamOptions]:

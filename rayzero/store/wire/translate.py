@@ -41,6 +41,7 @@ from rayzero.protocol.messages import (
     canonical_json,
 )
 from rayzero.quantities import count
+from rayzero.records import parse_record
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire.rpc import from_failure, to_failure
 
@@ -86,7 +87,7 @@ def spec_digest(described: bytes) -> str:
 def spec_from_bytes(described: bytes) -> ModelSpec:
     """The inverse of :func:`spec_to_bytes`."""
     with _reading("the description of a model"):
-        return ModelSpec.from_json(json.loads(described))
+        return parse_record(described, ModelSpec)
 
 
 def contribution_to_pb(c: Contribution) -> pb.Contribution:
