@@ -22,8 +22,6 @@ from rayzero.engine.context import RankContext
 from rayzero.engine.units.partition import build_layout
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.plan.hardware import Hosts
-from .machines import GPU_HOSTS
-from .test_tiers import WORK
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.shm.same_host import why_no_sharing
