@@ -31,6 +31,7 @@ from rayzero.records import Sha256, Whole, check_record, parse_record
 FORMAT = "rayzero-checkpoint"
 VERSION = 2
 MANIFEST = "manifest.json"
+MAX_BYTES = 1 << 29  # of its text: some 1.5 million pieces of parameters and states
 
 
 def owner_file_name(owner: int) -> str:
