@@ -26,7 +26,7 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
         self.file: str | None = file
-        for name in ("_begin", "_write_manifest"):
+        for name in ("_begin", "fsync"):
             self._guard(monkeypatch, name)
 
     def _guard(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
