@@ -113,54 +113,6 @@ def test_a_manifest_without_a_field_is_refused(written, directory):
     assert "lacks or misstates a field: hyper is missing" in refusal(directory)
 
 
-def put(value, *place):
-    """A change of a manifest: ``value`` at the place."""
-
-    def change(described):
-        for key in place[:-1]:
-            described = described[key]
-        described[place[-1]] = value
-
-    return change
-
-
-def double(described):
-    unit = described["spec"]["layout"]["units"][0]
-    unit["params"].append(unit["params"][0])
-
-
-OWNERS = ("owner_files", 0, "content", "embed.weight/master/0")
-LIES = {
-    "'step' is -1: Input should be greater than or equal to 0": put(-1, "step"),
-    "'step' is True: Input should be a valid integer": put(True, "step"),
-    "'step' is 1.0: Input should be a valid integer": put(1.0, "step"),
-    "'step' is '1': Input should be a valid integer": put("1", "step"),
-    "'steps.w' is None": put(None, "steps", "w"),
-    "'hyper' is {}: Input should be a valid list": put({}, "hyper"),
-    "'spec.world_size' is 0": put(0, "spec", "world_size"),
-    "'spec.layout.units.0.trainable' is 1": put(1, "spec", "layout", "units", 0, "trainable"),
-    "'spec.layout.units.0.params.0.1.0' is -1": put([-1], "spec", "layout", "units", 0, "params", 0, 1),
-    "dtype 'int3' is not one of": put("int3", "spec", "layout", "units", 0, "dtype"),
-    "parameter 'embed.weight' comes twice": double,
-    "group_of does not have one number for each parameter": put([[]], "spec", "group_of"),
-    "1 rank_files, and world_size 2": put(2, "spec", "world_size"),
-    "'rank_files.0.sha256' is 'F": put("F" * 64, "rank_files", 0, "sha256"),
-    "owner_files have the names ['x']": lambda d: d.update(owner_files=[d["owner_files"][0] | {"name": "x"}]),
-    "'kind' is 'a\\n': Value error, must be a printable text": put("a\n", *OWNERS, "kind"),
-    "'shape' is ": put([1 << 40, 1 << 40], *OWNERS, "shape"),
-    "'dtype' is 'int3': Value error, must be a dtype": put("int3", *OWNERS, "dtype"),
-    "'moments' is 'other': Value error, must be one of": put("other", *OWNERS, "moments"),
-    "'stop' is missing": lambda d: d["owner_files"][0]["content"][OWNERS[-1]].pop("stop"),
-}
-
-
-@pytest.mark.parametrize("says", LIES)
-def test_a_value_of_another_kind_is_named(written, directory, says):
-    written.save(directory)
-    edit_manifest(directory, LIES[says])
-    assert f"lacks or misstates a field: {says}" in refusal(directory)
-
-
 def test_another_version_is_refused(written, directory):
     written.save(directory)
     edit_manifest(directory, lambda d: d.update(version=99))
