@@ -48,6 +48,7 @@ class OptimizerMaker:
         """Whether the class comes with torch."""
         return self.cls.__module__.startswith("torch.optim")
 
+    @outside_modes  # what a constructor makes lies beside its parameters, not on the thread's default device
     def build(self, hyper: Sequence[Hyper], members: Sequence[Sequence[Tensor]]) -> torch.optim.Optimizer:
         """An instance with these groups; ``members``: the parameters of each.
 
