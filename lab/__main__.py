@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     sys.argv = [f"python -m lab {name}", *options]
     try:
-        from rayzero.errors import CheckpointError, ConfigError, DataError, RayZeroError, UnsupportedError
+        from rayzero.errors import RayZeroError
 
         command = importlib.import_module(COMMANDS[name])
     except ModuleNotFoundError as error:
@@ -61,8 +61,10 @@ def main(argv: Sequence[str]) -> int:
     except RayZeroError as error:
         if os.environ.get("RAYZERO_DEBUG") == "1":
             raise
+        from rayzero.cli import exit_code  # only here: a command needs none of it
+
         print(f"lab {name}: {str(error).partition(chr(10))[0]}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError | UnsupportedError | DataError | CheckpointError) else 1
+        return exit_code(error)
 
 
 def _listed() -> Iterator[str]:

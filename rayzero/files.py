@@ -56,7 +56,7 @@ def replace_file(path: Path, content: bytes | str) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Make the bytes of a file durable, whoever wrote them, or the names in a folder. Raises OSError."""
+    """Make the bytes of a file durable, those of other writers too, or the names in a folder. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -6,9 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rayzero.convert.formats.content import WeightDecl
+from rayzero.convert.formats.content import FLOATS, WeightDecl
 
-_FLOATS = ("float32", "bfloat16", "float16")  # dtypes that an fp32 master holds exactly
 _MOST = 10  # names of each kind that an error lists
 
 
@@ -25,7 +24,7 @@ class Wanted:
         """What is wrong with ``decl`` as its value; None if nothing is."""
         if decl.shape != self.shape:
             return f"{name!r} has the shape {decl.shape} there and {self.shape} in the model"
-        takes = _FLOATS if self.dtype in _FLOATS and not self.exact else (self.dtype,)
+        takes = FLOATS if self.dtype in FLOATS and not self.exact else (self.dtype,)
         if decl.dtype not in takes:
             return f"{name!r} is {decl.dtype} there, and {self.dtype} in the model, which takes {' or '.join(takes)}"
         return None

@@ -155,12 +155,6 @@ def pack_presence(present: list[bool]) -> bytes:
     return bits.to_bytes((len(present) + 7) // 8, "little")
 
 
-def unpack_presence(presence: bytes, num_slots: int) -> list[bool]:
-    """The inverse of :func:`pack_presence`."""
-    bits = int.from_bytes(presence, "little")
-    return [bool(bits >> i & 1) for i in range(num_slots)]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clamp:
     """What clipping does to a rank-summed gradient: multiply by ``scale``, then clamp every element to +-``limit``."""

@@ -41,7 +41,9 @@ def train_through_kills(steps: list[int]) -> None:
 
 
 def own_run_dir() -> Path:
-    return Path(get_context().run_dir or "")
+    run_dir = get_context().run_dir
+    assert run_dir is not None
+    return Path(run_dir)
 
 
 def train_beside_a_spare(config: Any) -> None:
@@ -52,10 +54,8 @@ def train_beside_a_spare(config: Any) -> None:
 
 
 def wait_for(spare: str) -> None:
-    run_dir = get_context().run_dir
-    assert run_dir is not None
     deadline = time.monotonic() + 60
-    while spare not in [one["who"] for one in read_record(Path(run_dir)).get("spares") or []]:
+    while spare not in [one["who"] for one in read_record(own_run_dir())["spares"]]:
         assert time.monotonic() < deadline, f"there is no {spare}"
         report({"done": 0, "loss": 0.0, "pid": os.getpid()})  # so that the driver writes its record
         time.sleep(0.2)
