@@ -33,16 +33,20 @@ class Proxy:
         self._cuts: list[int] = []
         self._uncut = 0  # bytes since the last cut, or since ``cut_after``
         self._threads: list[threading.Thread] = []
-        self._listener = self._listen(0)
-        self.port = self._listener.getsockname()[1]
+        self._place = socket.socket()  # has the port also while nothing listens: no other process gets it
+        self._place.bind(("127.0.0.1", 0))
+        self.port = self._place.getsockname()[1]
+        self._listener = self._listen()
         self.address = f"127.0.0.1:{self.port}"
         self._start(self._accept)
 
-    def _listen(self, port: int) -> socket.socket:
+    def _listen(self) -> socket.socket:
         listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
+        for each in (self._place, listener):
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", self.port))
         listener.listen(64)
+        self._place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         return listener
 
     def _start(self, run: Callable[..., None], *args: object) -> None:
@@ -144,7 +148,7 @@ class Proxy:
             self.cut()
             time.sleep(seconds)
             if not self._closed:
-                self._listener = self._listen(self.port)
+                self._listener = self._listen()
 
     def freeze(self) -> None:
         """Pass nothing on any more, not even the end of a connection."""
@@ -164,8 +168,8 @@ class Proxy:
         time.sleep(seconds)
         self._open.set()
 
-    def close(self) -> None:
-        """End everything."""
+    def stop(self) -> None:
+        """End everything; the port stays this proxy's until ``close``."""
         self._closed = True
         self._open.set()
         _shut(self._listener)
@@ -174,6 +178,11 @@ class Proxy:
         for thread in list(self._threads):
             if thread is not threading.current_thread():
                 thread.join(10)
+
+    def close(self) -> None:
+        """End everything, and give the port back."""
+        self.stop()
+        self._place.close()
 
     def __enter__(self) -> Proxy:
         return self

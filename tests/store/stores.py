@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -18,7 +19,8 @@ from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.same_host import why_no_sharing
 
-TOKEN = "the token of this test run"
+# Its own: other tests run beside, and ports are given out again. Processes that these tests start have the same.
+TOKEN = os.environ.setdefault("RAYZERO_TEST_TOKEN", f"the token of test run {secrets.token_hex(8)}")
 
 
 class Stores(list[ParameterStore]):

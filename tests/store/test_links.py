@@ -9,6 +9,7 @@ import signal
 import textwrap
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from rayzero.concurrency.backoff import backoff
 from rayzero.concurrency.processes import ProcessIdentity
 from rayzero.errors import RankLeftError, StallError, StoreClosedError, StoreError, TransferError
 from rayzero.store.owner.calls.running_calls import RunningCalls
+from rayzero.store.owner.hosted import HostedModels
+from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.links import handshake
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.remote import RemoteConnection
@@ -203,7 +206,7 @@ def test_a_link_that_stays_down_ends_waits_that_stall_and_is_named(lead: bool) -
             rank.fetch()
         owner = made.lead if lead else next(i for i in range(3) if i != made.lead)
         for proxy in made.links("rank-lead" if lead else "rank-owner"):
-            proxy.close()
+            proxy.stop()
         shards = [ranks[0].fetch_unit(unit.index, 2)[0] for unit in spec.layout.units]
         pushes = [ranks[0].push_unit(unit.index, random_grads(spec, 3)) for unit in spec.layout.units]
         down = rf"optimizer {owner} at \S+: its link is down since \S+ s \((?!locally cancelled)\D+\)"
@@ -236,6 +239,31 @@ def test_a_link_that_breaks_again_and_again_hides_no_stall() -> None:
         assert made.recorder.total(LINK_RECONNECTS, peer="optimizer") > 2
 
 
+@pytest.mark.parametrize("which", ["rank-owner", "rank-lead", "lead-owner"])
+def test_a_server_of_another_run_at_an_owners_port_is_a_link_that_is_down(which: str) -> None:
+    """The port of an owner that ended may be another process's by the time a link is opened again."""
+    spec = toy_spec(2)
+    with (
+        net(spec) as made,
+        serve_models(HostedModels(0, 1), token="another run's") as other,
+        ranks_of(made, spec) as ranks,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
+        proxies = made.links(which)
+        there = [proxy.target for proxy in proxies]
+        for proxy in proxies:
+            proxy.come_back(other.address)
+        step = threads.submit(take_step, ranks, [random_grads(spec, 3), random_grads(spec, 4)])
+        with pytest.raises(FutureTimeoutError):
+            step.result(0.5)
+        for proxy, (host, port) in zip(proxies, there, strict=True):
+            proxy.come_back(f"{host}:{port}")
+        step.result(WAIT)
+        for rank in ranks:
+            rank.fetch()
+
+
 def test_closing_ends_every_wait_for_a_link_at_once() -> None:
     spec = toy_spec(1)
     with net(spec) as made:
@@ -243,7 +271,7 @@ def test_closing_ends_every_wait_for_a_link_at_once() -> None:
         store = RankStore(RemoteConnection(0, addresses, token=TOKEN, stall_timeout=600.0))
         (rank,) = start([store], spec)
         for proxy in made.for_ranks:
-            proxy.close()
+            proxy.stop()
         waits: list[Future[Any]] = [rank.push_unit(0, random_grads(spec, 1)), rank.fetch_unit(0)[0], rank.finish()]
         time.sleep(1.0)  # the pauses between two tries are long now
         began = time.monotonic()
@@ -441,7 +469,7 @@ def test_a_rank_of_another_host_whose_link_stays_down_is_gone_after_its_lease(mo
         ranks = start(stores, spec)
         theirs.refuse(0.5)  # it comes back
         take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
-        theirs.close()
+        theirs.stop()
         began = time.monotonic()
         norm = ranks[0].finish()
         with pytest.raises(RankLeftError, match=r"rank 1 left .*\(its link broke 2 s ago and did not come back\)"):

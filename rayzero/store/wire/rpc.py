@@ -334,6 +334,12 @@ def is_broken_link(error: grpc.RpcError) -> bool:
     return (error.code() is _S.UNAVAILABLE or damaged or unwrapped) and not _is_sent(error)
 
 
+def is_stranger(error: grpc.RpcError) -> bool:
+    """Whether a server that is not of this run answered: at the port of a process that ended, another one may
+    listen."""
+    return error.code() in (_S.UNAUTHENTICATED, _S.UNIMPLEMENTED) and not _is_sent(error)
+
+
 def gave_no_answer(error: grpc.RpcError) -> bool:
     """Whether a call's own deadline ended it: an owner that still runs answers before that."""
     return error.code() is _S.DEADLINE_EXCEEDED and not _is_sent(error)

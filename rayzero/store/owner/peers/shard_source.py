@@ -29,6 +29,7 @@ from rayzero.store.wire.rpc import (
     break_of,
     from_status,
     is_broken_link,
+    is_stranger,
     methods,
     open_channel,
     stream_metadata,
@@ -182,7 +183,7 @@ class RemoteShards:
                 try:
                     return ask(channel)
                 except (grpc.RpcError, TransferError) as failure:
-                    error, why = self._named(failure), _break_of(failure)
+                    error, why = self._named(failure), _break_of(failure, met=self._reached > 0)
                     repeatable = why is not None or isinstance(error, TransferError)
                     pause = tries.failed(broke=why is not None, reached=self._reached) if repeatable else None
                     if pause is None:
@@ -230,10 +231,11 @@ def _size(shards: Mapping[int, Sequence[Tensor]]) -> int:
     return sum(tensor.nbytes for tensors in shards.values() for tensor in tensors)
 
 
-def _break_of(error: grpc.RpcError | TransferError) -> str | None:
-    """Why a link broke; None: it did not."""
+def _break_of(error: grpc.RpcError | TransferError, *, met: bool) -> str | None:
+    """Why a link broke; None: it did not. ``met``: the owner has answered, so that another server at its address is
+    none that refuses."""
     if isinstance(error, grpc.RpcError):
-        return break_of(error) if is_broken_link(error) else None
+        return break_of(error) if is_broken_link(error) or (met and is_stranger(error)) else None
     return str(error) if isinstance(error, StreamEndedError) else None
 
 

@@ -35,6 +35,7 @@ from rayzero.store.wire.rpc import (
     break_of,
     from_status,
     is_broken_link,
+    is_stranger,
     methods,
     open_channel,
     to_failure,
@@ -101,6 +102,7 @@ class RemotePeer:
         self._aborts: list[Future[None]] = []
         self._saves = secrets.randbits(48)  # the number of the last call; a former life of the lead has used others
         self._over: StoreError | None = None  # why the owner will never answer again
+        self._met = False  # it has answered: another server at its address is none that refuses the lead
         self._down: tuple[float, str] | None = None  # since when the link is down, and why
         self._unwatch: Callable[[], None] = lambda: None
         self._changed = asyncio.Event()  # the link is over: nobody waits for it any more
@@ -243,7 +245,8 @@ class RemotePeer:
             try:
                 answer = await channel.call(method, request, max(0.0, deadline - time.monotonic()))
             except grpc.RpcError as error:
-                if channel is self._channel and not is_broken_link(error):
+                broke = is_broken_link(error) or (self._met and is_stranger(error))
+                if channel is self._channel and not broke:
                     raise from_status(error, self._name) from error
                 self._broke(channel, error, logging.WARNING if repeat_s else logging.DEBUG)
             except asyncio.CancelledError:
@@ -275,6 +278,7 @@ class RemotePeer:
             log.log(level, "the lead lost the link to %s: %s", self._name, self._down[1])
 
     def _works(self, channel: _Channel) -> None:
+        self._met = True
         if channel is self._channel and self._down is not None:
             down_s, self._down = time.monotonic() - self._down[0], None
             log.warning("the lead: the link to %s is back after %.3g s", self._name, down_s)

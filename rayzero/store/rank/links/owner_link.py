@@ -134,6 +134,7 @@ class OwnerLink:
         """Open the link and follow the owner's notices until they end; why they did."""
         self._number = self._number.next()
         channel = Channel(self.rank, self.name, self._address, self._number, self._metadata, self._shown)
+        channel.met = self._openings > 0 or self._rejoin is not None
         with self._lock:
             self._trying = channel
             if self._end is not None:
@@ -160,6 +161,7 @@ class OwnerLink:
             if self._open is channel or self._end is not None:
                 return
             self._open, again = channel, self._openings > 0
+            channel.met = True
             self._openings += 1
             waiting, self._waiting = self._waiting, []
             down_s = time.monotonic() - self._down_since
