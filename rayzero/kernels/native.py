@@ -29,7 +29,7 @@ from rayzero.protocol.scattered import Gradient
 
 Range = tuple[int, int]  # start, stop: elements of a shard
 
-ABI = 9  # version of the tables below: RZ_ABI in adam.c
+ABI = 10  # version of the tables below: RZ_ABI in adam.c
 LEAF = 65536  # elements of a leaf of a sum of squares
 TILE = STAMP  # elements that a thread claims at once: few, so that all threads end together; a multiple of 64
 STRETCH = 1 << 24  # elements of one call into the library, after which progress is reported; a multiple of TILE
@@ -112,7 +112,7 @@ class NativeLibrary:
             library.rz_squares,
             None,
             *(c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int64),
-            *(c_float, c_float, c_void_p, c_void_p),
+            *(c_float, c_float, c_void_p, c_void_p, c_void_p),
         )
         self.sum = typed(library.rz_sum, None, c_int32, c_void_p, *[c_int64] * 3, c_void_p)
         self.nonfinite = typed(library.rz_nonfinite, c_int64, c_void_p, *[c_int64] * 3)
@@ -252,19 +252,24 @@ class NativeSquareSum(_Worker):
         clamp: Clamp | None = None,
         *,
         alone: bool = False,
+        sums: Tensor | None = None,
     ) -> list[float]:
         """See ``Squares.parts``. ``clamp``: scale and clamp as ``rz_adam`` does. ``alone``: the calling thread computes
         by itself; sums of 2M elements then take half of the processor time, because no helper is woken or polls for the
         next one. One call into the library; for scattered gradients one a range."""
         if len(ranges) > 1 and _are_scattered(gradients, ranks):
-            return [square for each in ranges for square in self.parts(gradients, ranks, (each,), clamp, alone=alone)]
+            parts = [self.parts(gradients, ranks, (each,), clamp, alone=alone, sums=sums) for each in ranges]
+            return [square for part in parts for square in part]
         found = _ranges_table(tuple(ranges))
         table = _gradient_table(gradients, ranks, found.start, found.stop)
-        leaves, sums = (c_double * found.leaves)(), (c_double * len(ranges))()
+        leaves, squares = (c_double * found.leaves)(), (c_double * len(ranges))()
+        kept = None if sums is None else _address(sums, "sums", found.stop, torch.float32)
         team = self._team_address() if found.numel >= _SQUARES_ALONE and not alone else None
         scale, limit = (1.0, math.inf) if clamp is None else (clamp.scale, clamp.limit)
-        self._library.squares(team, self._isa, table, len(table), found.bounds, len(ranges), scale, limit, leaves, sums)
-        return list(sums)
+        self._library.squares(
+            *(team, self._isa, table, len(table), found.bounds, len(ranges), scale, limit, kept, leaves, squares)
+        )
+        return list(squares)
 
     def nonfinite(self, gradients: Sequence[Gradient], ranks: Sequence[int], start: int, stop: int) -> int:
         """How many elements of the sum are inf or nan. Call it if a part is not finite."""

@@ -25,7 +25,7 @@
 
 /* ---- Tables (native.py has the same in ctypes; RZ_ABI changes with them) ----------------------------------------- */
 
-#define RZ_ABI 9
+#define RZ_ABI 10
 
 enum { L2 = 1, DECAY = 2, AMSGRAD = 4, FROM_GRADIENT = 8, CLAMP = 16 }; /* flags of a segment */
 
@@ -167,7 +167,7 @@ INLINE span span_at(const rz_memory *memory, rz_undo *undo, int64_t at) {
 typedef struct {
     const char *name;
     void (*update)(const rz_memory *, rz_undo *, const rz_segment *, int64_t, int64_t);
-    double (*leaf)(const rz_gradient *, int64_t, int64_t, int64_t, float, float);
+    double (*leaf)(const rz_gradient *, int64_t, int64_t, int64_t, float, float, float *);
     void (*sum)(const rz_gradient *, int64_t, int64_t, int64_t, float *, float *);
 } instructions;
 
@@ -318,6 +318,7 @@ typedef struct {
     const rz_range *ranges;
     int64_t num_ranges;
     float scale, limit;
+    float *sums;
     double *leaves;
     int64_t next; /* leaf to claim */
 } squares_job;
@@ -334,7 +335,8 @@ static void share_squares(void *shared) {
         while (range < end && leaf >= first + leaves_of(range)) first += leaves_of(range++);
         if (range == end) break;
         int64_t from = range->start + (leaf - first) * LEAF, to = least(from + LEAF, range->stop);
-        job->leaves[leaf] = TABLE[job->isa].leaf(job->gradients, job->count, from, to, job->scale, job->limit);
+        job->leaves[leaf] =
+            TABLE[job->isa].leaf(job->gradients, job->count, from, to, job->scale, job->limit, job->sums);
     }
     restore_rounding(before);
 }
@@ -342,10 +344,11 @@ static void share_squares(void *shared) {
 /* Sums of squares of the rank-summed gradients, one for each range: there is a leaf for each LEAF elements from the
  * range's start on, and leaves are added in order. The team's threads share the leaves; `leaves` has room for those of
  * all ranges. With an infinite limit, the squares are of the plain sums, and a result is inf or nan exactly if one of its
- * elements is. Otherwise they are of the sums as rz_adam scales and clamps them. */
+ * elements is. Otherwise they are of the sums as rz_adam scales and clamps them. `kept`: where the plain sums are
+ * written, too, from the shard's start; NULL: nowhere. */
 EXPORT void rz_squares(rz_team *team, int32_t isa, const rz_gradient *gradients, int64_t count, const rz_range *ranges,
-                       int64_t num_ranges, float scale, float limit, double *leaves, double *sums) {
-    squares_job job = {isa, gradients, count, ranges, num_ranges, scale, limit, leaves, 0};
+                       int64_t num_ranges, float scale, float limit, float *kept, double *leaves, double *sums) {
+    squares_job job = {isa, gradients, count, ranges, num_ranges, scale, limit, kept, leaves, 0};
     rz_team_run(team, share_squares, &job);
     for (int64_t i = 0; i < num_ranges; i++) {
         double total = 0.0;

@@ -323,19 +323,20 @@ TARGET static void V(add_squares_of)(const void *data, int dtype, int64_t count,
     else V(add_squares)(data, F32, count, lanes);
 }
 
-/* The sum of squares over one leaf, lanes added by halves. See rz_squares for scale and limit. */
+/* The sum of squares over one leaf, lanes added by halves. See rz_squares for scale, limit and sums. */
 TARGET static double V(leaf)(const rz_gradient *grads, int64_t num, int64_t start, int64_t stop, float scale,
-                             float limit) {
+                             float limit, float *sums) {
     float sum[BLOCK], group[BLOCK];
     double lanes[LANES] = {0};
     int64_t present, direct = 0;
     const rz_gradient *only = V(only)(grads, num, &present);
     int clamped = limit <= FLT_MAX;
-    if (only && !clamped) direct = (stop - start) / LANES * LANES;
+    if (only && !clamped && !sums) direct = (stop - start) / LANES * LANES;
     if (direct) V(add_squares_of)(from(only->data, only->dtype, start), only->dtype, direct, lanes);
     for (int64_t at = start + direct; at < stop; at += BLOCK) {
         int64_t count = least(BLOCK, stop - at), padded = (count + LANES - 1) / LANES * LANES;
         V(sum)(grads, num, at, count, sum, group);
+        if (sums) memcpy(sums + at, sum, sizeof(float) * count);
         memset(sum + count, 0, sizeof(float) * (padded - count));
         for (int64_t i = 0; clamped && i < padded; i += WIDTH)
             V(store)(sum + i, V(clamp)(V(mul)(V(load)(sum + i), V(set)(scale)), limit));
