@@ -13,6 +13,7 @@ from torch import Tensor
 from rayzero.errors import StateLostError, StoreError
 from rayzero.kernels.stamps import TileStamps
 from rayzero.memory.planner import OwnerPlan
+from rayzero.owner.total import TotalLine
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import FormerShard, ModelSpec
 
@@ -75,6 +76,14 @@ class HostMemory(Protocol):
         """Memory for masters and moments, which only the owner reads."""
         ...
 
+    def totals(self, sizes: Sizes) -> dict[int, Tensor]:
+        """Memory for totals, fp32. It is on the host wherever states are: it is filled from there."""
+        ...
+
+    def total_line(self, shard: int) -> TotalLine | None:
+        """Where a shard's total is noted; None: this memory ends with the process."""
+        ...
+
     def journal(self, shard: int) -> ShardJournal | None:
         """The journal of a trained shard; None: this memory ends with the process."""
         ...
@@ -130,6 +139,13 @@ class PrivateMemory:
     def state(self, sizes: Sizes, dtype: torch.dtype) -> dict[int, Tensor]:
         """See ``HostMemory.state``."""
         return carve(sizes, dtype)
+
+    def totals(self, sizes: Sizes) -> dict[int, Tensor]:
+        """See ``HostMemory.totals``."""
+        return carve(sizes, torch.float32)
+
+    def total_line(self, shard: int) -> None:
+        """See ``HostMemory.total_line``."""
 
     def journal(self, shard: int) -> None:
         """See ``HostMemory.journal``."""
@@ -194,6 +210,14 @@ class DeviceMemory:
                 raise StoreError("the states on this device are not those of the shards that its owner has now")
         self.tensors.append(found)
         return dict(found)
+
+    def totals(self, sizes: Sizes) -> dict[int, Tensor]:
+        """See ``HostMemory.totals``."""
+        return self._host.totals(sizes)
+
+    def total_line(self, shard: int) -> TotalLine | None:
+        """See ``HostMemory.total_line``."""
+        return self._host.total_line(shard)
 
     def journal(self, shard: int) -> None:
         """See ``HostMemory.journal``."""

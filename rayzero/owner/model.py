@@ -20,6 +20,7 @@ from rayzero.owner.memory import DeviceMemory, HostMemory, LeftOnDevice, MemoryM
 from rayzero.owner.shard import OwnedShard, allocate
 from rayzero.owner.update.elementwise import ElementwiseRule
 from rayzero.owner.update.rules import AdamRule, UpdateRule
+from rayzero.protocol.gradient_sum import has_totals
 from rayzero.protocol.hyper import resolve_optimizer
 from rayzero.protocol.messages import FormerShard, Hyper, ModelSpec, canonical_json
 from rayzero.protocol.ownership import Ownership, owner_map
@@ -89,7 +90,15 @@ def build_model(
         check_device(plan, device)
     memory = maker.make_memory(spec, rule.kernel, plan)
     memory = DeviceMemory(memory, device, left) if on_device else memory
-    shards = allocate(spec.layout, shard_map.shards_of(owner), spec.group_of, rule.state_kinds, memory, spec.moments)
+    shards = allocate(
+        spec.layout,
+        shard_map.shards_of(owner),
+        spec.group_of,
+        rule.state_kinds,
+        memory,
+        spec.moments,
+        totals=has_totals(spec),
+    )
     former = {index: found for index in shards if (found := memory.former(index)) is not None}
     version = 0
     if former:

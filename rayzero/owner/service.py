@@ -30,6 +30,7 @@ from rayzero.owner.shard import OwnedShard, ShardState
 from rayzero.owner.updater import Updater
 from rayzero.owner.updates import StepUpdates
 from rayzero.owner.writes import StagedWrites
+from rayzero.protocol.gradient_sum import RankMemory
 from rayzero.protocol.messages import (
     Attached,
     Contribution,
@@ -203,18 +204,18 @@ class ShardService:
     def map_gradients(
         self,
         rank: int,
-        flats: Mapping[int, Tensor] | None,
+        memory: RankMemory | None,
         back_at: int | None = None,
         *,
         summed: Sequence[int] = (),
     ) -> None:
-        """Read a rank's gradients from ``flats``: unit -> 1D, unit.numel elements, fp32 with accumulation, else the
-        unit's dtype. None: keep memory for them here. A repeat changes nothing. ``back_at``: the step with which a rank
-        begins that has come back; its new memory is read from there on. ``summed``: see ``attach``."""
+        """Read a rank's gradients in its ``memory``. None: keep memory for them here. A repeat changes nothing.
+        ``back_at``: the step with which a rank begins that has come back; its new memory is read from there on.
+        ``summed``: see ``attach``."""
         parts = self._attached()
         if back_at is not None and parts.model.former and not parts.contributions.knows(rank):
             self._take_former(parts, rank)  # it has died since this owner took over, and before they met
-        parts.contributions.add_rank(rank, flats, back_at, summed)
+        parts.contributions.add_rank(rank, memory, back_at, summed)
 
     def _take_former(self, parts: _Parts, *ranks: int) -> None:
         """Read what dead ranks have pushed of the step that a former life of this owner may not have applied."""
@@ -264,9 +265,12 @@ class ShardService:
             original.update(owned.original_bytes)
             for kind, size in owned.memory_bytes.items():
                 held[kind, memory.tier if kind == "param" else memory.state_tier] += size
+            if owned.total is not None:
+                held["grad", memory.tier] += owned.total.nbytes
         for rank in set(parts.contributions.ranks.values()):
             held["grad", "ram"] += rank.landing_bytes
             held["staging", "ram"] += rank.staging_bytes
+        held["grad", "ram"] += parts.contributions.spare_bytes
         held["staging", "ram"] += parts.updates.scratch_bytes + parts.checkpoints.copied_bytes
         for (kind, tier), size in held.items():
             yield Reading(MEMORY_BYTES, size, {"kind": kind, "tier": tier})

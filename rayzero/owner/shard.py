@@ -17,6 +17,7 @@ from rayzero.kernels.moments import BLOCK, CODED, CodedMoment, Moment, PlainMome
 from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN, ModelLayout, Shard, SlotSlice, UnitLayout, aligned, runs
 from rayzero.owner.memory import HostMemory, ShardJournal, ShardRoom, Sizes
+from rayzero.owner.total import Total, TotalLine, digest_of
 from rayzero.protocol.messages import COMPUTE, MASTER, STORED, Decision, FormerShard, Hyper, NormParts
 from rayzero.protocol.scattered import Gradient
 
@@ -55,6 +56,8 @@ class OwnedShard:
     params: Tensor  # 1D, unit dtype: what COMPUTE reads; of a coded unit its record, uint8
     master: Tensor | None  # 1D fp32; the same memory as params in a trained fp32 unit on the host; frozen: may be None
     states: dict[str, Moment]  # by kind; on a device where the master is
+    total: Tensor | None = None  # 1D fp32: the ranks' gradients, added up; None: ranks' own memory is read
+    total_line: TotalLine | None = None  # of a total in memory that outlives the process
     room: ShardRoom | None = None  # of a record whose memory can be given back
     journal: ShardJournal | None = None  # only for a trained shard in memory that outlives the process
     filled: int = field(init=False)  # elements that are not padding
@@ -122,6 +125,22 @@ class OwnedShard:
         """What ``take_over`` continues in the next epoch, where this process has kept the tensors."""
         slices = tuple(self._journaled()) if self.trainable else ()
         return FormerShard(published=self.published, content=self.content, applied=self.newest, slices=slices)
+
+    def keep_total(self, made: Total) -> None:
+        """The total is whole: from now on ranks give back what is in it."""
+        if self.total_line is not None:
+            assert not isinstance(made.summands, int)
+            oldest = min((attempt for _, attempt in made.summands), default=0)
+            self.total_line.write(made.step, oldest, digest_of(made.summands), made.present)
+
+    def forget_total(self) -> None:
+        """The total's bytes are about to change."""
+        if self.total_line is not None:
+            self.total_line.clear()
+
+    def left_total(self) -> Total | None:
+        """What a former life of the owner has left in the total."""
+        return None if self.total_line is None else self.total_line.read()
 
     def keep_slices(self) -> None:
         """``steps`` or ``groups`` were written: let them outlive the process."""
@@ -233,9 +252,11 @@ def allocate(
     kinds: Sequence[str],
     memory: HostMemory,
     moments: str = "fp32",
+    *,
+    totals: bool = False,
 ) -> dict[int, OwnedShard]:
     """Allocate the tensors of an owner's shards (ascending), one block per dtype and kind. ``moments``: how states are
-    kept."""
+    kept. ``totals``: whether gradients are added up."""
     owned = [layout.shards[index] for index in shards]
     trained = [shard for shard in owned if layout.units[shard.unit].trainable]
     params: dict[int, Tensor] = {}
@@ -256,6 +277,8 @@ def allocate(
         found[shard.index].room = memory.room(shard.index)
     for shard in trained:
         found[shard.index].journal = memory.journal(shard.index)
+    for index, total in (memory.totals(_sizes(trained)) if totals else {}).items():
+        found[index].total, found[index].total_line = total, memory.total_line(index)
     return found
 
 

@@ -4,8 +4,13 @@ Both ends of the store use it: a rank in its own memory, which owners of its hos
 keeps for a rank on another host.
 
 [Note: gradient memory] With one planned backward a step, the memory has the unit's dtype, and a push lands in it as it
-is. With more it is fp32, and pushes are added in order, whatever their dtype. fp32 memory takes more pushes than were
-planned; 16-bit memory refuses the second one with an error that names the setting.
+is. With more it is fp32, and pushes are added in order, whatever their dtype. fp32 memory of a single rank takes more
+pushes than were planned; all other memory refuses the second one with an error that names the setting.
+
+[Note: totals] With several ranks and one planned backward a step, an owner adds up the gradients of a shard once, as
+soon as every rank has pushed them: into the shard's total, fp32, which the update reads. From then on the step needs no
+rank's own gradients of the shard, and their memory is free for other units. So a host has one total where it had as
+many gradients as ranks. What is in a total cannot be taken back by one rank alone: all ranks discard, or none.
 """
 
 from __future__ import annotations
@@ -18,18 +23,44 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import AccumulationError
-from rayzero.layout.model_layout import ALIGN, SlotSlice, UnitLayout, aligned
-from rayzero.protocol.messages import Contribution, ModelSpec, Pushed
+from rayzero.layout.model_layout import ALIGN, ModelLayout, SlotSlice, UnitLayout, aligned
+from rayzero.protocol.lives import ATTEMPTS
+from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, ModelSpec, Pushed
 
+POOL_ALIGN = 256  # bytes: a range of a pool begins at a multiple
 _WIDE = 1 << 16  # elements
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The memory of one rank's gradients: a place for each unit, its home, and a pool in which units lie that are soon
+    in totals."""
+
+    homes: Mapping[int, Tensor]  # by trained unit: 1D, unit.numel elements of ``gradient_dtype``
+    pool: Tensor | None = None  # 1D uint8
+
+    def at(self, unit: int, place: int) -> Tensor | None:
+        """A unit's gradients at a ``Pushed.place``; None: they are in totals alone."""
+        if place == IN_TOTAL:
+            return None
+        home = self.homes[unit]
+        if place == AT_HOME:
+            return home
+        assert self.pool is not None
+        return self.pool[place : place + home.nbytes].view(home.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class FormerRank:
     """What a dead rank has left in its own memory."""
 
-    gradients: Mapping[int, Tensor]  # by unit: 1D, read-only
-    pushed: Sequence[tuple[int, Pushed]]  # (unit, what of it is there)
+    gradients: Mapping[int, Tensor]  # by unit: 1D, read-only; of those that are not in totals alone
+    pushed: Sequence[tuple[int, Pushed]]  # (unit, what of it is there, AT_HOME in ``gradients`` or IN_TOTAL)
+
+
+def has_totals(spec: ModelSpec) -> bool:
+    """Whether owners keep totals. See [Note: totals]."""
+    return spec.world_size > 1 and spec.accumulation_steps == 1
 
 
 def gradient_dtype(unit: UnitLayout, accumulate: bool) -> torch.dtype:
@@ -47,15 +78,33 @@ def gradient_sizes(spec: ModelSpec) -> dict[torch.dtype, list[tuple[int, int]]]:
     return sizes
 
 
+def pool_bytes(layout: ModelLayout) -> int:
+    """The size of a rank's pool: room for the two largest trained units, of which one is written while the other is
+    added up."""
+    sizes = sorted(unit.numel * unit.dtype.itemsize for unit in layout.units if unit.trainable)
+    return sum(-(-size // POOL_ALIGN) * POOL_ALIGN for size in sizes[-2:])
+
+
 class GradientSum:
     """The sum of one rank's pushes in one attempt at a step, over a whole unit or a shard of it.
 
     Knows pushes, their order and which parameters have a gradient; not who reads the memory, or when it is free.
     Calls must not overlap."""
 
-    def __init__(self, unit: UnitLayout, memory: Tensor, slices: Sequence[SlotSlice]) -> None:
-        """``memory``: 1D, the range's elements, ``gradient_dtype``. ``slices``: the parameters that lie in it."""
-        self.unit, self.memory = unit, memory
+    def __init__(
+        self,
+        unit: UnitLayout,
+        memory: Tensor | None,
+        slices: Sequence[SlotSlice],
+        *,
+        dtype: torch.dtype | None = None,
+        is_single: bool = False,
+    ) -> None:
+        """``memory``: 1D, the range's elements, ``dtype``; None: there is none at present. ``slices``: the parameters
+        that lie in it. ``dtype``: of its memory, if there is none yet. ``is_single``: a second push is refused."""
+        dtype = dtype if memory is None else memory.dtype
+        assert dtype is not None
+        self.unit, self._memory, self.dtype, self._is_single = unit, memory, dtype, is_single
         self.step, self.attempt = -1, 0
         self.count = 0  # pushes of that attempt whose bytes are here
         self.presence = 0  # bit i set: slot i of the unit has a gradient here
@@ -64,13 +113,27 @@ class GradientSum:
         self._padding = [(s.stop, s.start + aligned(s.numel)) for s in slices if s.numel % ALIGN]
 
     @classmethod
-    def of_unit(cls, unit: UnitLayout, memory: Tensor) -> GradientSum:
+    def of_unit(
+        cls, unit: UnitLayout, memory: Tensor | None, *, dtype: torch.dtype | None = None, is_single: bool = False
+    ) -> GradientSum:
         """The sum over a whole unit: ``memory`` has unit.numel elements."""
-        return cls(
-            unit,
-            memory,
-            [SlotSlice(slot=i, start=s.start, stop=s.stop, param_start=0) for i, s in enumerate(unit.slots)],
-        )
+        slices = [SlotSlice(slot=i, start=s.start, stop=s.stop, param_start=0) for i, s in enumerate(unit.slots)]
+        return cls(unit, memory, slices, dtype=dtype, is_single=is_single)
+
+    @property
+    def memory(self) -> Tensor:
+        """Where the sum is."""
+        assert self._memory is not None, f"{self.unit.name} has no memory"
+        return self._memory
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether there is memory at present."""
+        return self._memory is not None
+
+    def move(self, memory: Tensor | None) -> None:
+        """The sum is in other memory, or in none."""
+        self._memory = memory
 
     def is_older(self, push: Contribution | Pushed) -> bool:
         """Whether ``push`` belongs to an attempt before the current one."""
@@ -80,29 +143,36 @@ class GradientSum:
         """How many pushes of that attempt have their bytes here."""
         return self.count if (self.step, self.attempt) == (step, attempt) else 0
 
+    def recognise(self, push: Contribution | Pushed) -> None:
+        """Count ``push`` as a repeat if a former life of its rank has pushed the same, and no memory has it any more:
+        it is in a total. The new life computes it from the same weights and data."""
+        gone = self._memory is None and self.count > 0 and self.step == push.step
+        if gone and push.attempt > self.attempt and push.attempt % ATTEMPTS == self.attempt % ATTEMPTS:
+            self.attempt = push.attempt
+
     def is_stale(self, push: Contribution) -> bool:
         """Whether ``push`` is a repeat or from an older attempt, so that it is dropped."""
         return self.is_older(push) or push.seq < self.count_of(push.step, push.attempt)
 
     def lands(self, push: Contribution) -> bool:
         """Whether the bytes of ``push`` may go into the memory as they are, because there is nothing to add them to."""
-        return push.first == 0 and self.memory.dtype is self.dtype_of(push)
+        return push.first == 0 and self.dtype is self.dtype_of(push)
 
     def dtype_of(self, push: Contribution) -> torch.dtype:
         """The dtype in which the bytes of ``push`` come."""
-        return self.memory.dtype if push.sum_of else self.unit.dtype
+        return self.dtype if push.sum_of else self.unit.dtype
 
     def holds(self, values: Tensor) -> bool:
         """Whether ``values`` is the memory itself."""
-        return values.data_ptr() == self.memory.data_ptr()
+        return self._memory is not None and values.data_ptr() == self._memory.data_ptr()
 
     def require_room(self, push: Contribution) -> None:
-        """Raise AccumulationError for a second push into 16-bit memory."""
-        if push.first > 0 and self.memory.dtype is not torch.float32:
-            kept = str(self.memory.dtype).removeprefix("torch.")
+        """Raise AccumulationError for a second push where there is room for one."""
+        if push.first > 0 and (self._is_single or self.dtype is not torch.float32):
+            kept = "that of several ranks" if self._is_single else str(self.dtype).removeprefix("torch.")
             raise AccumulationError(
                 f"rank {push.rank} pushed {self.unit.name!r} {push.seq + 1} times in step {push.step}, but one "
-                f"backward a step was planned and {kept} gradient memory holds one push: set "
+                f"backward a step was planned and gradient memory ({kept}) holds one push: set "
                 "gradient_accumulation_steps to the number of backwards between two optimizer.step()"
             )
 

@@ -122,6 +122,11 @@ class Pushed:
     attempt: int
     count: int  # contributions
     presence: bytes  # bit i set: slot i has a gradient
+    place: int = -1  # bytes from the start of the rank's pool; see AT_HOME and IN_TOTAL
+
+
+AT_HOME = -1  # in place of a ``Pushed.place``: where the unit's gradients lie if they are not in the pool
+IN_TOTAL = -2  # the rank has them no more: they are in the owners' totals
 
 
 LOOP_PARTS = 2  # of a loop's state at a step: AT_COMMIT, then AT_FORWARD

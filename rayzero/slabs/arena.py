@@ -107,13 +107,16 @@ class Arena:
         directory: Path | None = SHARED_MEMORY,
         *,
         on_progress: Progress | None = None,
+        sparse: bool = False,
     ) -> Arena:
-        """Make the slabs, zeroed; each has ``facts`` with its own number. Raises what ``create_slabs`` raises."""
+        """Make the slabs, zeroed; each has ``facts`` with its own number. ``sparse``: no tensor has pages yet; call
+        ``allocate``. Raises what ``create_slabs`` raises."""
         headers = [
             lay_out_slab(replace(facts, number=facts.number + number), [(REGION, size, 0)])
             for number, size in enumerate(plan.slabs)
         ]
-        return cls(plan, create_slabs(headers, directory, on_progress=on_progress))
+        later = (REGION,) if sparse else ()
+        return cls(plan, create_slabs(headers, directory, later=later, on_progress=on_progress))
 
     @classmethod
     def adopt(cls, places: Mapping[Any, Place], paths: Sequence[Path], *, with_others: bool = False) -> Arena:
@@ -141,6 +144,16 @@ class Arena:
         """1D, the piece's numel and dtype, in shared memory."""
         place = self.plan.places[key]
         return self.slabs[place.slab].tensor(place.offset, place.numel, place.dtype)
+
+    def allocate(self, key: Hashable) -> None:
+        """Give a tensor pages; see ``Slab.allocate``."""
+        place = self.plan.places[key]
+        self.slabs[place.slab].allocate(place.offset, place.bytes)
+
+    def punch(self, key: Hashable) -> None:
+        """Give a tensor's pages back; see ``Slab.punch``."""
+        place = self.plan.places[key]
+        self.slabs[place.slab].punch(place.offset, place.bytes)
 
     def close(self, *, unlink: bool = True) -> None:
         """Close all slabs; see ``Slab.close``."""

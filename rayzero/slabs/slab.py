@@ -125,11 +125,12 @@ class Slab:
         """Keeps the slab mapped while it is held, for callers that use addresses."""
         return self._open().keeper
 
-    def page_lock(self, device: torch.device) -> PageLock:
-        """Lock the slab's pages, so that a CUDA device copies to and from it directly. The slab must be writable
-        here."""
+    def page_lock(self, device: torch.device, offset: int = 0, size: int | None = None) -> PageLock:
+        """Lock the pages of ``size`` bytes from ``offset`` on (None: all), so that a CUDA device copies to and from
+        them directly. The slab must be writable here."""
         mapping = self._open()
-        return PageLock([(mapping.address, mapping.size)], mapping.keeper, read_only=False, device=device)
+        span = mapping.address + offset, mapping.size - offset if size is None else size
+        return PageLock([span], mapping.keeper, read_only=False, device=device)
 
     def fileno(self) -> int:
         """The open file's descriptor, to map parts of it elsewhere."""

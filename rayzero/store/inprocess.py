@@ -323,10 +323,11 @@ class LocalConnection:
         back = self.life > 0
         answers = [service.attach(self.rank, spec, own_gradients=True, comes_back=back) for service in services]
         if self._gradients is None:
-            self._gradients = GradientRegion(spec, gradient_memory(spec, pinned_for=page_lock))
+            self._memory = gradient_memory(spec, pinned_for=page_lock)
+            self._gradients = GradientRegion(spec, self._memory)
         step = self.owners.lead.attach(self.rank, spec, answers[0].version)
         for service in services:
-            service.map_gradients(self.rank, self._gradients.flats, step if self.life else None)
+            service.map_gradients(self.rank, self._memory, step if self.life else None)
         plan = SharedPlan.of(spec, len(services))
         if self._windows is None:
             arenas = {owner: memory.arena for owner, memory in self.owners.memories.items()}
@@ -364,6 +365,13 @@ class LocalConnection:
         scattered = None if self._gradients is None else self._gradients.scattered(unit)
         for service in self.owners.services:
             service.observe(self.rank, unit, pushed, scattered)
+
+    def note(self, unit: int, pushed: Pushed) -> None:
+        """See ``Connection.note``: this process has no successor."""
+
+    def in_totals(self, unit: int, pushed: Pushed) -> bool:
+        """See ``Connection.in_totals``: ranges are not given back here."""
+        return False
 
     def keep(self, state: LoopState) -> Future[None]:
         """See ``Connection.keep``."""

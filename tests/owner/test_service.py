@@ -414,9 +414,9 @@ def test_early_parts_are_computed_alone_and_awaited_ones_are_not(monkeypatch: py
 
 
 def _noting(parts: Callable[..., list[float]], found: list[bool]) -> Callable[..., list[float]]:
-    def noted(*args: Any, alone: bool = False) -> list[float]:
+    def noted(*args: Any, alone: bool = False, **sums: Any) -> list[float]:
         found.append(alone)
-        return parts(*args, alone=alone)
+        return parts(*args, alone=alone, **sums)
 
     return noted
 

@@ -12,7 +12,7 @@ from rayzero.concurrency.futures import settled
 from rayzero.errors import AccumulationError, StepMismatchError, StoreClosedError, StoreError
 from rayzero.owner.memory import carve
 from rayzero.owner.service import ShardService
-from rayzero.protocol.gradient_sum import gradient_sizes
+from rayzero.protocol.gradient_sum import RankMemory, gradient_sizes
 from rayzero.protocol.messages import Contribution, FinishReport, ModelSpec, Pushed, pack_presence
 from rayzero.store.rank.memory.gradient_region import GradientRegion
 from rayzero.store.rank.memory.gradient_writer import GradientWriter
@@ -28,7 +28,7 @@ def push_of(seq: int = 0, *, attempt: int = 0, step: int = 0, present: tuple[boo
 
 def region_of(spec: ModelSpec) -> GradientRegion:
     blocks = [carve(sizes, dtype) for dtype, sizes in gradient_sizes(spec).items()]
-    return GradientRegion(spec, {unit: flat for block in blocks for unit, flat in block.items()})
+    return GradientRegion(spec, RankMemory({unit: flat for block in blocks for unit, flat in block.items()}))
 
 
 def grads_of(spec: ModelSpec, seed: int) -> Tensor:
@@ -47,20 +47,20 @@ def test_later_pushes_are_added_in_fp32_in_their_order(steps: int) -> None:
         told = region.put(push_of(seq), grads)
         assert told == Pushed(step=0, attempt=0, count=seq + 1, presence=b"\x0f")
     for slot in spec.layout.units[UNIT].slots:
-        assert torch.equal(region.flats[UNIT][slot.start : slot.stop], expected[slot.start : slot.stop])
+        assert torch.equal(region.memory.homes[UNIT][slot.start : slot.stop], expected[slot.start : slot.stop])
 
 
 def test_a_slot_that_only_a_later_push_has_is_not_added_to_what_lay_there() -> None:
     spec = make_spec(1)
     region = region_of(spec)
-    region.flats[UNIT].fill_(7.0)  # of an earlier step
+    region.memory.homes[UNIT].fill_(7.0)  # of an earlier step
     first, second = grads_of(spec, 1), grads_of(spec, 2)
     region.put(push_of(0, present=(True, False, True, False)), first)
     told = region.put(push_of(1, present=(True, True, True, False)), second)
     assert told is not None
     assert told.presence == b"\x07"
     weight, bias = spec.layout.units[UNIT].slots[:2]
-    got = region.flats[UNIT]
+    got = region.memory.homes[UNIT]
     both = first[weight.start : weight.stop] + second[weight.start : weight.stop]
     assert torch.equal(got[weight.start : weight.stop], both)
     assert torch.equal(got[bias.start : bias.stop], second[bias.start : bias.stop])
@@ -71,12 +71,12 @@ def test_gathering_in_place_copies_nothing_and_a_repeat_is_dropped() -> None:
     region = region_of(spec)
     landing = region.landing(push_of(0))
     assert landing is not None
-    assert landing.data_ptr() == region.flats[UNIT].data_ptr()
+    assert landing.data_ptr() == region.memory.homes[UNIT].data_ptr()
     landing.fill_(3.0)
     assert region.put(push_of(0), landing) is not None
     assert region.landing(push_of(0)) is None
     assert region.put(push_of(0), torch.zeros_like(landing)) is None
-    assert region.flats[UNIT].eq(3.0).all()
+    assert region.memory.homes[UNIT].eq(3.0).all()
     assert region.landing(push_of(1)) is None, "a later push is added, not gathered in place"
     assert region.landing(push_of(0, attempt=1)) is not None
 
@@ -106,15 +106,21 @@ def test_a_push_is_written_when_its_range_is_free_and_told_after_that() -> None:
             asked.append((unit, version))
             return frees[version]
 
+        def need(self, unit: int, pushed: Pushed) -> bool:
+            return True
+
+        def note(self, unit: int, pushed: Pushed) -> None:
+            raise AssertionError(unit)
+
         def announce(self, unit: int, pushed: Pushed) -> None:
-            told.append((pushed.count, float(region.flats[unit][0])))
+            told.append((pushed.count, float(region.memory.homes[unit][0])))
 
     writer = GradientWriter(region, Readers(), "test")
     ones = torch.ones(spec.layout.units[UNIT].numel)
     assert writer.landing(push_of(0)) is None, "not free yet"
     later = [writer.push(push_of(1), ones), writer.push(push_of(0), 2 * ones)]
     assert told == []
-    assert region.flats[UNIT][0] == 0
+    assert region.memory.homes[UNIT][0] == 0
     frees[0].set_result(0)
     for done in later:
         done.result(WAIT)
@@ -148,10 +154,10 @@ def test_a_range_that_is_being_sent_elsewhere_is_neither_added_to_nor_gathered_i
     assert writer.push(first, landing.fill_(2.0), sent).done()
     second = writer.push(push_of(1), ones)
     assert writer.landing(push_of(0, attempt=1)) is None
-    assert (region.flats[UNIT][0], second.done()) == (2.0, False)
+    assert (region.memory.homes[UNIT][0], second.done()) == (2.0, False)
     sent.set_result(None)
     second.result(WAIT)
-    assert region.flats[UNIT][0] == 3.0
+    assert region.memory.homes[UNIT][0] == 3.0
     assert writer.landing(push_of(0, attempt=1)) is not None
     assert writer.push(push_of(2), ones, Future()).done()
     assert writer.push(push_of(3), ones).done(), "the sending of what lies elsewhere keeps no range"
@@ -166,7 +172,7 @@ def owner_with(spec: ModelSpec) -> tuple[ShardService, list[GradientRegion]]:
     regions = [region_of(spec) for _ in range(spec.world_size)]
     for rank, region in enumerate(regions):
         service.attach(rank, spec, own_gradients=True)
-        service.map_gradients(rank, region.flats)
+        service.map_gradients(rank, region.memory)
     values = initial_values(spec)
     for shard in spec.layout.shards:
         unit = spec.layout.units[shard.unit]
@@ -224,7 +230,7 @@ def test_a_report_of_a_rank_that_has_not_attached_here_waits_for_its_pushes() ->
     other = make_spec(2)
     try:
         service.attach(0, other, own_gradients=True)
-        service.map_gradients(0, region_of(other).flats)
+        service.map_gradients(0, region_of(other).memory)
         none = (0,) * len(spec.layout.units)
         reports = [FinishReport(step=0, attempt=0, rank=rank, counts=none) for rank in range(2)]
         late = FinishReport(step=0, attempt=0, rank=1, counts=(0, 1, 0))

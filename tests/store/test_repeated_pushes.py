@@ -101,7 +101,7 @@ def test_an_owner_gets_again_what_it_has_not_published() -> None:
             assert {PLAN.shard_map.owner(shard.index) for shard in each.shards} == {owner}
             for shard in each.shards:
                 mine = slice(shard.start, shard.stop)
-                assert each.values[mine].equal(rank.gradients.flats[each.unit.index][mine])
+                assert each.values[mine].equal(rank.gradients.memory.homes[each.unit.index][mine])
                 assert each.values[shard.start] == 5 + each.unit.index
 
 

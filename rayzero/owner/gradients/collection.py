@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -46,14 +46,22 @@ class Collection:
         unit = owned.unit.index
         return [rank for rank in sorted(self.reports) if self.reports[rank].counts[unit]]
 
-    def begin(self, shards: Mapping[int, OwnedShard], ranks: Mapping[int, RankGradients]) -> None:
+    def begin(
+        self,
+        shards: Mapping[int, OwnedShard],
+        ranks: Mapping[int, RankGradients],
+        is_made: Callable[[OwnedShard, Collection], bool],
+    ) -> None:
         """Note what is still missing. ``shards``: all trained ones; those of which a former life of the owner has made
         the step's version need nothing, and ranks may have dropped what they pushed for them. ``ranks``: the attached
-        ranks' gradients. Raises StepMismatchError if more pushes arrived than were counted."""
+        ranks' gradients. ``is_made``: whether a shard's total has exactly what is counted here. Raises
+        StepMismatchError if more pushes arrived than were counted."""
         for index, owned in shards.items():
             if max(owned.published, owned.newest) > self.step:
                 continue
             self.shards.add(index)
+            if is_made(owned, self):
+                continue
             missing = {rank for rank in self.reports if not self._is_there(owned, rank, ranks)}
             if missing:
                 self.missing[index] = missing

@@ -9,8 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from itertools import compress, groupby
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,10 @@ from rayzero.owner.gradients.collection import Collection, check_reports
 from rayzero.owner.gradients.landing import Admission, RankGradients, check_push, check_summands
 from rayzero.owner.gradients.squares import Squares
 from rayzero.owner.shard import Contributors, OwnedShard, ShardState, ShardWork, StepWork
+from rayzero.owner.total import Summands, Total
 from rayzero.owner.updater import Updater
+from rayzero.protocol.gradient_sum import RankMemory
+from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import (
     Action,
     Clamp,
@@ -40,9 +45,43 @@ from rayzero.telemetry.spans import Over, nothing
 EARLY = 1 << 20  # elements: summing fewer takes 0.1 ms and can wait for the finish
 
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
-# What a norm part was computed from: the clamp of the sum, and (rank, generation of its landing) of each summand.
-_PartKey = tuple[Clamp | None, tuple[tuple[int, int], ...]]
+# What a norm part was computed from: the clamp of the sum, and (rank, generation of its landing) of each summand; where
+# there are totals, the step, and (rank, attempt).
+_PartKey = tuple[Any, ...]
 _Reservation = tuple[Contribution, OwnedShard, "Future[Tensor | None]"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A pass over a shard whose gradients have a total."""
+
+    key: _PartKey  # of the norm parts that it computes
+    gradients: Sequence[Gradient]
+    contributors: Contributors
+    ranks: Sequence[int]  # whose gradients they are
+    seen: _PartKey  # what of them had landed as it began
+    early: bool  # nobody waits for it, and the cores receive gradients, or compute them
+    fills: bool  # the total
+
+
+class _SpareMemory:
+    """Memory for pushes of ranks elsewhere, each shard's for as long as its gradients are not in the total."""
+
+    def __init__(self) -> None:
+        self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self.bytes = 0  # allocated so far
+
+    def take(self, owned: OwnedShard, dtype: torch.dtype) -> Tensor:
+        """1D, the shard's elements."""
+        spare = self._spare.get((owned.shard.numel, dtype))
+        if spare:
+            return spare.pop()
+        self.bytes += owned.shard.numel * dtype.itemsize
+        return torch.zeros(owned.shard.numel, dtype=dtype, device="cpu")
+
+    def give_back(self, memory: Tensor) -> None:
+        """Nothing reads or writes it any more."""
+        self._spare.setdefault((memory.numel(), memory.dtype), []).append(memory)
 
 
 class Contributions:
@@ -70,6 +109,8 @@ class Contributions:
         self._redone: list[Future[None]] = []  # done once the open step is decided here
         self.open_step = step  # the step whose contributions are accepted
         self.ranks: dict[int, RankGradients] = {}  # ranks that have attached
+        self._totals: dict[int, Total] = {}  # by shard, what is in its total; empty: there are none
+        self._spare = _SpareMemory()
         self._owner, self._spec, self._every = owner, spec, shards
         self._squares, self._updater, self._recorder = squares, updater, recorder
         self._lock = threading.Lock()
@@ -77,6 +118,8 @@ class Contributions:
         self._by_unit: dict[int, list[OwnedShard]] = {}
         for shard in self._shards.values():
             self._by_unit.setdefault(shard.unit.index, []).append(shard)
+            if (left := shard.left_total()) is not None:
+                self._totals[shard.shard.index] = left
         self._to_be_read = dict.fromkeys(self._shards, 0)  # decisions that have not read a shard's gradients yet
         self._waiting: dict[int, list[_Reservation]] = {}  # by rank
         self._former: set[int] = set()  # dead ranks whose memory is read where they have left it
@@ -97,7 +140,7 @@ class Contributions:
     def add_rank(
         self,
         rank: int,
-        own_memory: Mapping[int, Tensor] | None,
+        own_memory: RankMemory | None,
         back_at: int | None = None,
         summed: Sequence[int] = (),
     ) -> None:
@@ -155,7 +198,7 @@ class Contributions:
 
     def add_former(self, rank: int, memory: Mapping[int, Tensor], pushed: Sequence[tuple[int, Pushed]]) -> None:
         """A rank is dead, and a former life of this owner may not have applied what it ``pushed`` into ``memory``."""
-        self.add_rank(rank, memory)
+        self.add_rank(rank, RankMemory(memory))
         self._former.add(rank)
         for unit, each in pushed:
             self.observe(rank, unit, each)
@@ -180,8 +223,8 @@ class Contributions:
         """Read the new memory of ranks that have come back, once the decisions that count their old memory are here."""
         for rank, (step, gradients) in list(self._back.items()):
             if step <= self.open_step:
-                for index, landing in gradients.landings.items():  # parts of the old memory's norm are not of this one
-                    landing.generation = self.ranks[rank].landings[index].generation + 1
+                for index, landing in gradients.landings.items():
+                    landing.go_on_from(self.ranks[rank].landings[index])
                 self.ranks[rank] = gradients
                 del self._back[rank]
 
@@ -221,6 +264,8 @@ class Contributions:
             return admission is Admission.DROP, None
         if admission is Admission.LAND:
             rank.release(landing.staged)
+            if not landing.sum.has_memory:
+                landing.sum.move(self._spare.take(owned, landing.sum.dtype))
             landing.staged, memory = None, landing.sum.memory
         else:
             landing.staged = landing.staged if landing.staged is not None else rank.lease(owned)
@@ -280,7 +325,8 @@ class Contributions:
         excess = None
         with self._lock:
             for owned in self._by_unit.get(unit, ()) if pushed.step == self.open_step else ():
-                if self.ranks[rank].landings[owned.shard.index].observe(pushed, scattered):
+                memory = None if scattered is not None else self.ranks[rank].own(owned, pushed.place)
+                if self.ranks[rank].landings[owned.shard.index].observe(pushed, memory, scattered):
                     excess = self._arrived(owned, rank) or excess
         return excess
 
@@ -343,7 +389,7 @@ class Contributions:
             new, old = Collection(step, {report.rank: report for report in reports}), self._collection
             if old is not None and old.reports == new.reports:
                 return old.future
-            new.begin(self._shards, self.ranks)
+            new.begin(self._shards, self.ranks, self._is_made)
             if (lost := self._never_complete(new)) is not None:
                 raise lost
             self._expected = {rank: report.counts for rank, report in new.reports.items()}
@@ -422,12 +468,12 @@ class Contributions:
     def _work_of(self, owned: OwnedShard, decision: Decision, collection: Collection) -> ShardWork | None:
         if decision.action is not Action.APPLY or owned.shard.index not in collection.shards:
             return None
-        contributors = self._contributors(owned, collection.ranks_of(owned))
+        contributors = self._counted_of(owned, collection)
         if not any(contributors):
             return None
         return ShardWork(
             version=decision.step + 1,
-            gradients=self._gradients(owned),
+            gradients=self._gradients(owned) if owned.total is None else (owned.total,),
             contributors=contributors,
             scale=decision.scale,
             limit=decision.limit,
@@ -441,6 +487,11 @@ class Contributions:
             for rank in self.ranks.values():
                 rank.landings[owned.shard.index].free()
         self.retry(shard=owned.shard.index)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of memory for pushes of ranks elsewhere, in use or not, where there are totals."""
+        return self._spare.bytes
 
     @property
     def missing_ranks(self) -> list[int]:
@@ -487,6 +538,9 @@ class Contributions:
 
     def _sum(self, owned: OwnedShard, step: int) -> None:
         """Compute a shard's part, unless the one that is kept is still valid."""
+        if owned.total is not None:
+            self._add_up(owned, owned.total, step)
+            return
         with self._lock:
             collection = self._collection
             known = collection is not None and self._has_part(owned, collection)
@@ -503,6 +557,84 @@ class Contributions:
                 self._check_off(owned, self._collection)
         self._hand_out()
 
+    def _add_up(self, owned: OwnedShard, total: Tensor, step: int) -> None:
+        """As ``_sum``, where there is a total: the pass that squares the gradients also adds them up there. A clamp of
+        the finishes takes another pass, over the total."""
+        while (next_pass := self._next_pass(owned, total, step)) is not None:
+            squares = self._squares_of(
+                owned,
+                next_pass.gradients,
+                next_pass.contributors,
+                next_pass.key[0],
+                alone=next_pass.early,
+                sums=total if next_pass.fills else None,
+            )
+            self._passed(owned, next_pass, squares)
+        self._hand_out()
+
+    def _next_pass(self, owned: OwnedShard, total: Tensor, step: int) -> _Pass | None:
+        """The next pass over a shard; None: there is none, or not yet. Before finishes say who pushes, every rank has
+        to be there: what one pushes later would come too late."""
+        index = owned.shard.index
+        with self._lock:
+            collection = self._collection
+            early = collection is None
+            ranks = self._landed_ranks(owned, step) if collection is None else collection.ranks_of(owned)
+            if step != self.open_step or (early and len(ranks) < self._spec.world_size):
+                return None
+            clamp = None if collection is None else collection.clamp
+            summands = self._summands(owned, ranks, collection)
+            seen = self._key(owned, [rank for rank in ranks if rank in self.ranks], None)
+            kept, made = self._parts.get(index), self._totals.get(index)
+            if kept is not None and kept[0] == (clamp, step, summands):
+                if collection is not None:
+                    self._check_off(owned, collection)
+                return None
+            if made is not None and made.is_of(step, summands):
+                contributors: Contributors = tuple((0,) if there else () for there in made.present)
+                return _Pass((clamp, step, summands), (total,), contributors, ranks, seen, early=early, fills=False)
+            if all(rank in self.ranks and self.ranks[rank].landings[index].is_here for rank in ranks):
+                if self._totals.pop(index, None) is not None:
+                    owned.forget_total()  # before its bytes change
+                contributors, gradients = self._contributors(owned, ranks), self._gradients(owned)
+                return _Pass((None, step, summands), gradients, contributors, ranks, seen, early=early, fills=True)
+        if collection is not None:
+            fail(collection.future, self._taken_back(owned, step))
+        return None
+
+    def _passed(self, owned: OwnedShard, done: _Pass, squares: tuple[float, ...]) -> None:
+        """Keep what a pass has computed, unless a push came in the meantime."""
+        with self._lock:
+            if done.seen != self._key(owned, [rank for rank in done.ranks if rank in self.ranks], None):
+                return
+            index = owned.shard.index
+            if done.fills:
+                _, step, summands = done.key
+                made = Total(step, summands, tuple(map(bool, done.contributors)))
+                self._totals[index] = made
+                owned.keep_total(made)
+                for holder in {self.ranks[rank] for rank in done.ranks}:
+                    memory = holder.landings[index].leave()
+                    if memory is not None and holder.keeps:
+                        self._spare.give_back(memory)
+            self._parts[index] = done.key, squares
+            if self._collection is not None:
+                self._check_off(owned, self._collection)
+
+    def _summands(self, owned: OwnedShard, ranks: Sequence[int], collection: Collection | None) -> Summands:
+        """(rank, attempt) of what is added up for a shard, as any life of the rank counts attempts."""
+        if collection is not None:
+            return tuple((rank, collection.reports[rank].attempt % ATTEMPTS) for rank in ranks)
+        index = owned.shard.index
+        return tuple((rank, self.ranks[rank].landings[index].attempt_of(rank) % ATTEMPTS) for rank in ranks)
+
+    def _taken_back(self, owned: OwnedShard, step: int) -> StepMismatchError:
+        return StepMismatchError(
+            f"{self._who}: of step {step}, some ranks dropped gradients of {owned.unit.name!r} that were added to "
+            "those of the others already, and others did not: after a backward, call zero_grad() on every rank or on "
+            "none"
+        )
+
     def _squares_of(
         self,
         owned: OwnedShard,
@@ -511,14 +643,15 @@ class Contributions:
         clamp: Clamp | None,
         *,
         alone: bool,
+        sums: Tensor | None = None,
     ) -> tuple[float, ...]:
         """One sum of squares per slice. Neighbours with the same contributors share a call, because models have many
-        parameters. ``alone``: see ``Squares.parts``."""
+        parameters. ``alone``, ``sums``: see ``Squares.parts``."""
         squares: list[float] = []
         for members, group in groupby(zip(contributors, owned.slices, strict=True), key=itemgetter(0)):
             ranges = tuple((part.start, part.stop) for _, part in group)
             if members:
-                squares += self._squares.parts(gradients, members, ranges, clamp, alone=alone)
+                squares += self._squares.parts(gradients, members, ranges, clamp, alone=alone, sums=sums)
             else:
                 squares += [0.0] * len(ranges)
         return tuple(squares)
@@ -535,7 +668,7 @@ class Contributions:
         found = []
         for index in sorted(collection.shards):
             owned = self._shards[index]
-            contributors = self._contributors(owned, collection.ranks_of(owned))
+            contributors = self._counted_of(owned, collection)
             squares = self._parts[index][1]
             found += [(index, part.slot, squares[i]) for i, part in enumerate(owned.slices) if contributors[i]]
         return NormParts(step=collection.step, parts=tuple(found))
@@ -545,9 +678,19 @@ class Contributions:
         if owned.shard.index not in collection.missing and self._has_part(owned, collection):
             collection.unsummed.discard(owned.shard.index)
 
+    def _is_made(self, owned: OwnedShard, collection: Collection) -> bool:
+        """Whether a shard's total has exactly what a collection counts."""
+        made = self._totals.get(owned.shard.index)
+        summands = self._summands(owned, collection.ranks_of(owned), collection)
+        return made is not None and made.is_of(collection.step, summands)
+
     def _has_part(self, owned: OwnedShard, collection: Collection) -> bool:
-        kept = self._parts.get(owned.shard.index)
-        return kept is not None and kept[0] == self._key(owned, collection.ranks_of(owned), collection.clamp)
+        kept, ranks = self._parts.get(owned.shard.index), collection.ranks_of(owned)
+        if owned.total is not None:
+            key: _PartKey = collection.clamp, collection.step, self._summands(owned, ranks, collection)
+        else:
+            key = self._key(owned, ranks, collection.clamp)
+        return kept is not None and kept[0] == key
 
     def _landed_ranks(self, owned: OwnedShard, step: int) -> list[int]:
         """The ranks that have landed gradients for this shard so far, counted or not."""
@@ -570,8 +713,14 @@ class Contributions:
             return (tuple(ranks),) * len(owned.slices)
         return tuple(tuple(compress(ranks, slots)) for slots in zip(*present, strict=True))
 
+    def _counted_of(self, owned: OwnedShard, collection: Collection) -> Contributors:
+        """Per slice, the ranks with a counted gradient for it; where there is a total, that stands for one rank."""
+        if owned.total is None:
+            return self._contributors(owned, collection.ranks_of(owned))
+        return tuple((0,) if there else () for there in self._totals[owned.shard.index].present)
+
     def _gradients(self, owned: OwnedShard) -> list[Gradient]:
-        """Per rank, its gradients of this shard; an empty tensor for a rank that has not attached."""
-        index, gradients = owned.shard.index, self.ranks
-        ranks = range(self._spec.world_size)
-        return [gradients[rank].landings[index].gradient if rank in gradients else _NOTHING for rank in ranks]
+        """Per rank, its gradients of this shard; an empty tensor for a rank that has none here."""
+        index, ranks = owned.shard.index, range(self._spec.world_size)
+        landings = [self.ranks[rank].landings[index] if rank in self.ranks else None for rank in ranks]
+        return [_NOTHING if each is None or not each.is_here else each.gradient for each in landings]

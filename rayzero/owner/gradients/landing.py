@@ -7,7 +7,8 @@ decision if it has exactly the pushes that all of them counted.
 [Note: whose memory] A rank on this host gathers and adds its gradients in its own memory, which the owner maps and only
 reads; the rank announces what is there (``observe``). For a rank on another host the owner keeps that memory: a push
 reserves it, copies its bytes in and reports them as ``landed``. Bytes that have to be added are staged first, so that
-no reader sees half a sum.
+no reader sees half a sum. Where there are totals (protocol/gradient_sum.py), memory is a push's own until its gradients
+are in one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch import Tensor
 from rayzero.errors import StepMismatchError, StoreError
 from rayzero.owner.memory import carve
 from rayzero.owner.shard import OwnedShard
-from rayzero.protocol.gradient_sum import GradientSum, gradient_dtype
+from rayzero.protocol.gradient_sum import GradientSum, RankMemory, gradient_dtype
+from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import Contribution, FinishReport, Pushed, Summand
 from rayzero.protocol.scattered import Gradient, ScatteredShard, ScatteredUnit
 
@@ -41,9 +43,10 @@ class Landing:
     Knows which pushes of which attempt have landed; not other ranks, or when a step is decided. The holder of a
     reservation writes the memory; only ``Contributions`` writes everything else."""
 
-    def __init__(self, owned: OwnedShard, memory: Tensor) -> None:
+    def __init__(self, owned: OwnedShard, memory: Tensor | None, dtype: torch.dtype) -> None:
+        """``memory``: 1D, the shard's elements, ``dtype``; None: each push brings, or is given, its own."""
         self.owned = owned
-        self.sum = GradientSum(owned.unit, memory, owned.slices)
+        self.sum = GradientSum(owned.unit, memory, owned.slices, dtype=dtype, is_single=owned.total is not None)
         self.generation = 0  # grows whenever the memory may change, which invalidates norm parts of earlier generations
         self.staged: Tensor | None = None  # bytes being added to the sum. released by: complete(), _open()
         self.present: Sequence[bool] = (False,) * len(owned.slices)  # per slice: whether it has a gradient here
@@ -52,8 +55,29 @@ class Landing:
 
     @property
     def gradient(self) -> Gradient:
-        """What has landed."""
+        """What has landed and ``is_here``."""
         return self.sum.memory if self._scattered is None else self._scattered
+
+    @property
+    def is_here(self) -> bool:
+        """Whether there is anything to read: not after it went into the total."""
+        return self.sum.has_memory or self._scattered is not None
+
+    def leave(self) -> Tensor | None:
+        """What has landed is in the total. Returns the memory that this frees; the pushes still count as landed."""
+        memory = self.sum.memory if self.sum.has_memory else None
+        self.sum.move(None)
+        self._scattered = None
+        return memory
+
+    def go_on_from(self, former: Landing) -> None:
+        """A rank has come back, with new memory: what its former life pushed and is in the total is not added again."""
+        before = former.sum.pushed()
+        if before is None or former.is_here:
+            self.generation = former.generation + 1  # parts of the old memory's norm are not of this one
+            return
+        self.sum.replace(before)
+        self.present, self.generation = former.present, former.generation
 
     @property
     def is_scattered(self) -> bool:
@@ -67,6 +91,10 @@ class Landing:
     def counted(self, rank: int, step: int) -> int:
         """How many pushes of ``rank`` in an attempt at ``step`` are here."""
         return self.sum.count_of(step, self.sum.attempt)
+
+    def attempt_of(self, rank: int) -> int:
+        """The attempt of ``rank`` whose pushes are here."""
+        return self.sum.attempt
 
     def is_there(self, rank: int, reports: Mapping[int, FinishReport]) -> bool:
         """Whether the pushes that ``rank`` counted are here. ``reports``: by rank. Raises StepMismatchError if there
@@ -85,6 +113,7 @@ class Landing:
 
     def admit(self, push: Contribution) -> Admission:
         """What to do with a push of the open step. Raises AccumulationError for a push that cannot be added."""
+        self.sum.recognise(push)
         if self.sum.is_stale(push):
             return Admission.DROP
         if push.first > self.sum.count_of(push.step, push.attempt) or self._adding:
@@ -123,11 +152,14 @@ class Landing:
         staged, self.staged = self.staged, None
         return staged
 
-    def observe(self, pushed: Pushed, scattered: ScatteredUnit | None = None) -> bool:
-        """Note what the rank has in its own memory, or scattered; returns False if that is already known."""
+    def observe(self, pushed: Pushed, memory: Tensor | None, scattered: ScatteredUnit | None = None) -> bool:
+        """Note what the rank has in its own ``memory`` (1D, the shard's elements; None: no more), or scattered; returns
+        False if that is already known."""
+        self.sum.recognise(pushed)
         if self.sum.is_older(pushed) or pushed.count <= self.sum.count_of(pushed.step, pushed.attempt):
             return False
         self.sum.replace(pushed)
+        self.sum.move(memory)
         self._scattered = None if scattered is None else scattered.shard(self.owned.slices)
         self._look()
         return True
@@ -141,9 +173,9 @@ class Landing:
 class HostLanding(Landing):
     """The sum of several ranks' gradients of one shard, which are added on their host. See [Note: sums of a host]."""
 
-    def __init__(self, owned: OwnedShard, memory: Tensor, ranks: Sequence[int]) -> None:
-        """``memory``: 1D, the shard's elements, fp32. ``ranks``: ascending."""
-        super().__init__(owned, memory)
+    def __init__(self, owned: OwnedShard, memory: Tensor | None, ranks: Sequence[int]) -> None:
+        """``memory``: 1D, the shard's elements, fp32; None: see ``Landing``. ``ranks``: ascending."""
+        super().__init__(owned, memory, torch.float32)
         self.ranks = tuple(ranks)
         self._step = -1
         self._has: dict[int, Summand] = {}  # by rank, what is here of that step; empty: nothing that is whole
@@ -151,6 +183,8 @@ class HostLanding(Landing):
 
     def admit(self, push: Contribution) -> Admission:
         """See ``Landing.admit``."""
+        if not self.is_here and push.step == self._step and self._has and _is_repeat(push.summands, self._has):
+            self._has = {each.rank: each for each in push.summands}  # of ranks that have come back
         if push.step < self._step or (push.step == self._step and self._is_old(push)):
             return Admission.DROP
         return Admission.WAIT if self._adding else Admission.LAND
@@ -189,6 +223,10 @@ class HostLanding(Landing):
         """See ``Landing.counted``."""
         return self._has[rank].pushes if self._has and self._step == step else 0
 
+    def attempt_of(self, rank: int) -> int:
+        """See ``Landing.attempt_of``."""
+        return self._has[rank].attempt
+
     def is_there(self, rank: int, reports: Mapping[int, FinishReport]) -> bool:
         """See ``Landing.is_there``. Nothing comes of a unit that none of the ranks has pushed."""
         mine, unit = [reports[each] for each in self.ranks], self.owned.unit.index
@@ -212,6 +250,12 @@ def _is_newer(summands: Sequence[Summand], before: Sequence[Summand]) -> bool:
     return any(now[1:] > then[1:] for now, then in zip(summands, before, strict=True))
 
 
+def _is_repeat(summands: Sequence[Summand], before: Mapping[int, Summand]) -> bool:
+    """Whether a sum has the same pushes as another one, be they of later lives of their ranks."""
+    then = [before[each.rank] for each in summands]
+    return [(s.attempt % ATTEMPTS, s.pushes) for s in summands] == [(s.attempt % ATTEMPTS, s.pushes) for s in then]
+
+
 class RankGradients:
     """All gradient memory of one rank, or of ranks that come as one sum, at one owner, with its staging.
 
@@ -223,34 +267,42 @@ class RankGradients:
         shards: Sequence[OwnedShard],
         *,
         accumulate: bool,
-        own_memory: Mapping[int, Tensor] | None = None,
+        own_memory: RankMemory | None = None,
         summed: Sequence[int] = (),
     ) -> None:
-        """``accumulate``: a step may have several backwards. ``own_memory``: unit -> the rank's own flat gradients (1D,
-        unit.numel elements of ``gradient_dtype``), read in place; None: allocate memory here. ``summed``: the ranks
-        whose sum comes, ``rank`` the first of them; empty: the gradients of ``rank`` alone."""
-        self.rank, self.summed = rank, tuple(summed)
-        trained = [owned for owned in shards if owned.trainable]
+        """``accumulate``: a step may have several backwards. ``own_memory``: the rank's own, read in place; None:
+        allocate memory here, or for each push where there are totals. ``summed``: the ranks whose sum comes, ``rank``
+        the first of them; empty: the gradients of ``rank`` alone."""
+        self.rank, self.summed, self._own = rank, tuple(summed), own_memory
+        trained = {owned.shard.index: owned for owned in shards if owned.trainable}
+        dtypes = {at: gradient_dtype(o.unit, accumulate) if not summed else torch.float32 for at, o in trained.items()}
         self._free: list[Tensor] = []
         self.landing_bytes = self.staging_bytes = 0  # bytes of memory allocated here
-        self.landings: dict[int, Landing]
-        if summed:
-            sums = carve([(o.shard.index, o.shard.numel) for o in trained], torch.float32)
-            self.landings = {o.shard.index: HostLanding(o, sums[o.shard.index], summed) for o in trained}
-            self.landing_bytes = sum(memory.nbytes for memory in sums.values())
-            return
-        if own_memory is not None:
-            self.landings = {o.shard.index: Landing(o, _part(own_memory, o)) for o in trained}
-            return
         buffers: dict[int, Tensor] = {}
-        for dtype in {gradient_dtype(owned.unit, accumulate) for owned in trained}:
-            sizes = [(o.shard.index, o.shard.numel) for o in trained if gradient_dtype(o.unit, accumulate) is dtype]
+        for dtype in set(dtypes.values()) if own_memory is None else ():
+            sizes = [(at, o.shard.numel) for at, o in trained.items() if dtypes[at] is dtype and o.total is None]
             buffers |= carve(sizes, dtype)
-        self.landings = {o.shard.index: Landing(o, buffers[o.shard.index]) for o in trained}
+        self.landings: dict[int, Landing] = {
+            at: HostLanding(o, buffers.get(at), summed) if summed else Landing(o, buffers.get(at), dtypes[at])
+            for at, o in trained.items()
+        }
         self.landing_bytes = sum(buffer.nbytes for buffer in buffers.values())
-        entries, entry_bytes = staging_entries(trained, accumulate)
+        if own_memory is not None or summed or len(buffers) < len(trained):
+            return
+        entries, entry_bytes = staging_entries(list(trained.values()), accumulate)
         self._free += [torch.zeros(entry_bytes, dtype=torch.uint8, device="cpu") for _ in range(entries)]
         self.staging_bytes = entries * entry_bytes
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the memory is this owner's."""
+        return self._own is None
+
+    def own(self, owned: OwnedShard, place: int) -> Tensor | None:
+        """What the rank has of a shard at a place in its own memory; None: it is in totals alone."""
+        assert self._own is not None
+        memory = self._own.at(owned.unit.index, place)
+        return None if memory is None else memory[owned.shard.start : owned.shard.stop]
 
     def lease(self, owned: OwnedShard) -> Tensor | None:
         """Staging for one shard, 1D in the unit's dtype; None while all of it is in use."""
@@ -263,10 +315,6 @@ class RankGradients:
         if staged is not None:
             entry = staged.view(torch.uint8)
             self._free.append(entry.as_strided((entry.untyped_storage().nbytes(),), (1,), 0))
-
-
-def _part(memory: Mapping[int, Tensor], owned: OwnedShard) -> Tensor:
-    return memory[owned.unit.index][owned.shard.start : owned.shard.stop]
 
 
 def staging_entries(trained: Sequence[OwnedShard], accumulate: bool) -> tuple[int, int]:

@@ -169,6 +169,14 @@ class Connection(Protocol):
         """Tell the owners of this host what the unit's range of ``Joined.gradients`` holds; its bytes are there."""
         ...
 
+    def note(self, unit: int, pushed: Pushed) -> None:
+        """Note for successors of these owners, without waking anybody, that the range holds it no more."""
+        ...
+
+    def in_totals(self, unit: int, pushed: Pushed) -> bool:
+        """Whether all of what was pushed of a unit is in totals of this host."""
+        ...
+
     def keep(self, state: LoopState) -> Future[None]:
         """Keep a state of this rank's loop where it outlives the rank; done when it is kept."""
         ...

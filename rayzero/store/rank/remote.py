@@ -409,6 +409,15 @@ class RemoteConnection:
         if self._memory.shared is not None:
             self._memory.shared.announce(unit, pushed)
 
+    def note(self, unit: int, pushed: Pushed) -> None:
+        """See ``Connection.note``."""
+        assert self._memory.shared is not None
+        self._memory.shared.note(unit, pushed)
+
+    def in_totals(self, unit: int, pushed: Pushed) -> bool:
+        """See ``Connection.in_totals``."""
+        return self._memory.shared is not None and self._memory.shared.in_totals(unit, pushed)
+
     # ---- the loop's state
 
     def keep(self, state: LoopState) -> Future[None]:

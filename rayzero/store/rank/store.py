@@ -370,6 +370,16 @@ class RankStore:
         if self._joined is not None and self._joined.host is not None:
             self._joined.host.announced(unit, pushed)
 
+    def note(self, unit: int, pushed: Pushed) -> None:
+        """See ``GradientReaders.note``."""
+        self.connection.note(unit, pushed)
+
+    def need(self, unit: int, pushed: Pushed) -> bool:
+        """See ``GradientReaders.need``."""
+        if self.connection.in_totals(unit, pushed):
+            return False
+        return self._routes[unit].content(pushed.step + 1) is None
+
     def _away(self, unit: int) -> list[Shard]:
         """The shards of a unit that gradients are sent to."""
         return [shard for _, shards in self._routes[unit].away for shard in shards]

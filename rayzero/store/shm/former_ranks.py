@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from rayzero.errors import HandshakeError
 from rayzero.protocol.gradient_sum import FormerRank
-from rayzero.protocol.messages import ModelSpec, SharedPaths
+from rayzero.protocol.messages import AT_HOME, IN_TOTAL, ModelSpec, SharedPaths
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import Slab
@@ -45,9 +46,11 @@ def _former_rank(plan: SharedPlan, who: str, files: SharedPaths) -> FormerRank:
     control = plan.attach(files.control, who, writable=False)
     slabs = [plan.attach(path, who, writable=False, life=control.header.facts) for path in files.tensors]
     slabs.sort(key=lambda slab: slab.header.facts.number)
-    arena = Arena(plan.gradients(), slabs)
-    gradients = {key: arena.tensor(key) for key in arena.plan.places if isinstance(key, int)}
-    left = FormerRank(gradients, Stamps(control, plan).news())
+    memory, announced = plan.rank_memory(Arena(plan.gradients(), slabs)), Stamps(control, plan).news()
+    found = {unit: memory.at(unit, pushed.place) for unit, pushed in announced}
+    gradients = {unit: values for unit, values in found.items() if values is not None}
+    pushes = [(unit, replace(pushed, place=AT_HOME if unit in gradients else IN_TOTAL)) for unit, pushed in announced]
+    left = FormerRank(gradients, pushes)
     for slab in (control, *slabs):
         slab.close()  # the tensors keep what is mapped
     return left

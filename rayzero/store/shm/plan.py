@@ -4,7 +4,8 @@ An owner has ``params`` slabs (its shards' published parameters, mapped by ranks
 maps) and one ``control`` slab; a rank has ``grads`` slabs (its gradients, mapped by owners) and one ``control`` slab::
 
     control of an owner   bell | version lines, one a shard | tile stamps | undo log, an entry a thread | slices of
-                          shards | places of their tensors | answers, for each rank | the lives of the ranks
+                          shards | lines of totals, one a shard | which
+                          slices totals have | places of their tensors | answers, for each rank | the lives of the ranks
                           that joined | the run's first version | whether the epoch stands | who owns what |
                           orders, for each owner | replies | of the lead: records of decisions
     control of a rank     bell | stamps, one a unit | questions | its last finishes | how many ranks have found it |
@@ -30,19 +31,20 @@ from rayzero.kernels.stamps import STAMP, STAMP_BYTES, UNDO_BYTES
 from rayzero.layout.model_layout import Shard, UnitLayout, runs
 from rayzero.layout.shard_map import ShardMap
 from rayzero.memory.pages import PAGE
-from rayzero.protocol.gradient_sum import gradient_dtype
+from rayzero.protocol.gradient_sum import RankMemory, gradient_dtype, has_totals, pool_bytes
 from rayzero.protocol.messages import MEAN_BYTES, ModelSpec, canonical_json
 from rayzero.protocol.ownership import Ownership, device_owners, owner_map
-from rayzero.slabs.arena import ArenaPlan, Group, Piece, plan_arena
+from rayzero.slabs.arena import Arena, ArenaPlan, Group, Piece, plan_arena
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import FoundSlab, list_slabs
 from rayzero.store.shm.mailbox import Cells
 from rayzero.store.shm.signals import BELL_BYTES, Cell
 
+POOL = "pool"  # key of a rank's pool among its gradients
 LINE_BYTES = 64  # a shard's version line fills one cache line
 SLICE_BYTES = 32  # of one slice: two copies of (count of updates, parameter group)
-PLACES = 8  # of tensors of one shard: parameters, master, and two for each of three coded states
+PLACES = 8  # of tensors of one shard: parameters, master, two for each of two coded states, or three; total
 PLACE_BYTES = 32
 RECORDS = 2  # slots: owners answer a collect after the updates before it, so they lack the last decision at most
 LATER = ("answers", "orders")  # regions with mailboxes for every rank and owner, of which few are on one host: the
@@ -56,7 +58,7 @@ FINISHES = (
 # last one, whose sums a successor may need again
 KEY_BYTES = 32  # a digest of the run's token
 ON_DEVICE = (1 << 62) - 1  # in place of a first tile: the shard's states are in a device's memory
-_STAMP_BYTES = 24  # before the presence bits: _STAMP in store/shm/words.py
+_STAMP_BYTES = 32  # before the presence bits: _STAMP in store/shm/words.py
 
 _RANDOM_BITS = 40  # of an incarnation of a rank
 
@@ -141,11 +143,26 @@ class SharedPlan:
         return plan_arena(groups)
 
     def gradients(self) -> ArenaPlan:
-        """A rank's gradients by unit index. Each unit is contiguous, on its own pages."""
+        """A rank's gradients: ``POOL``, if owners keep totals, and the units' homes by unit index. Each is contiguous,
+        on its own pages."""
         accumulate = self.spec.accumulation_steps > 1
         trained = [unit for unit in self.spec.layout.units if unit.trainable]
         pieces = [Piece(key=u.index, numel=u.numel, dtype=gradient_dtype(u, accumulate)) for u in trained]
+        if has_totals(self.spec):
+            pieces.insert(0, Piece(key=POOL, numel=pool_bytes(self.spec.layout), dtype=torch.uint8))
         return plan_arena([Group(pieces=(piece,), align=PAGE) for piece in pieces])
+
+    def rank_memory(self, gradients: Arena) -> RankMemory:
+        """A rank's gradients where its slabs are mapped."""
+        homes = {key: gradients.tensor(key) for key in gradients.plan.places if isinstance(key, int)}
+        return RankMemory(homes, gradients.tensor(POOL) if POOL in gradients.plan.places else None)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What a rank's gradients take: its pool, if it has one, beside which homes take pages only while they are
+        used."""
+        plan = self.gradients()
+        return plan.places[POOL].bytes if POOL in plan.places else sum(plan.slabs)
 
     # ---- control
 
@@ -161,6 +178,8 @@ class SharedPlan:
             ("tiles", self._tiles(owner)[1] * STAMP_BYTES, STAMP_BYTES),
             ("undo", threads * UNDO_BYTES, UNDO_BYTES),
             ("slices", self._slices(owner)[1] * SLICE_BYTES, SLICE_BYTES),
+            ("totals", lines, LINE_BYTES),
+            ("present", self._slices(owner)[1], 1),
             ("places", len(self.shard_map.shards_of(owner)) * PLACES * PLACE_BYTES, PLACE_BYTES),
             ("answers", *_cells(self.answer_bytes, self.spec.world_size)),
             ("joined", self.spec.world_size * 8, 8),

@@ -21,7 +21,7 @@ from rayzero.store.shm.plan import SharedPlan, Wanted
 from rayzero.store.shm.signals import Bell, Cell, changed, compare_exchange_64, load_acquire_64, store_release_64
 from rayzero.store.wire import translate
 
-_STAMP = struct.Struct("<qQII")  # step, attempt, count, bytes of presence bits, which follow
+_STAMP = struct.Struct("<qQqII")  # step, attempt, place, count, bytes of presence bits, which follow
 
 
 def region(slab: Slab, kind: str) -> Region:
@@ -168,7 +168,7 @@ class Stamps:
 
     def write(self, unit: int, pushed: Pushed) -> None:
         """Announce a push whose bytes are all there. The caller rings bells afterwards."""
-        head = _STAMP.pack(pushed.step, pushed.attempt, pushed.count, len(pushed.presence))
+        head = _STAMP.pack(pushed.step, pushed.attempt, pushed.place, pushed.count, len(pushed.presence))
         self._cells[unit].write(head + pushed.presence)
 
     def read(self, unit: int) -> Pushed | None:
@@ -188,8 +188,9 @@ class Stamps:
 
 
 def _decode(stamp: bytes) -> Pushed:
-    step, attempt, count, size = _STAMP.unpack_from(stamp)
-    return Pushed(step=step, attempt=attempt, count=count, presence=stamp[_STAMP.size : _STAMP.size + size])
+    step, attempt, place, count, size = _STAMP.unpack_from(stamp)
+    presence = stamp[_STAMP.size : _STAMP.size + size]
+    return Pushed(step=step, attempt=attempt, count=count, presence=presence, place=place)
 
 
 def _record_cells(slab: Slab) -> list[Cell]:

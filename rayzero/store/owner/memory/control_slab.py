@@ -37,12 +37,14 @@ class ControlSlab:
         return self.words("places", self._line[shard.index] * PLACES * PLACE_BYTES, PLACES * PLACE_BYTES)
 
     def progress(self, shard: Shard) -> list[Tensor]:
-        """A shard's tile stamps and slices, if it is trained: each 1D uint8. On a device it has no stamps."""
-        found = []
+        """A shard's line of its total, and its tile stamps and slices, if it is trained: each 1D uint8. On a device it
+        has no stamps."""
+        found = [self.words("totals", self._line[shard.index] * LINE_BYTES, LINE_BYTES)]
         if self._tiles.get(shard.index, ON_DEVICE) != ON_DEVICE:
             tiles = -(-shard.numel // STAMP)
             found.append(self.words("tiles", self._tiles[shard.index] * STAMP_BYTES, tiles * STAMP_BYTES))
         if shard.index in self._slices:
             slices = len(self._layout.slices(shard))
             found.append(self.words("slices", self._slices[shard.index] * SLICE_BYTES, slices * SLICE_BYTES))
+            found.append(self.words("present", self._slices[shard.index], slices))
         return found

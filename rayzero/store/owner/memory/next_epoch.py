@@ -26,6 +26,7 @@ from rayzero.layout.model_layout import Shard
 from rayzero.memory.planner import check_shared
 from rayzero.owner.model import choose_rule
 from rayzero.owner.shard import OwnedShard, allocate
+from rayzero.protocol.gradient_sum import has_totals
 from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.header import SlabFacts, lay_out_slab
@@ -128,6 +129,7 @@ def carried(control: ControlSlab, owned: OwnedShard) -> list[Tensor]:
     memory."""
     own = [owned.params] if owned.master is None or owned.master is owned.params else [owned.params, owned.master]
     tensors = [*own, *(tensor for moment in owned.states.values() for tensor in moment.tensors)]
+    tensors += [] if owned.total is None else [owned.total]
     noted = [control.line(owned.shard), *control.progress(owned.shard)]
     return [each.view(torch.uint8) for each in (*noted, *tensors)]
 
@@ -166,7 +168,8 @@ def _take_in(
     memory = OwnerSlabs(plan, tensors, directory, places=places, shards=shards)
     try:
         kinds = choose_rule(spec).state_kinds
-        owned = allocate(spec.layout, [each.index for each in shards], spec.group_of, kinds, memory, spec.moments)
+        numbers = [each.index for each in shards]
+        owned = allocate(spec.layout, numbers, spec.group_of, kinds, memory, spec.moments, totals=has_totals(spec))
         for source, theirs in away.items():
             source.give({shard.index: carried(new, owned[shard.index]) for shard in theirs})
         for each in owned.values():

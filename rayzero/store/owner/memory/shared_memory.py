@@ -37,6 +37,7 @@ from rayzero.store.shm.plan import LATER, SharedPlan, Wanted
 from rayzero.store.shm.same_host import host_identity
 from rayzero.store.shm.shard_lines import ShardLines
 from rayzero.store.shm.signals import Bell, load_acquire_64, store_release_64
+from rayzero.store.shm.total_lines import TotalLines
 from rayzero.store.shm.words import (
     Stamps,
     bell_of,
@@ -132,7 +133,10 @@ class SharedOwner:
             let_stand(self._control)  # a later epoch stands once its lead is asked to let it (Step.LET_STAND)
         control = self._own_control()
         places = Places(control, self._plan.shards_of(self.owner))
-        self._memory = OwnerSlabs(self._plan, control.header.facts, self.directory, self._lines, places, former)
+        totals = TotalLines(control, self._plan, self.owner)
+        self._memory = OwnerSlabs(
+            self._plan, control.header.facts, self.directory, self._lines, places, former, totals=totals
+        )
         self._bell = bell_of(control)
         return self._memory
 
@@ -242,8 +246,7 @@ class SharedOwner:
         resumes = self._note_life(rank, control.header.facts.incarnation)
         answerer = Answerer(questions, answers, bell, resumes=resumes)
         joined = _Rank(rank, bell, Stamps(control, plan), answerer, (control, *slabs))
-        flats = {key: gradients.tensor(key) for key in gradients.plan.places if isinstance(key, int)}
-        self._service.map_gradients(rank, flats, back_at)
+        self._service.map_gradients(rank, plan.rank_memory(gradients), back_at)
         with self._lock:
             self._meet_owners(owners)
             self._ranks[rank] = joined

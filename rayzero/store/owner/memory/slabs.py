@@ -24,6 +24,7 @@ from rayzero.store.shm.loop_slab import LoopSlab, loop_slabs
 from rayzero.store.shm.places import PARAMS, Places, SlabId
 from rayzero.store.shm.plan import RANK, SharedPlan, of_lineage
 from rayzero.store.shm.shard_lines import LineJournal, ShardLines
+from rayzero.store.shm.total_lines import SlabTotalLine, TotalLines
 
 TENSORS = ("params", "state")  # the roles of slabs with tensors
 
@@ -123,11 +124,14 @@ class OwnerSlabs:
         places: Places | None = None,
         former: FormerSlabs | None = None,
         shards: Sequence[Shard] | None = None,
+        totals: TotalLines | None = None,
     ) -> None:
         """``facts``: what the headers of the owner's slabs say, apart from their roles. ``directory``: where the files
         are; None: unnamed files, for one process. ``lines``: where shards have their journals; None: they have none.
         ``places``: where it is recorded what lies where; None: nowhere. ``former``: slabs to take over instead of
-        making them; None: there are none. ``shards``: ascending; None: all of the owner's."""
+        making them; None: there are none. ``shards``: ascending; None: all of the owner's. ``totals``: where it is
+        noted what is in totals; None: nowhere."""
+        self._totals = totals
         self._plan, self._lines, self._places, self._former = plan, lines, places, former
         self._facts, self._directory = facts, directory
         self._journals: dict[int, LineJournal | None] = {}
@@ -164,6 +168,14 @@ class OwnerSlabs:
         first = sum(len(arena.slabs) for arena in self._state)
         self._state.append(self._arena(plan_arena(groups), "state", PARAMS + 1 + len(self._state), first))
         return {key: self._state[-1].tensor(key) for key, _ in sizes}
+
+    def totals(self, sizes: Sizes) -> dict[int, Tensor]:
+        """See ``HostMemory.totals``."""
+        return self.state(sizes, torch.float32)
+
+    def total_line(self, shard: int) -> SlabTotalLine | None:
+        """See ``HostMemory.total_line``."""
+        return None if self._totals is None else self._totals.line(shard)
 
     def journal(self, shard: int) -> LineJournal | None:
         """See ``HostMemory.journal``."""

@@ -60,7 +60,7 @@ class RepeatedPushes:
             return
         former = [(unit, pushed) for unit, pushed in self._former.pushed if self._lacks(shards.get(unit, []), pushed)]
         lacking = []
-        for unit in sorted(shards.keys() & self._gradients.flats.keys()):
+        for unit in sorted(shards.keys() & set(self._gradients.units)):
             newest = self._gradients.pushed(unit)
             if newest is not None:
                 self._order.go_on(owner, unit, (newest.step, newest.attempt), newest.count)

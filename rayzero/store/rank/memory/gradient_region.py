@@ -4,12 +4,18 @@ until they are published: an owner that is replaced needs them again.
 [Note: one writer] The rank copies a unit's first push of a step into its range and adds later ones in fp32, in the
 order of its pushes; owners only read. Nothing is written before the unit's current version is published: until then
 the owners may still read the last step's gradients.
+
+[Note: the pool] Where owners keep totals (protocol/gradient_sum.py), a unit's gradients are needed for a moment only.
+So units take turns in a small pool. One that finds no room there, because other ranks are behind, goes to its home: a
+range of its own, which has pages for as long as it is used. So no push ever waits for another rank.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
 from weakref import ref
 
 import torch
@@ -18,19 +24,32 @@ from torch import Tensor
 from rayzero.errors import StoreError
 from rayzero.layout.model_layout import Shard
 from rayzero.memory.page_lock import host_zeros
-from rayzero.protocol.gradient_sum import GradientSum, gradient_sizes
-from rayzero.protocol.messages import Contribution, ModelSpec, Pushed
+from rayzero.protocol.gradient_sum import GradientSum, RankMemory, gradient_sizes, has_totals
+from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, ModelSpec, Pushed
 from rayzero.protocol.scattered import ScatteredUnit
+from rayzero.store.rank.memory.gradient_pool import GradientPool
 
 
-def gradient_memory(spec: ModelSpec, *, pinned_for: torch.device | None) -> dict[int, Tensor]:
-    """Zeroed memory of this process for a rank's gradients, by trained unit: 1D, unit.numel elements, one block for
-    each dtype. ``pinned_for``: page-locked, for copies from this CUDA device."""
+def gradient_memory(spec: ModelSpec, *, pinned_for: torch.device | None) -> RankMemory:
+    """Zeroed memory of this process for a rank's gradients, without a pool: one block for each dtype. ``pinned_for``:
+    page-locked, for copies from this CUDA device."""
     found: dict[int, Tensor] = {}
     for dtype, sizes in gradient_sizes(spec).items():
         block = host_zeros(sum(numel for _, numel in sizes), dtype, pinned_for=pinned_for)
         found |= zip([unit for unit, _ in sizes], torch.split(block, [numel for _, numel in sizes]), strict=True)
-    return found
+    return RankMemory(found)
+
+
+class HomePages(Protocol):
+    """The pages of units' homes, where they have some only while they are used."""
+
+    def allocate(self, unit: int) -> None:
+        """Raises MemoryPlanError if there is no room."""
+        ...
+
+    def give_back(self, unit: int) -> None:
+        """Nothing reads or writes the unit's home any more."""
+        ...
 
 
 class GradientRegion:
@@ -39,13 +58,69 @@ class GradientRegion:
     Knows units and pushes; not owners, or when a range is free. Calls for one unit must not overlap, but for those of
     ``pushed`` and ``copy``."""
 
-    def __init__(self, spec: ModelSpec, flats: Mapping[int, Tensor]) -> None:
-        """``flats``: by trained unit, 1D, unit.numel elements of ``gradient_dtype``."""
-        self.flats = flats
+    def __init__(self, spec: ModelSpec, memory: RankMemory, pages: HomePages | None = None) -> None:
+        """``pages``: of homes, if there is a pool."""
+        self.memory, self._pages = memory, pages
+        self._pool = None if memory.pool is None else GradientPool(memory.pool.nbytes)
+        self._pooling = threading.Lock()  # held while the pool or ``_places`` changes
+        self._places: dict[int, int] = {}  # units that have a range now, the oldest first
+        self._writing: set[int] = set()  # those whose range is being written, or is soon
         self._scattered: dict[int, ref[ScatteredUnit]] = {}  # units of which nothing is in the region
         trained = [unit for unit in spec.layout.units if unit.trainable]
-        self._sums = {unit.index: GradientSum.of_unit(unit, flats[unit.index]) for unit in trained}
+        self.units = tuple(unit.index for unit in trained)
+        homes, single = memory.homes, has_totals(spec)
+        self._sums = {
+            unit.index: GradientSum.of_unit(
+                unit,
+                None if self._pool is not None else homes[unit.index],
+                dtype=homes[unit.index].dtype,
+                is_single=single,
+            )
+            for unit in trained
+        }
         self._locks = {unit.index: threading.Lock() for unit in trained}  # each held while its unit's sum changes
+
+    # ---- ranges
+
+    def _range(self, unit: int) -> Tensor:
+        """The unit's range, to be written until ``put`` ends; it is given one if it has none."""
+        found = self._sums[unit]
+        if self._pool is None:
+            return found.memory
+        with self._pooling:
+            self._writing.add(unit)
+            if found.has_memory:
+                return found.memory
+            place = self._pool.take(self.memory.homes[unit].nbytes)
+            self._places[unit] = AT_HOME if place is None else place
+        if place is None and self._pages is not None:
+            self._pages.allocate(unit)
+        found.move(self.memory.at(unit, self._places[unit]))
+        return found.memory
+
+    def held(self) -> list[tuple[int, Pushed]]:
+        """(unit, what was pushed) of those that have a range of the pool, or a home for a while, and are not being
+        written; the oldest first."""
+        with self._pooling:
+            units = [unit for unit in self._places if unit not in self._writing]
+        return [(unit, pushed) for unit in units if (pushed := self.pushed(unit)) is not None]
+
+    def give_back(self, unit: int, pushed: Pushed, note: Callable[[Pushed], None]) -> None:
+        """What was ``pushed`` is in totals, or applied: ``note`` that it is here no more, then let other units have its
+        range. It stays if it is being written by now."""
+        assert self._pool is not None
+        with self._pooling:
+            if unit in self._writing or self.pushed(unit) != pushed:
+                return
+            note(replace(pushed, place=IN_TOTAL))
+            self._sums[unit].move(None)
+            place = self._places.pop(unit)
+            if place != AT_HOME:
+                self._pool.give_back(place, self.memory.homes[unit].nbytes)
+        if place == AT_HOME and self._pages is not None:
+            self._pages.give_back(unit)
+
+    # ---- pushes
 
     def is_stale(self, push: Contribution) -> bool:
         """Whether ``push`` is a repeat or from an older attempt, so that it is dropped. Raises StoreError for a push
@@ -63,7 +138,7 @@ class GradientRegion:
         """Where the gradients of ``push`` may be gathered before ``put`` (1D, unit.numel elements, the unit's dtype);
         None: ``put`` has to convert or add them."""
         found = self._sums[push.unit]
-        return found.memory if found.lands(push) and not found.is_stale(push) else None
+        return self._range(push.unit) if found.lands(push) and not found.is_stale(push) else None
 
     def holds(self, unit: int, grads: Tensor) -> bool:
         """Whether ``grads`` is the unit's range itself."""
@@ -79,6 +154,8 @@ class GradientRegion:
         if found.is_stale(push):
             return None
         found.require_room(push)
+        if isinstance(grads, Tensor):
+            self._range(push.unit)
         with self._locks[push.unit]:
             found.open(push)
             before = self.scattered(push.unit) if found.count else None
@@ -90,7 +167,9 @@ class GradientRegion:
                 if before is not None:
                     before.copy_to(found.memory, found.unit)
                 found.add(push, grads)
-            return found.close(push)
+            pushed = self._placed(push.unit, found.close(push))
+            self._writing.discard(push.unit)
+            return pushed
 
     def scattered(self, unit: int) -> ScatteredUnit | None:
         """What the unit's gradients are, if they were not written into the region and an owner still holds them."""
@@ -100,20 +179,30 @@ class GradientRegion:
     @property
     def held_bytes(self) -> int:
         """Bytes of the gradients that are kept, in the region or scattered."""
+        homes, pool = self.memory.homes, self.memory.pool
+        if pool is not None:
+            places = self._places.copy()
+            return pool.nbytes + sum(homes[unit].nbytes for unit, place in places.items() if place == AT_HOME)
         scattered = {unit: found() for unit, found in self._scattered.copy().items()}
-        kept = sum(flat.nbytes for unit, flat in self.flats.items() if unit not in scattered)
+        kept = sum(home.nbytes for unit, home in homes.items() if unit not in scattered)
         return kept + sum(each.nbytes for each in scattered.values() if each is not None)
+
+    def _placed(self, unit: int, pushed: Pushed) -> Pushed:
+        return replace(pushed, place=self._places.get(unit, AT_HOME))
 
     def pushed(self, unit: int) -> Pushed | None:
         """What the unit's range holds now; None before the first push."""
         with self._locks[unit]:
-            return self._sums[unit].pushed()
+            pushed = self._sums[unit].pushed()
+            return None if pushed is None else self._placed(unit, pushed)
 
     def copy(self, unit: int, shards: Sequence[Shard]) -> tuple[Pushed | None, Tensor]:
         """The same, with a copy of the shards' elements in memory for the whole unit (1D, unit.numel elements, the
-        dtype of the sum), of which the rest stays untouched."""
+        dtype of the sum), of which the rest stays untouched; None, too, once the range was given back."""
         with self._locks[unit]:
             found = self._sums[unit]
+            if not found.has_memory:
+                return None, torch.empty(0, device="cpu")
             values = torch.empty_like(found.memory)
             for shard in shards:
                 values[shard.start : shard.stop] = found.memory[shard.start : shard.stop]

@@ -28,6 +28,14 @@ class GradientReaders(Protocol):
         """Tell them what the unit's range holds, after its bytes are there."""
         ...
 
+    def need(self, unit: int, pushed: Pushed) -> bool:
+        """Whether one of them, or of those elsewhere, has not read what was pushed."""
+        ...
+
+    def note(self, unit: int, pushed: Pushed) -> None:
+        """Note where owners look, without waking them, that the rank has these gradients no more."""
+        ...
+
 
 class GradientWriter:
     """Writes one rank's pushes, each in its turn and not before the range is free.
@@ -60,9 +68,17 @@ class GradientWriter:
     def landing(self, push: Contribution) -> Tensor | None:
         """Where the gradients may be gathered before ``push`` (1D, unit.numel elements, the unit's dtype); None where
         they may not, or not yet."""
+        self.give_back()
         if self.region.is_stale(push) or not (is_well(self._when_free(push)) and self._when_sent(push).done()):
             return None
         return self.region.landing(push)
+
+    def give_back(self) -> None:
+        """Give back the ranges of units whose gradients nobody needs any more. A successor of an owner must not look
+        there: so it is noted before another unit can have the range."""
+        for unit, pushed in self.region.held():
+            if not self._readers.need(unit, pushed) and self._sent.get(unit, DONE).done():
+                self.region.give_back(unit, pushed, partial(self._readers.note, unit))
 
     def push(self, push: Contribution, grads: Tensor | ScatteredUnit, sent: Future[None] = DONE) -> Future[None]:
         """Write a push once its range is free; one that need not wait is written before this returns.

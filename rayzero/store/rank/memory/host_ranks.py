@@ -47,6 +47,7 @@ class _Life:
         facts = control.header.facts
         self.rank, self.incarnation = facts.index, facts.incarnation
         self.control, self.gradients, self.stamps = control, gradients, Stamps(control, plan)
+        self._memory = plan.rank_memory(gradients)
         self.bell = bell_of(control)
         self._finishes = Finishes(control)
         self._reports: dict[int, FinishReport] = {}  # those that ``has_finished`` has seen
@@ -70,6 +71,13 @@ class _Life:
     def has_left(self) -> bool:
         """Whether it sends no more sums."""
         return has_left(self.control)
+
+    def gradient(self, unit: int) -> Tensor:
+        """What it has announced of a unit: 1D, unit.numel elements."""
+        pushed = self.stamps.read(unit)
+        values = None if pushed is None else self._memory.at(unit, pushed.place)
+        assert values is not None, f"rank {self.rank} gave unit {unit} back before it was sent"
+        return values
 
     def arrive(self) -> None:
         """Tell it that the caller is there."""
@@ -248,7 +256,7 @@ class HostRanks:
             return None
         step, parts = found
         summands = tuple(part.summand for part, _ in parts)
-        there = [(part.presence, life.gradients.tensor(unit)) for part, life in parts if part.summand.pushes]
+        there = [(part.presence, life.gradient(unit)) for part, life in parts if part.summand.pushes]
         if not there:
             return None
         if after is not None and (step < after.step or (step, summands) == (after.step, after.summands)):

@@ -86,7 +86,7 @@ class RankMemory:
         gain = GradientBytes.of(layout.units, plan.spec.accumulation_steps).sums_gain(len(ranks))
         if not ranks or (self._host_push == "auto" and not gain):
             return
-        needed = len(self._ranks) * sum(plan.gradients().slabs)
+        needed = len(self._ranks) * plan.gradient_bytes
         needed += sum(unit.size_bytes for unit in layout.units) if self._host_fetch != "never" else 0
         if self._host_push == "auto" and needed > _size_of(self._directory):
             log.warning(
@@ -145,7 +145,7 @@ class RankMemory:
                 threads = adding_threads(cores, len(self._ranks), on_gpu=page_lock is not None)
                 self.host = HostRanks(self.shared, plan, self.summed, self._key, threads)
                 self._want_sums(away)
-            self.gradients = GradientRegion(plan.spec, self.shared.gradients())
+            self.gradients = GradientRegion(plan.spec, self.shared.gradients(), self.shared)
             self.shared.listen(board)
         elif elsewhere:
             self.windows = UnitWindows(plan, elsewhere, page_lock=None)

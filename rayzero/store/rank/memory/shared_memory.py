@@ -15,7 +15,7 @@ from torch import Tensor
 from rayzero.errors import EpochOverError, HandshakeError, RayZeroError
 from rayzero.memory.page_lock import PageLock, beyond_limit
 from rayzero.memory.planner import check_shared
-from rayzero.protocol.gradient_sum import gradient_sizes
+from rayzero.protocol.gradient_sum import RankMemory
 from rayzero.protocol.messages import FinishReport, LoopState, Pushed, SharedPaths
 from rayzero.quantities import count
 from rayzero.slabs.arena import Arena
@@ -29,9 +29,10 @@ from rayzero.store.shm.former_ranks import remove_former_lives
 from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.mailbox import Asker
-from rayzero.store.shm.plan import RANK, SharedPlan, life_of, rank_incarnation
+from rayzero.store.shm.plan import POOL, RANK, SharedPlan, life_of, rank_incarnation
 from rayzero.store.shm.shard_lines import ShardLines
 from rayzero.store.shm.signals import Bell
+from rayzero.store.shm.total_lines import TotalLines
 from rayzero.store.shm.words import Arrivals, Finishes, Stamps, bell_of, cell_of, cells_of, key_digest, let_leave
 
 
@@ -40,7 +41,7 @@ def doubt_of_locks(plan: SharedPlan, owners: Sequence[int]) -> str | None:
     there is no such reason."""
     params = sum(sum(plan.params(owner).slabs) for owner in owners)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return beyond_limit(params, sum(plan.gradients().slabs), soft)
+    return beyond_limit(params, plan.gradient_bytes, soft)
 
 
 class _Owner:
@@ -51,6 +52,7 @@ class _Owner:
         self.bell = bell_of(control)
         self.lines = ShardLines(control, plan.shards_of(owner))
         self.lines.check(str(control.path))
+        self.totals = TotalLines(control, plan, owner)
         self.units = {shard.unit for shard in plan.shards_of(owner)}
 
     def close(self) -> None:
@@ -82,14 +84,17 @@ class SharedRank:
         self._loop: LoopSlab | None = None  # made at the first keep
         self._locks: list[PageLock] = []
         gradients, self._incarnation = plan.gradients(), rank_incarnation(life)
-        check_shared(sum(gradients.slabs), directory)
+        check_shared(plan.gradient_bytes, directory)
         self._gradients = Arena.create(
             gradients,
             plan.facts("grads", rank, "", self._incarnation),
             directory,
             on_progress=FillProgress(f"rank {rank}"),
+            sparse=POOL in gradients.places,
         )
         try:
+            if POOL in gradients.places:
+                self._gradients.allocate(POOL)
             header = lay_out_slab(plan.facts("control", rank, RANK, self._incarnation), plan.rank_control())
             self._control = Slab.create(header, directory)
         except BaseException:
@@ -109,12 +114,22 @@ class SharedRank:
 
     # ---- joining
 
-    def gradients(self) -> Mapping[int, Tensor]:
-        """The memory for this rank's gradients, by trained unit: 1D, unit.numel elements."""
-        if self._page_lock is not None and not self._locks:
-            self._locks = [slab.page_lock(self._page_lock) for slab in self._gradients.slabs]
-        units = [unit for sizes in gradient_sizes(self._plan.spec).values() for unit, _ in sizes]
-        return {unit: self._gradients.tensor(unit) for unit in units}
+    def gradients(self) -> RankMemory:
+        """The memory for this rank's gradients. Of a pool and homes, only the pool is page-locked."""
+        pool, slabs = self._gradients.plan.places.get(POOL), self._gradients.slabs
+        if self._page_lock is not None and not self._locks and pool is not None:
+            self._locks = [slabs[pool.slab].page_lock(self._page_lock, pool.offset, pool.bytes)]
+        elif self._page_lock is not None and not self._locks:
+            self._locks = [slab.page_lock(self._page_lock) for slab in slabs]
+        return self._plan.rank_memory(self._gradients)
+
+    def allocate(self, unit: int) -> None:
+        """See ``HomePages.allocate``."""
+        self._gradients.allocate(unit)
+
+    def give_back(self, unit: int) -> None:
+        """See ``HomePages.give_back``."""
+        self._gradients.punch(unit)
 
     def offer(self) -> SharedPaths:
         """The files that owners have to map."""
@@ -206,6 +221,19 @@ class SharedRank:
     def left(self) -> None:
         """Announce to ranks of this host that this one sends no more sums. The caller rings bells afterwards."""
         let_leave(self._control)
+
+    def note(self, unit: int, pushed: Pushed) -> None:
+        """See ``Connection.note``."""
+        self._stamps.write(unit, pushed)
+
+    def in_totals(self, unit: int, pushed: Pushed) -> bool:
+        """See ``Connection.in_totals``."""
+        shards = self._plan.spec.layout.shards_by_unit[unit]
+        owners = [self._owners.get(self._plan.shard_map.owner(shard.index)) for shard in shards]
+        return all(
+            owner is not None and owner.totals.has(shard.index, pushed.step, pushed.attempt)
+            for owner, shard in zip(owners, shards, strict=True)
+        )
 
     def announce(self, unit: int, pushed: Pushed) -> None:
         """Tell the unit's owners about a push whose bytes are all there."""
