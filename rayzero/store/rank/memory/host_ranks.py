@@ -72,12 +72,11 @@ class _Life:
         """Whether it sends no more sums."""
         return has_left(self.control)
 
-    def gradient(self, unit: int) -> Tensor:
-        """What it has announced of a unit: 1D, unit.numel elements."""
+    def gradient(self, unit: int) -> Tensor | None:
+        """What it has announced of a unit: 1D, unit.numel elements; None: it has given that back, because every owner
+        has applied it."""
         pushed = self.stamps.read(unit)
-        values = None if pushed is None else self._memory.at(unit, pushed.place)
-        assert values is not None, f"rank {self.rank} gave unit {unit} back before it was sent"
-        return values
+        return None if pushed is None else self._memory.at(unit, pushed.place)
 
     def arrive(self) -> None:
         """Tell it that the caller is there."""
@@ -256,8 +255,9 @@ class HostRanks:
             return None
         step, parts = found
         summands = tuple(part.summand for part, _ in parts)
-        there = [(part.presence, life.gradient(unit)) for part, life in parts if part.summand.pushes]
-        if not there:
+        pushing = [(part.presence, life) for part, life in parts if part.summand.pushes]
+        there = [(presence, values) for presence, life in pushing if (values := life.gradient(unit)) is not None]
+        if not there or len(there) < len(pushing):
             return None
         if after is not None and (step < after.step or (step, summands) == (after.step, after.summands)):
             return None
