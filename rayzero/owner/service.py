@@ -468,18 +468,28 @@ class ShardService:
 
     def settled(self) -> Future[ModelSpec]:
         """Done, with the spec of what this owner has attached, once it has its first values, and every decision
-        accepted so far is applied and published."""
+        accepted so far is applied and published. From then on no total changes, so that ranks give nothing back that
+        the owners of the next epoch would need: until ``go_on``, if there is none."""
         try:
             parts = self._attached()
         except StoreError as exc:
             return failed(exc)
         future: Future[ModelSpec] = Future()
 
+        def stand_still() -> None:
+            parts.contributions.stand_still()
+            settle(future, parts.model.spec)
+
         def apply(_: object) -> None:
-            self._updater.submit(lambda: settle(future, parts.model.spec))
+            self._updater.submit(stand_still)
 
         when_all([self._publisher.filled(list(parts.model.shards.values()))], apply, partial(fail, future))
         return future
+
+    def go_on(self) -> None:
+        """There is no next epoch yet. Idempotent."""
+        if self._parts is not None:
+            self._parts.contributions.go_on()
 
     def retire(self, error: StoreError) -> None:
         """The next epoch has begun: whoever owns the shards in it goes on from this memory. Everything that waits

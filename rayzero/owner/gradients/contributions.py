@@ -111,6 +111,7 @@ class Contributions:
         self.ranks: dict[int, RankGradients] = {}  # ranks that have attached
         self._totals: dict[int, Total] = {}  # by shard, what is in its total; empty: there are none
         self._spare = _SpareMemory()
+        self._stands = False  # no total is filled
         self._owner, self._spec, self._every = owner, spec, shards
         self._squares, self._updater, self._recorder = squares, updater, recorder
         self._lock = threading.Lock()
@@ -513,6 +514,20 @@ class Contributions:
     def _who(self) -> str:
         return f"optimizer {self._owner}"
 
+    # ---- between two epochs
+
+    def stand_still(self) -> None:
+        """Fill no total from now on. Call it in the updater's thread."""
+        with self._lock:
+            self._stands = True
+
+    def go_on(self) -> None:
+        """Fill totals again."""
+        with self._lock:
+            stood, self._stands, collection = self._stands, False, self._collection
+        if stood and collection is not None:
+            self._updater.submit(lambda: self._sum_missing(collection))
+
     # ---- norm parts: computed in the updater's thread
 
     def _sum_later(self, shards: Sequence[OwnedShard], step: int) -> None:
@@ -593,6 +608,8 @@ class Contributions:
             if made is not None and made.is_of(step, summands):
                 contributors: Contributors = tuple((0,) if there else () for there in made.present)
                 return _Pass((clamp, step, summands), (total,), contributors, ranks, seen, early=early, fills=False)
+            if self._stands:
+                return None
             if all(rank in self.ranks and self.ranks[rank].landings[index].is_here for rank in ranks):
                 if self._totals.pop(index, None) is not None:
                     owned.forget_total()  # before its bytes change

@@ -268,6 +268,7 @@ class OwnerServer:
         with self._changing:
             self._drop_prepared()
         for calls in self._models.made:
+            calls.model.service.go_on()
             if calls.model.leads:
                 calls.model.require_lead().release()
 
