@@ -16,6 +16,7 @@ from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import ShardMap
 from rayzero.memory.process_memory import HostLimits, host_limits, ray_memory_threshold
+from rayzero.protocol.gradient_sum import pool_bytes
 from rayzero.quantities import count, format_bytes
 
 FP32 = 4  # bytes
@@ -31,7 +32,7 @@ class OwnerPlan:
     params: int  # published parameters, at most, except fp32 trained units, which publish their masters
     master: int  # fp32, of trained units and of frozen ones that the compute dtype would round
     moments: int  # optimizer states
-    gradients: int  # of all ranks, whoever allocates them; fp32 accumulators with gradient accumulation
+    gradients: int  # of all ranks, whoever allocates them: totals and pools, or each rank's own
     staging: int  # of all ranks: pushes that have landed and are not yet added to earlier ones
     norms: int = 0  # to measure norms by layer group: the largest shard in fp32; in no slab
     copies: int = 0  # of shards that change while a checkpoint is written, at most; in no slab
@@ -89,8 +90,8 @@ def plan_owner(
     state_bytes: of the optimizer's states, per element (8 for Adam in fp32). own_gradients: this host's ranks keep
     their gradients themselves, so no staging is needed. measures_norms: the owner measures norms by layer group
     (owner/update/group_norms.py). sums: of how many ranks each is that comes in fp32 in place of their gradients
-    (``ZeroConfig.host_push``). copies: ``ZeroConfig.checkpoint_copies``, of which no more is planned than masters and
-    states take."""
+    (``ZeroConfig.host_push``), if owners keep no totals. copies: ``ZeroConfig.checkpoint_copies``, of which no more is
+    planned than masters and states take."""
     params = master = frozen = gradients = largest = 0
     on_device = shard_map.on_device(owner)
     for index in shard_map.shards_of(owner):
@@ -103,6 +104,12 @@ def plan_owner(
         largest = max(largest, trained)
         gradients += trained * (unit.dtype.itemsize if accumulation_steps == 1 else FP32)
     states = int(master // FP32 * state_bytes)
+    one_sum = world_size > 1 and accumulation_steps == 1  # protocol/gradient_sum.py: has_totals
+    if one_sum:
+        everything = sum(unit.numel * unit.dtype.itemsize for unit in layout.units if unit.trainable)
+        gradients = master + world_size * pool_bytes(layout) * gradients // max(1, everything)
+    else:
+        gradients = gradients * (world_size - sum(sums)) + master * len(sums)
     return OwnerPlan(
         owner=owner,
         num_owners=shard_map.num_owners,
@@ -110,9 +117,9 @@ def plan_owner(
         params=params,
         master=frozen + (0 if on_device else master),
         moments=0 if on_device else states,
-        gradients=gradients * (world_size - sum(sums)) + master * len(sums),
+        gradients=gradients,
         staging=0
-        if own_gradients
+        if own_gradients or one_sum
         else staging_bytes(layout, shard_map, owner, accumulation_steps) * (world_size - sum(sums)),
         norms=largest * FP32 if measures_norms else 0,
         copies=min(copies, master + states),

@@ -13,9 +13,9 @@ from torch import Tensor
 from rayzero.errors import StateLostError, StoreError
 from rayzero.kernels.stamps import TileStamps
 from rayzero.memory.planner import OwnerPlan
-from rayzero.owner.total import TotalLine
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import FormerShard, ModelSpec
+from rayzero.protocol.totals import TotalLine
 
 Sizes = Sequence[tuple[int, int]]  # (key, elements)
 

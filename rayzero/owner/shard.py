@@ -17,9 +17,9 @@ from rayzero.kernels.moments import BLOCK, CODED, CodedMoment, Moment, PlainMome
 from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN, ModelLayout, Shard, SlotSlice, UnitLayout, aligned, runs
 from rayzero.owner.memory import HostMemory, ShardJournal, ShardRoom, Sizes
-from rayzero.owner.total import Total, TotalLine, digest_of
 from rayzero.protocol.messages import COMPUTE, MASTER, STORED, Decision, FormerShard, Hyper, NormParts
 from rayzero.protocol.scattered import Gradient
+from rayzero.protocol.totals import Total, TotalLine, digest_of
 
 Contributors = tuple[tuple[int, ...], ...]  # per slice: the ranks with a gradient for it, ascending
 
@@ -132,6 +132,11 @@ class OwnedShard:
             assert not isinstance(made.summands, int)
             oldest = min((attempt for _, attempt in made.summands), default=0)
             self.total_line.write(made.step, oldest, digest_of(made.summands), made.present)
+
+    def hold_total(self) -> None:
+        """A rank comes back: what its former life had in the total, ranks give back no more."""
+        if self.total_line is not None:
+            self.total_line.hold()
 
     def forget_total(self) -> None:
         """The total's bytes are about to change."""

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from rayzero.errors import AccumulationError
 from rayzero.layout.model_layout import ALIGN, ModelLayout, SlotSlice, UnitLayout, aligned
-from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, ModelSpec, Pushed
 
 POOL_ALIGN = 256  # bytes: a range of a pool begins at a multiple
@@ -142,13 +141,6 @@ class GradientSum:
     def count_of(self, step: int, attempt: int) -> int:
         """How many pushes of that attempt have their bytes here."""
         return self.count if (self.step, self.attempt) == (step, attempt) else 0
-
-    def recognise(self, push: Contribution | Pushed) -> None:
-        """Count ``push`` as a repeat if a former life of its rank has pushed the same, and no memory has it any more:
-        it is in a total. The new life computes it from the same weights and data."""
-        gone = self._memory is None and self.count > 0 and self.step == push.step
-        if gone and push.attempt > self.attempt and push.attempt % ATTEMPTS == self.attempt % ATTEMPTS:
-            self.attempt = push.attempt
 
     def is_stale(self, push: Contribution) -> bool:
         """Whether ``push`` is a repeat or from an older attempt, so that it is dropped."""

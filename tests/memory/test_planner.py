@@ -57,16 +57,23 @@ def plan(
 # ---- the equation -----------------------------------------------------------------------------------------------
 
 
-def test_fp32_is_12_bytes_an_element_and_4_a_rank() -> None:
-    found = plan(layout_of((4096, torch.float32, True)), ranks=3)
-    assert (found.params, found.master, found.moments, found.gradients) == (0, 4 * 4096, 8 * 4096, 3 * 4 * 4096)
-    assert found.staging == 3 * 2 * 4 * 1024  # two shards a rank: fp32 memory can add an unplanned push
+def test_fp32_is_16_bytes_an_element_and_4_of_two_units_a_rank() -> None:
+    found = plan(layout_of(*[(4096, torch.float32, True)] * 5), ranks=3)
+    assert (found.params, found.master, found.moments) == (0, 4 * 5 * 4096, 8 * 5 * 4096)
+    assert found.gradients == 4 * 5 * 4096 + 3 * 2 * 4 * 4096
+    assert found.staging == 0
+
+
+def test_one_rank_in_fp32_is_16_bytes_an_element() -> None:
+    found = plan(layout_of((4096, torch.float32, True)), ranks=1)
+    assert (found.params, found.master, found.moments, found.gradients) == (0, 4 * 4096, 8 * 4096, 4 * 4096)
+    assert found.staging == 2 * 4 * 1024  # two shards: fp32 memory can add an unplanned push
 
 
 @pytest.mark.promise("bounded", "precisions")
-def test_bf16_is_14_bytes_an_element_and_2_a_rank() -> None:
-    found = plan(layout_of((4096, torch.bfloat16, True)), ranks=3)
-    assert found.total == (2 + 12 + 3 * 2) * 4096
+def test_bf16_is_18_bytes_an_element_and_2_of_two_units_a_rank() -> None:
+    found = plan(layout_of(*[(4096, torch.bfloat16, True)] * 5), ranks=3)
+    assert found.total == (2 + 12 + 4) * 5 * 4096 + 3 * 2 * 2 * 4096
 
 
 @pytest.mark.promise("bounded", "accumulation")
@@ -134,17 +141,21 @@ def test_a_plan_is_what_the_owner_allocates(
     for owner in range(owners):
         shards = shard_map_for(layout, owners, "balanced").shards_of(owner)
         kinds, groups = ("exp_avg", "exp_avg_sq"), [[0]] * len(layout.units)
-        owned = list(allocate(layout, shards, groups, kinds, PrivateMemory(), moments).values())
+        totals = ranks > 1 and steps == 1
+        owned = list(allocate(layout, shards, groups, kinds, PrivateMemory(), moments, totals=totals).values())
         gradients = [RankGradients(rank, owned, accumulate=steps > 1) for rank in range(ranks)]
         tensors = [tensor for shard in owned for tensor in (shard.params, shard.master)]
         tensors += [tensor for shard in owned for moment in shard.states.values() for tensor in moment.tensors]
-        tensors += [landing.sum.memory for rank in gradients for landing in rank.landings.values()]
+        tensors += [shard.total for shard in owned]
+        landings = [landing.sum for rank in gradients for landing in rank.landings.values()]
+        tensors += [landing.memory for landing in landings if landing.has_memory]
         tensors += [tensor for rank in gradients for tensor in all_staging(rank)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
         planned = plan(
             layout, owner=owner, owners=owners, ranks=ranks, steps=steps, state_bytes=2 * moment_bytes(moments)
         )
-        assert sum(storages.values()) == planned.total
+        pools = planned.gradients - 4 * sum(s.shard.numel for s in owned if s.trainable) if totals else 0  # the ranks'
+        assert sum(storages.values()) == planned.total - pools
 
 
 def all_staging(rank: RankGradients) -> list[torch.Tensor]:
@@ -159,14 +170,14 @@ ROOMY = HostLimits(available=1 << 40, total=1 << 40, source="RAM")
 
 
 def test_a_plan_over_the_budget_is_one_line_with_the_sum_and_the_setting() -> None:
-    wanted = plan(layout_of((MIB, torch.bfloat16, True)), owners=2, ranks=2)
+    wanted = plan(layout_of(*[(MIB // 4, torch.bfloat16, True)] * 4), owners=2, ranks=2)
     check_plan(wanted, ROOMY, wanted.total)
     with pytest.raises(MemoryPlanError) as caught:
         check_plan(wanted, ROOMY, wanted.total - 1)
     line = str(caught.value)
     assert line == (
-        "optimizer 0 of 2 needs 9 MiB = parameters 1 MiB + master 2 MiB + moments 4 MiB + gradients of 2 ranks 2 MiB, "
-        "but cpu_memory_budget is 9 MiB; raise cpu_memory_budget or num_optimizers"
+        "optimizer 0 of 2 needs 10 MiB = parameters 1 MiB + master 2 MiB + moments 4 MiB + gradients of 2 ranks 3 MiB, "
+        "but cpu_memory_budget is 10 MiB; raise cpu_memory_budget or num_optimizers"
     )
 
 

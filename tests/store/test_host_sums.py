@@ -248,9 +248,11 @@ def test_a_unit_leaves_once_its_last_rank_has_pushed_it_and_not_at_the_end_of_th
 def test_more_pushes_than_planned_and_a_discard_after_the_norm(stack: ExitStack) -> None:
     found = []
     for host_push in ("never", "auto"):
-        ranks = Place(stack, [0, 0], host_push=host_push).start(make_spec(2, run=f"toy {host_push}"))
+        spec = make_spec(2, run=f"toy {host_push}", accumulation_steps=2)
+        ranks = Place(stack, [0, 0], host_push=host_push).start(spec)
         for rank in ranks:
             rank.push(gradients(rank.spec, rank.rank))
+            rank.push(gradients(rank.spec, rank.rank + 2))
         ranks[1].push(gradients(ranks[1].spec, 5), [1])  # once more than was planned
         norms = [rank.ask_norm() for rank in ranks]
         totals = [norm.result(WAIT).total for norm in norms]

@@ -79,15 +79,17 @@ def test_a_push_of_the_same_step_is_replaced_even_if_it_was_counted(make_stores:
         ends_well([first, new])
 
 
-def test_the_decided_norm_is_that_of_what_the_new_life_pushed(make_stores: StoreFactory) -> None:
+def test_what_was_added_to_the_others_gradients_is_not_added_again(make_stores: StoreFactory) -> None:
+    """The other rank may have given its own gradients back by then. A new life repeats the old one's; were they others,
+    they would come too late."""
     with make_stores(2, 2) as stores:
         (first, old), grads = begun(stores)
-        for rank, mine in ((first, grads[0]), (old, random_grads(old.spec, 77))):
+        for rank, mine in zip((first, old), grads, strict=True):
             rank.push(mine)
         for norm in [rank.ask_norm() for rank in (first, old)]:
             norm.result(WAIT)
         new = back(stores)
-        new.push(grads[1])
+        new.push(random_grads(new.spec, 77))
         new.ask_norm().result(WAIT)
         made = [rank.commit() for rank in (first, new)]
         assert made[0].result(WAIT).norm == undisturbed()[1]

@@ -7,7 +7,7 @@ many pushes as in the step before. A part is kept with what it was computed from
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import compress, groupby
@@ -24,7 +24,6 @@ from rayzero.owner.gradients.collection import Collection, check_reports
 from rayzero.owner.gradients.landing import Admission, RankGradients, check_push, check_summands
 from rayzero.owner.gradients.squares import Squares
 from rayzero.owner.shard import Contributors, OwnedShard, ShardState, ShardWork, StepWork
-from rayzero.owner.total import Summands, Total
 from rayzero.owner.updater import Updater
 from rayzero.protocol.gradient_sum import RankMemory
 from rayzero.protocol.lives import ATTEMPTS
@@ -39,6 +38,7 @@ from rayzero.protocol.messages import (
     Pushed,
 )
 from rayzero.protocol.scattered import Gradient, ScatteredUnit
+from rayzero.protocol.totals import Summands, Total
 from rayzero.telemetry.recorder import Recorder
 from rayzero.telemetry.spans import Over, nothing
 
@@ -152,6 +152,8 @@ class Contributions:
 
         Raises HandshakeError if ranks do not agree about which of them come as one sum."""
         with self._lock:
+            for index in self._totals if back_at is not None else ():
+                self._shards[index].hold_total()  # what its former life had there, this one keeps
             self._check_summed(rank, tuple(summed) if own_memory is None else ())
             if rank in self.ranks and (back_at is None or own_memory is None):
                 if own_memory is None and rank in self._former:
@@ -224,8 +226,8 @@ class Contributions:
         """Read the new memory of ranks that have come back, once the decisions that count their old memory are here."""
         for rank, (step, gradients) in list(self._back.items()):
             if step <= self.open_step:
-                for index, landing in gradients.landings.items():
-                    landing.go_on_from(self.ranks[rank].landings[index])
+                for index, landing in gradients.landings.items():  # parts of the old memory's norm are not of this one
+                    landing.generation = self.ranks[rank].landings[index].generation + 1
                 self.ranks[rank] = gradients
                 del self._back[rank]
 
@@ -487,6 +489,8 @@ class Contributions:
             self._to_be_read[owned.shard.index] -= 1
             for rank in self.ranks.values():
                 rank.landings[owned.shard.index].free()
+            if owned.total is not None:  # of ranks that have come back, and pushed again what the total had
+                self._give_back(owned, self.ranks.values())
         self.retry(shard=owned.shard.index)
 
     @property
@@ -630,13 +634,16 @@ class Contributions:
                 made = Total(step, summands, tuple(map(bool, done.contributors)))
                 self._totals[index] = made
                 owned.keep_total(made)
-                for holder in {self.ranks[rank] for rank in done.ranks}:
-                    memory = holder.landings[index].leave()
-                    if memory is not None and holder.keeps:
-                        self._spare.give_back(memory)
+                self._give_back(owned, [self.ranks[rank] for rank in done.ranks])
             self._parts[index] = done.key, squares
             if self._collection is not None:
                 self._check_off(owned, self._collection)
+
+    def _give_back(self, owned: OwnedShard, holders: Iterable[RankGradients]) -> None:
+        for holder in holders:
+            memory = holder.landings[owned.shard.index].leave()
+            if memory is not None and holder.keeps:
+                self._spare.give_back(memory)
 
     def _summands(self, owned: OwnedShard, ranks: Sequence[int], collection: Collection | None) -> Summands:
         """(rank, attempt) of what is added up for a shard, as any life of the rank counts attempts."""

@@ -23,7 +23,6 @@ from rayzero.errors import StepMismatchError, StoreError
 from rayzero.owner.memory import carve
 from rayzero.owner.shard import OwnedShard
 from rayzero.protocol.gradient_sum import GradientSum, RankMemory, gradient_dtype
-from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import Contribution, FinishReport, Pushed, Summand
 from rayzero.protocol.scattered import Gradient, ScatteredShard, ScatteredUnit
 
@@ -70,15 +69,6 @@ class Landing:
         self._scattered = None
         return memory
 
-    def go_on_from(self, former: Landing) -> None:
-        """A rank has come back, with new memory: what its former life pushed and is in the total is not added again."""
-        before = former.sum.pushed()
-        if before is None or former.is_here:
-            self.generation = former.generation + 1  # parts of the old memory's norm are not of this one
-            return
-        self.sum.replace(before)
-        self.present, self.generation = former.present, former.generation
-
     @property
     def is_scattered(self) -> bool:
         """Whether the gradients are not in the memory."""
@@ -113,7 +103,6 @@ class Landing:
 
     def admit(self, push: Contribution) -> Admission:
         """What to do with a push of the open step. Raises AccumulationError for a push that cannot be added."""
-        self.sum.recognise(push)
         if self.sum.is_stale(push):
             return Admission.DROP
         if push.first > self.sum.count_of(push.step, push.attempt) or self._adding:
@@ -155,7 +144,6 @@ class Landing:
     def observe(self, pushed: Pushed, memory: Tensor | None, scattered: ScatteredUnit | None = None) -> bool:
         """Note what the rank has in its own ``memory`` (1D, the shard's elements; None: no more), or scattered; returns
         False if that is already known."""
-        self.sum.recognise(pushed)
         if self.sum.is_older(pushed) or pushed.count <= self.sum.count_of(pushed.step, pushed.attempt):
             return False
         self.sum.replace(pushed)
@@ -183,8 +171,6 @@ class HostLanding(Landing):
 
     def admit(self, push: Contribution) -> Admission:
         """See ``Landing.admit``."""
-        if not self.is_here and push.step == self._step and self._has and _is_repeat(push.summands, self._has):
-            self._has = {each.rank: each for each in push.summands}  # of ranks that have come back
         if push.step < self._step or (push.step == self._step and self._is_old(push)):
             return Admission.DROP
         return Admission.WAIT if self._adding else Admission.LAND
@@ -248,12 +234,6 @@ class HostLanding(Landing):
 def _is_newer(summands: Sequence[Summand], before: Sequence[Summand]) -> bool:
     """Whether a sum has a later attempt, or more pushes, of any rank than another sum of the same ranks."""
     return any(now[1:] > then[1:] for now, then in zip(summands, before, strict=True))
-
-
-def _is_repeat(summands: Sequence[Summand], before: Mapping[int, Summand]) -> bool:
-    """Whether a sum has the same pushes as another one, be they of later lives of their ranks."""
-    then = [before[each.rank] for each in summands]
-    return [(s.attempt % ATTEMPTS, s.pushes) for s in summands] == [(s.attempt % ATTEMPTS, s.pushes) for s in then]
 
 
 class RankGradients:

@@ -1,16 +1,17 @@
 """One cache line per shard in its owner's control slab: what is in its total. Ranks read there which gradients they may
 give back; a successor, what it need not add up again.
 
-Two 64-bit words: (step + 1) x ATTEMPTS + the lowest attempt that is in it, 0 while there is no whole total; the digest
-of its summands. Which slices have a gradient is in another region, a byte each.
+Two 64-bit words: 2 x ((step + 1) x ATTEMPTS + the lowest attempt that is in it), 0 while there is no whole total, + 1
+if ranks keep their gradients all the same; the digest of its summands. Which slices have a gradient is in another
+region, a byte each.
 """
 
 from __future__ import annotations
 
 import torch
 
-from rayzero.owner.total import Total
 from rayzero.protocol.lives import ATTEMPTS
+from rayzero.protocol.totals import Total
 from rayzero.slabs.slab import Slab
 from rayzero.store.shm.plan import LINE_BYTES, SharedPlan
 from rayzero.store.shm.signals import load_acquire_64, store_release_64
@@ -20,7 +21,7 @@ WHOLE, DIGEST = range(0, 16, 8)  # bytes from a line's start
 
 
 class SlabTotalLine:
-    """A ``TotalLine`` (owner/total.py) in a control slab."""
+    """A ``TotalLine`` (protocol/totals.py) in a control slab."""
 
     def __init__(self, line: int, present: torch.Tensor, keeper: object) -> None:
         """``line``: its address. ``present``: 1D uint8, one for each slice of the shard."""
@@ -30,7 +31,11 @@ class SlabTotalLine:
         """See ``TotalLine.write``."""
         self._present.copy_(torch.tensor(present, dtype=torch.uint8, device="cpu"))
         store_release_64(self._line + DIGEST, digest)
-        store_release_64(self._line + WHOLE, (step + 1) * ATTEMPTS + oldest)
+        store_release_64(self._line + WHOLE, 2 * ((step + 1) * ATTEMPTS + oldest))
+
+    def hold(self) -> None:
+        """See ``TotalLine.hold``."""
+        store_release_64(self._line + WHOLE, load_acquire_64(self._line + WHOLE) | 1)
 
     def clear(self) -> None:
         """See ``TotalLine.clear``."""
@@ -38,7 +43,7 @@ class SlabTotalLine:
 
     def read(self) -> Total | None:
         """See ``TotalLine.read``."""
-        whole = load_acquire_64(self._line + WHOLE)
+        whole = load_acquire_64(self._line + WHOLE) // 2
         if not whole:
             return None
         present = tuple(map(bool, self._present.tolist()))
@@ -62,5 +67,6 @@ class TotalLines:
         return SlabTotalLine(self._line[shard], self._slab.tensor(offset, slices, torch.uint8), self._keeper)
 
     def has(self, shard: int, step: int, attempt: int) -> bool:
-        """Whether gradients of a rank's ``attempt`` at a step are in a shard's total."""
-        return load_acquire_64(self._line[shard] + WHOLE) >= (step + 1) * ATTEMPTS + attempt % ATTEMPTS
+        """Whether gradients of a rank's ``attempt`` at a step are in a shard's total, and nowhere else needed."""
+        whole = load_acquire_64(self._line[shard] + WHOLE)
+        return not whole % 2 and whole // 2 >= (step + 1) * ATTEMPTS + attempt % ATTEMPTS

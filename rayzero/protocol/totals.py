@@ -38,6 +38,10 @@ class TotalLine(Protocol):
         ``digest``: of its summands."""
         ...
 
+    def hold(self) -> None:
+        """Ranks give back nothing more of what is in it."""
+        ...
+
     def clear(self) -> None:
         """The total's bytes are about to change."""
         ...
