@@ -168,7 +168,8 @@ def _owners(run: Run, fluid: Fluid, resources: Resources, pushes: int) -> list[O
     if once:
         senders = sum(resources.sums(each) * len(each.ranks) // each.each for each in ranks)
     sums = any(resources.adds_up(each) for each in ranks)
-    update = Update(contributions=senders, state_bytes=run.state_bytes, sums=sums)
+    total = pushes == 1 and len(run.rank_hosts) > 1  # has_totals
+    update = Update(contributions=senders, state_bytes=run.state_bytes, sums=sums, total=total)
     scattered = run.options.transport == "inproc"
     return [
         Owners(fluid, resources, each, run.layout, update, expected=pushes * senders, early=not scattered)

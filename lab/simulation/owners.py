@@ -32,10 +32,15 @@ class Update:
     contributions: int  # gradients that are added up
     state_bytes: float  # of the optimizer's states, per element
     sums: bool = False  # of ranks of a host, in fp32
+    total: bool = False  # the norm's pass writes the sum over ranks, which the update reads
 
     def gradients(self, unit: UnitLayout, part: Part) -> int:
-        """Bytes of the gradients of a part, which its norm reads, and its update once more."""
+        """Bytes of the gradients of a part, which its norm reads; and its update once more, if there is no total."""
         return self.contributions * part.elements * (FP32 if self.sums else unit.dtype.itemsize)
+
+    def squared(self, unit: UnitLayout, part: Part) -> int:
+        """Bytes that the norm's pass over a part reads and writes."""
+        return self.gradients(unit, part) + self.total * FP32 * part.elements
 
     def states(self, unit: UnitLayout, part: Part) -> float:
         """Bytes that the update of a part reads and writes beside gradients: master, states, what it publishes."""
@@ -108,7 +113,7 @@ class Owners:
     def _begin_sum(self, unit: int) -> tuple[float, Sequence[Demand]]:
         """Sum a shard of a unit: by one thread while nobody waits for it."""
         part = self.parts[unit]
-        size = self._update.gradients(self._layout.units[unit], part) / part.shards
+        size = self._update.squared(self._layout.units[unit], part) / part.shards
         threads = None if self._collecting else 1
         load = self._resources.passes(self.group, [(size, self._reads(self._machine.norm_core))], 0, threads)
         return load.seconds, load.demands
@@ -136,10 +141,11 @@ class Owners:
         self._summed.clear()
         for unit, part in self.parts.items():
             layout, adam = self._layout.units[unit], self._machine.adam_core
-            sizes = [
-                (self._update.gradients(layout, part), self._reads(adam)),
-                (self._update.states(layout, part), adam),
-            ]
+            if self._update.total:
+                gradients = (FP32 * part.elements, adam)
+            else:
+                gradients = (self._update.gradients(layout, part), self._reads(adam))
+            sizes = [gradients, (self._update.states(layout, part), adam)]
             shards = part.shards if layout.trainable else 0
             load = self._resources.passes(self.group, sizes if layout.trainable else (), shards)
             self.updater.add(load.seconds, load.demands, partial(self._publish, unit))

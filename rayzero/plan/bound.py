@@ -92,12 +92,17 @@ def step_traffic(
     elements, gradients = sum(unit.numel for unit in trained), sum(unit.size_bytes for unit in trained)
     published = sum(unit.size_bytes for unit in trained if unit.dtype is not torch.float32)
     states = int(elements * 2 * (FP32 + state_bytes))  # with the master, read and written
+    ranks, pushes = scaling.num_workers, backwards if zero.offload_grads else 1
+    if ranks > 1 and pushes == 1:  # the norm's pass writes a total, which the update reads: has_totals
+        summed = ranks * gradients + 2 * FP32 * elements
+    else:
+        summed = 2 * ranks * gradients
     return StepTraffic(
         flops=(work.forward_flops + work.backward_flops) * backwards,
         fetch=gradients + (2 * backwards - 1) * beyond,
-        gradients=GradientBytes.of(layout.units, backwards if zero.offload_grads else 1),
+        gradients=GradientBytes.of(layout.units, pushes),
         published=gradients,
-        update=2 * scaling.num_workers * gradients + states + published,
+        update=summed + states + published,
     )
 
 
