@@ -97,7 +97,7 @@ def test_whose_gradients_leave_as_one_sum(
 
 
 def test_what_the_host_keeps_of_parameters_needs_room_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    gradients = 2 * PLAN.gradient_bytes
+    gradients = 2 * PLAN.gradient_bytes(pooled=False)
     monkeypatch.setattr(rank_memory, "_size_of", lambda _: gradients)
     alone, relays = make(host_push="auto"), make(host_push="auto", host_fetch="auto")
     for memory in (alone, relays):

@@ -203,12 +203,13 @@ def test_what_a_rank_locks_is_its_gradients_and_the_parameters_of_its_hosts_owne
 ) -> None:
     plan = plan_of(2)
     params = [sum(plan.params(owner).slabs) for owner in range(2)]
-    gradients = plan.gradient_bytes
-    for owners, needed in (([0], params[0] + gradients), ([0, 1], sum(params) + gradients)):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=needed: (limit, limit))
-        assert doubt_of_locks(plan, owners) is None
-        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=needed - 1: (limit, limit))
-        assert doubt_of_locks(plan, owners) is not None
+    for pooled in (True, False):
+        gradients = plan.gradient_bytes(pooled=pooled)
+        for owners, needed in (([0], params[0] + gradients), ([0, 1], sum(params) + gradients)):
+            monkeypatch.setattr(resource, "getrlimit", lambda _, limit=needed: (limit, limit))
+            assert doubt_of_locks(plan, owners, pooled=pooled) is None
+            monkeypatch.setattr(resource, "getrlimit", lambda _, limit=needed - 1: (limit, limit))
+            assert doubt_of_locks(plan, owners, pooled=pooled) is not None
 
 
 # ---- where tensors lie

@@ -157,12 +157,12 @@ class SharedPlan:
         homes = {key: gradients.tensor(key) for key in gradients.plan.places if isinstance(key, int)}
         return RankMemory(homes, gradients.tensor(POOL) if POOL in gradients.plan.places else None)
 
-    @property
-    def gradient_bytes(self) -> int:
-        """What a rank's gradients take: its pool, if it has one, beside which homes take pages only while they are
-        used."""
+    def gradient_bytes(self, *, pooled: bool) -> int:
+        """What a rank's gradients take. ``pooled``: in a pool, where there are totals: homes take pages only while they
+        are used. Otherwise all units are at home, and there is no pool."""
         plan = self.gradients()
-        return plan.places[POOL].bytes if POOL in plan.places else sum(plan.slabs)
+        pool = plan.places[POOL].bytes if POOL in plan.places else 0
+        return pool if pooled and pool else sum(plan.slabs) - pool
 
     # ---- control
 

@@ -86,7 +86,7 @@ class RankMemory:
         gain = GradientBytes.of(layout.units, plan.spec.accumulation_steps).sums_gain(len(ranks))
         if not ranks or (self._host_push == "auto" and not gain):
             return
-        needed = len(self._ranks) * plan.gradient_bytes
+        needed = len(self._ranks) * plan.gradient_bytes(pooled=False)
         needed += sum(unit.size_bytes for unit in layout.units) if self._host_fetch != "never" else 0
         if self._host_push == "auto" and needed > _size_of(self._directory):
             log.warning(
@@ -126,9 +126,12 @@ class RankMemory:
         )
         if not offers and not self.summed:
             return
-        if page_lock is not None and (doubt := doubt_of_locks(plan, list(offers))) is not None:
+        pooled = not away
+        if page_lock is not None and (doubt := doubt_of_locks(plan, list(offers), pooled=pooled)) is not None:
             log.warning("%s: %s", who, doubt)
-        self.shared = SharedRank(self._rank, plan, self._directory, life=self._life, key=self._key, page_lock=page_lock)
+        self.shared = SharedRank(
+            self._rank, plan, self._directory, life=self._life, key=self._key, page_lock=page_lock, pooled=pooled
+        )
         for owner, memory in offers.items():
             self.shared.meet(owner, memory)
         self.shares = bool(offers)
@@ -145,7 +148,8 @@ class RankMemory:
                 threads = adding_threads(cores, len(self._ranks), on_gpu=page_lock is not None)
                 self.host = HostRanks(self.shared, plan, self.summed, self._key, threads)
                 self._want_sums(away)
-            self.gradients = GradientRegion(plan.spec, self.shared.gradients(), self.shared)
+            pages = self.shared if self.shared.pooled else None
+            self.gradients = GradientRegion(plan.spec, self.shared.gradients(), pages)
             self.shared.listen(board)
         elif elsewhere:
             self.windows = UnitWindows(plan, elsewhere, page_lock=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -36,12 +36,12 @@ from rayzero.store.shm.total_lines import TotalLines
 from rayzero.store.shm.words import Arrivals, Finishes, Stamps, bell_of, cell_of, cells_of, key_digest, let_leave
 
 
-def doubt_of_locks(plan: SharedPlan, owners: Sequence[int]) -> str | None:
+def doubt_of_locks(plan: SharedPlan, owners: Sequence[int], *, pooled: bool) -> str | None:
     """Why a rank may fail to page-lock its gradients and the parameters of ``owners``, which are on its host; None if
-    there is no such reason."""
+    there is no such reason. ``pooled``: see ``SharedRank``."""
     params = sum(sum(plan.params(owner).slabs) for owner in owners)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return beyond_limit(params, plan.gradient_bytes, soft)
+    return beyond_limit(params, plan.gradient_bytes(pooled=pooled), soft)
 
 
 class _Owner:
@@ -75,16 +75,19 @@ class SharedRank:
         life: int = 0,
         key: str = "",
         page_lock: torch.device | None = None,
+        pooled: bool = True,
     ) -> None:
         """Allocate the rank's gradient memory. ``key``: a secret of this start of the run, by which ranks of a host
         know each other. ``page_lock``: lock it and the owners' parameters, for copies to and
-        from this CUDA device; None: neither. ``life``: how often the rank has died and come back. Raises
-        MemoryPlanError if there is no room."""
+        from this CUDA device; None: neither. ``life``: how often the rank has died and come back. ``pooled``: units
+        take turns in a pool, if there are totals; False: owners on other hosts need what was pushed for a whole step,
+        so each unit has a place of its own. Raises MemoryPlanError if there is no room."""
         self.rank, self._plan, self._page_lock, self.directory = rank, plan, page_lock, directory
         self._loop: LoopSlab | None = None  # made at the first keep
         self._locks: list[PageLock] = []
         gradients, self._incarnation = plan.gradients(), rank_incarnation(life)
-        check_shared(plan.gradient_bytes, directory)
+        self.pooled = pooled and POOL in gradients.places
+        check_shared(plan.gradient_bytes(pooled=pooled), directory)
         self._gradients = Arena.create(
             gradients,
             plan.facts("grads", rank, "", self._incarnation),
@@ -93,8 +96,9 @@ class SharedRank:
             sparse=POOL in gradients.places,
         )
         try:
-            if POOL in gradients.places:
-                self._gradients.allocate(POOL)
+            for key in gradients.places if POOL in gradients.places else ():
+                if (key == POOL) == self.pooled:
+                    self._gradients.allocate(key)
             header = lay_out_slab(plan.facts("control", rank, RANK, self._incarnation), plan.rank_control())
             self._control = Slab.create(header, directory)
         except BaseException:
@@ -115,13 +119,21 @@ class SharedRank:
     # ---- joining
 
     def gradients(self) -> RankMemory:
-        """The memory for this rank's gradients. Of a pool and homes, only the pool is page-locked."""
-        pool, slabs = self._gradients.plan.places.get(POOL), self._gradients.slabs
-        if self._page_lock is not None and not self._locks and pool is not None:
-            self._locks = [slabs[pool.slab].page_lock(self._page_lock, pool.offset, pool.bytes)]
-        elif self._page_lock is not None and not self._locks:
-            self._locks = [slab.page_lock(self._page_lock) for slab in slabs]
-        return self._plan.rank_memory(self._gradients)
+        """The memory for this rank's gradients. Of a pool and homes, only what is used all the time is page-locked."""
+        if self._page_lock is not None and not self._locks:
+            self._locks = list(self._lock_pages(self._page_lock))
+        memory = self._plan.rank_memory(self._gradients)
+        return memory if self.pooled else replace(memory, pool=None)
+
+    def _lock_pages(self, device: torch.device) -> Iterator[PageLock]:
+        pool = self._gradients.plan.places.get(POOL)
+        for number, slab in enumerate(self._gradients.slabs):
+            if pool is None or (number != pool.slab and not self.pooled):
+                yield slab.page_lock(device)
+            elif number == pool.slab and self.pooled:
+                yield slab.page_lock(device, pool.offset, pool.bytes)
+            elif number == pool.slab:  # the homes behind it
+                yield slab.page_lock(device, pool.offset + pool.bytes)
 
     def allocate(self, unit: int) -> None:
         """See ``HomePages.allocate``."""
