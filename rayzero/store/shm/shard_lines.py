@@ -5,6 +5,11 @@ Eight 64-bit words: published version + 1, content version + 1, shard index, sta
 (applied version + 1) and which copy of its slices holds, first tile stamp + 1. Zero means a shard without values, a
 version that never was, a shard without tiles. The owner writes all of them. The words from ``decided`` on are only read
 once it is dead (store/shm/recovery.py), or by its successor.
+
+Another cache line says what is in the shard's total. Ranks read there which gradients they may give back; a successor,
+what it need not add up again. Two 64-bit words: 2 x ((step + 1) x ATTEMPTS + the lowest attempt that is in it), 0 while
+there is no whole total, + 1 if ranks keep their gradients all the same; the digest of its summands. Which slices have a
+gradient is in another region, a byte each.
 """
 
 from __future__ import annotations
@@ -17,13 +22,16 @@ import torch
 from rayzero.errors import HandshakeError
 from rayzero.kernels.stamps import STAMP, TileStamps
 from rayzero.layout.model_layout import Shard
+from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import FormerShard, Published
+from rayzero.protocol.totals import Total
 from rayzero.slabs.slab import Slab
-from rayzero.store.shm.plan import LINE_BYTES, ON_DEVICE, SLICE_BYTES
+from rayzero.store.shm.plan import LINE_BYTES, ON_DEVICE, SLICE_BYTES, SharedPlan
 from rayzero.store.shm.signals import changed, load_acquire_64, store_release_64
 from rayzero.store.shm.words import region
 
 PUBLISHED, CONTENT, INDEX, START, STOP, DECIDED, APPLIED, TILES = range(0, 64, 8)  # bytes from a line's start
+WHOLE, DIGEST = range(0, 16, 8)  # bytes from the start of a total's line
 
 
 class ShardLines:
@@ -136,3 +144,55 @@ def tile_stamps(slab: Slab, line: int, first: int) -> torch.Tensor:
     """The stamps of the shard whose line is at address ``line``, from stamp ``first`` on: 1D int64."""
     numel = load_acquire_64(line + STOP) - load_acquire_64(line + START)
     return slab.tensor(region(slab, "tiles").offset + first * 8, -(-numel // STAMP), torch.int64)
+
+
+class SlabTotalLine:
+    """A ``TotalLine`` (protocol/totals.py) in a control slab."""
+
+    def __init__(self, line: int, present: torch.Tensor, keeper: object) -> None:
+        """``line``: its address. ``present``: 1D uint8, one for each slice of the shard."""
+        self._line, self._present, self._keeper = line, present, keeper
+
+    def write(self, step: int, oldest: int, digest: int, present: tuple[bool, ...]) -> None:
+        """See ``TotalLine.write``."""
+        self._present.copy_(torch.tensor(present, dtype=torch.uint8, device="cpu"))
+        store_release_64(self._line + DIGEST, digest)
+        store_release_64(self._line + WHOLE, 2 * ((step + 1) * ATTEMPTS + oldest))
+
+    def hold(self) -> None:
+        """See ``TotalLine.hold``."""
+        store_release_64(self._line + WHOLE, load_acquire_64(self._line + WHOLE) | 1)
+
+    def clear(self) -> None:
+        """See ``TotalLine.clear``."""
+        store_release_64(self._line + WHOLE, 0)
+
+    def read(self) -> Total | None:
+        """See ``TotalLine.read``."""
+        whole = load_acquire_64(self._line + WHOLE) // 2
+        if not whole:
+            return None
+        present = tuple(map(bool, self._present.tolist()))
+        return Total(whole // ATTEMPTS - 1, load_acquire_64(self._line + DIGEST), present)
+
+
+class TotalLines:
+    """The lines of one owner. It writes; ranks of its host read."""
+
+    def __init__(self, slab: Slab, plan: SharedPlan, owner: int) -> None:
+        """``plan``: of the slab's epoch."""
+        found, self._slab, self._layout = region(slab, "totals"), slab, plan.spec.layout
+        address, self._keeper = slab.address(found.offset), slab.keeper
+        self._line = {shard.index: address + i * LINE_BYTES for i, shard in enumerate(plan.shards_of(owner))}
+        self._slices = plan.first_slices(owner)
+
+    def line(self, shard: int) -> SlabTotalLine:
+        """That of a trained shard."""
+        slices = len(self._layout.slices(self._layout.shards[shard]))
+        offset = region(self._slab, "present").offset + self._slices[shard]
+        return SlabTotalLine(self._line[shard], self._slab.tensor(offset, slices, torch.uint8), self._keeper)
+
+    def has(self, shard: int, step: int, attempt: int) -> bool:
+        """Whether gradients of a rank's ``attempt`` at a step are in a shard's total, and nowhere else needed."""
+        whole = load_acquire_64(self._line[shard] + WHOLE)
+        return not whole % 2 and whole // 2 >= (step + 1) * ATTEMPTS + attempt % ATTEMPTS

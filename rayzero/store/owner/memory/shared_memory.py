@@ -35,9 +35,8 @@ from rayzero.store.shm.mailbox import Answerer, Asker
 from rayzero.store.shm.places import Places
 from rayzero.store.shm.plan import LATER, SharedPlan, Wanted
 from rayzero.store.shm.same_host import host_identity
-from rayzero.store.shm.shard_lines import ShardLines
+from rayzero.store.shm.shard_lines import ShardLines, TotalLines
 from rayzero.store.shm.signals import Bell, load_acquire_64, store_release_64
-from rayzero.store.shm.total_lines import TotalLines
 from rayzero.store.shm.words import (
     Stamps,
     bell_of,

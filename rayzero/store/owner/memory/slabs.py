@@ -23,8 +23,7 @@ from rayzero.store.shm.former_ranks import former_ranks
 from rayzero.store.shm.loop_slab import LoopSlab, loop_slabs
 from rayzero.store.shm.places import PARAMS, Places, SlabId
 from rayzero.store.shm.plan import RANK, SharedPlan, of_lineage
-from rayzero.store.shm.shard_lines import LineJournal, ShardLines
-from rayzero.store.shm.total_lines import SlabTotalLine, TotalLines
+from rayzero.store.shm.shard_lines import LineJournal, ShardLines, SlabTotalLine, TotalLines
 
 TENSORS = ("params", "state")  # the roles of slabs with tensors
 

@@ -202,7 +202,7 @@ class GradientRegion:
         with self._locks[unit]:
             found = self._sums[unit]
             if not found.has_memory:
-                return None, torch.empty(0, device="cpu")
+                return None, torch.empty(0, dtype=found.dtype, device="cpu")
             values = torch.empty_like(found.memory)
             for shard in shards:
                 values[shard.start : shard.stop] = found.memory[shard.start : shard.stop]

@@ -30,9 +30,8 @@ from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.mailbox import Asker
 from rayzero.store.shm.plan import POOL, RANK, SharedPlan, life_of, rank_incarnation
-from rayzero.store.shm.shard_lines import ShardLines
+from rayzero.store.shm.shard_lines import ShardLines, TotalLines
 from rayzero.store.shm.signals import Bell
-from rayzero.store.shm.total_lines import TotalLines
 from rayzero.store.shm.words import Arrivals, Finishes, Stamps, bell_of, cell_of, cells_of, key_digest, let_leave
 
 
@@ -96,9 +95,9 @@ class SharedRank:
             sparse=POOL in gradients.places,
         )
         try:
-            for key in gradients.places if POOL in gradients.places else ():
-                if (key == POOL) == self.pooled:
-                    self._gradients.allocate(key)
+            for piece in gradients.places if POOL in gradients.places else ():
+                if (piece == POOL) == self.pooled:
+                    self._gradients.allocate(piece)
             header = lay_out_slab(plan.facts("control", rank, RANK, self._incarnation), plan.rank_control())
             self._control = Slab.create(header, directory)
         except BaseException:
