@@ -100,10 +100,10 @@ def comeback_of(
     if at_commit is not None and (before is not None or attached.step - 1 == attached.version):
         return Comeback(began=began, step=attached.step - 1, state=before, at_commit=at_commit)
     raise UntrackedError(
-        f"rank {rank} has died and come back, but its loop cannot repeat step {attached.step}: its state was not kept, "
-        "because it tracks nothing, or has ended with the optimizer that kept it for another host. Call rayzero.track() "
-        "after prepare(), with the loop's scheduler and loader, or with nothing if it has nothing to track; or resume "
-        "the run from its newest checkpoint"
+        f"rank {rank} has died and come back, but its loop cannot repeat step {attached.step}: its state was not "
+        "kept, because it tracks nothing, or has ended with the optimizer that kept it for another host. Call "
+        "rayzero.track() after prepare(), with the loop's scheduler and loader, or with nothing if it has nothing "
+        "to track; or resume the run from its newest checkpoint"
     )
 
 
