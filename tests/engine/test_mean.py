@@ -91,7 +91,8 @@ def test_a_loop_may_call_it_wherever_it_likes_and_learns_what_it_learns_without(
 
     def loop(asks: bool, context: RankContext) -> tuple[list[float], dict[str, torch.Tensor]]:
         model = base[context.rank + 2 * asks]
-        model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), ZeroConfig())
+        config = ZeroConfig(gradient_accumulation_steps=2)
+        model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
         other = nn.Linear(3, 3)  # of the run's further models: one sequence of means for all
         rayzero.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
         means: list[float] = []

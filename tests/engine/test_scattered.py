@@ -83,7 +83,7 @@ def test_gradients_are_not_copied_and_take_no_memory_once_they_are_applied(preci
             padded = sum(unit.size_bytes for unit in units.values() if any(unit.gaps))
             assert recorder.gauge(MEMORY_BYTES, kind="grad", tier="ram") == padded
             optimizer.zero_grad()
-        assert not any(region.flats[index].any() for index, unit in units.items() if not any(unit.gaps))
+        assert not any(region.memory.homes[index].any() for index, unit in units.items() if not any(unit.gaps))
 
 
 @pytest.mark.parametrize("shard_bytes", [8 << 20, 4096])  # in the second, parameters lie in several shards
