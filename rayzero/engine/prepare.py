@@ -54,7 +54,7 @@ from rayzero.kernels import ADAMS, check_moments
 from rayzero.kernels.optimizer_class import OptimizerMaker
 from rayzero.kernels.optimizer_trial import require_elementwise
 from rayzero.layout.model_layout import UnitLayout
-from rayzero.memory.malloc import give_back_freed
+from rayzero.memory.malloc import give_back_freed, keep_some_buffers
 from rayzero.protocol.messages import Hyper, ModelSpec
 from rayzero.protocol.ownership import device_owners
 from rayzero.protocol.store import ParameterStore
@@ -180,6 +180,8 @@ def prepare(
     context.on_close(engine.close)
     context.prepared += 1
     give_back_freed()  # the model's own memory, which is no longer needed
+    if not store.in_process:
+        keep_some_buffers()  # this process is a rank's alone
     writes_groups = any(verdict.writes for verdict in verdicts)
     returned = ZeroOptimizer(optimizer, engine, make, writes_groups=writes_groups, resumed=groups)
     context.begin(returned, tracked, source, comeback, began)

@@ -373,6 +373,9 @@ class LocalConnection:
         """See ``Connection.in_totals``: ranges are not given back here."""
         return False
 
+    def on_bell(self, look: Callable[[], None]) -> None:
+        """See ``Connection.on_bell``."""
+
     def keep(self, state: LoopState) -> Future[None]:
         """See ``Connection.keep``."""
         require_life(self.rank, self.life, self.owners.lives)

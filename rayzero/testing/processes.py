@@ -29,6 +29,7 @@ from rayzero.engine.context import running_in
 from rayzero.engine.private_torch import load_compiler_only_to_compile
 from rayzero.errors import RankLeftError, RunFailedError
 from rayzero.layout.rescale import Rescale
+from rayzero.memory.malloc import map_blocks
 from rayzero.protocol.ownership import Ownership, Prepared
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.testing.owners import Answered, OwnersHere, Reach, Service, serve_owner
@@ -358,6 +359,7 @@ def _arm(faults: FaultInjector, member: MemberId, life: int, be: Any, pipe: Conn
 def _be_rank(fn: Loop[Any], place: Place, reach: Reach, life: int, follows: bool, pipe: Connection) -> None:
     """``follows``: owners may get successors."""
     load_compiler_only_to_compile()
+    map_blocks()
     torch.set_num_threads(place.threads)
     addresses, ownership = pipe.recv()
     table, sending = OwnerTable(addresses, ownership), threading.Lock()

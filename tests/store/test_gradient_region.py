@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -238,3 +240,37 @@ def test_a_report_of_a_rank_that_has_not_attached_here_waits_for_its_pushes() ->
         assert not service.collect(0, (reports[0], late)).done()
     finally:
         service.close()
+
+
+def test_a_home_has_no_pages_taken_from_it_once_it_may_be_written_again() -> None:
+    """Another thread gives ranges back: between its look and its act, the next push must not get the same home."""
+    spec = make_spec(2)
+    homes = region_of(spec).memory.homes
+    waits = threading.Event()
+
+    class Pages:
+        def __init__(self) -> None:
+            self.said: list[str] = []
+
+        def allocate(self, unit: int) -> None:
+            self.said.append("allocated")
+
+        def give_back(self, unit: int) -> None:
+            waits.set()
+            time.sleep(0.2)  # the push has as much time to come between
+            self.said.append("given back")
+
+    pages = Pages()
+    region = GradientRegion(spec, RankMemory(homes, torch.zeros(0, dtype=torch.uint8)), pages)
+    pushed = region.put(push_of(), grads_of(spec, 1))
+    assert pushed is not None
+    assert region.given(UNIT) is None, "owners know nothing of it yet"
+    region.announced(UNIT)
+    assert (region.held, region.given(UNIT)) == ((UNIT,), pushed)
+    giving = threading.Thread(target=region.give_back, args=(UNIT, pushed, lambda _: None))
+    giving.start()
+    assert waits.wait(WAIT)
+    region.put(push_of(step=1), grads_of(spec, 2))
+    giving.join()
+    assert pages.said == ["allocated", "given back", "allocated"]
+    assert torch.equal(homes[UNIT], grads_of(spec, 2))

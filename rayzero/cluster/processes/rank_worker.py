@@ -31,6 +31,7 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.engine.context import RankContext, running_in
     from rayzero.engine.loop.reports import LoopReport, RecentReports
     from rayzero.engine.private_torch import load_compiler_only_to_compile
+    from rayzero.memory.malloc import map_blocks
     from rayzero.protocol.ownership import Ownership
     from rayzero.protocol.store import ParameterStore
     from rayzero.security.credentials import Credentials, Identity, identity_of
@@ -155,6 +156,7 @@ class RankWorker(MemberProcess):
             near = cpus_near_gpu(0) if settings.use_gpu else None
             bind(rank_name(self._rank), self._rank, self._threads, near)
         load_compiler_only_to_compile()
+        map_blocks()
         torch.set_num_threads(self._threads)  # here: torch counts threads for each thread that computes
         table = self._open_table(settings)
         recent = RecentReports()

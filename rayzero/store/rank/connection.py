@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,6 +175,11 @@ class Connection(Protocol):
 
     def in_totals(self, unit: int, pushed: Pushed) -> bool:
         """Whether all of what was pushed of a unit is in totals of this host."""
+        ...
+
+    def on_bell(self, look: Callable[[], None]) -> None:
+        """Call ``look`` when owners of this host have published, and perhaps when they have not. Nothing of ranges is
+        given back where it is never called."""
         ...
 
     def keep(self, state: LoopState) -> Future[None]:

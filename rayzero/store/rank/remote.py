@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ import torch
 from rayzero.concurrency.futures import settled
 from rayzero.config.zero import HostFetch, HostPush, HostVoice
 from rayzero.errors import ConfigError, EpochOverError, RayZeroError, UnsupportedError
-from rayzero.memory.malloc import keep_some_buffers
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import Attached, LoopState, ModelSpec, Pushed
 from rayzero.protocol.ownership import Ownership
@@ -263,8 +262,6 @@ class RemoteConnection:
         self._lead.speak_through(self._voice.open(plan.spec, lead, away, self._board))
 
     def _joined(self, plan: SharedPlan, page_lock: torch.device | None) -> Joined:
-        if self._ways.senders:
-            keep_some_buffers()  # message buffers would otherwise be fresh pages each time
         assert self._lead is not None
         answers = self._handshake.answers
         return Joined(
@@ -417,6 +414,11 @@ class RemoteConnection:
     def in_totals(self, unit: int, pushed: Pushed) -> bool:
         """See ``Connection.in_totals``."""
         return self._memory.shared is not None and self._memory.shared.in_totals(unit, pushed)
+
+    def on_bell(self, look: Callable[[], None]) -> None:
+        """See ``Connection.on_bell``."""
+        if self._memory.shared is not None and self._memory.shared.pooled:
+            self._memory.shared.on_bell = look
 
     # ---- the loop's state
 

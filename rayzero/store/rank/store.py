@@ -135,6 +135,7 @@ class RankStore:
         if self._writer is None and joined.gradients is not None:
             region, name = joined.gradients, f"rayzero-rank{self.connection.rank}"
             self._writer = GradientWriter(region, self, name)
+            self.connection.on_bell(self._writer.give_back)
             self._unwatch = watch_gradients(self._recorder, lambda: region.held_bytes, joined.gradient_tier)
         self._joined, self._transport = joined, joined.transport
         self._routes = [self._route_of(joined, unit) for unit in joined.spec.layout.units]

@@ -98,27 +98,33 @@ class GradientRegion:
         found.move(self.memory.at(unit, self._places[unit]))
         return found.memory
 
-    def held(self) -> list[tuple[int, Pushed]]:
-        """(unit, what was pushed) of those that have a range of the pool, or a home for a while, and are not being
-        written; the oldest first."""
+    @property
+    def held(self) -> Sequence[int]:
+        """The units that have a range of the pool, or a home for a while, the oldest first."""
         with self._pooling:
-            units = [unit for unit in self._places if unit not in self._writing]
-        return [(unit, pushed) for unit in units if (pushed := self.pushed(unit)) is not None]
+            return tuple(self._places)
+
+    def given(self, unit: int) -> Pushed | None:
+        """What a unit's range holds; None: it has none, or one that is being written."""
+        with self._pooling:
+            has_one = unit in self._places and unit not in self._writing
+        return self.pushed(unit) if has_one else None
 
     def give_back(self, unit: int, pushed: Pushed, note: Callable[[Pushed], None]) -> None:
         """What was ``pushed`` is in totals, or applied: ``note`` that it is here no more, then let other units have its
         range. It stays if it is being written by now."""
         assert self._pool is not None
-        with self._pooling:
-            if unit in self._writing or self.pushed(unit) != pushed:
+        with self._pooling, self._locks[unit]:
+            here = self._sums[unit].pushed()
+            if unit not in self._places or unit in self._writing or here is None or self._placed(unit, here) != pushed:
                 return
             note(replace(pushed, place=IN_TOTAL))
             self._sums[unit].move(None)
             place = self._places.pop(unit)
             if place != AT_HOME:
                 self._pool.give_back(place, self.memory.homes[unit].nbytes)
-        if place == AT_HOME and self._pages is not None:
-            self._pages.give_back(unit)
+            elif self._pages is not None:  # before the unit can be at home again
+                self._pages.give_back(unit)
 
     # ---- pushes
 
@@ -167,9 +173,11 @@ class GradientRegion:
                 if before is not None:
                     before.copy_to(found.memory, found.unit)
                 found.add(push, grads)
-            pushed = self._placed(push.unit, found.close(push))
-            self._writing.discard(push.unit)
-            return pushed
+            return self._placed(push.unit, found.close(push))
+
+    def announced(self, unit: int) -> None:
+        """Owners know what ``put`` has written: the unit's range may be given back once they need it no more."""
+        self._writing.discard(unit)
 
     def scattered(self, unit: int) -> ScatteredUnit | None:
         """What the unit's gradients are, if they were not written into the region and an owner still holds them."""

@@ -74,11 +74,13 @@ class GradientWriter:
         return self.region.landing(push)
 
     def give_back(self) -> None:
-        """Give back the ranges of units whose gradients nobody needs any more. A successor of an owner must not look
-        there: so it is noted before another unit can have the range."""
-        for unit, pushed in self.region.held():
-            if not self._readers.need(unit, pushed) and self._sent.get(unit, DONE).done():
-                self.region.give_back(unit, pushed, partial(self._readers.note, unit))
+        """Give back the ranges of units whose gradients nobody needs any more; any thread may. A successor of an owner
+        must not look there: so it is noted before another unit can have the range."""
+        for unit in self.region.held:
+            pushed = self.region.given(unit)
+            if pushed is None or self._readers.need(unit, pushed) or not self._sent.get(unit, DONE).done():
+                continue
+            self.region.give_back(unit, pushed, partial(self._readers.note, unit))
 
     def push(self, push: Contribution, grads: Tensor | ScatteredUnit, sent: Future[None] = DONE) -> Future[None]:
         """Write a push once its range is free; one that need not wait is written before this returns.
@@ -122,6 +124,7 @@ class GradientWriter:
             pushed = self.region.put(push, grads)
             if pushed is not None:
                 self._readers.announce(push.unit, pushed)
+                self.region.announced(push.unit)
         except Exception as exc:  # whatever it is, the push's future raises it
             self._order.end(0, push, exc)
             return exc
