@@ -1,4 +1,6 @@
-"""Ray Train's TorchTrainer on optimizer actors goes on when processes are killed, with undisturbed bits."""
+"""Ray Train's TorchTrainer on optimizer actors goes on when processes are killed, with undisturbed bits.
+
+A fit starts seven processes that import torch, so each of the few here outlives several deaths."""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ from torch import nn
 
 import rayzero
 from rayzero.config import ZeroConfig
+from rayzero.engine.context import RankContext
 from rayzero.integrations.ray_train import optimizer_actors
 from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.testing import run_ranks
 
 pytestmark = [
     pytest.mark.thorough,
@@ -32,8 +36,8 @@ pytestmark = [
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
 ]
 
-STEPS = 12
-FROM_A_CHECKPOINT = [(0, 4)], [(0, 8)]  # Ray Train may not have the newest one yet when it ends the workers
+STEPS = 16
+FROM_A_CHECKPOINT = (0, 4), (0, 8)  # Ray Train may not have the newest one yet when it ends the workers
 Config = dict[str, Any]
 
 
@@ -47,7 +51,8 @@ def by_value() -> Iterator[None]:
 
 def kill_an_optimizer() -> None:
     """Kill the process of this Ray's newest optimizer actor. It is a fork server's child."""
-    named = [one for one in psutil.process_iter(["cmdline"]) if "ray::OptimizerActor" in "".join(one.info["cmdline"])]
+    running = psutil.process_iter(["cmdline"])  # None of one that has ended meanwhile
+    named = [one for one in running if "ray::OptimizerActor" in "".join(one.info["cmdline"] or ())]
     found = [one for one in named if one.environ().get("RAY_RAYLET_PID") == os.environ["RAY_RAYLET_PID"]]
     max(found, key=psutil.Process.create_time).kill()
 
@@ -63,6 +68,19 @@ def break_down() -> None:
 Deed = Callable[[], None]
 
 
+def prepared() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)), nn.Linear(16, 1))
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return rayzero.prepare(model, plain, ZeroConfig(stall_timeout=60.0))  # type: ignore[return-value]
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    torch.manual_seed(1000 * step + rank)
+    inputs = torch.randn(8, 16)
+    return (model(inputs) - inputs[:, :1]).square().mean()  # type: ignore[no-any-return]
+
+
 def loop(config: Config) -> None:
     """Train to STEPS. ``deeds``: (rank, step, whether before its commit, what happens there once)."""
     place = Path(config["place"])
@@ -70,12 +88,7 @@ def loop(config: Config) -> None:
     resume = None if saved is None else saved.path
     with config["owners"].rank(resume=resume) as context:
         torch.set_num_threads(1)
-        torch.manual_seed(0)
-        model: nn.Module = nn.Sequential(
-            *(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)), nn.Linear(16, 1)
-        )
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer = rayzero.prepare(model, optimizer, ZeroConfig(stall_timeout=60.0))
+        model, optimizer = prepared()
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         if config["tracks"]:
             rayzero.track(scheduler=scheduler)
@@ -91,9 +104,7 @@ def loop(config: Config) -> None:
                     deed()
 
         for step in range(context.step, STEPS):
-            torch.manual_seed(1000 * step + context.rank)
-            inputs = torch.randn(8, 16)
-            (model(inputs) - inputs[:, :1]).square().mean().backward()
+            loss_of(model, step, context.rank).backward()
             reach(step, True)
             optimizer.step()
             reach(step, False)
@@ -102,12 +113,12 @@ def loop(config: Config) -> None:
             if step % 4 == 3:
                 state = {} if config["tracks"] else {"scheduler": scheduler.state_dict()}
                 path = rayzero.save_checkpoint(optimizer, place / f"step-{step + 1}", state).path
+                weights = rayzero.full_state_dict(model)
+                if context.rank == 0:
+                    save_file(weights, place / f"weights-{step + 1}.safetensors")
                 train.report(
                     {"step": step + 1}, checkpoint=train.Checkpoint.from_directory(path) if not context.rank else None
                 )
-        weights = rayzero.full_state_dict(model)
-        if context.rank == 0:
-            save_file(weights, place / "weights.safetensors")
 
 
 def fit(
@@ -127,9 +138,29 @@ def fit(
         ).fit()
 
 
-def same(ours: Path, theirs: Path) -> bool:
-    mine, other = load_file(ours / "weights.safetensors"), load_file(theirs / "weights.safetensors")
-    return mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
+def undisturbed(context: RankContext) -> dict[int, dict[str, torch.Tensor]]:
+    """The loop without Ray: the weights after every fourth step."""
+    torch.set_num_threads(1)
+    model, optimizer = prepared()
+    scheduler, after = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), {}
+    for step in range(STEPS):
+        loss_of(model, step, context.rank).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if step % 4 == 3:
+            after[step + 1] = rayzero.full_state_dict(model)
+    return after
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[int, dict[str, torch.Tensor]]:
+    return run_ranks(undisturbed, 2, 2, transport="shm", processes=True)[0]  # type: ignore[no-any-return]
+
+
+def same(place: Path, weights: dict[str, torch.Tensor], step: int = STEPS) -> bool:
+    ours = load_file(place / f"weights-{step}.safetensors")
+    return ours.keys() == weights.keys() and all(torch.equal(ours[name], weights[name]) for name in weights)
 
 
 def begun(place: Path) -> list[tuple[int, int]]:
@@ -138,60 +169,50 @@ def begun(place: Path) -> list[tuple[int, int]]:
     return [(int(path.name.split("-")[2]), int(path.read_text())) for _, path in found]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("undisturbed") / "demo"
-    fit(place)
-    return place
-
-
 def slabs() -> set[str]:
     """Those of Ray Train's runs; other tests run beside these."""
     return {path.name for path in Path("/dev/shm").glob("rayzero-ray-train-*")}
 
 
-def test_killed_optimizers_and_workers_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
-    before = slabs()
-    place = tmp_path / "demo"
+def test_killed_optimizers_and_workers_and_an_exception_change_no_bit(
+    local_ray: None, weights: dict[int, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    before, place = slabs(), tmp_path / "demo"
     fit(
         place,
         (0, 2, True, kill_an_optimizer),
-        (1, 5, True, kill_worker),
-        (0, 9, False, kill_worker),
-        failures=2,
+        (1, 10, False, break_down),
+        (1, 11, True, kill_worker),
+        (0, 13, False, kill_worker),
+        failures=3,
     )
-    assert same(place, undisturbed)
-    assert begun(place) == [(0, 0), (1, 5), (2, 9)]
+    assert same(place, weights[STEPS])
+    first, again, *others = begun(place)
+    assert (first, others) == ((0, 0), [(1, 11), (2, 13)])
+    assert again in FROM_A_CHECKPOINT, "an exception of the loop may have broken what it tracks"
     assert slabs() == before
 
 
-def test_a_loop_that_tracks_nothing_restarts_from_the_checkpoint_it_passes(undisturbed: Path, tmp_path: Path) -> None:
-    place = tmp_path / "demo"
-    fit(place, (1, 10, True, kill_worker), tracks=False, failures=1)
-    assert begun(place)[0] == (0, 0)
-    assert begun(place)[1:] in FROM_A_CHECKPOINT
-    assert same(place, undisturbed)
-
-
-def test_an_exception_of_the_loop_restarts_it_from_the_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
-    place = tmp_path / "demo"
-    fit(place, (1, 10, False, break_down), failures=1)
-    assert begun(place)[0] == (0, 0)
-    assert begun(place)[1:] in FROM_A_CHECKPOINT
-    assert same(place, undisturbed)
-
-
-def test_one_death_of_an_optimizer_too_many_ends_the_fit_by_name(local_ray: None, tmp_path: Path) -> None:
-    place, before = tmp_path / "demo", slabs()
-    deeds = [(0, step, True, kill_an_optimizer) for step in (2, 4)]
+def test_a_loop_that_tracks_nothing_restarts_from_its_checkpoint_and_one_death_too_many_ends_it_by_name(
+    local_ray: None, weights: dict[int, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    before, place = slabs(), tmp_path / "demo"
+    deeds = [(1, 10, True, kill_worker), *((0, step, True, kill_an_optimizer) for step in (12, 14))]
     with pytest.raises(Exception, match=r"optimizer \d died: .* one failure too many: the run has outlived 1 failure"):
-        fit(place, *deeds, failures=1, max_failures=1)
+        fit(place, *deeds, tracks=False, failures=2, max_failures=1)
+    first, again, *_ = begun(place)
+    assert first == (0, 0)
+    assert again in FROM_A_CHECKPOINT
+    assert same(place, weights[12], 12)
     assert slabs() == before
 
 
-def test_without_shared_memory_a_dead_optimizer_restarts_the_workers(undisturbed: Path, tmp_path: Path) -> None:
+def test_without_shared_memory_a_dead_optimizer_restarts_the_workers(
+    local_ray: None, weights: dict[int, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
     place = tmp_path / "demo"
     fit(place, (0, 10, True, kill_an_optimizer), failures=1, config=ZeroConfig(transport="grpc"))
-    assert begun(place)[0] == (0, 0)
-    assert begun(place)[1:] in FROM_A_CHECKPOINT
-    assert same(place, undisturbed)
+    first, again = begun(place)
+    assert first == (0, 0)
+    assert again in FROM_A_CHECKPOINT
+    assert same(place, weights[STEPS])
