@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import ray
 from tiny import tiny_steps
@@ -30,11 +31,12 @@ def train_loop(config: dict[str, int]) -> None:
         (Path(str(ctx.run_dir)) / f"ended-{ctx.rank}").write_text("")
 
 
-def nodes(run: str) -> dict[str, str]:
-    """The Ray nodes of this process and of the run's coordinator."""
+def nodes(run: str) -> dict[str, Any]:
+    """The Ray nodes of this process and of the run's coordinator, and the role of each by its label."""
     coordinator = ray.get_actor(coordinator_name(run), namespace=NAMESPACE)
     there = ray.get(coordinator.hello.remote(), timeout=60)
-    return {"driver": ray.get_runtime_context().get_node_id(), "coordinator": there.node}
+    roles = {node["NodeID"]: node["Labels"].get("rayzero.io/role") for node in ray.nodes()}
+    return {"driver": ray.get_runtime_context().get_node_id(), "coordinator": there.node, "roles": roles}
 
 
 def main() -> None:

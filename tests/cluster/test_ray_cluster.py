@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 
 import psutil
@@ -18,34 +17,15 @@ from .ray_cluster import submit
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.thorough]
 
 
-def test_a_script_joins_the_cluster_of_ray_address_and_trains_across_its_nodes(cluster, tmp_path):
-    script = start_script(tmp_path, 2, RAY_ADDRESS=cluster.address)
-    said = script.communicate(timeout=200)[0]
-    assert script.returncode == 0, said
-    record = read_record(tmp_path / "script")
-    assert (record["ray_address"], record["state"]) == (cluster.address, "finished")
-    nodes = {member["who"]: member["node"] for member in record["members"]}
-    assert nodes["rank 0"] == nodes["optimizer 0"] != nodes["rank 1"], "the optimizer is beside its rank"
-    hosts = {member["host"] for member in record["members"]}
-    assert {address.rpartition(":")[0] for address in record["routing"]["addresses"]} <= hosts, "not on loopback"
-
-
-def test_optimizers_go_to_the_nodes_with_their_label(cluster, tmp_path):
-    script = start_script(tmp_path, 2, "cpu_nodes", RAY_ADDRESS=cluster.address)
-    said = script.communicate(timeout=200)[0]
-    assert script.returncode == 0, said
-    with_ray = f"import ray; ray.init({cluster.address!r}, logging_level='ERROR'); import json; print(json.dumps({{"
-    with_ray += "node['NodeID']: node['Labels'].get('rayzero.io/role') for node in ray.nodes()}))"
-    asked = subprocess.run([sys.executable, "-c", with_ray], capture_output=True, text=True, timeout=100, check=True)
-    roles = json.loads(asked.stdout.splitlines()[-1])
-    nodes = {member["who"]: member["node"] for member in read_record(tmp_path / "script")["members"]}
-    assert roles[nodes["optimizer 0"]] == "optimizer"
-
-
-def test_sigterm_ends_the_run_and_not_the_cluster(cluster, tmp_path):
+def test_a_script_joins_the_cluster_of_ray_address_and_sigterm_ends_the_run_and_not_the_cluster(cluster, tmp_path):
     script = start_script(tmp_path, 0, RAY_ADDRESS=cluster.address)
     said = until_it_trains(script)
     record = read_record(tmp_path / "script")
+    assert record["ray_address"] == cluster.address
+    places = {member["who"]: member["node"] for member in record["members"]}
+    assert places["rank 0"] == places["optimizer 0"] != places["rank 1"], "the optimizer is beside its rank"
+    hosts = {member["host"] for member in record["members"]}
+    assert {address.rpartition(":")[0] for address in record["routing"]["addresses"]} <= hosts, "not on loopback"
     members = [psutil.Process(member["pid"]) for member in record["members"]]
     (nodes,) = (json.loads(line) for line in said.splitlines() if line.startswith('{"driver"'))
     assert nodes["coordinator"] == nodes["driver"], "who looks for http_sd looks beside the driver"
@@ -62,10 +42,16 @@ def test_sigterm_ends_the_run_and_not_the_cluster(cluster, tmp_path):
     assert all(process.is_running() for process in raylets)
 
 
-def test_a_script_finds_its_cluster_under_ray_job_submit(cluster, tmp_path):
-    done = submit(cluster, SCRIPT.parent, sys.executable, SCRIPT.name, str(tmp_path), "2")
+def test_a_script_finds_its_cluster_under_ray_job_submit_and_its_optimizers_the_nodes_with_their_label(
+    cluster, tmp_path
+):
+    done = submit(cluster, SCRIPT.parent, sys.executable, SCRIPT.name, str(tmp_path), "2", "cpu_nodes")
     assert done.returncode == 0, done.stdout + done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"result"')]
     assert results[0]["result"]["step"] == 1
     assert results[0]["transfers"]["push"] > 0
-    assert read_record(tmp_path / "script")["ray_address"] == cluster.address
+    record = read_record(tmp_path / "script")
+    assert (record["ray_address"], record["state"]) == (cluster.address, "finished")
+    (roles,) = (json.loads(line)["roles"] for line in done.stdout.splitlines() if line.startswith('{"driver"'))
+    nodes = {member["who"]: member["node"] for member in record["members"]}
+    assert roles[nodes["optimizer 0"]] == "optimizer"
