@@ -65,55 +65,54 @@ def test_a_recipe_runs_as_a_job_and_its_exit_code_and_log_are_the_jobs(cluster: 
 
 
 @pytest.mark.thorough
-def test_a_stopped_job_is_resumed_by_another(cluster: Cluster, working_dir, tmp_path):
-    forever = settings(tmp_path, "long", steps=100000, **{"run.checkpoint_every": 2})
-    submit(cluster, working_dir, *TRAIN, *forever, options=("--no-wait", "--submission-id", "long"))
-    deadline = time.monotonic() + 120
-    while not newest_checkpoint(tmp_path / "long" / "checkpoints"):
-        assert time.monotonic() < deadline, run_ray("job", "logs", "--address", cluster.dashboard, "long").stdout
-        time.sleep(0.2)
-    members = [psutil.Process(member["pid"]) for member in read_record(tmp_path / "long")["members"]]
-    stopped = run_ray("job", "stop", "--address", cluster.dashboard, "long")
+def test_a_job_outlives_its_optimizers_death_and_others_go_on_after_its_drivers_and_after_a_stop(
+    cluster, working_dir, tmp_path
+):
+    run, checkpoints = tmp_path / "killed", tmp_path / "killed" / "checkpoints"
+
+    def until(job: str, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not done():
+            assert time.monotonic() < deadline, run_ray("job", "logs", "--address", cluster.dashboard, job).stdout
+            time.sleep(0.2)
+
+    def rows() -> list[int]:
+        written = run / "metrics.jsonl"
+        return [json.loads(line)["step"] for line in written.read_text().splitlines()] if written.exists() else []
+
+    def start(job: str, *options: str) -> None:
+        forever = settings(tmp_path, "killed", steps=100000, **{"run.checkpoint_every": 20})
+        submit(cluster, working_dir, *TRAIN, *forever, *options, options=("--no-wait", "--submission-id", job))
+
+    start("first")
+    until("first", lambda: len(rows()) > 5)
+    (optimizer,) = [m for m in read_record(run)["members"] if m["who"] == "optimizer 0"]
+    os.kill(optimizer["pid"], signal.SIGKILL)
+    until("first", lambda: bool(read_record(run)["recoveries"]))
+    now = len(rows())
+    until("first", lambda: len(rows()) > now + 5)
+    driver = read_record(run)["driver"]["pid"]
+    os.kill(driver, signal.SIGKILL)
+
+    start("second", "--resume")
+    until("second", lambda: read_record(run)["driver"]["pid"] != driver and read_record(run)["state"] == "running")
+    now, saved = len(rows()), newest_checkpoint(checkpoints)
+    until("second", lambda: len(rows()) > now + 5 and newest_checkpoint(checkpoints) != saved)
+    said = run_ray("job", "logs", "--address", cluster.dashboard, "second").stdout
+    assert "with what the killed run has left in this host's shared memory" in said
+    members = [psutil.Process(member["pid"]) for member in read_record(run)["members"]]
+    stopped = run_ray("job", "stop", "--address", cluster.dashboard, "second")
     assert stopped.returncode == 0, stopped.stdout
     assert still_there(members, timeout_s=30) == []
-    left_at = int(newest_checkpoint(tmp_path / "long" / "checkpoints").name.removeprefix("step-"))
-    last = settings(tmp_path, "long", steps=left_at + 2)
-    done = submit(cluster, working_dir, *TRAIN, *last, "--resume")
+    left_at = int(newest_checkpoint(checkpoints).name.removeprefix("step-"))
+
+    done = submit(cluster, working_dir, *TRAIN, *settings(tmp_path, "killed", steps=left_at + 2), "--resume")
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "long" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row["step"] for row in rows]
+    steps = rows()
     first = steps[: steps.index(left_at + 1)]
     assert first == list(range(1, len(first) + 1)), "each step once"
     assert left_at - len(first) <= 1, "what was reported is told; a rank may be stopped between its save and its report"
     assert steps[len(first) :] == [left_at + 1, left_at + 2]
-
-
-@pytest.mark.thorough
-def test_a_job_outlives_its_optimizers_death_and_another_goes_on_after_its_drivers(cluster, working_dir, tmp_path):
-    def until(done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
-        while not done():
-            assert time.monotonic() < deadline, run_ray("job", "logs", "--address", cluster.dashboard, "killed").stdout
-            time.sleep(0.2)
-
-    def rows() -> list[int]:
-        written = tmp_path / "killed" / "metrics.jsonl"
-        return [json.loads(line)["step"] for line in written.read_text().splitlines()] if written.exists() else []
-
-    forever = settings(tmp_path, "killed", steps=100000)
-    submit(cluster, working_dir, *TRAIN, *forever, options=("--no-wait", "--submission-id", "killed"))
-    until(lambda: len(rows()) > 5)
-    (optimizer,) = [m for m in read_record(tmp_path / "killed")["members"] if m["who"] == "optimizer 0"]
-    os.kill(optimizer["pid"], signal.SIGKILL)
-    until(lambda: bool(read_record(tmp_path / "killed")["recoveries"]))
-    now = len(rows())
-    until(lambda: len(rows()) > now + 5)
-    os.kill(read_record(tmp_path / "killed")["driver"]["pid"], signal.SIGKILL)
-    last = rows()[-1] + 1000  # its ranks go on until they notice
-    done = submit(cluster, working_dir, *TRAIN, *settings(tmp_path, "killed", steps=last), "--resume")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "with what the killed run has left in this host's shared memory" in done.stdout + done.stderr
-    assert rows() == list(range(1, last + 1)), "each step once"
 
 
 @pytest.mark.thorough
