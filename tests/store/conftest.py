@@ -29,6 +29,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("make_stores", found, indirect=True)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The bytes of the other five stores go in the ways of ``FIRST_TIER``'s, so over each of them a test has one of its
+    cases in turn: each case over four stores at least, each test over all."""
+    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and "make_stores" in item.fixturenames:
+            store = item.callspec.params["make_stores"]
+            cases.setdefault((item.nodeid.partition("[")[0], store), []).append(item)
+    others = [store for store in STORES if store not in FIRST_TIER]
+    left_out = {
+        item
+        for (_, store), same in cases.items()
+        if store in others
+        for item in same
+        if item is not same[others.index(store) % len(same)]
+    }
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture
 def make_stores(request: pytest.FixtureRequest) -> StoreFactory:
     """One store after the other."""
