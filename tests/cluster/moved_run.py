@@ -1,8 +1,8 @@
 """A user's script whose optimizers move to a node that joins, and back. Run by tests in a process of its own.
 
-``moved_run.py STORAGE STEPS [moves FRACTION]``: two ranks and two optimizers, with that fraction of the states. With
-"moves", before step 2 it waits for a second node, and asks for them there; before step 8 for three beside the ranks,
-before step 14 for one that is not there.
+``moved_run.py STORAGE STEPS``: two ranks and two optimizers, with half of the states. Before step 2 it waits for a
+second node, and asks for them there; before step 8 for three beside the ranks, before step 14 for one that is not
+there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def train(config: dict[str, Any]) -> None:
     model, optimizer = rayzero.prepare(model, plain)
     rayzero.track()
     for step in range(context.step, config["steps"]):
-        if context.rank == 0 and config["moves"]:
+        if context.rank == 0:
             asks(Path(context.run_dir or ""), step)
         model(batch(step, context.rank)).square().mean().backward()
         optimizer.clip_grad_norm_(MAX_NORM)
@@ -63,11 +63,11 @@ def train(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    storage, steps, *more = sys.argv[1:]
+    storage, steps = sys.argv[1:]
     rayzero.ZeroTrainer(
         train,
-        train_loop_config={"steps": int(steps), "storage": storage, "moves": "moves" in more},
-        zero_config=rayzero.ZeroConfig(shard_bytes="1KiB", offload_fraction=float(more[1]) if more else 1.0),
+        train_loop_config={"steps": int(steps), "storage": storage},
+        zero_config=rayzero.ZeroConfig(shard_bytes="1KiB", offload_fraction=0.5),
         scaling_config=rayzero.ScalingConfig(
             num_workers=2, num_optimizers=2, threads_per_worker=1, threads_per_optimizer=1
         ),

@@ -85,7 +85,10 @@ def test_killed_optimizers_and_ranks_are_replaced(trainer, nothing_left, tmp_pat
 
 
 @pytest.mark.thorough
-def test_nobody_notices_a_killed_coordinator(trainer, nothing_left, tmp_path, undisturbed):
+def test_nobody_notices_a_killed_coordinator_and_a_stopped_process_is_killed_and_replaced(
+    trainer, nothing_left, tmp_path, undisturbed
+):
+    kills = Kills(tmp_path / "demo", {20: "optimizer 1"}, signal.SIGSTOP)
     said: list[str] = []
     done: list[tuple[int, int]] = []
 
@@ -94,24 +97,18 @@ def test_nobody_notices_a_killed_coordinator(trainer, nothing_left, tmp_path, un
         if done[-1] == (0, 10):
             actor = ray.get_actor(coordinator_name("demo"), namespace=NAMESPACE)
             os.kill(ray.get(actor.hello.remote()).pid, signal.SIGKILL)
+        kills(one)
 
-    result = trainer(train, on_report=take, on_phase=said.append).fit()
+    stalls = ZeroConfig(stall_timeout=20.0)
+    settings = {"on_report": take, "on_phase": said.append, "zero_config": stalls}
+    result = trainer(train_through_kills, kills.steps, **settings).fit()
     assert same(result.path, undisturbed)
     assert losses(result.path) == undisturbed.losses
     assert len(read_log(result.path)) == 2 * STEPS, "each row once"
     assert sorted(done) == sorted((rank, step) for rank in range(2) for step in range(1, STEPS + 1))
     record = read_record(tmp_path / "demo")
-    assert [one["who"] for one in record["recoveries"]] == ["coordinator"]
+    assert [one["who"] for one in record["recoveries"]] == ["coordinator", "optimizer 1"]
     assert any("coordinator died, and is back as pid" in line for line in said)
-
-
-@pytest.mark.thorough
-def test_a_stopped_process_is_killed_and_replaced(trainer, nothing_left, tmp_path, undisturbed):
-    kills = Kills(tmp_path / "demo", {5: "optimizer 1"}, signal.SIGSTOP)
-    stalls = ZeroConfig(stall_timeout=20.0)
-    result = trainer(train_through_kills, kills.steps, on_report=kills, zero_config=stalls).fit()
-    assert same(result.path, undisturbed)
-    assert [one["who"] for one in read_record(tmp_path / "demo")["recoveries"]] == ["optimizer 1"]
 
 
 @pytest.mark.thorough
