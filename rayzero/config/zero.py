@@ -215,14 +215,6 @@ class ZeroConfig(ZeroSetters):
     bf16 and fp16 gradients. Of each block of 256 neighbours, the absolute error is at most the largest magnitude / 254,
     and a block with inf or nan arrives as nan."""
 
-    keep_pushed: Flag = True
-    """True: where the death of an owner does not end the run, a rank keeps what it has pushed to owners that it reaches
-    over gRPC until they have published it, so that an owner's successor can have it again. That takes host memory of
-    the rank, as much as its gradients (2 or 4 bytes a trained parameter; with accumulation 4), unless it shares memory
-    with other owners, where they lie anyway. With ``wire_compression`` and several backwards a step, what is sent again
-    is the exact sum and not that of the rounded pushes. False: it keeps nothing, and the death of an owner that a rank
-    reaches over gRPC ends the run with an error that names it, at any time."""
-
     broadcast: Broadcast = "pull"
     """When weights travel between hosts (gRPC). "pull": a rank asks once the whole unit is published. "push": it asks
     as soon as it has memory for the unit, and owners send each shard when they publish it, without another round
@@ -240,8 +232,8 @@ class ZeroConfig(ZeroSetters):
     each group of 8 consecutive ones, which can be added there without changing a bit; others push their own. Ranks
     then keep their gradients in slab_dir, and an owner has memory for one sum in place of one push a rank. "auto":
     where that sum takes fewer bytes than what the ranks push (two ranks in fp32 or with accumulation, else three),
-    slab_dir is large enough, wire_compression is "none" and keep_pushed is True. "always": also where it takes as
-    many. "never": each rank pushes its own."""
+    slab_dir is large enough, and wire_compression is "none". "always": also where it takes as many. "never": each rank
+    pushes its own."""
 
     host_voice: HostVoice = "auto"
     """Whether one rank of a host sends the finishes, commits and means of all of its ranks to a lead on another host,
@@ -284,17 +276,12 @@ class ZeroConfig(ZeroSetters):
                 f"host_push='always' cannot be used with wire_compression={self.wire_compression!r}, which rounds each "
                 "push before ranks are added; set wire_compression='none' or host_push='never'"
             )
-        if self.host_push == "always" and not self.keep_pushed:
-            raise ValueError(
-                "host_push='always' needs ranks to keep what they push until it is added, but keep_pushed is False; "
-                "set keep_pushed=True or host_push='never'"
-            )
         return self
 
     @property
     def pushes_for_host(self) -> HostPush:
         """``host_push``: "never" where "auto" comes to that by the other settings."""
-        plain = self.wire_compression == "none" and self.keep_pushed and self.shared_directory is not None
+        plain = self.wire_compression == "none" and self.shared_directory is not None
         return self.host_push if plain else "never"
 
     def fetches_for_host(self, ranks: int) -> HostFetch:

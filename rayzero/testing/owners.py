@@ -83,7 +83,6 @@ class ServedReach:
                 host_push=self.config.pushes_for_host if self.share else "never",
                 host_voice=self.config.host_voice if self.share else "never",
                 ranks_here=self._ranks_with(rank),
-                keep_pushed=self.config.keep_pushed,
                 outlives_owners=self.outlives_owners,
                 ownership=ownership,
                 recorder=recorder,

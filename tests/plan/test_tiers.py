@@ -179,7 +179,6 @@ def test_ranks_keep_gradients_for_owners_elsewhere_where_owners_are_replaced() -
 
     assert kept(transport="grpc") == 2 * 2 * trained
     assert kept(transport="grpc", gradient_accumulation_steps=2) == 2 * 4 * trained
-    assert kept(transport="grpc", keep_pushed=False) == 0
     assert kept() == 0
 
 

@@ -326,7 +326,6 @@ def test_ranks_that_disagree_are_refused_by_name(stack: ExitStack) -> None:
     [
         ({"transport": "grpc"}, "host_push='always' needs memory that a host's ranks share, but transport is 'grpc'"),
         ({"wire_compression": "bf16"}, "host_push='always' cannot be used with wire_compression='bf16'"),
-        ({"keep_pushed": False}, "host_push='always' needs ranks to keep what they push"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], said: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rayzero.errors import StateLostError, StoreError
+from rayzero.errors import StateLostError
 from rayzero.protocol.messages import ModelSpec
 from rayzero.slabs.sweep import sweep
 from rayzero.store.rank.remote import RemoteConnection
@@ -51,16 +51,9 @@ def test_ranks_send_again_what_a_dead_owner_had(
     assert len(found.pauses) == KILLS
 
 
-def test_a_rank_that_keeps_nothing_ends_with_the_owner(slab_dir: Path) -> None:
-    ours = spec(1, "forgotten")
-    with pytest.raises(StoreError, match=r"optimizer 0 has died, and rank \d, .* keep_pushed=True lets a run go on"):
-        disturbed(slab_dir, ours, STEPS, train, [(2, 0.0, 0)], num_owners=1, keep_pushed=False)
-    sweep(slab_dir)
-
-
 def test_a_rank_that_shares_memory_with_every_owner_keeps_nothing_apart(slab_dir: Path) -> None:
     ours = spec(1, "beside")
-    found = disturbed(slab_dir, ours, STEPS, train, [(2, 0.0, 0)], shares=(True, True), keep_pushed=False)
+    found = disturbed(slab_dir, ours, STEPS, train, [(2, 0.0, 0)], shares=(True, True))
     assert differing(ours, found, expected(1)) == []
 
 

@@ -229,11 +229,6 @@ class Rescaling:
         if self._zero.transport == "shm":
             where = count(len(nodes), "node")
             raise ConfigError(f"zero.transport='shm' needs every process on one host, and these are on {where}")
-        if not self._zero.keep_pushed:
-            raise ConfigError(
-                "with zero.keep_pushed=false, ranks keep nothing of what they send to other hosts, so optimizers "
-                f"change only while all are on one node; these would be on {len(nodes)}"
-            )
         self._controller.readdress(self._actors.listen_at_nodes(self._controller.addresses))
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.connection import Joined
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.history.loop_history import LoopHistory
-from rayzero.store.rank.history.repeated_pushes import NOTHING, RepeatedPushes, nothing_kept
+from rayzero.store.rank.history.repeated_pushes import NOTHING, RepeatedPushes
 from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.links.channel import QUICK_S, Channel
 from rayzero.store.rank.links.handshake import Handshake
@@ -70,7 +70,6 @@ class RemoteConnection:
         host_voice: HostVoice = "never",
         ranks_here: Sequence[int] = (),
         outlives_owners: bool = False,
-        keep_pushed: bool = True,
         ownership: Ownership | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -83,9 +82,9 @@ class RemoteConnection:
         owner shares no memory with this rank. ``host_fetch``: see ``ZeroConfig``; "auto" here: other ranks share the
         directory. ``host_push``, ``host_voice``: see ``ZeroConfig``. ``ranks_here``: the ranks of this host, the same
         in every life of this one.
-        ``outlives_owners``: wait for the successor of an owner whose process has died (``succeed``), and take part in a
-        change of the owners (``next``); else either is the end of the run.
-        ``keep_pushed``: see ``ZeroConfig``. ``ownership``: who owns what by now; None: it is the run's first epoch.
+        ``outlives_owners``: wait for the successor of an owner whose process has died (``succeed``), take part in a
+        change of the owners (``next``), and keep what was pushed for both; else either is the end of the run.
+        ``ownership``: who owns what by now; None: it is the run's first epoch.
         Raises ConfigError without addresses."""
         options = WireOptions(
             chunk_bytes=chunk_bytes, stream_bytes=stream_bytes, wire_compression=wire_compression, broadcast=broadcast
@@ -116,7 +115,6 @@ class RemoteConnection:
             host_voice=host_voice,
             ranks_here=ranks_here,
             outlives_owners=outlives_owners,
-            keep_pushed=keep_pushed,
             recorder=recorder,
         )
         self._links = [  # freed by: leave() and free()
@@ -137,7 +135,7 @@ class RemoteConnection:
             for owner, address in enumerate(addresses)
         ]
         self._handshake = Handshake(rank, self._links, stall_timeout)
-        self._keep_pushed = outlives_owners and keep_pushed
+        self._outlives_owners = outlives_owners
         self._board = PublishBoard()
         self._watch = StallWatch(rank, stall_timeout)
         self._ways = Ways(  # freed by: retire() and free()
@@ -170,7 +168,7 @@ class RemoteConnection:
             ranks=ranks_here,
             host_fetch=host_fetch,
             host_push=host_push,
-            keeps_pushed=self._keep_pushed,
+            keeps_pushed=outlives_owners,
             patience_s=max(QUICK_S, stall_timeout),
         )
         self._lead: RemoteLead | None = None  # after attach
@@ -279,7 +277,7 @@ class RemoteConnection:
             fetches=self._ways.fetches,
             host=self._memory.host,
             gradients=self._memory.gradients,
-            keeps_pushed=self._keep_pushed and bool(self._ways.senders),
+            keeps_pushed=self._outlives_owners and bool(self._ways.senders),
             gradient_tier="shm" if self._memory.shared is not None else "ram" if page_lock is None else "pinned",
             kernel=answers[0].kernel,
             transport=self._ways.transport,
@@ -316,7 +314,7 @@ class RemoteConnection:
 
     def take_over(self, before: RemoteConnection) -> Joined:
         """Shake hands with the owners of this epoch, and go on where ``before``, which is retired, has ended; blocks.
-        Raises as ``attach`` does, and StateLostError if an owner lacks what this rank has not kept."""
+        Raises as ``attach`` does, and StateLostError if an owner lacks values that the former one had."""
         assert before._plan is not None
         assert before._lead is not None
         assert before._loop is not None
@@ -337,9 +335,6 @@ class RemoteConnection:
         self._open_voice(plan)
         self._repeats, self._plan = self._repeated(plan), plan
         self._loop.give_all(plan, maps=self._keeper.owner not in self._ways.senders)
-        for owner in self._ways.senders:
-            if not self._keep_pushed:
-                raise nothing_kept(self.rank, owner)
         self._push_again()
         self._handshake.check_successors()
         return self._joined(plan, page_lock=None)
@@ -352,12 +347,10 @@ class RemoteConnection:
 
     def _rejoin(self, link: OwnerLink, channel: Channel) -> None:
         """Shake hands with a successor, which has taken over its predecessor's memory, and give it again what this rank
-        has sent and only the predecessor had. Raises StateLostError if it lacks values that the predecessor had,
-        or if this rank has not kept what it pushed."""
+        has sent and only the predecessor had. Raises StateLostError if it lacks values that the predecessor
+        had."""
         if not self._handshake.has_begun:
             return
-        if self._plan is not None and link.owner in self._ways.senders and not self._keep_pushed:
-            raise nothing_kept(self.rank, link.owner)
         told = None
         if self._lead is not None and self._lead.is_over(link):
             self._voice.drop()

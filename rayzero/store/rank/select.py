@@ -69,7 +69,6 @@ def connect_store(
             host_voice=config.host_voice if reason is None else "never",
             ranks_here=ranks_here,
             outlives_owners=outlives_owners,
-            keep_pushed=config.keep_pushed,
             ownership=ownership,
             recorder=recorder,
         )

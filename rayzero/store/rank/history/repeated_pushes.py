@@ -9,7 +9,6 @@ from concurrent.futures import Executor
 
 from torch import Tensor
 
-from rayzero.errors import StateLostError
 from rayzero.layout.model_layout import Shard
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import Contribution, Pushed
@@ -142,11 +141,3 @@ class RepeatedPushes:
             sum_of=0 if alone else pushed.count,
         )
         return PushedUnit(unit=layout, shards=shards, contribution=contribution, values=sums)
-
-
-def nothing_kept(rank: int, owner: int) -> StateLostError:
-    """The error of a rank that would have to send an owner again what it has not kept."""
-    return StateLostError(
-        f"optimizer {owner} has died, and rank {rank}, which reaches it over gRPC, has kept nothing that it pushed: "
-        "resume from the newest checkpoint; keep_pushed=True lets a run go on"
-    )
