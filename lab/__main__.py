@@ -18,6 +18,7 @@ ROOMS = {
     "simulation": ("plan",),
     "costs": (
         "async_save",
+        "at_ranks",
         "at_rest",
         "frozen_codecs",
         "give_shards",

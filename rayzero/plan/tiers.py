@@ -211,10 +211,7 @@ def plan_bytes(
         for host in sorted({*ranks, *owners})
     )
     kept = {host.host: host.ranks * _kept(layout, shards, plans_of[host.host], accumulation, zero) for host in each}
-    each = tuple(
-        replace(host, kept=kept[host.host]) if outlives_owners or summed[host.host] else host
-        for host in each
-    )
+    each = tuple(replace(host, kept=kept[host.host]) if outlives_owners or summed[host.host] else host for host in each)
     each = tuple(
         replace(
             host,
