@@ -28,6 +28,7 @@ from rayzero.engine.context import RankContext
 from rayzero.testing import run_ranks
 
 STEPS = 3
+GATE_S = 600.0  # after which the others no longer wait for one that has failed
 QUIET_S = 1.0  # after which owners have published and ranks have given back
 
 
@@ -43,7 +44,7 @@ def main() -> None:
         gpu_param_memory_budget=64 << 20,  # of a rank on a CPU: the windows that it may have open
     )
     with multiprocessing.Manager() as manager:
-        gate, held = manager.Barrier(args.ranks + 1), list[int]()
+        gate, held = manager.Barrier(args.ranks + 1, timeout=GATE_S), list[int]()
         watcher = threading.Thread(target=watch, args=(gate, held))
         watcher.start()
         train = partial(take_steps, gate, args.width, args.layers, args.accumulation)

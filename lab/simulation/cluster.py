@@ -19,6 +19,7 @@ from rayzero.config import ZeroConfig
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import ShardMap, shard_map_for
+from rayzero.protocol.gradient_sum import has_totals
 from rayzero.protocol.messages import ModelSpec
 from rayzero.quantities import count
 
@@ -168,7 +169,7 @@ def _owners(run: Run, fluid: Fluid, resources: Resources, pushes: int) -> list[O
     if once:
         senders = sum(resources.sums(each) * len(each.ranks) // each.each for each in ranks)
     sums = any(resources.adds_up(each) for each in ranks)
-    total = pushes == 1 and len(run.rank_hosts) > 1  # has_totals
+    total = has_totals(len(run.rank_hosts), pushes)
     update = Update(contributions=senders, state_bytes=run.state_bytes, sums=sums, total=total)
     scattered = run.options.transport == "inproc"
     return [

@@ -16,7 +16,7 @@ from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import ShardMap
 from rayzero.memory.process_memory import HostLimits, host_limits, ray_memory_threshold
-from rayzero.protocol.gradient_sum import pool_bytes
+from rayzero.protocol.gradient_sum import has_totals, pool_bytes
 from rayzero.quantities import count, format_bytes
 
 FP32 = 4  # bytes
@@ -32,7 +32,7 @@ class OwnerPlan:
     params: int  # published parameters, at most, except fp32 trained units, which publish their masters
     master: int  # fp32, of trained units and of frozen ones that the compute dtype would round
     moments: int  # optimizer states
-    gradients: int  # of all ranks, whoever allocates them: totals and pools, or each rank's own
+    gradients: int  # totals and the ranks' pools, or each rank's own gradients; of all ranks, in any process
     staging: int  # of all ranks: pushes that have landed and are not yet added to earlier ones
     norms: int = 0  # to measure norms by layer group: the largest shard in fp32; in no slab
     copies: int = 0  # of shards that change while a checkpoint is written, at most; in no slab
@@ -104,8 +104,8 @@ def plan_owner(
         largest = max(largest, trained)
         gradients += trained * (unit.dtype.itemsize if accumulation_steps == 1 else FP32)
     states = int(master // FP32 * state_bytes)
-    one_sum = world_size > 1 and accumulation_steps == 1  # protocol/gradient_sum.py: has_totals
-    if one_sum:
+    totals = has_totals(world_size, accumulation_steps)
+    if totals:
         everything = sum(unit.numel * unit.dtype.itemsize for unit in layout.units if unit.trainable)
         gradients = master + world_size * pool_bytes(layout) * gradients // max(1, everything)
     else:
@@ -119,7 +119,7 @@ def plan_owner(
         moments=0 if on_device else states,
         gradients=gradients,
         staging=0
-        if own_gradients or one_sum
+        if own_gradients or totals
         else staging_bytes(layout, shard_map, owner, accumulation_steps) * (world_size - sum(sums)),
         norms=largest * FP32 if measures_norms else 0,
         copies=min(copies, master + states),

@@ -97,7 +97,7 @@ def build_model(
         rule.state_kinds,
         memory,
         spec.moments,
-        totals=has_totals(spec),
+        totals=has_totals(spec.world_size, spec.accumulation_steps),
     )
     former = {index: found for index in shards if (found := memory.former(index)) is not None}
     version = 0

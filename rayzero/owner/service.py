@@ -30,7 +30,7 @@ from rayzero.owner.shard import OwnedShard, ShardState
 from rayzero.owner.updater import Updater
 from rayzero.owner.updates import StepUpdates
 from rayzero.owner.writes import StagedWrites
-from rayzero.protocol.gradient_sum import RankMemory
+from rayzero.protocol.gradient_sum import GradientMemory
 from rayzero.protocol.messages import (
     Attached,
     Contribution,
@@ -204,7 +204,7 @@ class ShardService:
     def map_gradients(
         self,
         rank: int,
-        memory: RankMemory | None,
+        memory: GradientMemory | None,
         back_at: int | None = None,
         *,
         summed: Sequence[int] = (),

@@ -20,6 +20,7 @@ from rayzero.memory.pool import buffer_bytes
 from rayzero.plan.hardware import Hardware
 from rayzero.plan.tiers import FP32, hosts_of_owners, hosts_of_ranks, summed_groups
 from rayzero.plan.work import Work
+from rayzero.protocol.gradient_sum import has_totals
 from rayzero.store.shm.host_sums import GradientBytes
 
 __all__ = ["StepBound", "StepTraffic", "bound_step", "step_traffic"]
@@ -93,7 +94,7 @@ def step_traffic(
     published = sum(unit.size_bytes for unit in trained if unit.dtype is not torch.float32)
     states = int(elements * 2 * (FP32 + state_bytes))  # with the master, read and written
     ranks, pushes = scaling.num_workers, backwards if zero.offload_grads else 1
-    if ranks > 1 and pushes == 1:  # the norm's pass writes a total, which the update reads: has_totals
+    if has_totals(ranks, pushes):  # the norm's pass writes a total, which the update reads
         summed = ranks * gradients + 2 * FP32 * elements
     else:
         summed = 2 * ranks * gradients

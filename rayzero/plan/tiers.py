@@ -89,7 +89,7 @@ class HostBytes:
     compute: int  # of its ranks, where they compute on CPUs: buffers, activations, gradients
     programs: int  # of its processes, without the run's data
     coordinator: bool  # whether the run's coordinator is here
-    kept: int = 0  # of its ranks: gradients for owners elsewhere, which their successors would need
+    kept: int = 0  # its ranks' gradients for owners on other hosts, whose successors would need them
     beside: int = 0  # owners beside its ranks (offload_fraction < 1); owner_bytes includes their bytes here
     relayed: int = 0  # parameters of owners elsewhere, once for its ranks (host_fetch); ``shared`` includes them
     summed: int = 0  # of ``shared``: ``kept``, where it leaves the host as one sum of its ranks (host_push)

@@ -31,7 +31,7 @@ _WIDE = 1 << 16  # elements
 
 
 @dataclass(frozen=True, slots=True)
-class RankMemory:
+class GradientMemory:
     """The memory of one rank's gradients: a place for each unit, its home, and a pool in which units lie that are soon
     in totals."""
 
@@ -57,9 +57,9 @@ class FormerRank:
     pushed: Sequence[tuple[int, Pushed]]  # (unit, what of it is there, AT_HOME in ``gradients`` or IN_TOTAL)
 
 
-def has_totals(spec: ModelSpec) -> bool:
+def has_totals(world_size: int, accumulation_steps: int) -> bool:
     """Whether owners keep totals. See [Note: totals]."""
-    return spec.world_size > 1 and spec.accumulation_steps == 1
+    return world_size > 1 and accumulation_steps == 1
 
 
 def gradient_dtype(unit: UnitLayout, accumulate: bool) -> torch.dtype:
@@ -77,11 +77,16 @@ def gradient_sizes(spec: ModelSpec) -> dict[torch.dtype, list[tuple[int, int]]]:
     return sizes
 
 
+def pool_room(size: int) -> int:
+    """Bytes of a pool that ``size`` bytes take."""
+    return -(-size // POOL_ALIGN) * POOL_ALIGN
+
+
 def pool_bytes(layout: ModelLayout) -> int:
     """The size of a rank's pool: room for the two largest trained units, of which one is written while the other is
     added up."""
     sizes = sorted(unit.numel * unit.dtype.itemsize for unit in layout.units if unit.trainable)
-    return sum(-(-size // POOL_ALIGN) * POOL_ALIGN for size in sizes[-2:])
+    return sum(map(pool_room, sizes[-2:]))
 
 
 class GradientSum:

@@ -111,7 +111,9 @@ def test_a_job_outlives_its_optimizers_death_and_others_go_on_after_its_drivers_
     steps = rows()
     first = steps[: steps.index(left_at + 1)]
     assert first == list(range(1, len(first) + 1)), "each step once"
-    assert left_at - len(first) <= 1, "what was reported is told; a rank may be stopped between its save and its report"
+    assert left_at - len(first) <= 1, (
+        "rows that ranks have reported are kept; a rank may be stopped after it has saved and before it reports"
+    )
     assert steps[len(first) :] == [left_at + 1, left_at + 2]
 
 

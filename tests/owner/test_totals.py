@@ -47,6 +47,14 @@ def sum_of(owner: Owner, shard: int, grads: Sequence[Grads]) -> torch.Tensor:
     return RankSum(parts[0].numel()).sum(parts, range(len(parts)), 0, parts[0].numel())
 
 
+def require_sum(owner: Owner, shard: int, grads: Sequence[Grads]) -> None:
+    """The shard's total has the gradients' sum, in every slice."""
+    owned, expected = owner.service.shard(shard), sum_of(owner, shard, grads)
+    assert owned.total is not None
+    for part in owned.slices:
+        assert torch.equal(owned.total[part.start : part.stop], expected[part.start : part.stop])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [2, 9])
 def test_a_total_is_the_sum_in_rank_order_and_frees_what_ranks_pushed(world: int, dtype: torch.dtype) -> None:
@@ -61,11 +69,7 @@ def test_a_total_is_the_sum_in_rank_order_and_frees_what_ranks_pushed(world: int
         drain(owner)
         assert (waiting > 0, held(owner)) == (True, 0)
         for shard in spec.layout.shards:
-            owned = owner.service.shard(shard.index)
-            assert owned.total is not None
-            for part in owned.slices:
-                mine = slice(part.start, part.stop)
-                assert torch.equal(owned.total[mine], sum_of(owner, shard.index, grads)[mine])
+            require_sum(owner, shard.index, grads)
 
 
 def test_norm_parts_are_those_of_the_ranks_gradients_and_a_clamp_squares_the_total() -> None:
@@ -125,11 +129,7 @@ def test_what_all_ranks_discard_is_added_up_again() -> None:
             drain(owner)
         owner.service.collect(0, owner.reports(attempts=[1, 1])).result(WAIT)
         for shard in spec.layout.shards:
-            owned = owner.service.shard(shard.index)
-            assert owned.total is not None
-            part = owned.slices[0]
-            found, expected = owned.total, sum_of(owner, shard.index, grads)
-            assert torch.equal(found[part.start : part.stop], expected[part.start : part.stop])
+            require_sum(owner, shard.index, grads)
 
 
 def test_what_one_rank_alone_discards_after_it_was_added_up_ends_the_step_by_name() -> None:
@@ -153,12 +153,7 @@ def test_what_one_rank_alone_discards_before_all_have_pushed_counts_no_more() ->
         owner.push(0, grads[0], attempt=1)
         owner.push(1, grads[1])
         owner.service.collect(0, owner.reports(attempts=[1, 0])).result(WAIT)
-        shard = spec.layout.shards[0].index
-        owned = owner.service.shard(shard)
-        assert owned.total is not None
-        part = owned.slices[0]
-        expected = sum_of(owner, shard, grads)
-        assert torch.equal(owned.total[part.start : part.stop], expected[part.start : part.stop])
+        require_sum(owner, spec.layout.shards[0].index, grads)
 
 
 def test_a_later_life_repeats_what_the_total_has() -> None:
@@ -171,12 +166,7 @@ def test_a_later_life_repeats_what_the_total_has() -> None:
         drain(owner)
         owner.push(1, random_grads(spec, 77), attempt=ATTEMPTS)
         owner.service.collect(0, owner.reports(attempts=[0, ATTEMPTS])).result(WAIT)
-        shard = spec.layout.shards[0].index
-        owned = owner.service.shard(shard)
-        assert owned.total is not None
-        part = owned.slices[0]
-        expected = sum_of(owner, shard, grads)
-        assert torch.equal(owned.total[part.start : part.stop], expected[part.start : part.stop])
+        require_sum(owner, spec.layout.shards[0].index, grads)
 
 
 def test_nothing_is_added_up_while_owners_change_and_all_of_it_after_that() -> None:

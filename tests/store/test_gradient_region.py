@@ -14,7 +14,7 @@ from rayzero.concurrency.futures import settled
 from rayzero.errors import AccumulationError, StepMismatchError, StoreClosedError, StoreError
 from rayzero.owner.memory import carve
 from rayzero.owner.service import ShardService
-from rayzero.protocol.gradient_sum import RankMemory, gradient_sizes
+from rayzero.protocol.gradient_sum import GradientMemory, gradient_sizes
 from rayzero.protocol.messages import Contribution, FinishReport, ModelSpec, Pushed, pack_presence
 from rayzero.store.rank.memory.gradient_region import GradientRegion
 from rayzero.store.rank.memory.gradient_writer import GradientWriter
@@ -30,7 +30,7 @@ def push_of(seq: int = 0, *, attempt: int = 0, step: int = 0, present: tuple[boo
 
 def region_of(spec: ModelSpec) -> GradientRegion:
     blocks = [carve(sizes, dtype) for dtype, sizes in gradient_sizes(spec).items()]
-    return GradientRegion(spec, RankMemory({unit: flat for block in blocks for unit, flat in block.items()}))
+    return GradientRegion(spec, GradientMemory({unit: flat for block in blocks for unit, flat in block.items()}))
 
 
 def grads_of(spec: ModelSpec, seed: int) -> Tensor:
@@ -261,7 +261,7 @@ def test_a_home_has_no_pages_taken_from_it_once_it_may_be_written_again() -> Non
             self.said.append("given back")
 
     pages = Pages()
-    region = GradientRegion(spec, RankMemory(homes, torch.zeros(0, dtype=torch.uint8)), pages)
+    region = GradientRegion(spec, GradientMemory(homes, torch.zeros(0, dtype=torch.uint8)), pages)
     pushed = region.put(push_of(), grads_of(spec, 1))
     assert pushed is not None
     assert region.given(UNIT) is None, "owners know nothing of it yet"

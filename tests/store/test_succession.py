@@ -23,7 +23,7 @@ from torch import Tensor
 from rayzero.errors import HandshakeError, StoreError
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.owner.service import ShardService
-from rayzero.protocol.gradient_sum import RankMemory
+from rayzero.protocol.gradient_sum import GradientMemory
 from rayzero.protocol.messages import ModelSpec
 from rayzero.slabs.sweep import list_slabs, sweep
 from rayzero.store.owner.hosted import HostedModels
@@ -213,7 +213,7 @@ def test_a_rank_that_dies_before_it_meets_the_successor_is_read_once_its_next_li
         (service,) = found.services
         service.attach(1, spec, own_gradients=True)
         flats = {unit.index: torch.zeros(unit.numel) for unit in spec.layout.units}
-        service.map_gradients(1, RankMemory(flats), back_at=found.version)
+        service.map_gradients(1, GradientMemory(flats), back_at=found.version)
         assert same(found.states(), expected.at(found.version)) == []
 
 

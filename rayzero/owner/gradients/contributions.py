@@ -21,11 +21,11 @@ from rayzero.concurrency.futures import chain, fail, failed, settle
 from rayzero.errors import HandshakeError, StateLostError, StepMismatchError, StoreError
 from rayzero.kernels.rank_sum import summed_with
 from rayzero.owner.gradients.collection import Collection, check_reports
-from rayzero.owner.gradients.landing import Admission, RankGradients, check_push, check_summands
+from rayzero.owner.gradients.landing import Admission, RankGradients, SpareMemory, check_push, check_summands
 from rayzero.owner.gradients.squares import Squares
 from rayzero.owner.shard import Contributors, OwnedShard, ShardState, ShardWork, StepWork
 from rayzero.owner.updater import Updater
-from rayzero.protocol.gradient_sum import RankMemory
+from rayzero.protocol.gradient_sum import GradientMemory
 from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import (
     Action,
@@ -64,26 +64,6 @@ class _Pass:
     fills: bool  # the total
 
 
-class _SpareMemory:
-    """Memory for pushes of ranks elsewhere, each shard's for as long as its gradients are not in the total."""
-
-    def __init__(self) -> None:
-        self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self.bytes = 0  # allocated so far
-
-    def take(self, owned: OwnedShard, dtype: torch.dtype) -> Tensor:
-        """1D, the shard's elements."""
-        spare = self._spare.get((owned.shard.numel, dtype))
-        if spare:
-            return spare.pop()
-        self.bytes += owned.shard.numel * dtype.itemsize
-        return torch.zeros(owned.shard.numel, dtype=dtype, device="cpu")
-
-    def give_back(self, memory: Tensor) -> None:
-        """Nothing reads or writes it any more."""
-        self._spare.setdefault((memory.numel(), memory.dtype), []).append(memory)
-
-
 class Contributions:
     """All ranks' gradients for one owner's shards, and the only writer of which step is open.
 
@@ -110,7 +90,7 @@ class Contributions:
         self.open_step = step  # the step whose contributions are accepted
         self.ranks: dict[int, RankGradients] = {}  # ranks that have attached
         self._totals: dict[int, Total] = {}  # by shard, what is in its total; empty: there are none
-        self._spare = _SpareMemory()
+        self._spare = SpareMemory()
         self._stands = False  # no total is filled
         self._owner, self._spec, self._every = owner, spec, shards
         self._squares, self._updater, self._recorder = squares, updater, recorder
@@ -141,7 +121,7 @@ class Contributions:
     def add_rank(
         self,
         rank: int,
-        own_memory: RankMemory | None,
+        own_memory: GradientMemory | None,
         back_at: int | None = None,
         summed: Sequence[int] = (),
     ) -> None:
@@ -201,7 +181,7 @@ class Contributions:
 
     def add_former(self, rank: int, memory: Mapping[int, Tensor], pushed: Sequence[tuple[int, Pushed]]) -> None:
         """A rank is dead, and a former life of this owner may not have applied what it ``pushed`` into ``memory``."""
-        self.add_rank(rank, RankMemory(memory))
+        self.add_rank(rank, GradientMemory(memory))
         self._former.add(rank)
         for unit, each in pushed:
             self.observe(rank, unit, each)
@@ -495,7 +475,7 @@ class Contributions:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of memory for pushes of ranks elsewhere, in use or not, where there are totals."""
+        """Bytes of memory for pushes of ranks on other hosts, in use or not, where there are totals."""
         return self._spare.bytes
 
     @property
@@ -603,7 +583,7 @@ class Contributions:
                 return None
             clamp = None if collection is None else collection.clamp
             summands = self._summands(owned, ranks, collection)
-            seen = self._key(owned, [rank for rank in ranks if rank in self.ranks], None)
+            seen = self._seen(owned, ranks)
             kept, made = self._parts.get(index), self._totals.get(index)
             if kept is not None and kept[0] == (clamp, step, summands):
                 if collection is not None:
@@ -626,7 +606,7 @@ class Contributions:
     def _passed(self, owned: OwnedShard, done: _Pass, squares: tuple[float, ...]) -> None:
         """Keep what a pass has computed, unless a push came in the meantime."""
         with self._lock:
-            if done.seen != self._key(owned, [rank for rank in done.ranks if rank in self.ranks], None):
+            if done.seen != self._seen(owned, done.ranks):
                 return
             index = owned.shard.index
             if done.fills:
@@ -728,6 +708,10 @@ class Contributions:
     def _key(self, owned: OwnedShard, ranks: Sequence[int], clamp: Clamp | None) -> _PartKey:
         index, gradients = owned.shard.index, self.ranks
         return clamp, tuple([(rank, gradients[rank].landings[index].generation) for rank in self._holders(ranks)])
+
+    def _seen(self, owned: OwnedShard, ranks: Sequence[int]) -> _PartKey:
+        """What of ``ranks`` has landed for this shard, of those that have attached."""
+        return self._key(owned, [rank for rank in ranks if rank in self.ranks], None)
 
     def _contributors(self, owned: OwnedShard, ranks: Sequence[int]) -> Contributors:
         """Per slice, those of ``ranks`` with a gradient for it."""

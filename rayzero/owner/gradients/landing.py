@@ -22,7 +22,7 @@ from torch import Tensor
 from rayzero.errors import StepMismatchError, StoreError
 from rayzero.owner.memory import carve
 from rayzero.owner.shard import OwnedShard
-from rayzero.protocol.gradient_sum import GradientSum, RankMemory, gradient_dtype
+from rayzero.protocol.gradient_sum import GradientMemory, GradientSum, gradient_dtype
 from rayzero.protocol.messages import Contribution, FinishReport, Pushed, Summand
 from rayzero.protocol.scattered import Gradient, ScatteredShard, ScatteredUnit
 
@@ -247,7 +247,7 @@ class RankGradients:
         shards: Sequence[OwnedShard],
         *,
         accumulate: bool,
-        own_memory: RankMemory | None = None,
+        own_memory: GradientMemory | None = None,
         summed: Sequence[int] = (),
     ) -> None:
         """``accumulate``: a step may have several backwards. ``own_memory``: the rank's own, read in place; None:
@@ -295,6 +295,26 @@ class RankGradients:
         if staged is not None:
             entry = staged.view(torch.uint8)
             self._free.append(entry.as_strided((entry.untyped_storage().nbytes(),), (1,), 0))
+
+
+class SpareMemory:
+    """Memory for what ranks on other hosts push. A push has it until its gradients are in the total."""
+
+    def __init__(self) -> None:
+        self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self.bytes = 0  # allocated so far
+
+    def take(self, owned: OwnedShard, dtype: torch.dtype) -> Tensor:
+        """1D, the shard's elements."""
+        spare = self._spare.get((owned.shard.numel, dtype))
+        if spare:
+            return spare.pop()
+        self.bytes += owned.shard.numel * dtype.itemsize
+        return torch.zeros(owned.shard.numel, dtype=dtype, device="cpu")
+
+    def give_back(self, memory: Tensor) -> None:
+        """Nothing reads or writes it any more."""
+        self._spare.setdefault((memory.numel(), memory.dtype), []).append(memory)
 
 
 def staging_entries(trained: Sequence[OwnedShard], accumulate: bool) -> tuple[int, int]:

@@ -46,7 +46,7 @@ def _former_rank(plan: SharedPlan, who: str, files: SharedPaths) -> FormerRank:
     control = plan.attach(files.control, who, writable=False)
     slabs = [plan.attach(path, who, writable=False, life=control.header.facts) for path in files.tensors]
     slabs.sort(key=lambda slab: slab.header.facts.number)
-    memory, announced = plan.rank_memory(Arena(plan.gradients(), slabs)), Stamps(control, plan).news()
+    memory, announced = plan.gradient_memory(Arena(plan.gradients(), slabs)), Stamps(control, plan).news()
     found = {unit: memory.at(unit, pushed.place) for unit, pushed in announced}
     gradients = {unit: values for unit, values in found.items() if values is not None}
     pushes = [(unit, replace(pushed, place=AT_HOME if unit in gradients else IN_TOTAL)) for unit, pushed in announced]

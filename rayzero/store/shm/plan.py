@@ -4,10 +4,10 @@ An owner has ``params`` slabs (its shards' published parameters, mapped by ranks
 maps) and one ``control`` slab; a rank has ``grads`` slabs (its gradients, mapped by owners) and one ``control`` slab::
 
     control of an owner   bell | version lines, one a shard | tile stamps | undo log, an entry a thread | slices of
-                          shards | lines of totals, one a shard | which
-                          slices totals have | places of their tensors | answers, for each rank | the lives of the ranks
-                          that joined | the run's first version | whether the epoch stands | who owns what |
-                          orders, for each owner | replies | of the lead: records of decisions
+                          shards | lines of totals, one a shard | which slices totals have | places of their
+                          tensors | answers, for each rank | the lives of the ranks that joined | the run's first
+                          version | whether the epoch stands | who owns what | orders, for each owner | replies |
+                          of the lead: records of decisions
     control of a rank     bell | stamps, one a unit | questions | its last finishes | how many ranks have found it |
                           what ranks of this start of the run have in common
 
@@ -31,7 +31,7 @@ from rayzero.kernels.stamps import STAMP, STAMP_BYTES, UNDO_BYTES
 from rayzero.layout.model_layout import Shard, UnitLayout, runs
 from rayzero.layout.shard_map import ShardMap
 from rayzero.memory.pages import PAGE
-from rayzero.protocol.gradient_sum import RankMemory, gradient_dtype, has_totals, pool_bytes
+from rayzero.protocol.gradient_sum import GradientMemory, gradient_dtype, has_totals, pool_bytes
 from rayzero.protocol.messages import MEAN_BYTES, ModelSpec, canonical_json
 from rayzero.protocol.ownership import Ownership, device_owners, owner_map
 from rayzero.slabs.arena import Arena, ArenaPlan, Group, Piece, plan_arena
@@ -148,14 +148,14 @@ class SharedPlan:
         accumulate = self.spec.accumulation_steps > 1
         trained = [unit for unit in self.spec.layout.units if unit.trainable]
         pieces = [Piece(key=u.index, numel=u.numel, dtype=gradient_dtype(u, accumulate)) for u in trained]
-        if has_totals(self.spec):
+        if has_totals(self.spec.world_size, self.spec.accumulation_steps):
             pieces.insert(0, Piece(key=POOL, numel=pool_bytes(self.spec.layout), dtype=torch.uint8))
         return plan_arena([Group(pieces=(piece,), align=PAGE) for piece in pieces])
 
-    def rank_memory(self, gradients: Arena) -> RankMemory:
+    def gradient_memory(self, gradients: Arena) -> GradientMemory:
         """A rank's gradients where its slabs are mapped."""
         homes = {key: gradients.tensor(key) for key in gradients.plan.places if isinstance(key, int)}
-        return RankMemory(homes, gradients.tensor(POOL) if POOL in gradients.plan.places else None)
+        return GradientMemory(homes, gradients.tensor(POOL) if POOL in gradients.plan.places else None)
 
     def gradient_bytes(self, *, pooled: bool) -> int:
         """What a rank's gradients take. ``pooled``: in a pool, where there are totals: homes take pages only while they

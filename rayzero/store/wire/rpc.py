@@ -326,18 +326,14 @@ def from_status(error: grpc.RpcError, peer: str) -> RayZeroError:
     return _BARE.get(code, StoreError)(f"{peer}: {code.name}: {error.details() or 'no details'}")
 
 
-def is_broken_link(error: grpc.RpcError) -> bool:
+def is_broken_link(error: grpc.RpcError, *, met: bool) -> bool:
     """Whether a call failed because its connection did, could not be made, or damaged a message. An error that the
-    owner sent is none."""
+    owner sent is none. ``met``: the owner has answered before: a server that is not of this run, which may listen at
+    the port of a process that ended, is a broken link then, and does not refuse the caller."""
     damaged = error.code() is _S.INTERNAL and error.details() == _UNREADABLE
     unwrapped = error.code() is _S.UNKNOWN and str(error.details()).startswith(_REMOVED)
-    return (error.code() is _S.UNAVAILABLE or damaged or unwrapped) and not _is_sent(error)
-
-
-def is_stranger(error: grpc.RpcError) -> bool:
-    """Whether a server that is not of this run answered: at the port of a process that ended, another one may
-    listen."""
-    return error.code() in (_S.UNAUTHENTICATED, _S.UNIMPLEMENTED) and not _is_sent(error)
+    stranger = met and error.code() in (_S.UNAUTHENTICATED, _S.UNIMPLEMENTED)
+    return (error.code() is _S.UNAVAILABLE or damaged or unwrapped or stranger) and not _is_sent(error)
 
 
 def gave_no_answer(error: grpc.RpcError) -> bool:

@@ -169,7 +169,15 @@ def _take_in(
     try:
         kinds = choose_rule(spec).state_kinds
         numbers = [each.index for each in shards]
-        owned = allocate(spec.layout, numbers, spec.group_of, kinds, memory, spec.moments, totals=has_totals(spec))
+        owned = allocate(
+            spec.layout,
+            numbers,
+            spec.group_of,
+            kinds,
+            memory,
+            spec.moments,
+            totals=has_totals(spec.world_size, spec.accumulation_steps),
+        )
         for source, theirs in away.items():
             source.give({shard.index: carried(new, owned[shard.index]) for shard in theirs})
         for each in owned.values():

@@ -245,7 +245,7 @@ class SharedOwner:
         resumes = self._note_life(rank, control.header.facts.incarnation)
         answerer = Answerer(questions, answers, bell, resumes=resumes)
         joined = _Rank(rank, bell, Stamps(control, plan), answerer, (control, *slabs))
-        self._service.map_gradients(rank, plan.rank_memory(gradients), back_at)
+        self._service.map_gradients(rank, plan.gradient_memory(gradients), back_at)
         with self._lock:
             self._meet_owners(owners)
             self._ranks[rank] = joined

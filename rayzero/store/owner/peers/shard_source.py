@@ -29,7 +29,6 @@ from rayzero.store.wire.rpc import (
     break_of,
     from_status,
     is_broken_link,
-    is_stranger,
     methods,
     open_channel,
     stream_metadata,
@@ -232,10 +231,9 @@ def _size(shards: Mapping[int, Sequence[Tensor]]) -> int:
 
 
 def _break_of(error: grpc.RpcError | TransferError, *, met: bool) -> str | None:
-    """Why a link broke; None: it did not. ``met``: the owner has answered, so that another server at its address is
-    none that refuses."""
+    """Why a link broke; None: it did not. ``met``: see ``is_broken_link``."""
     if isinstance(error, grpc.RpcError):
-        return break_of(error) if is_broken_link(error) or (met and is_stranger(error)) else None
+        return break_of(error) if is_broken_link(error, met=met) else None
     return str(error) if isinstance(error, StreamEndedError) else None
 
 

@@ -35,7 +35,6 @@ from rayzero.store.wire.rpc import (
     break_of,
     from_status,
     is_broken_link,
-    is_stranger,
     methods,
     open_channel,
     to_failure,
@@ -102,7 +101,7 @@ class RemotePeer:
         self._aborts: list[Future[None]] = []
         self._saves = secrets.randbits(48)  # the number of the last call; a former life of the lead has used others
         self._over: StoreError | None = None  # why the owner will never answer again
-        self._met = False  # it has answered: another server at its address is none that refuses the lead
+        self._met = False  # the owner has answered
         self._down: tuple[float, str] | None = None  # since when the link is down, and why
         self._unwatch: Callable[[], None] = lambda: None
         self._changed = asyncio.Event()  # the link is over: nobody waits for it any more
@@ -245,8 +244,7 @@ class RemotePeer:
             try:
                 answer = await channel.call(method, request, max(0.0, deadline - time.monotonic()))
             except grpc.RpcError as error:
-                broke = is_broken_link(error) or (self._met and is_stranger(error))
-                if channel is self._channel and not broke:
+                if channel is self._channel and not is_broken_link(error, met=self._met):
                     raise from_status(error, self._name) from error
                 self._broke(channel, error, logging.WARNING if repeat_s else logging.DEBUG)
             except asyncio.CancelledError:

@@ -19,7 +19,6 @@ from rayzero.store.wire.rpc import (
     from_status,
     gave_no_answer,
     is_broken_link,
-    is_stranger,
     methods,
     open_channel,
     stream_metadata,
@@ -91,7 +90,7 @@ class Channel:
         self._is_protected = shown is not None and shown.protects(address)
         self._calls = {name: method.bind(self._channel) for name, method in methods(STORE_SERVICE).items()}
         self._given_up = False
-        self.met = False  # the owner has answered, or a successor may be: a stranger at its address refuses nothing
+        self.met = False  # the owner has answered, or it may get a successor
         self._tensors = TensorStreams(address, self._expect)
         self.notices: Any = self.stream("Notices", pb.NoticesRequest(rank=rank), None)
 
@@ -170,7 +169,7 @@ class Channel:
             return BrokenLinkError(f"{self.peer}: the connection was closed")
         if not isinstance(error, grpc.RpcError):
             return StoreClosedError(f"{self.peer}: the call was ended")
-        if is_broken_link(error) or (self.met and is_stranger(error)):
+        if is_broken_link(error, met=self.met):
             broken = BrokenLinkError(str(from_status(error, self.peer)))
             broken.__cause__ = error
             return broken

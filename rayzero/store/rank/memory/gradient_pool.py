@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayzero.protocol.gradient_sum import POOL_ALIGN
+from rayzero.protocol.gradient_sum import pool_room
 
 
 class GradientPool:
@@ -17,7 +17,7 @@ class GradientPool:
 
     def take(self, size: int) -> int | None:
         """The start of ``size`` bytes; None: no free range has so many."""
-        size = _aligned(size)
+        size = pool_room(size)
         for at, (start, stop) in enumerate(self._free):
             if stop - start >= size:
                 self._free[at : at + 1] = [(start + size, stop)] if stop - start > size else []
@@ -26,7 +26,7 @@ class GradientPool:
 
     def give_back(self, start: int, size: int) -> None:
         """What ``take`` gave for this size is free again."""
-        stop = start + _aligned(size)
+        stop = start + pool_room(size)
         ranges = sorted([*self._free, (start, stop)])
         self._free = ranges[:1]
         for begin, end in ranges[1:]:
@@ -35,7 +35,3 @@ class GradientPool:
                 self._free[-1] = last[0], end
             else:
                 self._free.append((begin, end))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // POOL_ALIGN) * POOL_ALIGN

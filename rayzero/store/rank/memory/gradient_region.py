@@ -24,20 +24,20 @@ from torch import Tensor
 from rayzero.errors import StoreError
 from rayzero.layout.model_layout import Shard
 from rayzero.memory.page_lock import host_zeros
-from rayzero.protocol.gradient_sum import GradientSum, RankMemory, gradient_sizes, has_totals
+from rayzero.protocol.gradient_sum import GradientMemory, GradientSum, gradient_sizes, has_totals
 from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, ModelSpec, Pushed
 from rayzero.protocol.scattered import ScatteredUnit
 from rayzero.store.rank.memory.gradient_pool import GradientPool
 
 
-def gradient_memory(spec: ModelSpec, *, pinned_for: torch.device | None) -> RankMemory:
+def gradient_memory(spec: ModelSpec, *, pinned_for: torch.device | None) -> GradientMemory:
     """Zeroed memory of this process for a rank's gradients, without a pool: one block for each dtype. ``pinned_for``:
     page-locked, for copies from this CUDA device."""
     found: dict[int, Tensor] = {}
     for dtype, sizes in gradient_sizes(spec).items():
         block = host_zeros(sum(numel for _, numel in sizes), dtype, pinned_for=pinned_for)
         found |= zip([unit for unit, _ in sizes], torch.split(block, [numel for _, numel in sizes]), strict=True)
-    return RankMemory(found)
+    return GradientMemory(found)
 
 
 class HomePages(Protocol):
@@ -56,9 +56,9 @@ class GradientRegion:
     """All trained units' gradients of one rank, each contiguous.
 
     Knows units and pushes; not owners, or when a range is free. Calls for one unit must not overlap, but for those of
-    ``pushed`` and ``copy``."""
+    ``pushed``, ``copy``, ``given`` and ``give_back``."""
 
-    def __init__(self, spec: ModelSpec, memory: RankMemory, pages: HomePages | None = None) -> None:
+    def __init__(self, spec: ModelSpec, memory: GradientMemory, pages: HomePages | None = None) -> None:
         """``pages``: of homes, if there is a pool."""
         self.memory, self._pages = memory, pages
         self._pool = None if memory.pool is None else GradientPool(memory.pool.nbytes)
@@ -68,7 +68,7 @@ class GradientRegion:
         self._scattered: dict[int, ref[ScatteredUnit]] = {}  # units of which nothing is in the region
         trained = [unit for unit in spec.layout.units if unit.trainable]
         self.units = tuple(unit.index for unit in trained)
-        homes, single = memory.homes, has_totals(spec)
+        homes, single = memory.homes, has_totals(spec.world_size, spec.accumulation_steps)
         self._sums = {
             unit.index: GradientSum.of_unit(
                 unit,

@@ -29,7 +29,7 @@ class GradientReaders(Protocol):
         ...
 
     def need(self, unit: int, pushed: Pushed) -> bool:
-        """Whether one of them, or of those elsewhere, has not read what was pushed."""
+        """Whether an owner, on this host or another, has not read what was pushed."""
         ...
 
     def note(self, unit: int, pushed: Pushed) -> None:

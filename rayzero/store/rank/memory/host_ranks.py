@@ -47,7 +47,7 @@ class _Life:
         facts = control.header.facts
         self.rank, self.incarnation = facts.index, facts.incarnation
         self.control, self.gradients, self.stamps = control, gradients, Stamps(control, plan)
-        self._memory = plan.rank_memory(gradients)
+        self._memory = plan.gradient_memory(gradients)
         self.bell = bell_of(control)
         self._finishes = Finishes(control)
         self._reports: dict[int, FinishReport] = {}  # those that ``has_finished`` has seen

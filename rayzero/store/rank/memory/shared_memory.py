@@ -15,7 +15,7 @@ from torch import Tensor
 from rayzero.errors import EpochOverError, HandshakeError, RayZeroError
 from rayzero.memory.page_lock import PageLock, beyond_limit
 from rayzero.memory.planner import check_shared
-from rayzero.protocol.gradient_sum import RankMemory
+from rayzero.protocol.gradient_sum import GradientMemory
 from rayzero.protocol.messages import FinishReport, LoopState, Pushed, SharedPaths
 from rayzero.quantities import count
 from rayzero.slabs.arena import Arena
@@ -117,11 +117,11 @@ class SharedRank:
 
     # ---- joining
 
-    def gradients(self) -> RankMemory:
+    def gradients(self) -> GradientMemory:
         """The memory for this rank's gradients. Of a pool and homes, only what is used all the time is page-locked."""
         if self._page_lock is not None and not self._locks:
             self._locks = list(self._lock_pages(self._page_lock))
-        memory = self._plan.rank_memory(self._gradients)
+        memory = self._plan.gradient_memory(self._gradients)
         return memory if self.pooled else replace(memory, pool=None)
 
     def _lock_pages(self, device: torch.device) -> Iterator[PageLock]:
