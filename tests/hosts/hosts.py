@@ -86,9 +86,9 @@ class Host:
     def _entered(self, command: Sequence[str]) -> list[str]:
         return [*self._enter, f"--wdns={os.getcwd()}", "--", *command]
 
-    def kill(self, *pids: int, signal: int = 9) -> None:
-        """``pids``: as processes of the host know them."""
-        done = self.run(["kill", f"-{signal}", *map(str, pids)])
+    def kill(self, pid: int, signal: int = 9) -> None:
+        """``pid``: as processes of the host know it."""
+        done = self.run(["kill", f"-{signal}", str(pid)])
         assert done.returncode == 0, f"{self.name}: {done.stderr}"
 
     def give_ports(self, ports: range) -> None:

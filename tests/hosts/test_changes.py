@@ -10,18 +10,7 @@ from pathlib import Path
 import pytest
 
 from .hosts import Host, hosts, why_no_hosts
-from .trainings import (
-    OWNERS_ELSEWHERE,
-    PYTHON,
-    RANKS_ON_HEAD,
-    RAY_ENV,
-    TwoHosts,
-    join_ray,
-    shut,
-    start_ray,
-    train,
-    until,
-)
+from .trainings import OWNERS_ELSEWHERE, PYTHON, RANKS_ON_HEAD, RAY_ENV, join_ray, shut, start_ray, train, until
 
 pytestmark = [
     pytest.mark.thorough,
@@ -37,11 +26,11 @@ def test_an_owner_joins_on_a_host_that_was_not_there_when_the_run_began(undistur
         training = train(a, tmp_path, address, *RANKS_ON_HEAD)
         training.until(10)
         rank_1 = training.members(a)["rank 1"]
-        a.kill(rank_1, signal=signal.SIGSTOP)  # so that the run does not end before the change
+        a.kill(rank_1, signal.SIGSTOP)  # so that the run does not end before the change
         join_ray(b, address)
         scaling = a.start([PYTHON, "-m", "rayzero", "scale", str(training.folder), "--optimizers", "3"], env=RAY_ENV)
         until(lambda: str(training.record()["rescaling"]).endswith("leading the ranks to them"), "a third owner")
-        a.kill(rank_1, signal=signal.SIGCONT)
+        a.kill(rank_1, signal.SIGCONT)
         said = scaling.communicate(timeout=60)[0]
         assert scaling.returncode == 0, said
         assert re.search(r"2 optimizers became 3; \S+ \S+ have another owner", said)
@@ -60,11 +49,11 @@ def test_a_host_that_ranks_do_not_reach_gets_no_owner_and_disturbs_nothing(undis
         training = train(a, tmp_path, address, *RANKS_ON_HEAD, "scaling.optimizer_labels={host: '!host-1'}")
         training.until(10)
         rank_0 = training.members(a)["rank 0"]
-        a.kill(rank_0, signal=signal.SIGSTOP)  # so that the run does not end before the answer
+        a.kill(rank_0, signal.SIGSTOP)  # so that the run does not end before the answer
         join_ray(c, address)
         shut(a, c)
         scaling = a.run([PYTHON, "-m", "rayzero", "scale", str(training.folder), "--optimizers", "3"], env=RAY_ENV)
-        a.kill(rank_0, signal=signal.SIGCONT)
+        a.kill(rank_0, signal.SIGCONT)
         said = scaling.stderr
         assert scaling.returncode == 1, said
         refused = (
@@ -114,21 +103,18 @@ def members_alive(host: Host) -> list[str]:
     return host.run(["pgrep", "-f", "^ray::(RankWorker|OptimizerActor)"]).stdout.split()
 
 
-def test_a_cable_that_stays_cut_ends_the_run_with_the_name_of_who_is_awaited(
-    two_hosts: TwoHosts, tmp_path: Path
-) -> None:
-    a, b = two_hosts.a, two_hosts.b
-    training = train(a, tmp_path, two_hosts.address, "zero.stall_timeout=6")
-    training.until(10)
-    a.cable(b).cut()
-    try:
+def test_a_cable_that_stays_cut_ends_the_run_with_the_name_of_who_is_awaited(tmp_path: Path) -> None:
+    with hosts(2) as (a, b):
+        address = start_ray(a)
+        join_ray(b, address)
+        training = train(a, tmp_path, address, "zero.stall_timeout=6")
+        training.until(10)
+        a.cable(b).cut()
         said = training.driver.communicate(timeout=100)[0]
-    finally:
-        a.cable(b).mend()
-    assert training.driver.returncode == 1, said
-    assert re.search(r"rank (0 raised StallError.*(optimizer|rank) 1|1 raised StallError.*(optimizer|rank) 0)", said), (
-        said
-    )
+        assert training.driver.returncode == 1, said
+        assert re.search(
+            r"rank (0 raised StallError.*(optimizer|rank) 1|1 raised StallError.*(optimizer|rank) 0)", said
+        ), said
 
 
 def test_two_owners_that_cannot_reach_each_other_only_delay_ranks_that_reach_both(
