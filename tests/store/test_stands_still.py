@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -133,3 +134,33 @@ def test_a_rank_that_stands_still_is_named_and_its_process_ended(way: Literal["g
         run_ranks(stops_in_its_second_step, 2, 2, way, processes=True, stall_timeout=TIMEOUT_S)
     pythons = {tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}  # for all later processes, too
     assert {child.pid for child in psutil.Process().children()} - before <= pythons
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_deadline_that_passes_while_the_caller_stands_still_says_nothing_of_the_owner(stops: bool) -> None:
+    """The owner takes connections, and answers nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server, forked(ASKS, *server.getsockname()) as caller:
+        assert caller.said() == "asked"
+        if stops:
+            stand_still(caller.pid)
+            time.sleep(3.0)
+            caller.send_signal(signal.SIGCONT)
+        assert caller.said() == ("BrokenLinkError" if stops else "NoAnswerError")
+
+
+ASKS = """
+    import sys
+    from rayzero.errors import RayZeroError
+    from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+    from rayzero.store.rank.links.channel import Channel
+    from rayzero.store.wire.rpc import LinkNumber
+    channel = Channel(0, "optimizer 0", ":".join(sys.argv[1:]), LinkNumber("rank 0", 1), (), None)
+    call = channel.start("Describe", pb.DescribeRequest(shard=0), 1.5)
+    print("asked", flush=True)
+    try:
+        channel.answer(call)
+    except RayZeroError as error:
+        print(type(error).__name__, flush=True)
+    channel.close()
+"""
+"""A program that asks an owner at an address, within 1.5 seconds, and says what comes of it."""

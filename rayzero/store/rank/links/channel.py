@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import grpc
 
@@ -34,6 +37,7 @@ from rayzero.store.wire.tensor_streams import (
 )
 
 QUICK_S = 30.0  # deadline of calls that neither move tensors nor wait for anyone
+_LATE_S = 1.0  # after a call's deadline: grpc tells of it at once, unless the whole process is stopped
 
 
 class BrokenLinkError(TransferError):
@@ -45,7 +49,8 @@ class NoStreamError(BrokenLinkError):
 
 
 class NoAnswerError(StallError):
-    """A call's deadline passed without an answer."""
+    """A call's deadline passed without an answer. Not while this process was stopped, which says nothing of the owner:
+    then the call is one that did not get through."""
 
 
 class Upload(Iterator[bytes]):
@@ -92,6 +97,7 @@ class Channel:
         self._given_up = False
         self.met = False  # the owner has answered, or it may get a successor
         self._tensors = TensorStreams(address, self._expect)
+        self._deadlines = WeakKeyDictionary[Any, float]()  # of calls, which are their own errors: monotonic seconds
         self.notices: Any = self.stream("Notices", pb.NoticesRequest(rank=rank), None)
 
     def start(self, method: str, request: Any, timeout_s: float, beside: OpenStream | None = None) -> Any:
@@ -110,6 +116,8 @@ class Channel:
             begun = call(request, timeout=timeout_s, metadata=(*self._metadata, *numbered))
         except (grpc.RpcError, ValueError) as error:  # ValueError: the channel is closed
             raise self.error(error) from error
+        if timeout_s is not None:
+            self._deadlines[begun] = time.monotonic() + timeout_s
         if beside is not None:
             beside.end_with(begun)
         return begun
@@ -174,6 +182,8 @@ class Channel:
             broken.__cause__ = error
             return broken
         if gave_no_answer(error):
+            if time.monotonic() > self._deadlines.get(error, math.inf) + _LATE_S:
+                return BrokenLinkError(f"{self.peer}: this process stood still while it waited for an answer")
             return NoAnswerError(str(from_status(error, self.peer)))
         return from_status(error, self.peer)
 
