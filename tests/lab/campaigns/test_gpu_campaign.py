@@ -16,17 +16,18 @@ from lab.gpu import gpu_campaign as campaign
 pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parents[3]
+PARTS = ("overlap", "step-tiny-128", "hybrid")
 
 
 @pytest.mark.timeout(600)
-def test_the_simulated_campaign_ends_well_in_every_part(tmp_path: Path) -> None:
-    command = [str(ROOT / "scripts" / "gpu"), "--simulate", "--results", str(tmp_path)]
+def test_simulated_parts_of_the_campaign_end_well(tmp_path: Path) -> None:
+    """Those with figures to look at; `scripts/soak gpu` walks all of them."""
+    command = [str(ROOT / "scripts" / "gpu"), "--simulate", "--results", str(tmp_path), "--parts", *PARTS]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("gpu-*.json")}
-    ended = {name: result["end"] for name, result in found.items() if result["part"] != "memcheck"}
-    assert set(ended.values()) == {"done"}, done.stdout + done.stderr
+    ended = {result["part"]: result["end"] for result in found.values()}
+    assert ended == dict.fromkeys(PARTS, "done"), done.stdout + done.stderr
     assert done.returncode == 0
-    assert len(ended) == 7
     assert found["gpu-hybrid"]["figures"]["equal_bits"]
     assert found["gpu-overlap"]["figures"]["late"] + found["gpu-overlap"]["figures"]["in_time"] > 0
     _check_step(found["gpu-step-tiny-128"]["figures"])
