@@ -334,10 +334,12 @@ class Engine:
             return
         self.step_state.refuse_backward()
         self._note("push", unit.name)
-        if self.config.offload_grads:
-            self.step_state.push(unit.layout, grads, wait=not self.config.overlap_computation)
-        else:
+        if not self.config.offload_grads:
             self._sums.add(unit, grads)
+        else:
+            if self.config.gradient_accumulation_steps == 1:  # zeros of their own would be a second push
+                self._add_zeros(unit, grads)
+            self.step_state.push(unit.layout, grads, wait=not self.config.overlap_computation)
         self.cache.prefetch()
 
     def _push_rest(self) -> None:
@@ -349,12 +351,16 @@ class Engine:
             if not self.config.offload_grads and (index in self._sums or any(grad is not None for grad in grads)):
                 self._sums.add(unit, grads)
                 grads = self._sums.take(unit)
-            for slot in self.step_state.zeroed(index):
-                if grads[slot] is None:
-                    shape = unit.layout.slots[slot].shape
-                    grads[slot] = torch.zeros(shape, dtype=unit.layout.dtype, device=self.device)
+            self._add_zeros(unit, grads)
             if any(grad is not None for grad in grads):
                 self.step_state.push(unit.layout, grads, wait=False)
+
+    def _add_zeros(self, unit: ParamUnit, grads: list[torch.Tensor | None]) -> None:
+        """Give the slots that zero_grad(set_to_none=False) made zero, and that have no gradient since, a zero one."""
+        for slot in self.step_state.zeroed(unit.index):
+            if grads[slot] is None:
+                shape = unit.layout.slots[slot].shape
+                grads[slot] = torch.zeros(shape, dtype=unit.layout.dtype, device=self.device)
 
     # ---- steps
 
