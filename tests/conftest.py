@@ -32,8 +32,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of products are in the first tier with each value once."""
+    """Tests of products are in the first tier with each value once. Those that share a Ray come last: one that nobody
+    uses takes a twentieth of a core."""
     mark_thorough(items)
+    items.sort(key=lambda item: isinstance(item, pytest.Function) and "local_ray" in item.fixturenames)
 
 
 def pytest_collection_finish() -> None:

@@ -16,14 +16,6 @@ from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 
 from .compared_run import Undisturbed, train_undisturbed
 from .processes import end_scripts, left_in_shared_memory, shared_memory
-from .ray_cluster import Cluster, two_nodes
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """Two nodes that others have started."""
-    with two_nodes() as made:
-        yield made
 
 
 @pytest.fixture(scope="session")
