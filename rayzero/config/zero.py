@@ -26,7 +26,6 @@ Kernel = Literal["auto", "native", "torch", "reference"]
 Moments = Literal["fp32", "bf16", "int8"]
 CheckpointMoments = Literal["fp32", "kept"]
 WireCompression = Literal["none", "bf16", "int8"]
-Broadcast = Literal["pull", "push"]
 HostFetch = Literal["auto", "always", "never"]
 HostPush = Literal["auto", "always", "never"]
 HostVoice = Literal["auto", "always", "never"]
@@ -215,17 +214,11 @@ class ZeroConfig(ZeroSetters):
     bf16 and fp16 gradients. Of each block of 256 neighbours, the absolute error is at most the largest magnitude / 254,
     and a block with inf or nan arrives as nan."""
 
-    broadcast: Broadcast = "pull"
-    """When weights travel between hosts (gRPC). "pull": a rank asks once the whole unit is published. "push": it asks
-    as soon as it has memory for the unit, and owners send each shard when they publish it, without another round
-    trip."""
-
     host_fetch: HostFetch = "auto"
     """Whether parameters from owners on other hosts come once for a host: one of its ranks fetches each shard, into
     memory in slab_dir that all of them read, as large as those parameters. "auto": where two or more ranks share the
-    host, slab_dir has room, and broadcast is "pull"; otherwise each fetches for itself. "always": also for a rank that
-    is alone on its host, which then fetches a version once and not for every use; an error if there is no room.
-    "never": each for itself."""
+    host and slab_dir has room; otherwise each fetches for itself. "always": also for a rank that is alone on its host,
+    which then fetches a version once and not for every use; an error if there is no room. "never": each for itself."""
 
     host_push: HostPush = "auto"
     """Whether gradients for owners on other hosts leave a host as one sum of its ranks, in fp32: of the first ranks of
@@ -266,11 +259,6 @@ class ZeroConfig(ZeroSetters):
                     f"{name}='always' needs memory that a host's ranks share, but transport is {self.transport!r}; "
                     f"set transport='auto' or {name}='never'"
                 )
-        if self.host_fetch == "always" and self.broadcast == "push":
-            raise ValueError(
-                "host_fetch='always' cannot be used with broadcast='push', where each rank asks before there is "
-                "anything to fetch; set broadcast='pull' or host_fetch='never'"
-            )
         if self.host_push == "always" and self.wire_compression != "none":
             raise ValueError(
                 f"host_push='always' cannot be used with wire_compression={self.wire_compression!r}, which rounds each "
@@ -286,7 +274,7 @@ class ZeroConfig(ZeroSetters):
 
     def fetches_for_host(self, ranks: int) -> HostFetch:
         """``host_fetch`` of a host with that many ranks: "never" where "auto" comes to that."""
-        if self.host_fetch == "auto" and (ranks < 2 or self.broadcast == "push" or self.shared_directory is None):
+        if self.host_fetch == "auto" and (ranks < 2 or self.shared_directory is None):
             return "never"
         return self.host_fetch
 

@@ -77,7 +77,6 @@ class ServedReach:
                 chunk_bytes=self.config.chunk_bytes,
                 stream_bytes=self.config.stream_bytes,
                 wire_compression=self.config.wire_compression,
-                broadcast=self.config.broadcast,
                 share=self._host_of(rank),
                 host_fetch=self.config.fetches_for_host(len(self._ranks_with(rank))) if self.share else "never",
                 host_push=self.config.pushes_for_host if self.share else "never",

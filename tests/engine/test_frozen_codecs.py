@@ -114,7 +114,7 @@ def test_bits_do_not_depend_on_the_store_or_the_number_of_owners(method: str) ->
     ways: list[tuple[Transport, int]] = [("inproc", 1), ("inproc", 3), ("shm", 2), ("grpc", 2)]
     found = []
     for transport, owners in ways:
-        config = ZeroConfig(precision="bf16", cpu_compression=method, shard_bytes=SHARD, broadcast="push")
+        config = ZeroConfig(precision="bf16", cpu_compression=method, shard_bytes=SHARD)
         found += run_ranks(lambda context: states_of(context, base), 2, owners, transport, config=config)
     assert all(same_bits(one, found[0]) for one in found[1:])
 

@@ -227,7 +227,6 @@ def of_rank(context: RankContext, base: nn.Module) -> tuple[list[float], dict[st
         ("inproc", 3, {}),
         ("shm", 2, {}),
         ("grpc", 2, {}),
-        ("shm", 2, {"broadcast": "push"}),
         ("inproc", 2, {"offload_fraction": 0.5}),
     ],
 )

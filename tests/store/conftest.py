@@ -30,7 +30,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The bytes of the other five stores go in the ways of ``FIRST_TIER``'s, so over each of them a test has one of its
+    """The bytes of the other four stores go in the ways of ``FIRST_TIER``'s, so over each of them a test has one of its
     cases in turn: each case over four stores at least, each test over all."""
     cases: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:

@@ -42,7 +42,7 @@ from store.toy import make_spec as toy_spec
 
 FAULTS = ("cut", "reset", "refuse", "black_hole")
 LINKS = ("rank-owner", "rank-lead", "lead-owner", "all")
-WAYS = ("pull", "push", "streams", *(["mixed"] if why_no_sharing() is None else []))  # mixed: owner 0 shares memory
+WAYS = ("messages", "streams", *(["mixed"] if why_no_sharing() is None else []))  # mixed: owner 0 shares memory
 STEPS, RANKS, OWNERS = 4, 2, 3
 
 
@@ -104,11 +104,11 @@ def tensor_address(server: OwnerServer) -> str:
 
 
 @contextmanager
-def ranks_of(made: Net, spec: ModelSpec, way: str = "pull", **options: Any) -> Iterator[list[Rank]]:
+def ranks_of(made: Net, spec: ModelSpec, way: str = "messages", **options: Any) -> Iterator[list[Rank]]:
     """Ranks that have attached through the proxies."""
     addresses = [proxy.address for proxy in made.for_ranks]
     terms = {"token": TOKEN, "chunk_bytes": 1000, "stall_timeout": 60.0, "recorder": made.recorder}
-    terms |= {"mixed": {"share": SHARED_MEMORY}, "streams": {"stream_bytes": 1}}.get(way, {"broadcast": way})
+    terms |= {"messages": {}, "mixed": {"share": SHARED_MEMORY}, "streams": {"stream_bytes": 1}}[way]
     with ExitStack() as stack:
         stores = [RankStore(RemoteConnection(rank, addresses, **terms | options)) for rank in range(RANKS)]
         for store in stores:

@@ -72,7 +72,6 @@ def over_grpc(
     *,
     stall_timeout: float = 60.0,
     owner_threads: int = 1,
-    broadcast: str = "pull",
     chunk_bytes: int = 1000,
     stream_bytes: int = 1 << 40,
     shares: Callable[[int], bool] = lambda owner: False,
@@ -108,7 +107,6 @@ def over_grpc(
                     stall_timeout=stall_timeout,
                     chunk_bytes=chunk_bytes,
                     stream_bytes=stream_bytes,
-                    broadcast=broadcast,
                     share=somewhere,
                     host_fetch=host_fetch,
                     host_push=host_push,
@@ -125,7 +123,6 @@ def over_grpc(
 STORES: dict[str, StoreFactory] = {
     "inprocess": inprocess,
     "grpc": over_grpc,
-    "grpc-push": partial(over_grpc, broadcast="push"),
     "grpc-streams": partial(over_grpc, stream_bytes=1),
 }
 if why_no_sharing() is None:

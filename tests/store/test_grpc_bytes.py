@@ -1,4 +1,4 @@
-"""How bytes travel between hosts: small units together, gradients compressed, weights as they are published."""
+"""How bytes travel between hosts: small units together, gradients compressed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rayzero.telemetry.recorder import MemoryRecorder
 from store.http2 import UnendedCalls
 from store.stores import TOKEN
 from store.test_grpc import connected, serving
-from store.toy import WAIT, Grads, equal, flatten, make_spec, masters, random_grads, start, take_step
+from store.toy import WAIT, Grads, equal, make_spec, masters, random_grads, start, take_step
 
 BF16 = torch.bfloat16
 
@@ -189,7 +189,7 @@ def test_an_owner_refuses_a_wire_format_that_does_not_fit_the_unit() -> None:
 
 
 def test_select_passes_the_settings_on() -> None:
-    config = ZeroConfig(wire_compression="bf16", broadcast="push", chunk_bytes=1 << 16)
+    config = ZeroConfig(wire_compression="bf16", chunk_bytes=1 << 16)
     with serving() as servers:
         recorder = MemoryRecorder()
         store = connect_store(0, OwnerTable([servers[0].address]), token=TOKEN, config=config, recorder=recorder)
@@ -200,59 +200,19 @@ def test_select_passes_the_settings_on() -> None:
         store.close()
 
 
-# ---- broadcast="push"
+# ---- small units travel together
 
 
-def test_a_fetch_is_with_the_owner_before_its_version_is_published() -> None:
-    spec, onlooker = make_spec(1), Onlooker()
-    with serving(interceptors=[onlooker]) as servers, connected(servers, broadcast="push") as stores:
-        (rank,) = start(stores, spec)
-        rank.push(random_grads(spec, 1))
-        asked = [rank.fetch_unit(unit, 1) for unit in (0, 1, 2) for _ in range(5)]  # far more than threads
-        assert onlooker.came.wait(WAIT)
-        rank.fetch(0)  # nothing that waits holds a thread
-        assert not any(future.done() for future, _ in asked)
-        rank.finish().result(WAIT)
-        for future, _ in asked:
-            future.result(WAIT)
-        found = rank.fetch(1)
-        for index, (_, out) in enumerate(asked):
-            layout = spec.layout.units[index // 5]
-            assert torch.equal(out[: layout.slots[0].stop], flatten(layout, found, out.dtype)[: layout.slots[0].stop])
-
-
-def test_a_cancelled_early_fetch_ends_its_stream() -> None:
-    spec, onlooker = make_spec(1), Onlooker()
-    with serving(interceptors=[onlooker]) as servers, connected(servers, broadcast="push") as stores:
-        (rank,) = start(stores, spec)
-        waiting, out = rank.fetch_unit(1, 1)
-        assert onlooker.came.wait(WAIT)
-        assert not onlooker.ended.is_set()
-        assert waiting.cancel()
-        assert onlooker.ended.wait(WAIT)
-        take_step([rank], [random_grads(spec, 1)])
-        rank.fetch(1)
-        assert torch.isnan(out).all()
-
-
-def test_an_early_fetch_that_stalls_between_shards_says_so() -> None:
+def test_a_fetch_that_stalls_between_shards_says_so_and_ends_its_call() -> None:
     spec, onlooker = make_spec(1), Onlooker("Fetch", after_first_message=True)
-    with (
-        serving(interceptors=[onlooker]) as servers,
-        connected(servers, broadcast="push", chunk_bytes=1 << 20, stall_timeout=0.3) as stores,
-    ):
+    options = {"chunk_bytes": 1 << 20, "stall_timeout": 0.3}
+    with serving(interceptors=[onlooker]) as servers, connected(servers, **options) as stores:
         (rank,) = start(stores, spec)
-        waiting, _ = rank.fetch_unit(1, 1)
-        rank.push(random_grads(spec, 1))
-        rank.finish().result(WAIT)
-        with pytest.raises(
-            StallError, match=r"rank 0 waits \S+ s for layers.0 v1 from optimizer 0: 1/\d shards are here"
-        ):
+        waiting, _ = rank.fetch_unit(1)
+        says = r"rank 0 waits \S+ s for layers.0 v0 from optimizer 0: 1/\d shards are here"
+        with pytest.raises(StallError, match=says):
             waiting.result(WAIT)
         assert onlooker.ended.wait(WAIT)
-
-
-# ---- small units travel together
 
 
 def test_fetches_that_wait_for_a_thread_go_in_one_stream() -> None:

@@ -102,7 +102,7 @@ _NEVER += ("DescribeEpoch", "GiveShards", "Speak", "Mute")  # tests/store/test_n
 def test_a_call_whose_answer_is_lost_is_repeated_and_counts_once(method: str, tmp_path: Path) -> None:
     if method == "Share" and not SHARES:
         pytest.skip("no shared memory here")
-    way = {"Share": "mixed", "OpenTensorStream": "streams"}.get(method, "pull")
+    way = {"Share": "mixed", "OpenTensorStream": "streams"}.get(method, "messages")
     expected, _ = undisturbed(way)
     loses, spec = LosesAnswers(method, 3), make_spec()
     with net(spec, [0] if way == "mixed" else [], interceptors=[loses]) as made:

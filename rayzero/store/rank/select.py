@@ -61,7 +61,6 @@ def connect_store(
             chunk_bytes=config.chunk_bytes,
             stream_bytes=config.stream_bytes,
             wire_compression=config.wire_compression,
-            broadcast=config.broadcast,
             share=share if reason is None else None,
             share_with_all=config.transport == "shm",
             host_fetch=config.fetches_for_host(len(ranks_here)) if reason is None else "never",

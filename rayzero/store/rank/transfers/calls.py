@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
 
 from rayzero.errors import TransferError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -79,18 +78,18 @@ def _upload_beside(move: Move, method: str, parts: Iterator[Sending]) -> None:
 
 
 @contextmanager
-def download(move: Move, request: pb.FetchRequest, begun: Any = None) -> Iterator[Take]:
-    """A context in which a Fetch's bytes can be taken; blocks. ``begun``: the call, if it has begun. Raises as
-    ``Channel.messages`` and ``Channel.beside`` do, and TransferError if there are more bytes than were taken."""
-    way = _beside(move, request) if move.beside else _in_messages(move, request, begun)
+def download(move: Move, request: pb.FetchRequest) -> Iterator[Take]:
+    """A context in which a Fetch's bytes can be taken; blocks. Raises as ``Channel.messages`` and ``Channel.beside``
+    do, and TransferError if there are more bytes than were taken."""
+    way = _beside(move, request) if move.beside else _in_messages(move, request)
     with way as take:
         yield take
 
 
 @contextmanager
-def _in_messages(move: Move, request: pb.FetchRequest, begun: Any) -> Iterator[Take]:
+def _in_messages(move: Move, request: pb.FetchRequest) -> Iterator[Take]:
     channel = move.channel
-    call = channel.stream("Fetch", request, move.deadline_s) if begun is None else begun
+    call = channel.stream("Fetch", request, move.deadline_s)
     move.moving.add_done_callback(lambda _: call.cancel())
     messages = channel.messages(call)
 

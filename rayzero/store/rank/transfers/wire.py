@@ -1,9 +1,6 @@
 """Moves bytes between a rank and one owner over gRPC: what they wait for, what travels together, what is sent again.
 
-- A fetch waits for publish notices and holds neither a thread nor a call. With ``broadcast="push"`` it is sent at once,
-  and the owner sends each shard as it is published: the bytes come without another round trip, into memory that the
-  fetch has reserved. It takes a thread at its first shard's notice, so at most one unit of an owner holds one while it
-  waits.
+- A fetch waits for publish notices and holds neither a thread nor a call.
 - A push waits for the rank's earlier pushes of the unit, and holds neither a thread nor a call.
 - When the link breaks, a stream is repeated whole once it is open again: owners drop what they already have.
 """
@@ -16,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -66,7 +63,6 @@ class WireOptions:
     chunk_bytes: int = 1 << 20  # of payload in a message, or under a checksum
     stream_bytes: int = STREAM_BYTES  # from which on a transfer's bytes have a connection of their own
     wire_compression: str = "none"  # "none" | "bf16" | "int8"
-    broadcast: str = "pull"  # "pull" | "push"
 
     def __post_init__(self) -> None:
         if not 0 < self.chunk_bytes <= MAX_CHUNK_BYTES:
@@ -142,7 +138,6 @@ class WireTransfers:
         self._stages: Batches[Sending] = Batches(
             pushes, partial(self._run, partial(self._upload, "Stage")), at_once=streams
         )
-        self._fetch_pool = fetches
         self._staged: Sending | None = None  # the values of the last write, until it is made
 
     # ---- verbs
@@ -288,9 +283,6 @@ class WireTransfers:
             place=lambda shard: out[shard.start : shard.stop],
             kept=kept,
         )
-        if self._options.broadcast == "push" and self._board.content(_indices(shards), version) is None:
-            self._fetch_early(part)
-            return
         published = self.published(awaited, shards, version)
         self._when(published, part, lambda: self._fetches.add(part))
 
@@ -344,21 +336,6 @@ class WireTransfers:
                 part.gather.end(StoreClosedError(f"rank {self._link.rank} used its store after close()"))
 
         ready.add_done_callback(begin)
-
-    def _fetch_early(self, part: Download) -> None:
-        """Request now what will be published later. When the fetch fails or is cancelled, the call ends."""
-        channel = self._link.channel()
-        published = self.published(part.awaited, part.shards[:1], part.version)
-        try:
-            if channel is None:
-                raise BrokenLinkError(f"{self._link.name}: its link is down")
-            call = channel.stream("Fetch", self._request([part]), None)
-        except BrokenLinkError:  # it is sent when its version is there
-            self._when(published, part, lambda: self._fetches.add(part))
-            return
-        part.gather.future.add_done_callback(lambda _: call.cancel())
-        move = partial(self._run, partial(self._receive_early, channel, call), [part])
-        self._when(published, part, lambda: self._fetch_pool.submit(move))
 
     def _name(self, awaited: str) -> str:
         return f"{awaited} from optimizer {self._link.owner}"
@@ -414,20 +391,6 @@ class WireTransfers:
 
     def _download(self, parts: list[Download]) -> None:
         """Fetch published shards; each part ends when its bytes are there."""
-        self._receive(parts, lambda channel: None)
-
-    def _receive_early(self, channel: Channel, call: Any, parts: list[Download]) -> None:
-        """Receive a fetch that was sent early over ``channel``; its later shards may not be published yet."""
-        calls = [call]
-
-        def begun(present: Channel) -> Any:
-            call = calls.pop() if calls else None
-            return call if present is channel else None
-
-        self._receive(parts, begun)
-
-    def _receive(self, parts: list[Download], begun: Callable[[Channel], Any]) -> None:
-        """Read a Fetch's bytes into its parts. ``begun``: the call, if it has begun over that channel: in messages."""
 
         def describe(timeout_s: float) -> Future[str]:
             part = next((part for part in parts if not part.ended), parts[-1])
@@ -436,13 +399,11 @@ class WireTransfers:
             return then(said, lambda text: f"{filled}/{count} shards are here, {text}")
 
         def stream(channel: Channel, moving: Future[None], progress: _Progress) -> None:
-            left, call = [part for part in parts if not part.ended], begun(channel)
+            left = [part for part in parts if not part.ended]
             if not left:  # all bytes were here when the link broke
                 return
             move = self._move(channel, sum(part.size for part in left), 0.0, moving, progress.moved)
-            if call is not None:
-                move = replace(move, beside=False)
-            with download(move, self._request(left), call) as take:
+            with download(move, self._request(left)) as take:
                 for part in left:
                     part.fill(take)
                     numel = sum(shard.numel for shard in part.shards)
