@@ -238,7 +238,7 @@ class FakeRank:
             for index in self._shards:
                 unit = self._spec.layout.units[index]  # a shard is a whole unit here
                 header = encode_header(pb.LoadRequest.Header(unit=index, shards=[index]))
-                yield from encode_shard(index, torch.ones(unit.numel), 1 << 20, header)
+                yield from encode_shard(index, torch.ones(unit.numel), header)
 
         await self._calls["Load"](_counted(self, messages()), timeout=60.0, metadata=self._metadata)
 
@@ -251,7 +251,7 @@ class FakeRank:
     async def fetch(self, version: int) -> None:
         """Fetch all units in one call, as small ones are."""
         shards = [shard.index for shard in self._spec.layout.shards]
-        request = pb.FetchRequest(rank=self.rank, shards=shards, version=version, kind=COMPUTE, chunk_bytes=1 << 20)
+        request = pb.FetchRequest(rank=self.rank, shards=shards, version=version, kind=COMPUTE)
         self.sent += request.ByteSize()
         async for message in self._calls["Fetch"](request, timeout=600.0, metadata=self._metadata):
             self.received += len(message)
@@ -266,7 +266,7 @@ class FakeRank:
                 step=step, attempt=0, rank=self.rank, unit=unit.index, seq=0, presence=pack_presence([True] * SLOTS)
             )
             header = pb.PushRequest.Header(contribution=translate.contribution_to_pb(contribution), shards=[unit.index])
-            yield from encode_shard(unit.index, _gradient(unit, self.rank), 1 << 20, encode_header(header))
+            yield from encode_shard(unit.index, _gradient(unit, self.rank), encode_header(header))
 
     def finish(self, step: int, pushes: int) -> Any:
         """Finish with ``pushes`` of each unit; answered with the norm."""

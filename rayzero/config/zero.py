@@ -197,9 +197,6 @@ class ZeroConfig(ZeroSetters):
     take. Once they are used up, the update of the next shard waits until the file has it: with slow storage, more
     copies mean shorter waits."""
 
-    chunk_bytes: Size = MIB
-    """Bytes of a tensor that travel under one checksum; of one gRPC message, where they are in one."""
-
     stream_bytes: Size = MIB // 4
     """Bytes from which on a transfer between hosts has a TCP connection of its own, beside the gRPC call that asks for
     it. These connections go to ports that the optimizers choose, and use TLS as gRPC does. A smaller transfer is in the

@@ -74,7 +74,6 @@ class ServedReach:
                 token=self.token,
                 tls=self.tls,
                 stall_timeout=self.stall_timeout,
-                chunk_bytes=self.config.chunk_bytes,
                 stream_bytes=self.config.stream_bytes,
                 wire_compression=self.config.wire_compression,
                 share=self._host_of(rank),

@@ -35,7 +35,6 @@ LIMIT_S = 100.0  # of one run of a case; what is not over by then hangs
 PROCESSES_LIMIT_S = 200.0  # where ranks are processes, which import torch first
 STALL_S = 30.0  # a rank's wait for a peer that makes no progress ends by itself after this
 OWNERS = 2
-CHUNK_BYTES = 16_000  # of a message: a unit of Net takes several
 HERE = str(Path(__file__).parent)
 
 
@@ -106,8 +105,7 @@ def _outcomes(case: Case, setting: Setting) -> list[Outcome]:
     def loop(context: RankContext) -> Outcome:
         return train_rank(case, setting, models[context.rank], context)
 
-    wire = {} if setting.store == "inprocess" else {"chunk_bytes": CHUNK_BYTES}
-    with STORES[setting.store](setting.ranks, OWNERS, stall_timeout=STALL_S, **wire) as stores:
+    with STORES[setting.store](setting.ranks, OWNERS, stall_timeout=STALL_S) as stores:
 
         def connect(rank: int, _: Recorder, model: int) -> ParameterStore:
             return stores.connect(rank, model)

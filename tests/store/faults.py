@@ -107,7 +107,7 @@ def tensor_address(server: OwnerServer) -> str:
 def ranks_of(made: Net, spec: ModelSpec, way: str = "messages", **options: Any) -> Iterator[list[Rank]]:
     """Ranks that have attached through the proxies."""
     addresses = [proxy.address for proxy in made.for_ranks]
-    terms = {"token": TOKEN, "chunk_bytes": 1000, "stall_timeout": 60.0, "recorder": made.recorder}
+    terms = {"token": TOKEN, "stall_timeout": 60.0, "recorder": made.recorder}
     terms |= {"messages": {}, "mixed": {"share": SHARED_MEMORY}, "streams": {"stream_bytes": 1}}[way]
     with ExitStack() as stack:
         stores = [RankStore(RemoteConnection(rank, addresses, **terms | options)) for rank in range(RANKS)]

@@ -72,7 +72,6 @@ def over_grpc(
     *,
     stall_timeout: float = 60.0,
     owner_threads: int = 1,
-    chunk_bytes: int = 1000,
     stream_bytes: int = 1 << 40,
     shares: Callable[[int], bool] = lambda owner: False,
     host_fetch: HostFetch = "never",
@@ -80,10 +79,10 @@ def over_grpc(
     host_voice: HostVoice = "never",
 ) -> Iterator[Stores]:
     """The same over gRPC on loopback: every owner has a server, every rank its own channels. ``shares(owner)``: it
-    shares memory with the ranks, as owners of their host do; the others are as on other hosts. ``chunk_bytes``: of a
-    message, small enough that a shard takes several. ``stream_bytes``: from which on bytes travel beside the messages.
-    ``host_fetch``: whether ranks fetch from the others once for their host. ``host_push``: whether the others get one
-    sum of all ranks. ``host_voice``: whether one rank asks the lead for all of them."""
+    shares memory with the ranks, as owners of their host do; the others are as on other hosts. ``stream_bytes``: from
+    which on bytes travel beside the messages. ``host_fetch``: whether ranks fetch from the others once for their host.
+    ``host_push``: whether the others get one sum of all ranks. ``host_voice``: whether one rank asks the lead for
+    all."""
     alone = host_fetch == host_push == host_voice == "never" and not any(shares(owner) for owner in range(num_owners))
     somewhere = None if alone else SHARED_MEMORY
     token = f"{TOKEN} {secrets.token_hex()}"  # by which ranks of a host find each other
@@ -105,7 +104,6 @@ def over_grpc(
                     addresses,
                     token=token,
                     stall_timeout=stall_timeout,
-                    chunk_bytes=chunk_bytes,
                     stream_bytes=stream_bytes,
                     share=somewhere,
                     host_fetch=host_fetch,

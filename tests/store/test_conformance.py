@@ -53,7 +53,9 @@ from store.toy import (
     PlainAdamW,
     Rank,
     equal,
+    flatten,
     initial_values,
+    make_large_spec,
     make_spec,
     masters,
     random_grads,
@@ -89,6 +91,22 @@ def test_a_step_reads_version_n_and_publishes_n_plus_1(make_stores: StoreFactory
         assert norm.step == 0
         assert not equal(rank.fetch(1), initial_values(spec))
         assert equal(rank.fetch(1), masters(rank, 1))
+
+
+def test_a_shard_of_several_chunks_arrives_whole(make_stores: StoreFactory) -> None:
+    """Loaded, fetched, pushed, and written."""
+    spec = make_large_spec()
+    grads, plain = random_grads(spec, 1), PlainAdamW(spec, fused=True)
+    plain.step([grads])
+    with make_stores(1, 2) as stores:
+        (rank,) = start(stores, spec)
+        assert equal(rank.fetch(0), initial_values(spec))
+        take_step([rank], [grads])
+        assert equal(masters(rank), plain.values)
+        large = spec.layout.units[-1]
+        halves = flatten(large, plain.values, torch.float32) * 0.5
+        rank.store.write(large.index, rank.step, COMPUTE, halves).result(WAIT)
+        assert equal(rank.fetch(), plain.values | {"large.w": plain.values["large.w"] * 0.5})
 
 
 def test_frozen_units_are_published_and_never_updated(make_stores: StoreFactory) -> None:

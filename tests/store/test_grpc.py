@@ -94,9 +94,7 @@ def connected(servers: Sequence[OwnerServer], world_size: int = 1, **options: An
     with ExitStack() as stack:
         stores = []
         for rank in range(world_size):
-            store = RankStore(
-                RemoteConnection(rank, [s.address for s in servers], **{"token": TOKEN, "chunk_bytes": 1000} | options)
-            )
+            store = RankStore(RemoteConnection(rank, [s.address for s in servers], **{"token": TOKEN} | options))
             stack.callback(store.close)
             stores.append(store)
         yield stores
@@ -354,12 +352,6 @@ def test_a_wrong_dtype_is_refused() -> None:
         out = torch.zeros(spec.layout.units[0].numel, dtype=BF16)
         with pytest.raises(StoreError, match="fetch of 'emb' takes float32, got bfloat16"):
             stores[0].fetch(0, 0, COMPUTE, out).result(WAIT)
-
-
-@pytest.mark.parametrize("chunk_bytes", [0, (32 << 20) + 1])
-def test_chunk_sizes_are_bounded(chunk_bytes: int) -> None:
-    with pytest.raises(ConfigError, match=r"chunk_bytes must be in 1\.\.33,554,432"):
-        RankStore(RemoteConnection(0, ["127.0.0.1:1"], token=TOKEN, chunk_bytes=chunk_bytes))
 
 
 # ---- waits

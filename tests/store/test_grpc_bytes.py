@@ -189,7 +189,7 @@ def test_an_owner_refuses_a_wire_format_that_does_not_fit_the_unit() -> None:
 
 
 def test_select_passes_the_settings_on() -> None:
-    config = ZeroConfig(wire_compression="bf16", chunk_bytes=1 << 16)
+    config = ZeroConfig(wire_compression="bf16")
     with serving() as servers:
         recorder = MemoryRecorder()
         store = connect_store(0, OwnerTable([servers[0].address]), token=TOKEN, config=config, recorder=recorder)
@@ -205,8 +205,7 @@ def test_select_passes_the_settings_on() -> None:
 
 def test_a_fetch_that_stalls_between_shards_says_so_and_ends_its_call() -> None:
     spec, onlooker = make_spec(1), Onlooker("Fetch", after_first_message=True)
-    options = {"chunk_bytes": 1 << 20, "stall_timeout": 0.3}
-    with serving(interceptors=[onlooker]) as servers, connected(servers, **options) as stores:
+    with serving(interceptors=[onlooker]) as servers, connected(servers, stall_timeout=0.3) as stores:
         (rank,) = start(stores, spec)
         waiting, _ = rank.fetch_unit(1)
         says = r"rank 0 waits \S+ s for layers.0 v0 from optimizer 0: 1/\d shards are here"

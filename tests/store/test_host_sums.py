@@ -63,7 +63,7 @@ class Place:
 
     def store(self, rank: int, life: int = 0) -> RankStore:
         recorder = self.recorders[rank] = MemoryRecorder()
-        options = {"host_push": "auto", "chunk_bytes": 1000, "stall_timeout": WAIT} | self._options
+        options = {"host_push": "auto", "stall_timeout": WAIT} | self._options
         connection = RemoteConnection(
             rank,
             self.addresses,
@@ -360,9 +360,9 @@ def flipping(monkeypatch: pytest.MonkeyPatch, sums: set[int]) -> list[int]:
     struck: list[int] = []
     encoded, count = Sending.messages, itertools.count()
 
-    def messages(part: Sending, chunk_bytes: int) -> Iterator[bytes]:
+    def messages(part: Sending) -> Iterator[bytes]:
         number = next(count)
-        for message in encoded(part, chunk_bytes):
+        for message in encoded(part):
             if number in sums and number not in struck and len(message) > 500:
                 struck.append(number)
                 message = bytes(message[:300]) + bytes([message[300] ^ 4]) + bytes(message[301:])

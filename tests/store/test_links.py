@@ -29,12 +29,14 @@ from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.store.wire.payload import CHUNK_BYTES
 from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, LinkNumber, break_of, link_of, methods
-from rayzero.telemetry.names import LINK_DOWN_SECONDS, LINK_RECONNECTS
+from rayzero.store.wire.tensor_stream import NEVER_BESIDE
+from rayzero.telemetry.names import LINK_DOWN_SECONDS, LINK_RECONNECTS, TRANSFER_RETRIES
 from store.faults import FAULTS, LINKS, difference, make_spec, net, outcome, ranks_of, run, undisturbed
 from store.proxy import Proxy, all_of
 from store.stores import TOKEN
-from store.toy import WAIT, random_grads, start, take_step
+from store.toy import WAIT, equal, make_large_spec, masters, random_grads, start, take_step
 from store.toy import make_spec as toy_spec
 
 SHARES = why_no_sharing() is None
@@ -226,17 +228,30 @@ def test_a_link_that_stays_down_ends_waits_that_stall_and_is_named(lead: bool) -
 
 @pytest.mark.thorough
 def test_a_link_that_breaks_again_and_again_hides_no_stall() -> None:
-    """It comes back each time, but no push gets through."""
-    spec = toy_spec(2)
-    with net(spec) as made, ranks_of(made, spec, stall_timeout=3.0, chunk_bytes=100) as ranks:
+    """It comes back each time, but of three chunks only the first gets through."""
+    spec = make_large_spec(2)
+    with net(spec) as made, ranks_of(made, spec, stall_timeout=3.0) as ranks:
         ranks[0].fetch()
-        for proxy in made.for_ranks:
-            for cut in range(1, 1000):
-                proxy.at(proxy.passed + 2000 * cut, proxy.cut)
-        pushes = [ranks[0].push_unit(unit.index, random_grads(spec, 1)) for unit in spec.layout.units]
-        errors = [push.exception(WAIT) for push in pushes]
-        assert any(isinstance(error, StallError) for error in errors), errors
+        for proxy in made.for_tensors:
+            proxy.cut_after(*[3 * CHUNK_BYTES // 2] * 10_000)
+        push = ranks[0].push_unit(spec.layout.units[-1].index, random_grads(spec, 1))
+        assert isinstance(push.exception(WAIT), StallError)
         assert made.recorder.total(LINK_RECONNECTS, peer="optimizer") > 2
+
+
+@pytest.mark.parametrize("way", ["messages", "streams"])
+def test_a_shard_whose_link_is_cut_between_its_chunks_comes_again_whole(way: str) -> None:
+    spec, stream_bytes = make_large_spec(2), {"messages": NEVER_BESIDE, "streams": 1}[way]
+    grads = [random_grads(spec, rank) for rank in range(2)]
+    found = []
+    for cuts in ((), (0.5, 1.5, 2.5)):
+        with net(spec) as made, ranks_of(made, spec, stream_bytes=stream_bytes) as ranks:
+            for proxy in {"messages": made.for_ranks, "streams": made.for_tensors}[way]:
+                proxy.cut_after(*(int(each * CHUNK_BYTES) for each in cuts))
+            take_step(ranks, grads)
+            found.append(ranks[1].fetch() | masters(ranks[0]))
+            assert (made.recorder.total(TRANSFER_RETRIES) > 2) == bool(cuts)
+    assert equal(*found)
 
 
 @pytest.mark.parametrize("which", ["rank-owner", "rank-lead", "lead-owner"])
@@ -391,8 +406,7 @@ def test_an_owner_that_dies_is_named_at_once(dead: int) -> None:
                 assert process.said() == "connected"
             addresses = [proxy.address for proxy in proxies]
             stores = [
-                RankStore(RemoteConnection(rank, addresses, token=TOKEN, stall_timeout=600.0, chunk_bytes=1000))
-                for rank in range(2)
+                RankStore(RemoteConnection(rank, addresses, token=TOKEN, stall_timeout=600.0)) for rank in range(2)
             ]
             ranks = start(stores, spec)
             take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
@@ -441,7 +455,7 @@ def test_the_lead_names_an_owner_that_dies_to_ranks_that_cannot_see_it(monkeypat
         for process in (zero, one):
             process.say(*addresses)
             assert process.said() == "connected"
-        store = RankStore(RemoteConnection(0, addresses, token=TOKEN, stall_timeout=600.0, chunk_bytes=1000))
+        store = RankStore(RemoteConnection(0, addresses, token=TOKEN, stall_timeout=600.0))
         (rank,) = start([store], spec)
         take_step([rank], [random_grads(spec, 1)])
         rank.fetch()

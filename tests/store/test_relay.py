@@ -59,7 +59,7 @@ class Place:
     def store(self, rank: int, life: int = 0) -> RankStore:
         recorder = MemoryRecorder()
         self.recorders.append(recorder)
-        options = {"host_fetch": "auto", "chunk_bytes": 1000, "stall_timeout": WAIT} | self._options
+        options = {"host_fetch": "auto", "stall_timeout": WAIT} | self._options
         connection = RemoteConnection(
             rank, self.addresses, token=self.token, share=self.directory, life=life, recorder=recorder, **options
         )

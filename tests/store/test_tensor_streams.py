@@ -33,7 +33,7 @@ from rayzero.store.owner.server import OwnerServer
 from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING, TensorPort
 from rayzero.store.rank.transfers import wire as wire_transfers
 from rayzero.store.wire import tensor_streams
-from rayzero.store.wire.payload import Assembly, encode_header
+from rayzero.store.wire.payload import CHUNK_BYTES, Assembly, encode_header
 from rayzero.store.wire.rpc import (
     STORE_SERVICE,
     life_metadata,
@@ -90,7 +90,7 @@ def wired(keys: StreamKeys | None = None) -> Iterator[tuple[TensorStream, socket
 def on_the_wire(content: bytes, chunk_bytes: int, keys: StreamKeys | None, shard: int = 3) -> bytes:
     """What is sent of a shard."""
     with wired(keys) as (sender, after, _, _):
-        sender.pass_all(Sent(sender, shard, memoryview(content), chunk_bytes))
+        sender.pass_all(Sent(sender, shard, memoryview(content), chunk_bytes=chunk_bytes))
         sender.close()
         return b"".join(iter(lambda: after.recv(1 << 16), b""))
 
@@ -122,6 +122,12 @@ def test_a_plain_chunk_is_a_head_and_its_bytes() -> None:
     wire = on_the_wire(b"abcde", 3, None, shard=7)
     heads = [struct.pack("<IIQQ", 7, 3, 0, checksum(b"abc")), struct.pack("<IIQQ", 7, 2, 3, checksum(b"de"))]
     assert wire == heads[0] + b"abc" + heads[1] + b"de"
+
+
+def test_a_chunk_that_is_larger_than_any_is_refused_at_its_head() -> None:
+    size = CHUNK_BYTES + 1
+    with pytest.raises(TransferError, match="a chunk of 1,048,577 bytes came; the most are 1,048,576"):
+        received(struct.pack("<IIQQ", 3, size, 0, 0), size, None)
 
 
 def test_of_an_encrypted_chunk_only_the_head_can_be_read() -> None:
@@ -215,7 +221,7 @@ def test_a_peer_that_sends_a_little_now_and_then_holds_no_thread() -> None:
 
 def test_a_peer_that_takes_nothing_holds_no_thread() -> None:
     with wired() as (sender, after, _, _):
-        going = Sent(sender, 3, memoryview(bytes(32 << 20)), 1 << 20)
+        going = Sent(sender, 3, memoryview(bytes(32 << 20)))
         while going.advance():
             pass
         assert not going.advance()
@@ -259,7 +265,7 @@ def over(made: Callable[[str], Proxy]) -> Iterator[list[Proxy]]:
 def trained(servers: Sequence[OwnerServer], shown: Identity | None = None, **options: Any) -> dict[str, torch.Tensor]:
     """What a rank has after three steps whose bytes travel beside gRPC."""
     spec = make_spec(1)
-    terms = {"stream_bytes": 1, "tls": shown, "chunk_bytes": 1000} | options
+    terms = {"stream_bytes": 1, "tls": shown} | options
     with connected(servers, **terms) as stores:
         ranks = start(stores, spec)
         for step in range(3):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rayzero.errors import StoreError, TransferError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire.payload import (
+    CHUNK_BYTES,
     Assembly,
     byte_view,
     decode_chunk,
@@ -101,15 +102,18 @@ def test_a_flipped_bit_is_found(payload: bytes, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 4096])
-def test_a_shard_arrives_as_it_was_sent(dtype: torch.dtype, chunk_bytes: int) -> None:
-    sent = torch.randn(192).to(dtype)
+@pytest.mark.parametrize(
+    ("size_bytes", "chunks"), [(64, 1), (CHUNK_BYTES, 1), (CHUNK_BYTES + 64, 2), (3 * CHUNK_BYTES - 64, 3)]
+)
+def test_a_shard_arrives_as_it_was_sent(dtype: torch.dtype, size_bytes: int, chunks: int) -> None:
+    sent = torch.randn(size_bytes // dtype.itemsize).to(dtype)
     got = torch.full_like(sent, torch.nan)
     assembly = Assembly(9, sent.nbytes, byte_view(got))
-    for message in encode_shard(9, sent, chunk_bytes):
+    for message in encode_shard(9, sent):
         assert not assembly.complete
         assembly.take(message)
-    assert assembly.complete
+        chunks -= 1
+    assert (assembly.complete, chunks) == (True, 0)
     assert torch.equal(sent, got)
 
 

@@ -91,6 +91,14 @@ def make_spec(
     return replace(spec, **fields)
 
 
+def make_large_spec(world_size: int = 1) -> ModelSpec:
+    """A spec with another unit, whose shard is three chunks long (``CHUNK_BYTES``)."""
+    spec = make_spec(world_size, shard_numel=1 << 20)
+    large = lay_out_unit(len(spec.layout.units), "large", torch.float32, True, [("large.w", (700_001,))])
+    layout = replace(spec.layout, units=(*spec.layout.units, large))
+    return replace(spec, layout=layout, group_of=(*spec.group_of, (0,)))
+
+
 def initial_values(spec: ModelSpec, seed: int = 0) -> dict[str, Tensor]:
     """Random parameters by name, exact in every dtype."""
     generator = torch.Generator().manual_seed(seed)

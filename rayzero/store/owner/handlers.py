@@ -35,7 +35,6 @@ from rayzero.store.owner.transfers import Upload, connection_of, open_connection
 from rayzero.store.wire import translate
 from rayzero.store.wire.payload import byte_view, encode_shard
 from rayzero.store.wire.rpc import (
-    MAX_CHUNK_BYTES,
     OWNER_SERVICE,
     POLL_MARGIN_S,
     STORE_SERVICE,
@@ -184,26 +183,25 @@ class RankCalls:
 
     async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
         """Stream shards at the requested version, each as soon as it is published."""
-        chunk_bytes = min(request.chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)
         async with self._tensors_of(context) as stream:
             if stream is not None:
-                await self._send_beside(request, chunk_bytes, stream)
+                await self._send_beside(request, stream)
                 return
             for index in request.shards:
                 values = await result_of(self._model.service.read(index, request.version, request.kind))
-                for message in encode_shard(index, values, chunk_bytes):
+                for message in encode_shard(index, values):
                     await context.write(message)
 
-    async def _send_beside(self, request: pb.FetchRequest, chunk_bytes: int, stream: OwnerStream) -> None:
+    async def _send_beside(self, request: pb.FetchRequest, stream: OwnerStream) -> None:
         """Send for a thread once for several shards that are published."""
         ready: list[tuple[int, memoryview]] = []
         for index in request.shards:
             read = self._model.service.read(index, request.version, request.kind)
             if ready and (not read.done() or sum(len(content) for _, content in ready) >= _TOGETHER_BYTES):
-                await stream.send(ready, chunk_bytes)
+                await stream.send(ready)
                 ready = []
             ready.append((index, byte_view(await result_of(read)).data))
-        await stream.send(ready, chunk_bytes)
+        await stream.send(ready)
 
     async def open_tensor_stream(
         self, request: pb.OpenTensorStreamRequest, context: Context
@@ -369,15 +367,14 @@ class LeadCalls:
 
     async def give_shards(self, request: pb.GiveShardsRequest, context: Context) -> None:
         """Stream all of some shards. Nothing changes them: the owners stand still."""
-        chunk_bytes = min(request.chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)
         shared = self._require_shared()
         going = [(index, tensor) for index in request.shards for tensor in shared.carried(self._service.shard(index))]
         async with connection_of(self._tensors, _owner_name(request.owner), context) as stream:
             if stream is not None:
-                await stream.send(((index, byte_view(tensor).data) for index, tensor in going), chunk_bytes)
+                await stream.send((index, byte_view(tensor).data) for index, tensor in going)
                 return
             for index, tensor in going:
-                for message in encode_shard(index, tensor, chunk_bytes):
+                for message in encode_shard(index, tensor):
                     await context.write(message)
 
     async def open_tensor_stream(

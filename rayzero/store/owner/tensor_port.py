@@ -114,9 +114,9 @@ class OwnerStream:
         ]
         await self._move(InTurn(works), to_write=False)
 
-    async def send(self, shards: Iterable[tuple[int, memoryview]], chunk_bytes: int) -> None:
+    async def send(self, shards: Iterable[tuple[int, memoryview]]) -> None:
         """Write shards' bytes, in this order. Raises TransferError if nobody takes them."""
-        works = [(Sent(self._stream, shard, content, chunk_bytes), _nothing) for shard, content in shards]
+        works = [(Sent(self._stream, shard, content), _nothing) for shard, content in shards]
         await self._move(InTurn(works), to_write=True)
 
     async def _move(self, work: Work, *, to_write: bool) -> None:

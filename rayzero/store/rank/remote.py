@@ -59,7 +59,6 @@ class RemoteConnection:
         model: int = 0,
         life: int = 0,
         stall_timeout: float = 600.0,
-        chunk_bytes: int = WireOptions().chunk_bytes,
         stream_bytes: int = WireOptions().stream_bytes,
         wire_compression: str = "none",
         share: Path | None = None,
@@ -75,17 +74,16 @@ class RemoteConnection:
         """Open a channel to each owner (``addresses`` by owner index); nothing is sent before ``attach``.
 
         ``model``: the number of the prepared model that this connection is for. ``life``: how often the rank has died
-        and come back. ``stall_timeout``: seconds a wait for a peer may last without progress. ``chunk_bytes``,
-        ``stream_bytes``, ``wire_compression``: see ``ZeroConfig``. ``share``: the directory for memory shared with
-        owners of this host; None: gRPC to all. ``share_with_all``: attach raises UnsupportedError if an owner shares no
-        memory with this rank. ``host_fetch``: see ``ZeroConfig``; "auto" here: other ranks share the directory.
-        ``host_push``, ``host_voice``: see ``ZeroConfig``. ``ranks_here``: the ranks of this host, the same
-        in every life of this one.
+        and come back. ``stall_timeout``: seconds a wait for a peer may last without progress. ``stream_bytes``,
+        ``wire_compression``: see ``ZeroConfig``. ``share``: the directory for memory shared with owners of this host;
+        None: gRPC to all. ``share_with_all``: attach raises UnsupportedError if an owner shares no memory with this
+        rank. ``host_fetch``: see ``ZeroConfig``; "auto" here: other ranks share the directory. ``host_push``,
+        ``host_voice``: see ``ZeroConfig``. ``ranks_here``: the ranks of this host, the same in every life of this one.
         ``outlives_owners``: wait for the successor of an owner whose process has died (``succeed``), take part in a
         change of the owners (``next``), and keep what was pushed for both; else either is the end of the run.
         ``ownership``: who owns what by now; None: it is the run's first epoch.
         Raises ConfigError without addresses."""
-        options = WireOptions(chunk_bytes=chunk_bytes, stream_bytes=stream_bytes, wire_compression=wire_compression)
+        options = WireOptions(stream_bytes=stream_bytes, wire_compression=wire_compression)
         if not addresses:
             raise ConfigError("a store needs the address of at least one owner")
         self.rank, self.life, self.stall_timeout = rank, life, stall_timeout
@@ -101,7 +99,6 @@ class RemoteConnection:
             model=model,
             life=life,
             stall_timeout=stall_timeout,
-            chunk_bytes=chunk_bytes,
             stream_bytes=stream_bytes,
             wire_compression=wire_compression,
             share=share,

@@ -58,7 +58,6 @@ def connect_store(
             model=model,
             life=life,
             stall_timeout=config.stall_timeout,
-            chunk_bytes=config.chunk_bytes,
             stream_bytes=config.stream_bytes,
             wire_compression=config.wire_compression,
             share=share if reason is None else None,

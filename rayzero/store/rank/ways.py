@@ -79,7 +79,7 @@ class Ways:
 
     def relay(self, memory: RelayMemory, units: Sequence[UnitLayout], windows: UnitWindows | None) -> None:
         """Fetch what owners elsewhere publish once for the whole host, into its memory. ``windows``: over that."""
-        self.fetches = HostFetches(self._rank, memory, self._watch, chunk_bytes=self._options.chunk_bytes)
+        self.fetches = HostFetches(self._rank, memory, self._watch)
         for owner in self.senders:
             self.transfers[owner] = RelayedTransfers(
                 self.wires[owner],

@@ -26,7 +26,6 @@ STORE_SERVICE = "rayzero.v1.StoreService"
 OWNER_SERVICE = "rayzero.v1.OwnerService"
 
 MAX_MESSAGE_BYTES = 64 << 20  # of any message; a chunk is far smaller, a ModelSpec of 10,000 units about 10 MiB
-MAX_CHUNK_BYTES = 32 << 20  # of payload; 1 MiB is fastest
 LOOKAHEAD_BYTES = 4 << 20  # of an upload, sent before its message is asked for; pushes are slower with less
 FRAME_BYTES = 1 << 20  # of HTTP/2, the most in an upload: Python joins a message from its frames, piece by piece
 

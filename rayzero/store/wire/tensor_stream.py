@@ -24,7 +24,7 @@ from typing import Protocol
 
 from rayzero.errors import TransferError
 from rayzero.security.chunk_cipher import KEY_BYTES, TAG_BYTES, ChunkCipher
-from rayzero.store.wire.payload import Assembly, Chunk
+from rayzero.store.wire.payload import CHUNK_BYTES, Assembly, Chunk
 from rayzero.store.wire.seal import checksum
 
 TICKET_BYTES = 32  # what a client says first: what it got from OpenTensorStream
@@ -33,7 +33,6 @@ STREAM_BYTES = 256 << 10  # from which on a transfer's bytes have a connection o
 NEVER_BESIDE = 1 << 40  # bytes: where that many are asked for, no transfer is large enough
 SILENT_S = 0.05  # how long a thread waits for a peer that sends or takes nothing
 
-MOST_CHUNK_BYTES = 4 << 20  # an end may hold an encrypted chunk of each connection
 _TURN_S = 0.1  # after which a thread that moves bytes serves another connection, if that waits for it
 
 _HEAD = struct.Struct("<IIQQ")
@@ -178,8 +177,8 @@ class Receiving:
             if not self._fill():
                 return False
             shard, size, offset, _ = _HEAD.unpack(self._head)
-            if size > MOST_CHUNK_BYTES:
-                raise TransferError(f"a chunk of {size:,} bytes came; the most are {MOST_CHUNK_BYTES:,}")
+            if size > CHUNK_BYTES:  # an end may hold an encrypted chunk of each connection
+                raise TransferError(f"a chunk of {size:,} bytes came; the most are {CHUNK_BYTES:,}")
             self._payload = self._assembly.room_for(shard, offset, size)
             encrypted = self._stream.receiving is not None
             self._coming = self._stream.scratch(size + TAG_BYTES) if encrypted else self._payload
@@ -219,13 +218,13 @@ class Sent:
         stream: TensorStream,
         shard: int,
         content: memoryview,
-        chunk_bytes: int,
         moved: Callable[[], None] = lambda: None,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         """``content``: bytes, which nobody changes until all have passed. ``moved``: called for every chunk."""
         self._stream, self._shard, self._content = stream, shard, content
-        self._chunk_bytes = min(chunk_bytes, MOST_CHUNK_BYTES)
-        self._moved = moved
+        self._chunk_bytes, self._moved = chunk_bytes, moved
         self._offset = 0  # where the next chunk begins
         self._left: list[memoryview] = []  # of this chunk: head and payload
         self.chunks = 0

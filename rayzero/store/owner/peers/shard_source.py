@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Receive = Callable[[Assembly], None]  # fills one tensor
 
-_CHUNK_BYTES = 2 << 20
 _QUICK_S = 30.0
 _ATTEMPTS = 3  # at bytes that are damaged
 
@@ -92,7 +91,7 @@ class RemoteShards:
             size = _size(left)
             self._reached = total - size
             way = self._beside if size >= self._stream_bytes else self._in_messages
-            request = pb.GiveShardsRequest(shards=list(left), chunk_bytes=_CHUNK_BYTES, owner=self._taker)
+            request = pb.GiveShardsRequest(shards=list(left), owner=self._taker)
             with way(channel, request) as receive:
                 for shard in list(left):
                     for tensor in left[shard]:

@@ -26,7 +26,6 @@ class Move:
 
     channel: Channel
     deadline_s: float
-    chunk_bytes: int
     beside: bool  # on a connection of their own
     moving: Future[None]  # once it is done, the call ends
     moved: Callable[[], None]  # called for every chunk
@@ -44,7 +43,7 @@ def upload(move: Move, method: str, parts: Iterator[Sending]) -> None:
 def _upload_in_messages(move: Move, method: str, parts: Iterator[Sending]) -> None:
     def messages() -> Iterator[bytes]:
         for part in parts:
-            for message in part.messages(move.chunk_bytes):
+            for message in part.messages():
                 move.moved()
                 yield message
 
@@ -67,7 +66,7 @@ def _upload_beside(move: Move, method: str, parts: Iterator[Sending]) -> None:
                 headers.put(part.header)
                 for shard, content in part.contents():
                     memory = byte_view(content).data
-                    beside.stream.pass_all(Sent(beside.stream, shard.index, memory, move.chunk_bytes, move.moved))
+                    beside.stream.pass_all(Sent(beside.stream, shard.index, memory, move.moved))
         except StreamEndedError as ended:
             headers.put(None)
             why = move.channel.why_ended(call, ended)

@@ -26,10 +26,11 @@ from rayzero.store.rank.stall import StallWatch
 from rayzero.store.rank.transfers.wire import WireTransfers
 from rayzero.store.shm.claims import Move, next_move
 from rayzero.store.shm.listener import Listener
+from rayzero.store.wire.payload import CHUNK_BYTES
 
 _LOOK_S = 0.25  # how often a rank that waits looks for fetchers that have died, or receive nothing
-_QUIET_S = 0.5  # how long a fetcher may receive nothing, more than a message of ``chunk_bytes`` takes
-_SLOWEST_BYTES_PER_S = 1e6  # of a link: a message takes no longer than it does there
+_SLOWEST_BYTES_PER_S = 1e6  # of a link
+_QUIET_S = 0.5 + CHUNK_BYTES / _SLOWEST_BYTES_PER_S  # how long a fetcher may receive nothing: more than a chunk takes
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -68,12 +69,10 @@ class HostFetches:
         memory: RelayMemory,
         watch: StallWatch,
         *,
-        chunk_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``chunk_bytes``: of a message, as ``ZeroConfig`` says. ``clock``: returns seconds."""
+        """``clock``: returns seconds."""
         self.memory, self._rank, self._watch, self._clock = memory, rank, watch, clock
-        self._quiet_s = _QUIET_S + chunk_bytes / _SLOWEST_BYTES_PER_S
         self._lock = threading.Lock()
         self._waits: list[_Wait] = []
         self._claims: list[_Claim] = []
@@ -187,7 +186,7 @@ class HostFetches:
         if before != moved:
             wait.seen[fetcher] = (moved, now)
             return False
-        return fetcher != self.memory.number and now - since > self._quiet_s
+        return fetcher != self.memory.number and now - since > _QUIET_S
 
     # ---- fetching
 

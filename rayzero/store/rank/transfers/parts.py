@@ -106,11 +106,11 @@ class Sending:
         """See ``Part``."""
         return None
 
-    def messages(self, chunk_bytes: int) -> Iterator[bytes]:
+    def messages(self) -> Iterator[bytes]:
         """The section of a stream that it is."""
         header = self.header
         for shard, content in self.contents():
-            yield from encode_shard(shard.index, content, chunk_bytes, header)
+            yield from encode_shard(shard.index, content, header)
             header = b""
 
     def contents(self) -> Iterator[tuple[Shard, Tensor]]:

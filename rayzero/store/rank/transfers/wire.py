@@ -27,7 +27,7 @@ from rayzero.concurrency.backoff import backoff
 from rayzero.concurrency.futures import fail, settle, then, when_all
 from rayzero.concurrency.gather import Gather
 from rayzero.concurrency.threads import use_torch_threads
-from rayzero.errors import ConfigError, RayZeroError, StallError, StoreClosedError, TransferError
+from rayzero.errors import RayZeroError, StallError, StoreClosedError, TransferError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import COMPUTE, STORED, Contribution
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -42,7 +42,6 @@ from rayzero.store.rank.transfers.parts import Download, Sending, holes_of
 from rayzero.store.traffic import count_bytes
 from rayzero.store.wire import translate
 from rayzero.store.wire.payload import encode_header
-from rayzero.store.wire.rpc import MAX_CHUNK_BYTES
 from rayzero.store.wire.tensor_stream import STREAM_BYTES
 from rayzero.telemetry.names import TRANSFER_RETRIES
 from rayzero.telemetry.recorder import Recorder
@@ -60,13 +59,8 @@ _SLOWEST_BYTES_PER_S = 10e6  # a stream slower than this is given up
 class WireOptions:
     """How tensors travel; see the fields of the same names in ``ZeroConfig``."""
 
-    chunk_bytes: int = 1 << 20  # of payload in a message, or under a checksum
     stream_bytes: int = STREAM_BYTES  # from which on a transfer's bytes have a connection of their own
     wire_compression: str = "none"  # "none" | "bf16" | "int8"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.chunk_bytes <= MAX_CHUNK_BYTES:
-            raise ConfigError(f"chunk_bytes must be in 1..{MAX_CHUNK_BYTES:,}, got {self.chunk_bytes:,}")
 
     def push_codec(self, unit: UnitLayout) -> Codec:
         """How a unit's gradients travel."""
@@ -216,7 +210,6 @@ class WireTransfers:
         return Move(
             channel=channel,
             deadline_s=timeout_s + _bulk_deadline_s(size_bytes),
-            chunk_bytes=self._options.chunk_bytes,
             beside=size_bytes >= self._options.stream_bytes,
             moving=Future() if moving is None else moving,
             moved=moved,
@@ -386,7 +379,6 @@ class WireTransfers:
             shards=[index for part in parts for index in _indices(part.shards)],
             version=parts[0].version,
             kind=parts[0].what,
-            chunk_bytes=self._options.chunk_bytes,
         )
 
     def _download(self, parts: list[Download]) -> None:

@@ -403,18 +403,16 @@ class LoadResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("rank", "shards", "version", "kind", "chunk_bytes")
+    __slots__ = ("rank", "shards", "version", "kind")
     RANK_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     rank: int
     shards: _containers.RepeatedScalarFieldContainer[int]
     version: int
     kind: str
-    chunk_bytes: int
-    def __init__(self, rank: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., kind: _Optional[str] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("chunk",)
@@ -855,11 +853,9 @@ class DescribeEpochResponse(_message.Message):
     def __init__(self, kernel: _Optional[str] = ..., began: _Optional[bytes] = ..., record: _Optional[bytes] = ...) -> None: ...
 
 class GiveShardsRequest(_message.Message):
-    __slots__ = ("shards", "chunk_bytes", "owner")
+    __slots__ = ("shards", "owner")
     SHARDS_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     shards: _containers.RepeatedScalarFieldContainer[int]
-    chunk_bytes: int
     owner: int
-    def __init__(self, shards: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., owner: _Optional[int] = ...) -> None: ...
+    def __init__(self, shards: _Optional[_Iterable[int]] = ..., owner: _Optional[int] = ...) -> None: ...
