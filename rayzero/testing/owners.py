@@ -170,23 +170,15 @@ class Service:
 
 
 def _carry_out(server: OwnerServer, order: tuple[Any, ...], pipe: Connection, sending: threading.Lock) -> None:
-    """Call a method of ``server``, and send what it says."""
+    """Call a method of ``server``, and send its name, what it returns, and why it refuses if it does."""
     method, *arguments = order
+    answer: tuple[str, object, str | None]
     try:
-        answer = Answered(method, getattr(server, method)(*arguments))
+        answer = method, getattr(server, method)(*arguments), None
     except RayZeroError as error:
-        answer = Answered(method, refused=str(error))
+        answer = method, None, str(error)
     with sending, suppress(OSError):  # whoever asked has died, or needs this owner no more
         pipe.send(answer)
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """What a member's process says to an order."""
-
-    method: str
-    result: object = None
-    refused: str | None = None  # why it could not be carried out
 
 
 @contextmanager
@@ -210,7 +202,7 @@ def served_owners(service: Service, reach: Reach) -> Iterator[OwnersHere]:
 
 
 def serve_owner(service: Service, owner: int, life: int, ownership: Ownership | None, pipe: Connection) -> None:
-    """Be one owner: send its address, and an ``Answered`` for each order, until None or the pipe's end. ``ownership``:
+    """Be one owner: send its address, and an answer to each order, until None or the pipe's end. ``ownership``:
     None in the first epoch."""
     torch.set_num_threads(service.threads)
     models = service.host(owner, life, ownership)

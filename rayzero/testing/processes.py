@@ -21,18 +21,19 @@ from typing import Any, Protocol
 import torch
 
 from rayzero.concurrency.processes import Sleepers, is_stopped
-from rayzero.elastic.controller import Action, Connect, Controller, Lose, Run, Start, Succeed
+from rayzero.elastic.controller import Controller
 from rayzero.elastic.members import Kind, MemberId, Process
-from rayzero.elastic.reform import Abandon, Ask, Join, Kill, Part, Release, Step
+from rayzero.elastic.reform import Abandon, Step
 from rayzero.elastic.requests import take
+from rayzero.elastic.supervisor import Answered, Died, Ended, Event, Serves, Supervisor
 from rayzero.engine.context import running_in
 from rayzero.engine.private_torch import load_compiler_only_to_compile
 from rayzero.errors import RankLeftError, RunFailedError
 from rayzero.layout.rescale import Rescale
 from rayzero.memory.malloc import map_blocks
-from rayzero.protocol.ownership import Ownership, Prepared
+from rayzero.protocol.ownership import Ownership
 from rayzero.store.rank.owner_table import OwnerTable
-from rayzero.testing.owners import Answered, OwnersHere, Reach, Service, serve_owner
+from rayzero.testing.owners import OwnersHere, Reach, Service, serve_owner
 from rayzero.testing.place import Ending, Loop, Outcome, Place, T, outcome_of, results_of
 
 log = logging.getLogger(__name__)
@@ -81,13 +82,13 @@ def run_processes(
     try:
         return results_of(run.outcomes())
     finally:
-        run.end()
+        run.close()
 
 
 class _Run:
     """The processes of a run.
 
-    Knows processes and pipes; what a death means is decided by the ``Controller``."""
+    Knows processes and pipes; what a death means is decided by the ``Controller``, which a ``Supervisor`` asks."""
 
     def __init__(
         self,
@@ -107,20 +108,19 @@ class _Run:
         self._start_state = _Start(usual, dict(os.environ))
         self._led_to: dict[Connection, Process] = {}  # by pipe
         self._pipes: dict[Process, Connection] = {}
-        self._children: dict[Process, BaseProcess] = {}  # freed by: end()
-        self._parted: list[BaseProcess] = []  # owners that the run needs no more. freed by: end()
+        self._children: dict[Process, BaseProcess] = {}  # freed by: close()
+        self._dead: dict[Process, BaseProcess] = {}  # whose pipes have ended. freed by: close()
+        self._parted: list[BaseProcess] = []  # owners that the run needs no more. freed by: close()
         self._outcomes: list[Outcome] = []
         self._failed_s: float | None = None  # when the first rank failed
-        self._dead: MemberId | None = None  # who has died last
         try:
             addresses = self._start_owners()
         except BaseException:
-            self.end()
+            self.close()
             raise
         beside = 0 if isinstance(owners, OwnersHere) else owners.service.beside
-        self._controller = Controller(
-            len(places), addresses, max_failures=max_failures, bound=self._bound, beside=beside
-        )
+        controller = Controller(len(places), addresses, max_failures=max_failures, bound=self._bound, beside=beside)
+        self._supervisor = Supervisor(controller, self)
 
     @property
     def _bound(self) -> frozenset[MemberId]:
@@ -142,10 +142,10 @@ class _Run:
             return self._owners.addresses
         owners = [Process(member, 0) for member in self._first_owners()]
         for owner in owners:
-            self._start(owner)
+            self.start(owner, None)
         addresses = tuple(self._first_word(owner) for owner in owners)
         for owner in owners:
-            self._send(owner, ("connect_peers", addresses))
+            self.call((owner,), "connect_peers", addresses)
             self._first_word(owner)
         return addresses
 
@@ -161,8 +161,9 @@ class _Run:
         """Run the ranks. Returns their outcomes in the order in which they end, until all have ended or one has failed;
         if that one says that another has left, until that one has said why."""
         for place in self._places:
-            self._start(Process(MemberId(Kind.RANK, place.rank), 0))
-            self._do(Run(place.rank, 0, self._controller.addresses))
+            rank = Process(MemberId(Kind.RANK, place.rank), 0)
+            self.start(rank, None)
+            self.run(rank, self._supervisor.controller.addresses, None)
         while len(self._outcomes) < len(self._places) and not self._has_failed(time.monotonic()):
             for pipe in wait(list(self._led_to), _LOOK_S):
                 assert isinstance(pipe, Connection)
@@ -179,39 +180,42 @@ class _Run:
         return late or any(not isinstance(error, RankLeftError) for error in errors)
 
     def _take(self, pipe: Connection) -> None:
-        process = self._led_to[pipe]
-        member, life = process.member, process.life
+        """Take what a process says. Raises RunFailedError if it has died and the run is over."""
+        process, controller = self._led_to[pipe], self._supervisor.controller
+        for action in self._supervisor.take(self._event(pipe, process)):
+            if isinstance(action, Abandon):
+                log.warning("the owners stay as they are: %s", action.why)
+        if controller.over is not None:
+            raise RunFailedError(f"the process of {process} died: {controller.over}")
+
+    def _event(self, pipe: Connection, process: Process) -> Event:
         try:
-            said = pipe.recv_bytes()
+            said = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             del self._led_to[pipe]
-            self._dead = member
-            self._perform(self._controller.died(member, life))
-            return
-        match pickle.loads(said):
-            case Outcome() as outcome:
-                self._outcomes.append(outcome)
-                self._perform(self._controller.ended(member.index, life))
-            case str(address):
-                self._perform(self._controller.ready(member, life, address))
-            case Answered("connect_peers"):
-                self._perform(self._controller.connected(member.index, life))
-            case Answered(Step.PREPARE, Prepared() as prepared):
-                self._perform(self._controller.answered(process, Step.PREPARE, prepared.leads))
-            case Answered(method, result, None) if method in list(Step):
-                self._perform(self._controller.answered(process, Step(method), result))
-            case Answered(method, _, why) if method in list(Step):
-                self._perform(self._controller.refused(process, Step(method), str(why)))
+            if process in self._children:
+                self._dead[process] = self._children.pop(process)
+            return Died(process)
+        match said:
+            case Outcome():
+                self._outcomes.append(said)
+                return Ended(process)
+            case str():
+                return Serves(process, said)
+            case (method, result, refused):
+                return Answered(process, method, result, refused)
+            case _:
+                raise AssertionError(f"{process} said {said!r}")
 
     def _take_request(self) -> None:
         """Take a request for other owners."""
         requests = take(self._run_dir) if self._run_dir is not None else []
         if requests:
             request = requests[-1]
-            num, there = request.num_optimizers, self._controller.coming.num_owners
+            num, there = request.num_optimizers, self._supervisor.controller.coming.num_owners
             stay = [i for i in range(there) if f"optimizer {i}" not in request.avoid]
             change = Rescale(tuple(i if i in stay else None for i in range(num)))
-            self._perform(self._controller.scale(None if change == Rescale.to(there, there) else change))
+            self._supervisor.scale(None if change == Rescale.to(there, there) else change)
 
     def _end_sleepers(self) -> None:
         """Kill what has been stopped for too long: others would take it for dead, and it might wake up."""
@@ -221,77 +225,13 @@ class _Run:
             log.warning("%s (pid %d) was stopped for too long and is killed", child.name, child.pid)
             child.kill()
 
-    # ---- actions
+    # ---- the supervisor's calls
 
-    def _perform(self, actions: Sequence[Action]) -> None:
-        """Carry out what the controller answers. Raises RunFailedError if the run is over."""
-        if self._controller.over is not None:
-            raise RunFailedError(f"the process of {self._dead} died: {self._controller.over}")
-        for action in actions:
-            self._do(action)
-
-    def _do(self, action: Action) -> None:
-        match action:
-            case Start(member, life):
-                former = max(process for process in self._children if process.member == member)
-                self._children.pop(former).join()
-                log.warning("%s died and is started again", member)
-                self._start(Process(member, life), self._ownership)
-                if member.kind is Kind.RANK:  # a forked process needs no time to start
-                    self._perform(self._controller.ready(member, life))
-            case Run(index, life, addresses):
-                self._send(Process(MemberId(Kind.RANK, index), life), (addresses, self._ownership))
-            case Lose(rank, life, owners):
-                if isinstance(self._owners, OwnersHere):
-                    self._owners.lose(rank, life)
-                for owner in owners:
-                    self._send(self._process(owner), ("lose", rank, life))
-            case Connect(index, life, addresses):
-                self._send(Process(MemberId(Kind.OWNER, index), life), ("connect_peers", addresses))
-            case Succeed(index, address, _, others):
-                for other in others:
-                    self._send(self._process(other), ("succeed", index, address))
-            case Join(member, life, ownership):
-                self._start(Process(member, life), ownership)
-            case Ask(step, processes, arguments):
-                for process in processes:
-                    self._send(process, (str(step), *arguments))
-            case Abandon(stay, joined, why):
-                log.warning("the owners stay as they are: %s", why)
-                for process in stay:
-                    self._send(process, ("abandon",))
-                for process in joined:  # at once: nobody takes what it has prepared for that of a living process
-                    self._kill(self._children.pop(process))
-            case Release(process):
-                self._send(process, ("abandon",))
-            case Kill(process, why):
-                log.warning("%s cannot go on with other owners and is killed: %s", process, why)
-                self._kill(self._children[process])
-            case Part(processes):
-                for process in processes:
-                    self._send(process, None)
-                    self._parted.append(self._children.pop(process))
-
-    def _process(self, member: MemberId) -> Process:
-        """The present one of a member."""
-        return Process(member, self._controller.life(member))
-
-    @property
-    def _ownership(self) -> Ownership | None:
-        """Who owns what; None in the first epoch."""
-        return self._controller.ownership if self._controller.ownership.epoch else None
-
-    @staticmethod
-    def _kill(child: BaseProcess) -> None:
-        child.kill()
-        child.join()
-
-    def _send(self, process: Process, what: Any) -> None:
-        with suppress(OSError):  # it has died, or ended, which its pipe tells
-            self._pipes[process].send(what)
-
-    def _start(self, process: Process, ownership: Ownership | None = None) -> None:
+    def start(self, process: Process, ownership: Ownership | None) -> None:
         member, life = process.member, process.life
+        for former in [dead for dead in self._dead if dead.member == member]:
+            self._dead.pop(former).join()
+            log.warning("%s died and is started again", member)
         ours, theirs = self._server.Pipe()
         be = self._rank(member.index, life) if member.kind is Kind.RANK else self._owner(member, life, ownership)
         if self._faults is not None:
@@ -301,6 +241,32 @@ class _Run:
         child.start()
         theirs.close()
         self._children[process], self._pipes[process], self._led_to[ours] = child, ours, process
+
+    def join(self, process: Process, ownership: Ownership, addresses: Sequence[str]) -> None:
+        self.start(process, ownership)
+
+    def run(self, rank: Process, addresses: Sequence[str], ownership: Ownership | None) -> None:
+        self._send(rank, (addresses, ownership))
+
+    def call(self, processes: Sequence[Process], method: str, *arguments: Any) -> None:
+        for process in processes:
+            self._send(process, (str(method), *arguments))
+
+    def kill(self, processes: Sequence[Process]) -> None:
+        killed = [self._children[process] for process in processes if process in self._children]
+        for child in killed:
+            child.kill()
+        for child in killed:
+            child.join()
+
+    def end(self, process: Process) -> None:
+        self._send(process, None)
+        if process in self._children:
+            self._parted.append(self._children.pop(process))
+
+    def _send(self, process: Process, what: Any) -> None:
+        with suppress(OSError):  # it has died, or ended, which its pipe tells
+            self._pipes[process].send(what)
 
     def _rank(self, rank: int, life: int) -> Any:
         assert self._owners.reach is not None, "ranks in other processes cannot reach these owners"
@@ -314,12 +280,13 @@ class _Run:
 
     # ---- end
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the processes that still run: at once what runs in the middle of a loop. A stopped process (SIGSTOP)
         reacts to nothing but the final kill."""
         well = len(self._outcomes) == len(self._places) and not any(outcome.error for outcome in self._outcomes)
         for ranks in (True, False):  # ranks still have to leave the run
-            going = {p: child for p, child in self._children.items() if (p.member.kind is Kind.RANK) is ranks}
+            there = self._dead | self._children
+            going = {p: child for p, child in there.items() if (p.member.kind is Kind.RANK) is ranks}
             children = [*going.values(), *([] if ranks else self._parted)]
             for process in () if ranks else going:
                 self._send(process, None)
@@ -361,6 +328,7 @@ def _be_rank(fn: Loop[Any], place: Place, reach: Reach, life: int, follows: bool
     load_compiler_only_to_compile()
     map_blocks()
     torch.set_num_threads(place.threads)
+    pipe.send("")
     addresses, ownership = pipe.recv()
     table, sending = OwnerTable(addresses, ownership), threading.Lock()
     if follows:
@@ -377,7 +345,7 @@ def _follow(table: OwnerTable, pipe: Connection, sending: threading.Lock) -> Non
 
     def answer(_: object) -> None:
         with sending, suppress(OSError):  # whoever asked has ended
-            pipe.send(Answered(Step.CHANGE))
+            pipe.send((str(Step.CHANGE), None, None))
 
     with suppress(EOFError, OSError):
         while True:
