@@ -28,11 +28,13 @@ from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.continuation import Continuation, Former, Lost, await_left, choose
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import KeptStates
+from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.placement import Placement
 from rayzero.cluster.processes.remains import Remains
 from rayzero.cluster.processes.worker_groups import GroupStart, WorkerGroup, WorkerGroups
-from rayzero.cluster.run import RunState, optimizer_name
+from rayzero.cluster.run import RunState
 from rayzero.cluster.supervision import Failure
+from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.cluster.upkeep.renewal import Renewal
 from rayzero.cluster.upkeep.replacement import Replacement
 from rayzero.config import SecurityConfig, TelemetryConfig, ZeroConfig
@@ -80,6 +82,7 @@ class GroupOwners:
         self._remains: Remains | None = None
         self._controller: Controller | None = None
         self._replacement: Replacement | None = None  # None: nobody is watched
+        self._told: tuple[str, ...] = ()  # the owners' addresses that the group knows
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="rayzero-group-owners", daemon=True)
         self.groups: Any = None  # the actor that ranks ask
@@ -142,26 +145,22 @@ class GroupOwners:
             former=former,
         )
         self._actors.move(RunState.RUNNING)
-        names = {MemberId(Kind.OWNER, owner): optimizer_name(owner) for owner in range(len(routing.addresses))}
+        members = [MemberId(Kind.OWNER, owner) for owner in range(len(routing.addresses))]
         self._controller = Controller(
             0,
             routing.addresses,
             max_failures=self._max_failures,
-            bound=frozenset(names) if self._share is None else frozenset(),
+            bound=frozenset(members) if self._share is None else frozenset(),
             outlived=self._outlived,
         )
-        self._replacement = Replacement(
+        processes = RayProcesses(
             self._actors,
-            self._controller,
-            names,
-            loops={},
+            dict.fromkeys(members, 0),
+            replaces=self._max_failures > 0,
             stall_timeout=self._config.stall_timeout,
-            wake=lambda: None,  # it looks every second
-            say=log.warning,
-            failed=self._fail,
-            entered=lambda _: None,
-            recovered=lambda _: None,
-            succeeded=self._tell_successor,
+        )
+        self._replacement = Replacement(
+            self._actors, self._controller, processes, Journal(), say=log.warning, changed=lambda: None
         )
         self._renewal = Renewal(self._actors, say=log.warning, others={"the workers": self._renew_workers})
         self._failure = None
@@ -184,8 +183,14 @@ class GroupOwners:
             self._replacement.close()
             self._replacement = None
 
-    def _tell_successor(self, owner: int, address: str) -> None:
-        if self._group is not None:
+    def _tell_successors(self) -> None:
+        """Tell the group of owners that are at other addresses now, once all serve."""
+        assert self._controller is not None
+        if self._group is None or self._controller.awaited:
+            return
+        moved = [(i, at) for i, at in enumerate(self._controller.addresses) if at != self._told[i]]
+        self._told = self._controller.addresses
+        for owner, address in moved:
             self._tell(self.groups.succeed.remote(self._group.name, owner, address))
 
     def _renew_workers(self) -> None:
@@ -220,7 +225,10 @@ class GroupOwners:
                     self._replacement.take(call)
             if self._replacement is not None:
                 self._replacement.act()
+                self._tell_successors()
                 self._renewal.act()
+                for failure in self._replacement.failed():
+                    self._fail(failure)
 
     def _patience_s(self) -> float:
         due = None if self._replacement is None else self._replacement.patience_s(time.monotonic())
@@ -239,8 +247,8 @@ class GroupOwners:
             goes_on = self._change_owners(group)
         if goes_on is None:
             self._resume = group.resume
-        self._group = group
         assert self._controller is not None
+        self._group, self._told = group, self._controller.addresses
         start = GroupStart(
             addresses=self._controller.addresses,
             lineage=self._lineage,

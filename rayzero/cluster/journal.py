@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.files.metrics_log import MakeRow
 from rayzero.cluster.files.run_dir import RunDirectory
 from rayzero.cluster.loggers.children import Loggers
@@ -66,6 +67,11 @@ class Journal:
     restarts: int = 0  # from a checkpoint
     lost_at: float | None = None  # monotonic seconds: since when the run has to start again
     measured: dict[str, Measurements] = field(default_factory=dict)  # by process
+
+    def enter(self, routing: Routing, actors: RunActors) -> None:
+        """Take who the run's processes are now."""
+        self.routing, self.members = routing, list(actors.members.values())
+        self.targets = actors.exporters.targets
 
     def note(self, report: Report) -> None:
         """Take one report."""

@@ -13,6 +13,7 @@ import pytest
 
 from rayzero.cluster.supervision import Failure, death_of
 from rayzero.cluster.upkeep.deaths import Death, Deaths, EndWatch, Recovering
+from rayzero.elastic.members import Kind, MemberId, Process
 
 CALM = 0.3
 
@@ -116,7 +117,7 @@ def test_a_process_of_another_node_or_that_is_gone_is_left_to_ray(start) -> None
     watch.close()
 
 
-def recovering(*, seen: bool, telling: set[object]) -> Recovering:
+def recovering(*, seen: bool, telling: set[Process]) -> Recovering:
     death = Death(failure=ray_says("rank 0"), since=10.0, seen=seen)
     return Recovering(who="rank 0", death=death, acted=10.25, answered=12.25, pid=8, telling=telling)
 
@@ -126,4 +127,8 @@ def test_a_recovery_has_the_phases_that_were_measured_and_no_others() -> None:
     assert whole.phases == {"detect": 0.25, "start": 2.0, "re-form": 0.25}
     assert (whole.seconds, whole.pid) == (2.5, 8)
     assert recovering(seen=False, telling=set()).recovery(12.5).phases == {"start": 2.0, "re-form": 0.25}
-    assert recovering(seen=True, telling={"a call"}).recovery(12.5).phases == {"detect": 0.25, "start": 2.0}
+    told = {Process(MemberId(Kind.OWNER, 0), 0)}
+    assert recovering(seen=True, telling=told).recovery(12.5).phases == {
+        "detect": 0.25,
+        "start": 2.0,
+    }

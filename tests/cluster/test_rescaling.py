@@ -10,17 +10,21 @@ from typing import Any
 import pytest
 import ray
 
-from rayzero.cluster.actors.calls import START_S
+from rayzero.cluster.actors.calls import ANSWER_S, START_S
+from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.owner_places import Host
-from rayzero.cluster.run import Rescaled
+from rayzero.cluster.run import Rescaled, Routing
+from rayzero.cluster.upkeep import ray_processes
 from rayzero.cluster.upkeep import rescaling as module
+from rayzero.cluster.upkeep.ray_processes import RayProcesses
+from rayzero.cluster.upkeep.replacement import Replacement
 from rayzero.cluster.upkeep.rescaling import Rescaling
 from rayzero.config import ScalingConfig, ZeroConfig
-from rayzero.elastic import reform
 from rayzero.elastic.controller import Controller
 from rayzero.elastic.members import Kind, MemberId, Process
 from rayzero.elastic.reform import Step
 from rayzero.elastic.requests import ScaleRequest
+from rayzero.elastic.supervisor import Answered
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import Prepared
 
@@ -41,6 +45,15 @@ class Trial:
             raise ConfigError(self.failed)
 
 
+class Handle:
+    """In place of an actor: a call is a text that says which it is."""
+
+    def __init__(self, who: str) -> None:
+        for method in ("watch", "abandon", "connect_peers", "succeed", "stop"):
+            setattr(self, method, SimpleNamespace(remote=lambda *_, method=method: f"{method} of {who}"))
+        self.carry_out = SimpleNamespace(remote=lambda step, arguments: f"{step} of {who}")
+
+
 @dataclass
 class Actors:
     """In place of ``RunActors``: nothing answers by itself."""
@@ -48,12 +61,13 @@ class Actors:
     places = SimpleNamespace(needs="1 CPU")
     members: dict[str, Any] = field(
         default_factory=lambda: {
-            who: SimpleNamespace(node="n", host="10.0.0.1") for who in ("rank 0", "optimizer 0", "optimizer 1")
+            who: SimpleNamespace(node="n", host="10.0.0.1", pid=6) for who in ("rank 0", "optimizer 0", "optimizer 1")
         }
     )
     ended: int = 0
     limits: dict[tuple[int, tuple[str, ...]], str] = field(default_factory=dict)  # what ``too_few_files`` says
     trial: Trial = field(default_factory=Trial)  # of the next one that joins
+    local = SimpleNamespace(pid=lambda who: None, stopped=[])
 
     def too_few_files(self, num_owners: int, others: dict[str, Any]) -> str | None:
         return self.limits.get((num_owners, tuple(others)))
@@ -63,65 +77,79 @@ class Actors:
 
     def __post_init__(self) -> None:
         self.coordinator = SimpleNamespace(rescaled=SimpleNamespace(remote=lambda *_: None))
+        self.handles = {who: Handle(who) for who in self.members}
+        self.owners = {who: handle for who, handle in self.handles.items() if who.startswith("optimizer")}
+        self.exporters = SimpleNamespace(targets=())
 
     def join_owner(self, index: int, ownership: Any, node: str) -> tuple[Any, str]:
-        actor = SimpleNamespace(watch=SimpleNamespace(remote=lambda: f"watch of optimizer {index}"))
-        return SimpleNamespace(actor=actor, member=None), f"start of optimizer {index}"
+        return SimpleNamespace(actor=Handle(f"optimizer {index}"), member=None), f"start of optimizer {index}"
 
     def try_to_reach(self, joining: Any, address: str, addresses: Any) -> Trial:
         return self.trial
 
-    def handle(self, who: str) -> str:
-        return f"handle of {who}"
-
-    def tell(self, who: str, what: str) -> str:
-        return f"{who} was told to {what}"
+    def handle(self, who: str) -> Any:
+        return self.handles[who]
 
     def end_joining(self) -> None:
         self.ended += 1
+
+    def enter(self, ownership: Any, addresses: Any) -> None:
+        self.handles["optimizer 2"], self.members["optimizer 2"] = Handle("optimizer 2"), self.members["optimizer 1"]
+
+    def enlist(self, addresses: Any) -> Routing:
+        return Routing(epoch=0, addresses=tuple(addresses))
+
+    def has_lost_host(self, who: str) -> bool:
+        return False
+
+    def start_owner(self, owner: int) -> str:
+        self.handles[f"optimizer {owner}"] = Handle(f"optimizer {owner}")
+        return f"start of optimizer {owner}"
+
+    def took_place(self, who: str, member: Any, target: Any) -> None:
+        self.members[who] = member
 
 
 class Run:
     """A run of one rank and two optimizers, whose owners are asked to change."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: dict[str, tuple[Any, Step]] = {}
         self.answers: dict[str, Any] = {}
-        self.outcomes: list[Rescaled] = []
         self.said: list[str] = []
         monkeypatch.setattr(module, "hosts", lambda: [Host("n", "10.0.0.1", {}, 1e12)])
-        monkeypatch.setattr(module, "control", lambda method: method)
+        monkeypatch.setattr(ray_processes, "control", lambda method: method)
         monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls, []))
         monkeypatch.setattr(ray, "get", self.answer)
         self.controller = Controller(1, ["a", "b"], max_failures=3)
-        self.actors = Actors()
-        self.rescaling = Rescaling(
-            self.actors,  # type: ignore[arg-type]
-            self.controller,
+        self.actors, self.journal = Actors(), Journal()
+        actors: Any = self.actors
+        lives = dict.fromkeys(self.controller.running, 0)
+        self.processes = RayProcesses(actors, lives, replaces=True, stall_timeout=30.0)
+        told: dict[str, Any] = {"say": self.said.append, "changed": lambda: None}
+        self.replacement = Replacement(actors, self.controller, self.processes, self.journal, **told)
+        self.rescaling = self.replacement.rescaling = Rescaling(
+            actors,
+            self.replacement.supervisor,
+            self.processes,
+            self.journal,
             zero=ZeroConfig(),
             scaling=ScalingConfig(),
-            perform=self.perform,
-            joined=lambda process, lives: None,
-            died=lambda process, pid: None,
-            parts=lambda process: None,
-            say=self.said.append,
-            progress=lambda what: None,
-            ended=lambda rescaled, routing: self.outcomes.append(rescaled),
+            **told,
         )
-        self.rescaling._ask = self.ask  # type: ignore[method-assign]
 
-    def ask(self, step: Step, processes: Any, arguments: Any) -> None:
-        """As ``Rescaling._ask`` does, of handles that are texts."""
+    @property
+    def outcomes(self) -> list[Rescaled]:
+        return self.journal.rescales
+
+    @property
+    def open(self) -> list[str]:
+        """Calls that are waited for, but for those that last as long as an owner."""
+        return [call for call in self.processes.calls if "watch" not in call]
+
+    @property
+    def change(self) -> Any:
         assert self.rescaling._change is not None
-        self.rescaling._change.began[step] = time.monotonic()
-        for process in processes:
-            self.rescaling._handles.setdefault(process, "handle")
-            self.rescaling._asked[f"{step} of {process} {process.life}"] = process, step
-
-    def perform(self, actions: Any) -> None:
-        for action in actions:
-            if isinstance(action, reform.Action):
-                self.rescaling.perform(action)
+        return self.rescaling._change
 
     def answer(self, call: str) -> Any:
         answer = self.answers[call]
@@ -136,10 +164,12 @@ class Run:
 
     def take(self, call: str, answer: Any = None) -> None:
         self.answers[call] = answer
-        assert self.rescaling.take(call)
+        assert call in self.processes.calls
+        self.replacement.take(call)
 
-    def process(self, owner: int) -> Process:
-        return Process(MemberId(Kind.OWNER, owner), 0)
+    def refuse_late(self, now: float) -> None:
+        for event in self.processes.refusals(now):
+            self.replacement.do(event)
 
     def come_up(self, owner: int, trial: Trial) -> None:
         """An owner that joins is up, and others try to reach it."""
@@ -154,21 +184,20 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def test_a_change_whose_processes_find_no_place_is_refused_once_and_the_next_one_begins(run: Run) -> None:
     large, small = run.scale(5), run.scale(3)
-    assert list(run.rescaling._starts) == [f"start of optimizer {i}" for i in (2, 3, 4)]
-    run.rescaling.give_up_late(time.monotonic() + START_S + 1)
+    assert run.open == [f"start of optimizer {i}" for i in (2, 3, 4)]
+    run.refuse_late(time.monotonic() + START_S + 1)
     assert [(one.id, one.failed) for one in run.outcomes] == [
         (large.id, f"optimizer 2: it was not up within {START_S + 1:.0f} s; it needs 1 CPU")
     ]
-    assert list(run.rescaling._starts) == ["start of optimizer 2"], "of the next change"
-    assert run.rescaling._change is not None
-    assert run.rescaling._change.request == small
+    assert [call for call in run.open if "start" in call] == ["start of optimizer 2"], "of the next change"
+    assert run.change.request == small
 
 
 def test_more_owners_than_a_process_may_connect_to_are_refused_before_any_starts(run: Run) -> None:
     run.actors.limits[200, ()] = "rank 0 may have too few files open"
     run.scale(200)
     assert [one.failed for one in run.outcomes] == ["rank 0 may have too few files open"]
-    assert not run.rescaling._starts
+    assert not run.open
 
 
 def test_an_owner_that_may_open_too_few_files_does_not_join(run: Run) -> None:
@@ -177,7 +206,7 @@ def test_an_owner_that_may_open_too_few_files_does_not_join(run: Run) -> None:
     run.come_up(2, Trial())
     assert [one.failed for one in run.outcomes] == ["optimizer 2: it may have too few files open"]
     assert run.actors.ended == 1
-    assert not run.rescaling._watched
+    assert "watch of optimizer 2" not in run.processes.calls
 
 
 def test_the_lead_stops_for_an_owner_that_joins_once_all_have_reached_it(run: Run) -> None:
@@ -185,10 +214,9 @@ def test_the_lead_stops_for_an_owner_that_joins_once_all_have_reached_it(run: Ru
     run.scale(3)
     run.come_up(2, Trial({"a": "rank 0", "b": "optimizer 0"}))
     for call in ("a", "b"):
-        assert not run.rescaling._asked
-        assert call in run.rescaling.calls
+        assert sorted(run.open) == sorted({"a", "b"} if call == "a" else {"b"})
         run.take(call)
-    assert set(run.rescaling._asked.values()) == {(run.process(owner), Step.HOLD) for owner in (0, 1)}
+    assert run.open == ["hold of optimizer 0", "hold of optimizer 1"]
     assert run.controller.coming.num_owners == 3
 
 
@@ -199,8 +227,7 @@ def test_an_owner_that_a_host_does_not_reach_ends_the_change_and_the_others_may_
     run.take("a")
     assert [one.failed for one in run.outcomes] == ["optimizer 2: the host a cannot connect to it"]
     assert run.actors.ended == 1
-    assert run.rescaling.calls == []
-    assert not run.rescaling.take("b"), "nobody waits for it any more"
+    assert run.open == [], "nobody waits for the other one any more"
 
 
 def test_a_trial_that_does_not_end_is_refused_once_by_the_names_of_who_is_awaited(run: Run) -> None:
@@ -209,9 +236,9 @@ def test_a_trial_that_does_not_end_is_refused_once_by_the_names_of_who_is_awaite
     run.come_up(2, Trial({"a": "optimizer 0", "b": "rank 0"}))
     run.come_up(3, Trial({"c": "rank 0"}))
     run.take("a")
-    run.rescaling.give_up_late(time.monotonic() + START_S - 1)
+    run.refuse_late(time.monotonic() + START_S - 1)
     assert not run.outcomes
-    run.rescaling.give_up_late(time.monotonic() + START_S + 1)
+    run.refuse_late(time.monotonic() + START_S + 1)
     assert [(one.id, one.failed) for one in run.outcomes] == [
         (
             large.id,
@@ -219,15 +246,14 @@ def test_a_trial_that_does_not_end_is_refused_once_by_the_names_of_who_is_awaite
             "other; see whether they are stopped, and ask again",
         )
     ]
-    assert run.rescaling._change is not None
-    assert run.rescaling._change.request == small
-    assert run.rescaling.calls == ["start of optimizer 2"]
+    assert run.change.request == small
+    assert run.open == ["start of optimizer 2"]
 
 
 def test_what_refuses_a_step_is_named_in_one_line(run: Run) -> None:
     run.scale(1)
     error = ray.exceptions.RayTaskError("carry_out", "Traceback\n...", RuntimeError("no luck\nat all"))
-    run.take("hold of optimizer 0 0", error)
+    run.take("hold of optimizer 0", error)
     assert [one.failed for one in run.outcomes] == ["optimizer 0: RuntimeError: no luck"]
 
 
@@ -243,10 +269,9 @@ def test_figures_of_a_change_that_is_tried_again_are_of_its_last_attempt_and_pau
     run.scale(1)
     for step in ("hold", "settle"):
         for owner in (0, 1):
-            run.take(f"{step} of optimizer {owner} 0", None)
-    change = run.rescaling._change
-    assert change is not None
-    run.take("prepare of optimizer 0 0", Prepared(True, 4096))
+            run.take(f"{step} of optimizer {owner}", None)
+    change = run.change
+    run.take("prepare of optimizer 0", Prepared(True, 4096))
     assert change.moved_bytes == 4096
     change.began[Step.HOLD] -= 2.0  # it has stood for two seconds
     change.begin_again(time.monotonic())
@@ -256,3 +281,60 @@ def test_figures_of_a_change_that_is_tried_again_are_of_its_last_attempt_and_pau
     change.began[Step.HOLD] = time.monotonic() - 1.0
     assert change.rescaled(time.monotonic()).pause == pytest.approx(3.0, abs=0.5)
     assert change.rescaled(time.monotonic(), "given up").moved_bytes == 0
+
+
+def test_a_process_that_dies_once_it_stands_in_the_next_epoch_is_one_failure_too_many_by_name(run: Run) -> None:
+    """It is no member of Ray's side yet, and its death is told by the call that lasts as long as it."""
+    for _ in range(3):
+        assert run.controller.spend() is None
+    run.scale(3)
+    run.come_up(2, Trial())
+    for step in ("hold", "settle", "prepare"):
+        for owner in (0, 1, 2) if step == "prepare" else (0, 1):
+            run.take(f"{step} of optimizer {owner}", Prepared(owner == 0, 0) if step == "prepare" else None)
+    assert run.open == ["let_stand of optimizer 0"]
+    run.take("watch of optimizer 2")
+    (failure,) = run.replacement.failed()
+    assert failure.who == "optimizer 2"
+    assert "It was one failure too many: the run has outlived 3 failures" in failure.what
+    assert "pid 7" in failure.what
+    assert run.replacement.failed() == [], "it is told once"
+
+
+def test_an_owner_that_joins_is_watched_from_then_on_and_its_successor_is_told_of_the_others(run: Run) -> None:
+    run.actors.coordinator.recovered = SimpleNamespace(remote=lambda *_: None)
+    run.scale(3)
+    run.come_up(2, Trial())
+    for step in ("hold", "settle", "prepare", "let_stand", "enter"):
+        for call in [call for call in run.open if call.startswith(step)]:
+            run.take(call, Prepared(call.endswith("0"), 0) if step == "prepare" else None)
+    assert run.open == ["change of rank 0"]
+    run.take("change of rank 0")
+    assert [(one.failed, one.after) for one in run.outcomes] == [(None, 3)]
+    assert run.journal.num_optimizers == 3
+    assert run.processes.present("optimizer 2") == Process(MemberId(Kind.OWNER, 2), 0)
+    run.take("watch of optimizer 2", ray.exceptions.ActorDiedError())
+    died = time.monotonic() + 1
+    (death,) = run.processes.died(died)
+    run.replacement._take_death(death)
+    assert run.open == ["start of optimizer 2"]
+    assert run.journal.replacing == ["optimizer 2"]
+    run.take("start of optimizer 2", (SimpleNamespace(node="n", host="10.0.0.1", pid=8), "d", None))
+    run.take("connect_peers of optimizer 2")
+    told = [f"succeed of {who}" for who in ("rank 0", "optimizer 0", "optimizer 1")]
+    assert sorted(run.open) == sorted(told)
+    for call in told:
+        assert not run.journal.recoveries
+        run.take(call)
+    assert [(one.who, one.pid) for one in run.journal.recoveries] == [("optimizer 2", 8)]
+    assert run.journal.replacing == []
+
+
+def test_a_successor_that_does_not_say_that_it_knows_the_others_is_refused(run: Run) -> None:
+    late = time.monotonic() + ANSWER_S + 1
+    run.processes.call([Process(MemberId(Kind.OWNER, 1), 0)], "connect_peers", ("a", "b"))
+    assert run.processes.refusals(time.monotonic()) == []
+    (event,) = run.processes.refusals(late)
+    assert isinstance(event, Answered)
+    assert event.refused == f"no answer within {ANSWER_S:g} s"
+    assert run.processes.refusals(late) == []

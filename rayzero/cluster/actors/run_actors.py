@@ -412,16 +412,14 @@ class RunActors:
         who = rank_name(rank)
         return control(self._make_rank(rank).take_place).remote(self.exporters.of(who), self.coordinator)
 
-    def took_place(self, who: str, member: Member, target: Target | None, addresses: Sequence[str]) -> Routing:
-        """A new process has answered: enter it where the run's processes are known. Returns the routing table with
-        ``addresses``."""
+    def took_place(self, who: str, member: Member, target: Target | None) -> None:
+        """A new process has answered in the place of a member; ``enlist`` it then."""
         before = self.members[who]
         self.members[who] = member
         self._find_processes({who: member})
         if target is not None:
             self.exporters.opened([target])
         log.info("%s is pid %d now, it was pid %d", who, member.pid, before.pid)
-        return self.enlist(addresses)
 
     def resume_coordinator(self, routing: Routing) -> int:
         """Ray has started another coordinator: tell it what the last one knew. Returns its process id."""

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import Any
 
 from rayzero.cluster.run import Recovery
 from rayzero.cluster.supervision import Failure, death_of
 from rayzero.concurrency.processes import process_with, watch_process
+from rayzero.elastic.members import Process
 
 __all__ = ["Death", "Deaths", "EndWatch", "Recovering"]
 
@@ -115,7 +115,7 @@ class Recovering:
     acted: float  # when the new process was asked for
     answered: float = 0.0  # when it answered
     pid: int = 0  # its own
-    telling: set[Any] = field(default_factory=set)  # calls that tell others of it and have not ended
+    telling: set[Process] = field(default_factory=set)  # others that are told of it and have not answered
 
     def recovery(self, now: float) -> Recovery:
         """The recovery, which has ended. A phase that nobody has measured is not in it."""

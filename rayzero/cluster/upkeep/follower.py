@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import closing, suppress
-from dataclasses import replace
 from typing import Any
 
 import ray
@@ -19,9 +18,10 @@ from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.processes.coordinator import HeardReports, News
 from rayzero.cluster.processes.rank_worker import RankSettings
 from rayzero.cluster.processes.remains import Remains
-from rayzero.cluster.run import Recovery, Report, Rescaled, Routing, RunState, actor_name
+from rayzero.cluster.run import Recovery, Report, Routing, RunState, actor_name
 from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, is_lost
 from rayzero.cluster.upkeep.autoscaling import Autoscaling
+from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.cluster.upkeep.renewal import Renewal
 from rayzero.cluster.upkeep.replacement import Replacement
 from rayzero.cluster.upkeep.rescaling import Rescaling
@@ -29,11 +29,11 @@ from rayzero.config import ScalingConfig
 from rayzero.elastic.autoscaler import Bounds
 from rayzero.elastic.controller import (
     Controller,
-    Run,
     still_outlived,
 )
 from rayzero.elastic.members import Kind, MemberId
 from rayzero.elastic.requests import take
+from rayzero.elastic.supervisor import Ended
 from rayzero.errors import RunFailedError
 from rayzero.protocol.ownership import Ownership, device_owners
 
@@ -89,17 +89,6 @@ def _rank_life(start: StartPoint) -> int:
     return 0 if start.continuation is None else start.continuation.life
 
 
-def _names(request: RunRequest) -> dict[MemberId, str]:
-    """The names of all members' processes. Owners beside ranks are in the ranks' processes."""
-    there = {
-        Kind.RANK: request.scaling.num_workers,
-        Kind.OWNER: request.scaling.num_optimizers,
-        Kind.BESIDE: _beside(request),
-    }
-    members = [MemberId(kind, index) for kind, number in there.items() for index in range(number)]
-    return {member: actor_name(member) for member in members}
-
-
 def _bound(request: RunRequest) -> frozenset[MemberId]:
     """The members whose part of the optimizer ends with their process."""
     bound: list[MemberId] = []
@@ -122,8 +111,7 @@ class Follower:
 
     def __init__(self, actors: RunActors, journal: Journal, request: RunRequest) -> None:
         self._actors = actors
-        self._settings = _rank_settings(request, actors, journal.routing)
-        self._packed_loop = request.packed_loop
+        settings = _rank_settings(request, actors, journal.routing)
         self._controller = Controller(
             request.scaling.num_workers,
             journal.routing.addresses,
@@ -136,35 +124,34 @@ class Follower:
         )
         self._watch = Watch(request.scaling.num_workers)
         self._run_dir = request.directory.path
-        self._rescaling = Rescaling(
+        self._processes = RayProcesses(
             actors,
-            self._controller,
-            zero=request.zero,
-            scaling=request.scaling,
-            perform=lambda actions: self._replacement.perform(actions),
-            joined=lambda process, lives: self._replacement.joined(process, lives=lives),
-            died=lambda process, pid: self._replacement.died_before(process, pid),
-            parts=lambda process: self._replacement.parts(process),
-            say=request.on_phase,
-            progress=self._note_progress,
-            ended=self._note_rescale,
+            {member: self._controller.life(member) for member in self._controller.running},
+            replaces=request.run.max_failures > 0,
+            stall_timeout=request.zero.stall_timeout,
+            settings=settings,
+            packed_loop=request.packed_loop,
+            join_s=request.scaling.placement_timeout,
         )
-        self._loops = actors.run_loops(self._settings, request.packed_loop)
-        coordinator = actors.coordinator
+        self._loops = self._processes.loops
+        self._loops |= actors.run_loops(settings, request.packed_loop)
         self._replacement = Replacement(
             actors,
             self._controller,
-            _names(request),
-            loops=self._loops,
-            stall_timeout=request.zero.stall_timeout,
-            wake=lambda: coordinator.rouse.remote(),
+            self._processes,
+            journal,
             say=request.on_phase,
-            failed=lambda failure: self._watch.failed(failure, time.monotonic()),
-            entered=self._enter,
-            recovered=self._note_recovery,
-            begin=self._begin,
-            rescaling=self._rescaling,
-            progress=self._note_replaced,
+            changed=request.on_rescale,
+        )
+        self._rescaling = self._replacement.rescaling = Rescaling(
+            actors,
+            self._replacement.supervisor,
+            self._processes,
+            journal,
+            zero=request.zero,
+            scaling=request.scaling,
+            say=request.on_phase,
+            changed=request.on_rescale,
         )
         access = request.access
         tools = {} if access is None else {"rayzero top": lambda: write_viewer(self._run_dir, access.viewer)}
@@ -174,9 +161,9 @@ class Follower:
         self._heard, self._life = HeardReports(), actors.coordinator_life
         self._news = actors.coordinator.next_reports.remote(self._life)
         self._journal = journal
+        self._recovered, self._rescaled = len(journal.recoveries), len(journal.rescales)
         self._on_report = request.on_report
         self._on_change = request.on_change
-        self._on_rescale = request.on_rescale
         self._on_stop = request.on_stop
         self._on_phase = request.on_phase
         self._checkpoints = request.directory.checkpoints
@@ -210,6 +197,9 @@ class Follower:
                 for call in ready:
                     self._take(call)
             self._replacement.act()
+            for failure in self._replacement.failed():
+                self._watch.failed(failure, time.monotonic())
+            self._note_changes()
             self._renewal.act()
             self._take_request()
             if self._autoscaling is not None:
@@ -287,15 +277,14 @@ class Follower:
             self._replacement.take(call)
 
     def _take_outcome(self, call: Any, who: str) -> None:
-        answer = self._replacement.answer(call, who)
+        answer = self._processes.answer(call, who)
         if isinstance(answer, RankOutcome):
             self._journal.measured[who] = answer.measured
-            life = self._controller.life(MemberId(Kind.RANK, answer.rank))
-            self._replacement.perform(self._controller.ended(answer.rank, life))
+            self._replacement.do(Ended(self._processes.present(who)))
             self._watch.finished(answer, time.monotonic())
 
     def _take_news(self, call: Any) -> None:
-        news = self._replacement.answer(call, "coordinator")
+        news = self._processes.answer(call, "coordinator")
         if news is None:
             return
         if self._is_of_another(news):
@@ -305,38 +294,16 @@ class Follower:
 
     # ---- other processes that take places
 
-    def _begin(self, run: Run) -> None:
-        ownership = self._controller.ownership if self._controller.ownership.epoch else None
-        settings = replace(self._settings[run.rank], life=run.life, addresses=run.addresses, ownership=ownership)
-        self._loops |= self._actors.run_loop(settings, self._packed_loop)
-
-    def _enter(self, routing: Routing) -> None:
-        self._journal.routing = routing
-        self._journal.members = list(self._actors.members.values())
-        self._journal.targets = self._actors.exporters.targets
-
-    def _note_replaced(self, who: Sequence[str]) -> None:
-        self._journal.replacing = list(who)
-        self._on_rescale()
-
-    def _note_progress(self, said: str | None) -> None:
-        self._journal.rescaling = said
-        self._on_rescale()
-
-    def _note_rescale(self, rescaled: Rescaled, routing: Routing | None) -> None:
-        self._journal.rescales.append(rescaled)
-        if self._autoscaling is not None:
-            self._autoscaling.ended(rescaled)
-        if routing is not None:
-            self._journal.num_optimizers = rescaled.after
-            self._enter(routing)
-        self._on_rescale()
-
-    def _note_recovery(self, recovery: Recovery) -> None:
-        self._journal.recoveries.append(recovery)
-        if self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
+    def _note_changes(self) -> None:
+        """Do what follows from recoveries and changes of the owners that were entered just now."""
+        recovered, rescales = len(self._journal.recoveries), len(self._journal.rescales)
+        if recovered > self._recovered and self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
             self._actors.spares.fill()  # now: a process that imports would have slowed the one that others waited for
             self._note_spares()
+        if self._autoscaling is not None:
+            for rescaled in self._journal.rescales[self._rescaled :]:
+                self._autoscaling.ended(rescaled)
+        self._recovered, self._rescaled = recovered, rescales
 
     def _note_spares(self) -> None:
         self._journal.spares = self._actors.spares.members
