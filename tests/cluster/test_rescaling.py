@@ -209,6 +209,13 @@ def test_an_owner_that_may_open_too_few_files_does_not_join(run: Run) -> None:
     assert "watch of optimizer 2" not in run.processes.calls
 
 
+def test_of_a_change_that_is_refused_no_process_is_awaited(run: Run) -> None:
+    run.actors.limits[4, ("optimizer 2",)] = "it may have too few files open"
+    run.scale(4)
+    run.come_up(2, Trial())
+    assert run.open == []
+
+
 def test_the_lead_stops_for_an_owner_that_joins_once_all_have_reached_it(run: Run) -> None:
     """What stands in the next epoch cannot be given up."""
     run.scale(3)
@@ -295,7 +302,7 @@ def test_a_process_that_dies_once_it_stands_in_the_next_epoch_is_one_failure_too
     assert run.open == ["let_stand of optimizer 0"]
     run.take("watch of optimizer 2")
     (failure,) = run.replacement.failed()
-    assert failure.who == "optimizer 2"
+    assert (failure.who, failure.restarts) == ("optimizer 2", False)
     assert "It was one failure too many: the run has outlived 3 failures" in failure.what
     assert "pid 7" in failure.what
     assert run.replacement.failed() == [], "it is told once"
@@ -320,6 +327,7 @@ def test_an_owner_that_joins_is_watched_from_then_on_and_its_successor_is_told_o
     assert run.open == ["start of optimizer 2"]
     assert run.journal.replacing == ["optimizer 2"]
     run.take("start of optimizer 2", (SimpleNamespace(node="n", host="10.0.0.1", pid=8), "d", None))
+    assert "watch of optimizer 2" in run.processes.calls
     run.take("connect_peers of optimizer 2")
     told = [f"succeed of {who}" for who in ("rank 0", "optimizer 0", "optimizer 1")]
     assert sorted(run.open) == sorted(told)
@@ -333,6 +341,7 @@ def test_an_owner_that_joins_is_watched_from_then_on_and_its_successor_is_told_o
 def test_a_successor_that_does_not_say_that_it_knows_the_others_is_refused(run: Run) -> None:
     late = time.monotonic() + ANSWER_S + 1
     run.processes.call([Process(MemberId(Kind.OWNER, 1), 0)], "connect_peers", ("a", "b"))
+    run.processes.call([Process(MemberId(Kind.RANK, 0), 0)], "succeed", 1, "b")
     assert run.processes.refusals(time.monotonic()) == []
     (event,) = run.processes.refusals(late)
     assert isinstance(event, Answered)
