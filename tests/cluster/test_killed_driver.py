@@ -1,4 +1,5 @@
-"""A run whose driver is killed, or everything, goes on with resume=True from the last step that was decided."""
+"""A run of which every process is killed goes on with resume=True from the last step that was decided. One whose driver
+alone is killed: test_jobs.py."""
 
 from __future__ import annotations
 
@@ -52,18 +53,16 @@ class Runs:
         assert script.returncode == 0, said
         return said
 
-    def killed(self, reports: int, *arguments: str, everybody: bool = False) -> str:
-        """What a run says whose driver is killed once rank 0 has reported so often. ``everybody``: and all that it had
-        started, its janitor too."""
-        script = self.start(*arguments)
-        said = "".join(until_it_says('{"rank": 0,', script) for _ in range(reports))
+    def killed(self, reports: int) -> None:
+        """A run that is killed with all that it has started, its janitor too, once rank 0 has reported so often."""
+        script = self.start()
+        for _ in range(reports):
+            until_it_says('{"rank": 0,', script)
         below = everyone_of(script.pid)
-        for process in below if everybody else below[:1]:
+        for process in below:
             os.kill(process.pid, signal.SIGKILL)
         script.communicate(timeout=100)
-        if everybody:
-            assert still_there(below, timeout_s=20) == []
-        return said
+        assert still_there(below, timeout_s=20) == []
 
 
 @pytest.fixture
@@ -94,9 +93,8 @@ def undisturbed(context: RankContext) -> Any:
 
 def test_it_ends_with_the_bits_and_the_rows_of_one_that_was_not_killed(runs: Runs) -> None:
     runs.killed(7)
-    said = runs.killed(5, "resume", everybody=True)
-    said += runs.ended("resume")
-    assert said.count(CONTINUES) == 2, said
+    said = runs.ended("resume")
+    assert CONTINUES in said
     (weights, rows), (_, others) = run_ranks(undisturbed, 2, 2, transport="shm", processes=True)
     ours = load_file(runs.storage / "weights.safetensors")
     assert all(torch.equal(weight, ours[name]) for name, weight in weights.items())

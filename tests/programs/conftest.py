@@ -66,7 +66,7 @@ def settings(category: str, number: int, case: Case, config: pytest.Config) -> l
         return [Setting(category, *place) for place in places]
     turn = number // 3  # the roles below change places with every case, what they are with every third
     how = OTHER_RESIDENCIES[turn % len(OTHER_RESIDENCIES)]
-    roles = [("inprocess", "one ahead"), (OTHER_STORES[turn % len(OTHER_STORES)], "one ahead"), ("inprocess", how)]
+    roles = [("inprocess", how), (OTHER_STORES[turn % len(OTHER_STORES)], "one ahead")]
     found = []
     for i, (store, residency) in enumerate(roles):
         precision = case.precisions[(number // 2 + i) % len(case.precisions)]
