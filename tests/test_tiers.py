@@ -7,7 +7,7 @@ from itertools import product
 from costs.parts import parts_of
 from hypothesis import given
 from hypothesis import strategies as st
-from tiers import covering
+from tiers import covering, further_seeds
 
 
 def test_a_single_parameter_keeps_all_its_values() -> None:
@@ -21,6 +21,13 @@ def test_each_value_of_each_parameter_is_there_and_no_more_cases_than_values(siz
     assert {value for at in chosen for value in cases[at]} == {value for case in cases for value in case}
     assert max(sizes) <= len(chosen) <= sum(sizes)
     assert len(set(chosen)) == len(chosen)
+
+
+def test_of_seeds_the_first_third_stays_for_each_value_of_the_other_parameters() -> None:
+    way = object()
+    cases = [{"seed": seed, "way": each} for each in (way, "other") for seed in range(4)]
+    assert further_seeds(cases) == [2, 3, 6, 7]
+    assert further_seeds([{"seed": seed, "ranks": seed + 1} for seed in range(3)]) == [], "each has its own ranks"
 
 
 THOROUGH = "pytestmark = [pytest.mark.thorough]"

@@ -2,11 +2,12 @@
 
 A test with the mark `thorough` is in the second tier alone. So is what a test with several parameters has beyond each
 value of each parameter once: the whole product is for the second tier. Of a test with the mark `spread(n)`, n cases are
-in the first tier, evenly spread over all."""
+in the first tier, evenly spread over all. Of a parameter `seed`, both tiers have the first third of its values: the
+others are for `scripts/soak seeds`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 import pytest
@@ -30,6 +31,24 @@ def covering(products: Sequence[Values]) -> list[int]:
 def spread(number: int, of: int) -> list[int]:
     """``number`` of the positions 0 ... ``of`` - 1, the first among them, evenly spread; all if there are fewer."""
     return [at * of // number for at in range(number)] if number < of else list(range(of))
+
+
+def further_seeds(cases: Sequence[Mapping[str, object]]) -> list[int]:
+    """Positions of the cases of one test that differ from others in their ``seed`` alone, but for the first third."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for at, params in enumerate(cases):
+        alike.setdefault(tuple((name, id(value)) for name, value in params.items() if name != "seed"), []).append(at)
+    return [at for positions in alike.values() for at in positions[-(-len(positions) // 3) :]]
+
+
+def mark_seeds(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Give the mark `seeds` to cases with a parameter ``seed``; returns those that are for `scripts/soak seeds`."""
+    tests: dict[tuple[str, str, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and "seed" in item.callspec.params:
+            item.add_marker(pytest.mark.seeds)
+            tests.setdefault(_test_of(item), []).append(item)
+    return [cases[at] for cases in tests.values() for at in further_seeds([case.callspec.params for case in cases])]
 
 
 def mark_thorough(items: Iterable[pytest.Item]) -> None:
