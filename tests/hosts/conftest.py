@@ -7,7 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from .hosts import hosts
-from .trainings import ALL_ON_HEAD, TwoHosts, join_ray, start_ray, train
+from .trainings import ALL_ON_HEAD, TwoHosts, end_trainings, join_ray, start_ray, train
+
+
+@pytest.fixture(autouse=True)
+def _no_training_goes_on() -> Iterator[None]:
+    yield
+    end_trainings()
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ from .links import MTU, Cable, Switch
 
 _POWER_ON = Path(__file__).with_name("power_on.py")
 _NAMESPACES = ("--net", "--mount", "--pid", "--uts", "--ipc")
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 240.0
 
 
 class HostsError(Exception):

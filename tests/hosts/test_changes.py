@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from .hosts import Host, hosts, why_no_hosts
-from .trainings import OWNERS_ELSEWHERE, PYTHON, RANKS_ON_HEAD, RAY_ENV, join_ray, shut, start_ray, train, until
+from .trainings import LONG_S, OWNERS_ELSEWHERE, PYTHON, RANKS_ON_HEAD, RAY_ENV, join_ray, shut, start_ray, train, until
 
 pytestmark = [
     pytest.mark.thorough,
@@ -45,7 +45,7 @@ def test_an_owner_joins_on_a_new_host_and_then_two_that_cannot_reach_each_other_
         assert training.done() <= done + 1, "the lead knows the norms of all owners or of none"
         b.cable(c).mend()
 
-        said = scaling.communicate(timeout=60)[0]
+        said = scaling.communicate(timeout=LONG_S)[0]
         assert scaling.returncode == 0, said
         assert re.search(r"2 optimizers became 3; \S+ \S+ have another owner", said)
         training.end()
@@ -86,7 +86,7 @@ def test_a_firewall_before_the_owners_is_named_at_the_start(tmp_path: Path) -> N
         join_ray(b, address)
         shut(a, b)
         training = train(a, tmp_path, address, *OWNERS_ELSEWHERE)
-        said = training.driver.communicate(timeout=100)[0]
+        said = training.driver.communicate(timeout=LONG_S)[0]
         assert training.driver.returncode == 2, said
         named = rf"the host {a.address} cannot connect to optimizer \d at {b.address}:21\d+: no answer within 5 s"
         assert re.search(named + r" \(and \d more such pairs?\); open the ports between the hosts", said), said
@@ -125,7 +125,7 @@ def test_a_cable_that_stays_cut_ends_the_run_with_the_name_of_who_is_awaited(tmp
         training = train(a, tmp_path, address, "zero.stall_timeout=6")
         training.until(10)
         a.cable(b).cut()
-        said = training.driver.communicate(timeout=100)[0]
+        said = training.driver.communicate(timeout=LONG_S)[0]
         assert training.driver.returncode == 1, said
         assert re.search(
             r"rank (0 raised StallError.*(optimizer|rank) 1|1 raised StallError.*(optimizer|rank) 0)", said

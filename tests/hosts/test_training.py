@@ -13,7 +13,7 @@ from tests.moved import bytes_moved
 
 from .hosts import Host, why_no_hosts
 from .links import Cable
-from .trainings import MODEL_BYTES, OWNERS_ELSEWHERE, PYTHON, STEPS, Training, TwoHosts, train, until
+from .trainings import LONG_S, MODEL_BYTES, OWNERS_ELSEWHERE, PYTHON, STEPS, Training, TwoHosts, train, until
 
 pytestmark = [
     pytest.mark.ray,
@@ -49,11 +49,11 @@ def test_metrics_of_both_hosts_are_for_the_runs_own_tools_and_owners_listen_in_i
 ) -> None:
     a, b = two_hosts.a, two_hosts.b
     network = f"{a.address.rpartition('.')[0]}.0/24"
-    training = train(a, tmp_path, two_hosts.address, f"run.network={network}", "batch_size=256")  # it lasts longer
+    training = train(a, tmp_path, two_hosts.address, f"run.network={network}", "batch_size=64")  # it lasts longer
     training.until(10)
     told = training.record()["telemetry"]
     assert told["http_sd"].startswith(f"https://{a.address}:")
-    shown = a.run([PYTHON, "-m", "rayzero", "top", str(training.folder), "--once"], timeout=60)
+    shown = a.run([PYTHON, "-m", "rayzero", "top", str(training.folder), "--once"], timeout=LONG_S)
     assert re.search(r"rank 1|optimizer 1", shown.stdout), shown.stdout + shown.stderr
     assert "answer" not in shown.stdout, "one that does not"
     ask = f"""
@@ -63,9 +63,9 @@ try:
 except urllib.error.HTTPError as error:
     print(error.code)
 """
-    assert b.run([PYTHON, "-c", ask], timeout=60).stdout.strip() == "401"
+    assert b.run([PYTHON, "-c", ask], timeout=LONG_S).stdout.strip() == "401"
     a.kill(training.record()["driver"]["pid"], signal.SIGINT)
-    assert training.driver.wait(60) == 130
+    assert training.driver.wait(LONG_S) == 130
 
 
 @pytest.mark.thorough
@@ -73,7 +73,7 @@ def test_a_network_that_hosts_do_not_have_is_refused_by_name(two_hosts: TwoHosts
     training = train(two_hosts.a, tmp_path, two_hosts.address, "run.network=203.0.113.0/24")
     said = training.until_it_says("run.network is 203.0.113.0/24, but the host of optimizer")
     assert "pass a network that has an address of every host" in said
-    assert training.driver.wait(60) != 0
+    assert training.driver.wait(LONG_S) != 0
 
 
 @pytest.mark.thorough
@@ -86,7 +86,7 @@ def test_a_host_that_does_not_share_the_runs_folder_is_refused_at_the_start(
     folder.mkdir()
     assert b.run(["mount", "-t", "tmpfs", "none", str(folder)]).returncode == 0
     training = train(a, tmp_path, two_hosts.address)
-    said = training.driver.communicate(timeout=100)[0]
+    said = training.driver.communicate(timeout=LONG_S)[0]
     assert training.driver.returncode == 2
     assert f"{b.address} cannot see {folder}, so no checkpoint can be completed in it; set run.storage_path" in said
     assert slabs_on(b) == 0
@@ -105,7 +105,7 @@ def test_a_run_that_ends_badly_leaves_nothing_in_the_other_hosts_memory(
         a.kill(training.record()["driver"]["pid"])
     else:
         b.kill(training.members(b)[killed])
-    assert training.driver.wait(60) != 0
+    assert training.driver.wait(LONG_S) != 0
     until(lambda: slabs_on(b) == 0, "no slabs of a run that has ended")
     until(lambda: "rayzero.slabs.janitor" not in b.run(["ps", "ax", "-o", "args"]).stdout, "no janitor")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ MODEL += ["zero.stream_bytes=16KiB"]  # larger transfers beside gRPC, smaller on
 MODEL_BYTES = 4 * 132_352  # fp32, as it travels
 THREADS = ["scaling.threads_per_worker=1", "scaling.threads_per_optimizer=1"]
 GIB = 1 << 30
-_TIMEOUT_S = 60.0
+LONG_S = 240.0  # only so that a test says what it waits for, before its own timeout ends it
 
 
 def start_ray(head: Host, **env: str) -> str:
@@ -43,7 +44,7 @@ def _ray_start(host: Host, *options: str, gib: int, env: Mapping[str, str]) -> N
     room = ["--num-cpus=2", f"--memory={gib * GIB}", "--object-store-memory=100000000"]
     labels = f"--labels=rayzero.io/role=optimizer,host={host.name}"
     command = [RAY, "start", f"--node-ip-address={host.address}", labels, *room, *options]
-    done = host.run(command, timeout=100, env=RAY_ENV | dict(env))
+    done = host.run(command, timeout=LONG_S, env=RAY_ENV | dict(env))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -77,9 +78,9 @@ class Training:
         """How many steps it has reported."""
         return max((int(row["step"]) for row in read_log(self.folder)), default=0) if self.folder.exists() else 0
 
-    def until(self, steps: int, timeout_s: float = _TIMEOUT_S) -> None:
+    def until(self, steps: int) -> None:
         """Wait until it has reported so many steps."""
-        until(lambda: self.done() >= steps or self.driver.poll() is not None, f"step {steps}", timeout_s)
+        until(lambda: self.done() >= steps or self.driver.poll() is not None, f"step {steps}")
         assert self.driver.poll() is None, self.driver.communicate()[0]
 
     def until_it_says(self, what: str) -> str:
@@ -96,7 +97,7 @@ class Training:
         """Wait for its good end; returns what it said, which began with ``said``."""
         assert self.driver.stdout is not None
         said += self.driver.stdout.read()
-        assert self.driver.wait(_TIMEOUT_S) == 0, said
+        assert self.driver.wait(LONG_S) == 0, said
         return said
 
     def record(self) -> dict[str, Any]:
@@ -120,7 +121,21 @@ def train(host: Host, folder: Path, address: str, *settings: str) -> Training:
     (folder / "text.txt").write_text(VERSE * 300)
     counts = ["--steps", str(STEPS), "--workers", "2", "--optimizers", "2", "--run-dir", str(folder / "run")]
     command = [PYTHON, "-m", "rayzero", "train", *counts, f"data={folder}/text.txt", *MODEL, *THREADS, *settings]
-    return Training(host.start(command, env=RAY_ENV | {"RAY_ADDRESS": address}), folder / "run")
+    training = Training(host.start(command, env=RAY_ENV | {"RAY_ADDRESS": address}), folder / "run")
+    _STARTED.append((host, training))
+    return training
+
+
+_STARTED: list[tuple[Host, Training]] = []
+
+
+def end_trainings() -> None:
+    """End what a failed test has left running: the next run on the cluster has the same name."""
+    while _STARTED:
+        host, training = _STARTED.pop()
+        if training.driver.poll() is None:
+            host.kill(training.record()["driver"]["pid"], signal.SIGTERM)
+            training.driver.communicate(timeout=LONG_S)
 
 
 def shut(a: Host, b: Host) -> None:
@@ -132,7 +147,7 @@ def shut(a: Host, b: Host) -> None:
     b.drop_answers(ports_of_b, ports_of_a)
 
 
-def until(there: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+def until(there: Callable[[], bool], what: str, timeout_s: float = LONG_S) -> None:
     """Wait for a condition."""
     deadline = time.monotonic() + timeout_s
     while not there():
