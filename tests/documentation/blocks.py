@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+ROOMS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "rayzero").glob("*/README.md"))
 DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",
@@ -18,9 +19,7 @@ DOCUMENTS = [
     "deploy/README.md",
     "lab/README.md",
     "dashboards/README.md",
-    "rayzero/engine/README.md",
-    "rayzero/hybrid/README.md",
-    "rayzero/activations/README.md",
+    *ROOMS,
     *PAGES,
 ]
 

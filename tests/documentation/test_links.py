@@ -47,7 +47,7 @@ def test_code_keeps_its_brackets() -> None:
 
 
 def test_a_page_of_the_site_knows_its_file() -> None:
-    for path in ("docs/howto/lora.md", "ARCHITECTURE.md", "rayzero/engine/README.md", "examples/lora.py"):
+    for path in ("docs/howto/lora.md", "ARCHITECTURE.md", "docs/reference/differences.md", "examples/lora.py"):
         assert repository.in_repository(repository.in_site(path)) == path
 
 

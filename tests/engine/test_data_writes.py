@@ -334,7 +334,7 @@ def test_another_parameters_data_is_refused(alone: RankContext) -> None:
 
 
 def test_a_tensor_given_as_data_is_copied(alone: RankContext) -> None:
-    """rayzero/engine/README.md says so."""
+    """docs/reference/differences.md says so."""
     model = seeded(Net)
     model, _ = rayzero.prepare(model, sgd(model.parameters()), tight(model, prefetch_buffer_size=1))
     weight, given = model.layers[1].up.weight, torch.ones(2 * WIDTH, WIDTH)
@@ -344,7 +344,7 @@ def test_a_tensor_given_as_data_is_copied(alone: RankContext) -> None:
 
 
 def test_a_numpy_write_inside_forward_never_reaches_the_owners(alone: RankContext) -> None:
-    """The one write that is not seen; rayzero/engine/README.md says so."""
+    """The one write that is not seen; docs/reference/differences.md says so."""
 
     def double(block: Block) -> None:
         array = block.up.weight.detach().numpy()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"rayzero/engine/README.md": "| the line", "docs/offload_manager.md": "| torsh"}
+PAGES = {"docs/reference/differences.md": "| the line", "docs/offload_manager.md": "| torsh"}
 
 
 @pytest.mark.parametrize("page", PAGES)
