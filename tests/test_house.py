@@ -69,7 +69,9 @@ def test_what_readmes_tree_names_exists(path: str) -> None:
 
 
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
-WAY = ARCHITECTURE.partition("## A parameter's way")[2].partition("\n## ")[0]
+TO_BE_REBUILT = ("On one host", "Between hosts", "Links", "Frozen parameters, encoded")  # too long until then
+SECTIONS = {text.partition("\n")[0]: text for text in ARCHITECTURE.split("\n## ")}
+READMES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.glob("*/README.md"))
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", ARCHITECTURE))))
@@ -82,9 +84,25 @@ def test_architecture_names_every_room(package: str) -> None:
     assert f"`{package}/" in ARCHITECTURE
 
 
-@pytest.mark.parametrize("folder", sorted(set(re.findall(r"`((?:[a-z_]+/)+)`", WAY))))
-def test_folders_on_a_parameters_way_exist(folder: str) -> None:
+@pytest.mark.parametrize("folder", sorted(set(re.findall(r"`((?:[a-z_]+/)+)`", SECTIONS["The rooms"]))))
+def test_folders_among_the_rooms_exist(folder: str) -> None:
     assert (PACKAGE / folder).is_dir()
+
+
+def test_architecture_can_be_read_at_one_sitting() -> None:
+    assert sum(len(text.encode()) for name, text in SECTIONS.items() if name not in TO_BE_REBUILT) <= 25 * 1024
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_a_room_tells_of_itself_on_a_page(readme: str) -> None:
+    room, text = (ROOT / readme).parent, (ROOT / readme).read_text()
+    assert len(text.encode()) <= 6 * 1024
+    for path in set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+(?:\.py|/))`", text)):
+        assert any((above / path).exists() for above in (room, PACKAGE, ROOT)), path
+
+
+def test_rooms_tell_of_themselves_on_few_pages() -> None:
+    assert sum((ROOT / readme).stat().st_size for readme in READMES) <= 45 * 1024
 
 
 def _uses_nn(module: Path) -> bool:
