@@ -1,8 +1,8 @@
 """Reads JSON that RayZero has written, checked against one type, with one line for what is wrong.
 
-A type is a ``Record`` or a frozen dataclass, and its annotations say all that is allowed. Entries that it does not have
-are left out, so that a RayZero reads what a later one has written. The coordinator and janitors write records and read
-none: they start without pydantic, so what they write is a dataclass.
+A type is a ``JsonRecord`` or a frozen dataclass, and its annotations say all that is allowed. Entries that it does not
+have are left out, so that a RayZero reads what a later one has written. The coordinator and janitors write records and
+read none: they start without pydantic, so what they write is a dataclass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, TypeAdapter, Validati
 from rayzero.errors import ConfigError
 from rayzero.files import read_bytes
 
-__all__ = ["Record", "Several", "Sha256", "Whole", "check_record", "fault_of", "load_record", "parse_record"]
+__all__ = ["JsonRecord", "Several", "Sha256", "Whole", "check_record", "fault_of", "load_record", "parse_record"]
 
 _T = TypeVar("_T")
 
@@ -31,7 +31,7 @@ Several = Annotated[tuple[_T, ...], Strict(False)]
 """A JSON array, from text or as a list."""
 
 
-class Record(BaseModel):
+class JsonRecord(BaseModel):
     """Base of what is written as JSON and read again: frozen, no value is converted, and a number is not inf or NaN."""
 
     # defer_build: a process that reads none pays nothing for it

@@ -10,8 +10,8 @@ This package knows files, names and element ranges; not stores, owners or ranks.
 
 from __future__ import annotations
 
-from rayzero.checkpoint.catalog import Catalog, Saved
-from rayzero.checkpoint.manifest import Manifest, Piece, owner_file_name, rank_file_name
+from rayzero.checkpoint.catalog import Catalog, SavedCheckpoint
+from rayzero.checkpoint.manifest import FilePiece, Manifest, owner_file_name, rank_file_name
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.writer import (
     checkpoint_folders,
@@ -27,9 +27,9 @@ from rayzero.checkpoint.writer import (
 __all__ = [
     "Catalog",
     "CheckpointReader",
+    "FilePiece",
     "Manifest",
-    "Piece",
-    "Saved",
+    "SavedCheckpoint",
     "checkpoint_folders",
     "checkpoint_name",
     "commit_checkpoint",

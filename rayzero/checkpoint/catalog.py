@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint whose manifest is sound and whose files are there in their sizes. No hash was compared."""
 
     path: Path
@@ -27,7 +27,7 @@ class Saved:
 class Catalog:
     """The checkpoints of a folder."""
 
-    sound: tuple[Saved, ...]  # lowest step first; of equal steps, the one written last comes last
+    sound: tuple[SavedCheckpoint, ...]  # lowest step first; of equal steps, the one written last comes last
     damaged: Mapping[Path, str]  # folder -> why it cannot be used
 
     @classmethod
@@ -35,13 +35,13 @@ class Catalog:
         """Read the manifest of every checkpoint in ``folder``. A folder that does not exist has none.
 
         ``further``: checkpoints in other places; those that no longer exist are left out."""
-        sound: list[tuple[int, int, Saved]] = []
+        sound: list[tuple[int, int, SavedCheckpoint]] = []
         damaged: dict[Path, str] = {}
         for path in [*checkpoint_folders(folder), *(path for path in further if (path / MANIFEST).exists())]:
             try:
                 with CheckpointReader(path) as checkpoint:
                     written_ns = (path / MANIFEST).stat().st_mtime_ns
-                    sound.append((checkpoint.step, written_ns, Saved(path, checkpoint.step)))
+                    sound.append((checkpoint.step, written_ns, SavedCheckpoint(path, checkpoint.step)))
             except (CheckpointError, OSError) as error:
                 damaged[path] = str(error)
         return cls(sound=tuple(one for _, _, one in sorted(sound, key=lambda found: found[:2])), damaged=damaged)

@@ -68,7 +68,7 @@ _Moments = Annotated[str, _one_of(("", *CODED), f"one of {', '.join(CODED)}")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class FilePiece:
     """One tensor in one owner file: elements ``start`` to ``stop`` of one parameter's values of one kind."""
 
     file: str
@@ -119,11 +119,11 @@ class Manifest:
         return self.owner_files + self.rank_files
 
     @cached_property
-    def pieces(self) -> Mapping[tuple[str, str], tuple[Piece, ...]]:
+    def pieces(self) -> Mapping[tuple[str, str], tuple[FilePiece, ...]]:
         """(parameter, kind) -> its pieces in element order. Raises ValueError if an entry is wrong."""
-        found: dict[tuple[str, str], list[Piece]] = {}
+        found: dict[tuple[str, str], list[FilePiece]] = {}
         for entry in self.owner_files:
-            for piece in _contents(entry, Piece).values():
+            for piece in _contents(entry, FilePiece).values():
                 found.setdefault((piece.param, piece.kind), []).append(piece)
         return {key: tuple(sorted(pieces, key=lambda p: p.start)) for key, pieces in found.items()}
 

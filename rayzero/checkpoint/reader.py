@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rayzero.checkpoint.files.tensor_file import as_bytes
 from rayzero.checkpoint.files.tensor_reader import TensorFile
-from rayzero.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, Piece, slots_of
+from rayzero.checkpoint.manifest import MANIFEST, MAX_BYTES, FilePiece, Manifest, slots_of
 from rayzero.checkpoint.writer import BUFFER, STATE, checkpoint_folders
 from rayzero.errors import CheckpointError
 from rayzero.files import open_regular, parse_json, read_text, regular_size
@@ -122,7 +122,7 @@ class CheckpointReader:
             return f"{self.directory} has no parameter {param!r}; is it a checkpoint of another model?"
         return f"{self.directory} has no elements {start}..{stop} of {kind!r} of {param!r}; it holds {held}"
 
-    def _read(self, piece: Piece, start: int, stop: int) -> Tensor:
+    def _read(self, piece: FilePiece, start: int, stop: int) -> Tensor:
         flat = self._file(piece.file).flat(piece.tensor)
         if (piece.file, piece.tensor) not in self._verified:
             self._verify_piece(piece, flat)
@@ -130,7 +130,7 @@ class CheckpointReader:
             return unpack(flat, piece.moments, start, stop, is_root=piece.kind == "exp_avg_sq")
         return flat[start:stop]
 
-    def _verify_piece(self, piece: Piece, flat: Tensor) -> None:
+    def _verify_piece(self, piece: FilePiece, flat: Tensor) -> None:
         digest = hashlib.sha256()
         for at in range(0, len(flat), _CHUNK):
             digest.update(as_bytes(flat[at : at + _CHUNK]))

@@ -179,7 +179,7 @@ def write_tensors(
     """Write and fsync one safetensors file in a staging directory, which is made if it is missing.
 
     ``tensors``: by name, of any shape and any dtype that safetensors has; contiguous CPU tensors are written without a
-    copy, deferred and streamed ones are made one at a time. ``content``: per tensor, the fields of a ``Piece`` but
+    copy, deferred and streamed ones are made one at a time. ``content``: per tensor, the fields of a ``FilePiece`` but
     ``dtype`` and ``sha256``, which are added here; other keys are kept. ``again``: False: the tensors can be made only
     once, so that the file fails if its directory is taken away meanwhile. Raises CheckpointWriteError if the file
     cannot be written, UnsupportedError for another dtype.

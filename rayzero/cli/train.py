@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rayzero.memory.process_memory import ProcessMemory
     from rayzero.recipes.planning import RecipePlan
     from rayzero.recipes.recipe import RecipeConfig
-    from rayzero.recipes.training import Prepared, Training
+    from rayzero.recipes.training import PreparedRecipe, Training
 
 _STOPPED, _TERMINATED = 130, 143  # the shell's codes for a command that Ctrl-C or SIGTERM ended
 
@@ -200,7 +200,7 @@ def _goes_on(run_dir: Path) -> str:
     return f"; continue with: rayzero train --resume --run-dir {run_dir}"
 
 
-def announce(prepared: Prepared, planned: RecipePlan | None, console: Console) -> None:
+def announce(prepared: PreparedRecipe, planned: RecipePlan | None, console: Console) -> None:
     """Print the training that is about to start: the model and its data, bytes by tier, and the least time."""
     recipe = prepared.recipe
     start = f" from step {prepared.resume_step}" if prepared.resume_step else ""
@@ -228,7 +228,7 @@ def plan_lines(planned: RecipePlan, steps: int) -> list[str]:
     ]
 
 
-def summarise(prepared: Prepared, training: Training, console: Console) -> None:
+def summarise(prepared: PreparedRecipe, training: Training, console: Console) -> None:
     """Print three lines about a training that is done: the result, where its files are, and what to type next."""
     result, last = training.result, training.last
     moved = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sorted(result.transfers.items()))

@@ -22,7 +22,7 @@ from pydantic import AfterValidator, Field, GetCoreSchemaHandler, Strict
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from rayzero.errors import ConfigError
-from rayzero.records import Record, Several, Whole
+from rayzero.records import JsonRecord, Several, Whole
 
 ALIGN = 64  # elements
 
@@ -258,7 +258,7 @@ class ModelLayout:
         return no_info_after_validator_function(_LayoutRecord.layout, handler.generate_schema(_LayoutRecord))
 
 
-class _UnitRecord(Record):
+class _UnitRecord(JsonRecord):
     """A unit in JSON."""
 
     name: str
@@ -270,7 +270,7 @@ class _UnitRecord(Record):
     opaque: bool = False
 
 
-class _LayoutRecord(Record):
+class _LayoutRecord(JsonRecord):
     """A layout in JSON."""
 
     shard_numel: Whole

@@ -68,7 +68,7 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedRecipe:
     """A recipe that can run: everything that can be checked without Ray was checked."""
 
     recipe: RecipeConfig  # its paths are absolute
@@ -78,7 +78,7 @@ class Prepared:
     resume_step: int  # steps that the checkpoint to start from has done; 0: a fresh run
 
 
-def prepare_run(recipe: RecipeConfig, coordinator: ProcessMemory | None = None) -> Prepared:
+def prepare_run(recipe: RecipeConfig, coordinator: ProcessMemory | None = None) -> PreparedRecipe:
     """Read the text, lay out the model and open the checkpoint to resume from, if any. Writes nothing, except to repair
     what an interrupted save left behind. ``coordinator``: see ``imported_memory``.
 
@@ -91,7 +91,7 @@ def prepare_run(recipe: RecipeConfig, coordinator: ProcessMemory | None = None) 
         model = build_model(recipe, corpus.vocab_size)
     if recipe.init_from is not None and recipe.run.resume is False:
         require_weights(model, recipe.init_from)
-    return Prepared(
+    return PreparedRecipe(
         recipe=recipe,
         corpus=corpus,
         num_params=sum(param.numel() for param in model.parameters()),
@@ -135,7 +135,7 @@ def _check_same_model(checkpoint: CheckpointReader, model: nn.Module) -> None:
             )
 
 
-def plan_prepared(prepared: Prepared) -> RecipePlan | None:
+def plan_prepared(prepared: PreparedRecipe) -> RecipePlan | None:
     """The plan of the run on this host, whose speed is measured for it (half a second on CPUs). None if nothing can be
     planned, or if this host cannot be measured."""
     hardware = None if prepared.work is None else measure_hardware(prepared.work)
@@ -144,7 +144,7 @@ def plan_prepared(prepared: Prepared) -> RecipePlan | None:
     return plan_recipe(prepared.work, hardware)
 
 
-def run_prepared(prepared: Prepared, console: Console, hardware: Hardware | None = None) -> Training:
+def run_prepared(prepared: PreparedRecipe, console: Console, hardware: Hardware | None = None) -> Training:
     """Train on the cluster, drawing progress on ``console``; leaves config.yaml, metrics.jsonl, loss.png and
     checkpoints/ in the run's directory. ``hardware``: this host, which measured steps are compared with.
 
@@ -161,7 +161,7 @@ def run_prepared(prepared: Prepared, console: Console, hardware: Hardware | None
             raise
 
 
-def _refuse_changed(directory: RunDirectory, prepared: Prepared) -> None:
+def _refuse_changed(directory: RunDirectory, prepared: PreparedRecipe) -> None:
     """Raise ConfigError if the directory has changed since the recipe was prepared: rows are cut, and plans made,
     for the step to resume from."""
     if directory.start.step != prepared.resume_step:
@@ -172,7 +172,7 @@ def _refuse_changed(directory: RunDirectory, prepared: Prepared) -> None:
         )
 
 
-def _run_in(directory: RunDirectory, prepared: Prepared, console: Console, hardware: Hardware | None) -> Training:
+def _run_in(directory: RunDirectory, prepared: PreparedRecipe, console: Console, hardware: Hardware | None) -> Training:
     recipe, path = prepared.recipe, directory.path
     _write_config(path, recipe)
     unigram = prepared.corpus.baseline()
@@ -210,7 +210,7 @@ def _withdraw(directory: RunDirectory) -> None:
 
 
 def _fit(
-    prepared: Prepared, directory: RunDirectory, rows: list[StepRow], console: Console, hardware: Hardware | None
+    prepared: PreparedRecipe, directory: RunDirectory, rows: list[StepRow], console: Console, hardware: Hardware | None
 ) -> Result:
     """Train; each step's row is added to ``rows``."""
     recipe, joined = prepared.recipe, StepRows()
@@ -240,7 +240,9 @@ def _fit(
         return make_trainer(recipe, take, scaling, started, flops).fit(directory=directory)
 
 
-def _plan_check(prepared: Prepared, hardware: Hardware | None, run_dir: Path, console: Console) -> PlanCheck | None:
+def _plan_check(
+    prepared: PreparedRecipe, hardware: Hardware | None, run_dir: Path, console: Console
+) -> PlanCheck | None:
     """None if nothing was planned or too few steps are left to measure."""
     left = prepared.recipe.steps - prepared.resume_step
     if prepared.work is None or left < PLAN_STEPS or not prepared.recipe.run.telemetry.enabled:

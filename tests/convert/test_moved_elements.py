@@ -155,6 +155,8 @@ class Source(Reader):
 
 def test_buffers_under_other_names_stay_in_their_order() -> None:
     names = [f"layers.{number}.count" for number in range(50)]
-    elements = {f"model.{name}": Strided(moved.Held(name, partial(no_values, name)), (1,), (1,), 0) for name in names}
+    elements = {
+        f"model.{name}": Strided(moved.HeldElements(name, partial(no_values, name)), (1,), (1,), 0) for name in names
+    }
     made = Translation(decls=dict.fromkeys(elements, WeightDecl((1,), "int64")), elements=elements)
     assert list(TranslatedReader(Source(names), made).content.buffers) == list(elements)

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 from rayzero.cluster.continuation import States
 from rayzero.cluster.run import Member, Recovery, Rescaled, Routing, RunState
 from rayzero.errors import ConfigError
-from rayzero.records import Record, load_record
+from rayzero.records import JsonRecord, load_record
 
 __all__ = [
     "RECORD",
@@ -27,21 +27,21 @@ RECORD = "run.json"
 _MOST = 1 << 28  # bytes
 
 
-class DriverProcess(Record):
+class DriverProcess(JsonRecord):
     """The process that runs ``fit()``."""
 
     pid: int
     host: str
 
 
-class ExporterAddress(Record):
+class ExporterAddress(JsonRecord):
     """One process's exporter, as Prometheus' service discovery describes it."""
 
     address: str
     labels: dict[str, str]
 
 
-class TelemetryAddresses(Record):
+class TelemetryAddresses(JsonRecord):
     """Where a run is observed."""
 
     http_sd: str  # URL of Prometheus' service discovery
@@ -49,7 +49,7 @@ class TelemetryAddresses(Record):
     targets: list[ExporterAddress]
 
 
-class LoggerState(Record):
+class LoggerState(JsonRecord):
     """How far a logger is (``loggers/children.py``, ``Progress``)."""
 
     logger: str
@@ -61,7 +61,7 @@ class LoggerState(Record):
     complete: bool = False
 
 
-class RunRecord(Record):
+class RunRecord(JsonRecord):
     """The entries of ``run.json``. Those with a default are not in the record of a run that has not come so far."""
 
     model_config = ConfigDict(extra="allow")  # entries of a later RayZero are passed on

@@ -17,7 +17,7 @@ from rayzero.cluster.files.metrics_log import Row, read_log
 from rayzero.cluster.files.row_tail import RowTail, values_of
 from rayzero.cluster.loggers.reporter import Reporter
 from rayzero.files import replace_file, to_json
-from rayzero.records import Record, Whole, load_record
+from rayzero.records import JsonRecord, Whole, load_record
 
 __all__ = ["Bookmark", "Feed", "Saved", "begin", "said"]
 
@@ -35,7 +35,7 @@ class Bookmark:
     rows: int = 0
 
 
-class _SavedFile(Record):
+class _SavedFile(JsonRecord):
     """What is in the file of a logger."""
 
     step: int

@@ -58,14 +58,14 @@ class Param:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class OptimizerGroup:
     """A parameter group of an optimizer."""
 
     params: tuple[str, ...]
     options: Mapping[str, Any]  # lr, betas, ...; plain values
 
     @classmethod
-    def of(cls, params: Iterable[str], options: Mapping[str, Any], but: Sequence[str] = ("params",)) -> Group:
+    def of(cls, params: Iterable[str], options: Mapping[str, Any], but: Sequence[str] = ("params",)) -> OptimizerGroup:
         """A group with these options made plain, ``but`` some."""
         return cls(params=tuple(params), options={k: plain_option(v) for k, v in options.items() if k not in but})
 
@@ -77,7 +77,7 @@ class Content:
     params: Mapping[str, Param]
     buffers: Mapping[str, WeightDecl] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)  # other names of tied parameters -> the name in ``params``
-    groups: tuple[Group, ...] = ()  # empty: the source says nothing of them
+    groups: tuple[OptimizerGroup, ...] = ()  # empty: the source says nothing of them
     step: int = 0  # optimizer steps of the run
     left_out: tuple[str, ...] = ()  # what else there is: states of the loop, which no other format has; sorted names
     optimizer: str = ""  # import path of the optimizer's class; "": the source does not say

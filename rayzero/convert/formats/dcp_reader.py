@@ -25,7 +25,7 @@ from rayzero.convert.formats.content import (
     FLOATS,
     WEIGHT,
     Content,
-    Group,
+    OptimizerGroup,
     Param,
     Reader,
     WeightDecl,
@@ -46,7 +46,7 @@ Keys = tuple[Any, ...]  # keys from the top of the saved state dict to a value
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StoredChunk:
     """A box of a tensor, and the bytes of a file that hold it as ``torch.save`` wrote it."""
 
     offsets: tuple[int, ...]
@@ -59,7 +59,7 @@ class Stored:
     """One tensor of the folder."""
 
     decl: WeightDecl
-    chunks: tuple[Chunk, ...]  # sorted by offsets
+    chunks: tuple[StoredChunk, ...]  # sorted by offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,9 @@ class DcpReader(Reader):
         boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks]
         if not is_tiling(tuple(shape), boxes):
             raise damaged(self._metadata, f"the chunks of {entry!r} do not make up its shape {shape}")
-        chunks = [Chunk(offsets, sizes, self._place(entry, offsets)) for offsets, sizes in boxes if math.prod(sizes)]
+        chunks = [
+            StoredChunk(offsets, sizes, self._place(entry, offsets)) for offsets, sizes in boxes if math.prod(sizes)
+        ]
         return Stored(WeightDecl(tuple(shape), dtype_name(dtype)), tuple(sorted(chunks, key=lambda c: c.offsets)))
 
     def _place(self, entry: str, offsets: tuple[int, ...]) -> _StorageInfo:
@@ -288,7 +290,7 @@ class DcpReader(Reader):
         except ValueError as exc:
             raise damaged(self, f"the step count {exc}") from exc
 
-    def _groups(self, roles: Roles) -> tuple[Group, ...]:
+    def _groups(self, roles: Roles) -> tuple[OptimizerGroup, ...]:
         numbered = sorted(roles.groups.items(), key=lambda found: found[0][-1])
         if numbered:
             return tuple(group_from({o: self._value(e) for o, e in given.items()}, self) for _, given in numbered)
@@ -333,7 +335,7 @@ class DcpReader(Reader):
             raise damaged(self, f"{entry!r} has {place.length:,} bytes")
         return self._saved(entry, place)
 
-    def _chunk(self, entry: str, chunk: Chunk) -> Tensor:
+    def _chunk(self, entry: str, chunk: StoredChunk) -> Tensor:
         where = f"{entry!r} in {self}"
         tensor = require_dense(self._saved(entry, chunk.place), where)
         found, wanted = WeightDecl.of(tensor), WeightDecl(chunk.sizes, self._tensors[entry].decl.dtype)
@@ -388,7 +390,7 @@ def is_tiling(shape: tuple[int, ...], boxes: Iterable[tuple[Sequence[int], Seque
     )
 
 
-def group_from(group: Any, where: object) -> Group:
+def group_from(group: Any, where: object) -> OptimizerGroup:
     """A parameter group of a torch optimizer's state dict whose parameters are names."""
     names = group.get("params") if isinstance(group, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -396,10 +398,10 @@ def group_from(group: Any, where: object) -> Group:
             f"{where}: the optimizer's parameter groups do not name their parameters; save it with "
             "get_optimizer_state_dict, or convert the weights alone (--weights-only)"
         )
-    return Group.of(names, group)
+    return OptimizerGroup.of(names, group)
 
 
-def grouped(options: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
+def grouped(options: Mapping[str, Mapping[str, Any]]) -> tuple[OptimizerGroup, ...]:
     """Parameters with equal options make a group, in the order of their first parameter."""
     found: list[tuple[Mapping[str, Any], list[str]]] = []
     for name, given in options.items():
@@ -408,4 +410,4 @@ def grouped(options: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
         if names is None:
             found.append((plain, names := []))
         names.append(name)
-    return tuple(Group(params=tuple(names), options=given) for given, names in found)
+    return tuple(OptimizerGroup(params=tuple(names), options=given) for given, names in found)

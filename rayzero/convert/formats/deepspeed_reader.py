@@ -17,7 +17,7 @@ from torch import Tensor
 from rayzero.convert.formats.content import WEIGHT, Param, Reader, WeightDecl
 from rayzero.convert.formats.model_states import ModelStates, as_dict, groups_from, range_of, updates_of
 from rayzero.convert.formats.pickles import load_torch_file, require_dense
-from rayzero.convert.formats.zero_layout import Segment, stage3_segments, stage12_segments
+from rayzero.convert.formats.zero_layout import PartitionSegment, stage3_segments, stage12_segments
 from rayzero.errors import CheckpointError, UnsupportedError
 from rayzero.layout.model_layout import dtype_name
 
@@ -83,7 +83,7 @@ class ZeroReader(Reader):
             held = [len(flat) for flat in self._flats]
             raise CheckpointError(f"its ranks have {held} groups, its param_shapes {len(groups)}")
         sizes = [[len(tensor) for tensor in flat] for flat in self._flats]
-        self._segments: dict[str, list[Segment]] = (
+        self._segments: dict[str, list[PartitionSegment]] = (
             stage3_segments(groups, sizes)
             if stage3
             else stage12_segments(groups, sizes, shards[0].get("param_alignment_paddings"))
@@ -120,7 +120,7 @@ class ZeroReader(Reader):
         values = range_of([self._piece(segment, kind) for segment in self._segments[name]], start, stop)
         return values if kind == WEIGHT else values.float()
 
-    def _piece(self, segment: Segment, kind: str) -> Tensor:
+    def _piece(self, segment: PartitionSegment, kind: str) -> Tensor:
         if kind == WEIGHT:
             flat = self._flats[segment.rank][segment.group]
         else:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rayzero.checkpoint.files.tensor_reader import is_shape
-from rayzero.convert.formats.content import Content, Group, Param, WeightDecl, listed, step_count
+from rayzero.convert.formats.content import Content, OptimizerGroup, Param, WeightDecl, listed, step_count
 from rayzero.convert.formats.pickles import require_dense
 from rayzero.convert.formats.zero_layout import Shapes
 from rayzero.errors import CheckpointError, UnsupportedError
@@ -92,7 +92,7 @@ class ModelStates:
     def __contains__(self, name: str) -> bool:
         return name in self._pieces or name in self.tied
 
-    def content(self, params: Mapping[str, Param], groups: tuple[Group, ...], step: int) -> Content:
+    def content(self, params: Mapping[str, Param], groups: tuple[OptimizerGroup, ...], step: int) -> Content:
         """What the folder holds. params: all of them, with what the optimizer's files say."""
         return Content(
             params=params, buffers=self.buffers, tied=self.tied, groups=groups, step=step, left_out=self.left_out
@@ -184,11 +184,11 @@ def _require_values(missing: Sequence[str], others: Sequence[str]) -> None:
         )
 
 
-def groups_from(given: Any, shapes: Sequence[Shapes]) -> tuple[Group, ...]:
+def groups_from(given: Any, shapes: Sequence[Shapes]) -> tuple[OptimizerGroup, ...]:
     """An optimizer's parameter groups by names. given: its ``param_groups``, whose parameters are numbers of flattened
     groups; shapes: of these."""
     return tuple(
-        Group.of((name for index in group["params"] for name in shapes[index]), group, ("params", "step"))
+        OptimizerGroup.of((name for index in group["params"] for name in shapes[index]), group, ("params", "step"))
         for group in given
     )
 

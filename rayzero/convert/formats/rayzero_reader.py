@@ -10,7 +10,7 @@ from torch import Tensor
 from rayzero.checkpoint.manifest import slots_of
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.state_values import unpack
-from rayzero.convert.formats.content import WEIGHT, Content, Group, Param, Reader, WeightDecl, damaged
+from rayzero.convert.formats.content import WEIGHT, Content, OptimizerGroup, Param, Reader, WeightDecl, damaged
 from rayzero.errors import CheckpointError
 from rayzero.layout.model_layout import ParamSlot, UnitLayout, dtype_name
 from rayzero.protocol.messages import COMPUTE, MASTER
@@ -48,13 +48,15 @@ class RayZeroReader(Reader):
             updates=self._reader.slot_step(slot.name),
         )
 
-    def _loop_state(self) -> tuple[tuple[Group, ...], tuple[str, ...]]:
+    def _loop_state(self) -> tuple[tuple[OptimizerGroup, ...], tuple[str, ...]]:
         """The parameter groups, and the names that the loop gave to ``rayzero.track``: their states are for the loop
         that saved them."""
         what = "parameter groups are"
         try:
             state = unpack(*self._reader.rank_state(0))
-            groups = tuple(Group.of(group["params"], group["options"], ()) for group in state.get("groups", []))
+            groups = tuple(
+                OptimizerGroup.of(group["params"], group["options"], ()) for group in state.get("groups", [])
+            )
             what = "tracked states are"
             return groups, tuple(sorted(map(str, state.get("tracked", {}))))
         except (CheckpointError, KeyError, TypeError, AttributeError) as exc:

@@ -21,7 +21,7 @@ from rayzero.convert.formats.content import (
     PART,
     WEIGHT,
     Content,
-    Group,
+    OptimizerGroup,
     Param,
     Reader,
     WeightDecl,
@@ -75,7 +75,7 @@ class Stage0Reader(Reader):
                 master = self._masters[at][place] if self._masters else None
                 state = as_dict(inner["state"].get(number, {})) if states else {}
                 params[name] = self._trained(name, params[name], master, state)
-        groups = tuple(Group.of(own, group, _NAMES) for group, own in zip(given, names or [], strict=False))
+        groups = tuple(OptimizerGroup.of(own, group, _NAMES) for group, own in zip(given, names or [], strict=False))
         return self._model.content(params, groups if states else (), self._model.steps if states else 0)
 
     def _trained(self, name: str, param: Param, master: Tensor | None, state: Mapping[str, Any]) -> Param:

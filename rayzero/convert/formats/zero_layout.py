@@ -17,7 +17,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # of one group's parameters, in their or
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class PartitionSegment:
     """Elements of one parameter, in C order, in one rank's partition of a group."""
 
     rank: int
@@ -26,20 +26,20 @@ class Segment:
     stop: int
 
 
-def stage3_segments(groups: Sequence[Shapes], sizes: Sequence[Sequence[int]]) -> dict[str, list[Segment]]:
+def stage3_segments(groups: Sequence[Shapes], sizes: Sequence[Sequence[int]]) -> dict[str, list[PartitionSegment]]:
     """Stage 3: each rank has ceil(numel / W) elements of every parameter, the last ones partly padding; a partition
     holds these pieces of all parameters of its group, one after another.
 
     sizes: [rank][group] elements of the partitions. Raises CheckpointError if they do not fit the shapes."""
     world = len(sizes)
-    found: dict[str, list[Segment]] = {}
+    found: dict[str, list[PartitionSegment]] = {}
     for group, shapes in enumerate(groups):
         offset = 0
         for name, shape in shapes.items():
             numel = math.prod(shape)
             part = -(-numel // world)
             pieces = ((rank, min(part, numel - rank * part)) for rank in range(world))
-            found[name] = [Segment(rank, group, offset, offset + size) for rank, size in pieces if size > 0]
+            found[name] = [PartitionSegment(rank, group, offset, offset + size) for rank, size in pieces if size > 0]
             offset += part
         for rank in range(world):
             _require(sizes[rank][group] == offset, rank, group, sizes[rank][group], offset)
@@ -48,14 +48,14 @@ def stage3_segments(groups: Sequence[Shapes], sizes: Sequence[Sequence[int]]) ->
 
 def stage12_segments(
     groups: Sequence[Shapes], sizes: Sequence[Sequence[int]], paddings: Sequence[Sequence[int]] | None = None
-) -> dict[str, list[Segment]]:
+) -> dict[str, list[PartitionSegment]]:
     """Stages 1 and 2: a group is one flat vector, padded at its end to a multiple of 2 W elements and cut into W equal
     partitions. Masters are kept without that padding, so the last partitions may be shorter or empty.
 
     sizes: [rank][group] elements of the partitions. paddings: [group][parameter] elements behind each parameter, where
     DeepSpeed aligns parameters. Raises CheckpointError if the sizes do not fit the shapes."""
     world = len(sizes)
-    found: dict[str, list[Segment]] = {}
+    found: dict[str, list[PartitionSegment]] = {}
     for group, shapes in enumerate(groups):
         held = [sizes[rank][group] for rank in range(world)]
         behind = paddings[group] if paddings is not None else [0] * len(shapes)
@@ -71,14 +71,14 @@ def stage12_segments(
     return found
 
 
-def _cut(group: int, held: Sequence[int], start: int, stop: int) -> list[Segment]:
+def _cut(group: int, held: Sequence[int], start: int, stop: int) -> list[PartitionSegment]:
     """The parts of the range [start, stop) of a vector whose partitions have ``held`` elements."""
-    segments: list[Segment] = []
+    segments: list[PartitionSegment] = []
     begin = 0
     for rank, size in enumerate(held):
         low, high = max(start, begin), min(stop, begin + size)
         if low < high:
-            segments.append(Segment(rank, group, low - begin, high - begin))
+            segments.append(PartitionSegment(rank, group, low - begin, high - begin))
         begin += size
     return segments
 

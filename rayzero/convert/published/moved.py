@@ -38,7 +38,7 @@ class Elements(Protocol):
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldElements:
     """The elements of a tensor that a source holds."""
 
     name: str
@@ -121,7 +121,7 @@ class Strided:
 
 
 @dataclass(frozen=True, eq=False)
-class Joined:
+class Concatenated:
     """Tensors that are concatenated along a dimension."""
 
     parts: Sequence[Strided]
@@ -187,7 +187,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A tensor on the meta device that stands for one of a source, whose elements ``values`` reads. Make it before
         the trace is entered."""
         made = torch.empty(decl.shape, dtype=decl.torch_dtype(name), device="meta")
-        return self._note(made, Held(name, values))
+        return self._note(made, HeldElements(name, values))
 
     def _note(self, made: Tensor, elements: Elements) -> Tensor:
         self._storages[_storage(made)] = elements
@@ -221,7 +221,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
             dim %= output.ndim
             tensors = [tensor.unsqueeze(dim) for tensor in args[0]] if _JOINS[name] else args[0]
-            return Joined([self.elements(tensor) for tensor in tensors if tensor.numel()], dim, output.dtype)
+            return Concatenated([self.elements(tensor) for tensor in tensors if tensor.numel()], dim, output.dtype)
         raise UnsupportedError(f"{name.removeprefix('aten::')} makes values instead of moving them")
 
 

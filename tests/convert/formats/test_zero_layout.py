@@ -11,7 +11,7 @@ from rayzero.checkpoint import CheckpointReader
 from rayzero.convert.conversion import convert
 from rayzero.convert.formats.content import WEIGHT
 from rayzero.convert.formats.model_states import ModelStates
-from rayzero.convert.formats.zero_layout import Segment, stage3_segments, stage12_segments
+from rayzero.convert.formats.zero_layout import PartitionSegment, stage3_segments, stage12_segments
 from rayzero.errors import CheckpointError
 
 from .foreign import States, read_all, require_same, write_zero
@@ -22,20 +22,23 @@ TWO = [["embed.weight", "b"], ["w", "scale", "last.weight"]]
 def test_stage_3_cuts_each_parameter() -> None:
     found = stage3_segments([{"a": (5,), "b": (2, 2)}, {"c": (1,)}], [[5, 1], [5, 1]])
     assert found == {
-        "a": [Segment(0, 0, 0, 3), Segment(1, 0, 0, 2)],  # 3 each, one of padding
-        "b": [Segment(0, 0, 3, 5), Segment(1, 0, 3, 5)],
-        "c": [Segment(0, 1, 0, 1)],  # rank 1 has padding only
+        "a": [PartitionSegment(0, 0, 0, 3), PartitionSegment(1, 0, 0, 2)],  # 3 each, one of padding
+        "b": [PartitionSegment(0, 0, 3, 5), PartitionSegment(1, 0, 3, 5)],
+        "c": [PartitionSegment(0, 1, 0, 1)],  # rank 1 has padding only
     }
 
 
 def test_stages_1_and_2_cut_the_flat_vector_of_a_group() -> None:
     found = stage12_segments([{"a": (5,), "b": (2, 2)}], [[6], [3]])  # padded to 12, kept without
-    assert found == {"a": [Segment(0, 0, 0, 5)], "b": [Segment(0, 0, 5, 6), Segment(1, 0, 0, 3)]}
+    assert found == {
+        "a": [PartitionSegment(0, 0, 0, 5)],
+        "b": [PartitionSegment(0, 0, 5, 6), PartitionSegment(1, 0, 0, 3)],
+    }
 
 
 def test_parameters_that_are_aligned_have_gaps_between_them() -> None:
     found = stage12_segments([{"a": (5,), "b": (4,)}], [[6], [6]], [[3, 0]])
-    assert found == {"a": [Segment(0, 0, 0, 5)], "b": [Segment(1, 0, 2, 6)]}
+    assert found == {"a": [PartitionSegment(0, 0, 0, 5)], "b": [PartitionSegment(1, 0, 2, 6)]}
     with pytest.raises(CheckpointError, match="2 parameters and 1 paddings"):
         stage12_segments([{"a": (5,), "b": (4,)}], [[6], [6]], [[3]])
 
