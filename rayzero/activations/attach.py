@@ -22,7 +22,7 @@ from rayzero.modes import outside_modes
 _FLOAT, _SAMPLE = torch.float32, 1 << 18  # dtype and values of the example that gives a group's share of host bytes
 
 
-class Scope(Protocol):
+class OpenGroup(Protocol):
     """An open group."""
 
     group: Group | None  # None: offload does not apply
@@ -45,7 +45,7 @@ class Grouping(Protocol):
         """That forward has ended."""
         ...
 
-    def open_group(self, name: str, label: str, signature: tuple[Sequence[int], ...] = ()) -> Scope:
+    def open_group(self, name: str, label: str, signature: tuple[Sequence[int], ...] = ()) -> OpenGroup:
         """Tensors that are saved from now on belong to this group."""
         ...
 
@@ -122,7 +122,7 @@ class Attachment:
     ) -> None:
         self._offload = offload
         self._handles: list[RemovableHandle] = []
-        self._open: list[tuple[nn.Module, Scope]] = []
+        self._open: list[tuple[nn.Module, OpenGroup]] = []
         self._input_bytes: dict[GroupKey, int] = {}
         matched = match_modules(models, patterns)
         for stage, model in enumerate(models):

@@ -43,7 +43,7 @@ class GroupTotals:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wait:
+class _LaneWait:
     name: str
     lane: Lane
     start: Event
@@ -63,7 +63,7 @@ class Ledger:
         self._recorder = recorder
         self._device = self._peak = 0
         self._totals: dict[str, GroupTotals] = {}
-        self._waits: deque[_Wait] = deque()  # not counted yet, oldest first
+        self._waits: deque[_LaneWait] = deque()  # not counted yet, oldest first
 
     @property
     def device_bytes(self) -> int:
@@ -106,7 +106,7 @@ class Ledger:
         """The backward of ``name`` may have waited between two events of a lane, for bytes that were asked for
         ``ahead`` or not. They are counted once both events have happened."""
         with self._lock:
-            self._waits.append(_Wait(name, lane, start, stop, ahead))
+            self._waits.append(_LaneWait(name, lane, start, stop, ahead))
         self._count_waits()
 
     def _count_waits(self) -> None:

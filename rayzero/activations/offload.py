@@ -31,7 +31,7 @@ from rayzero.activations.schedule.group import Group
 from rayzero.activations.schedule.reload import Reload
 from rayzero.activations.schedule.unload import Unload
 from rayzero.activations.summary import RankSummary
-from rayzero.activations.tensors.entry import End, Entries, Held, Saved, view_bytes
+from rayzero.activations.tensors.entry import End, Entries, KeptTensor, Saved, view_bytes
 from rayzero.activations.tensors.host_pool import HostPool, PoolStatus
 from rayzero.activations.tensors.protected_storages import ProtectedStorages
 from rayzero.activations.tensors.shelf import Shelf
@@ -44,7 +44,7 @@ Hooks = tuple[Any, Any]  # pack, unpack
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # fake ones: a model that is planned
 
 
-class SavedWeights(Protocol):
+class WeightHooks(Protocol):
     """An engine whose parameters come and go, as offload sees it.
 
     It keeps some of the tensors that autograd saves, and at times has its own saved-tensor hooks on the stack."""
@@ -120,7 +120,7 @@ class ActivationOffload:
         lane: Lane | None = None,
         pool: HostPool | None = None,
         recorder: Recorder | None = None,
-        weights: SavedWeights | None = None,
+        weights: WeightHooks | None = None,
     ) -> None:
         """``model``: the module, or one per virtual pipeline stage in forward order. Its parameters and buffers never
         leave. ``offload_modules``: patterns of submodule names ("layers.*.mlp"), or group name -> pattern; hooks make
@@ -392,7 +392,7 @@ class ActivationOffload:
         if kept is not None:
             return kept
         if not self._eligible(tensor):
-            return Held(tensor)
+            return KeptTensor(tensor)
         small = view_bytes(tensor) < self.policy.min_bytes
         saved = Saved(tensor, group, small=small, ends=self._ends)
         with self._lock:
@@ -442,7 +442,7 @@ class ActivationOffload:
 
     @outside_modes
     def _unpack(self, packed: object) -> Tensor:
-        if isinstance(packed, Held):
+        if isinstance(packed, KeptTensor):
             return packed.read()
         if not isinstance(packed, Saved):
             assert self._weights is not None

@@ -25,7 +25,7 @@ from rayzero.memory.heap import heap_use
 from rayzero.memory.malloc import give_back_freed
 from rayzero.memory.page_lock import locked_bytes
 from rayzero.memory.pressure import Pressure, PressureGauge, PressureLimits, read_memory, read_pressure
-from rayzero.memory.strategy import Held, Measures, Relief, Retry, fullest, measures
+from rayzero.memory.strategy import HeldPressures, Measures, Relief, Retry, fullest, measures
 from rayzero.quantities import format_bytes
 from rayzero.telemetry.names import (
     GPU_ALLOC_RETRIES,
@@ -212,7 +212,7 @@ class MemoryStrategy:
         self._cache = cache
         self._recorder = recorder
         self._clock = clock
-        self._held = Held()
+        self._held = HeldPressures()
         self._retry = Retry()
         self._seen = 0  # readings that were acted on
         self.now = Measures(depth=cache.most_ahead)

@@ -24,7 +24,7 @@ def buffer_bytes(nbytes: int) -> int:
 
 
 @dataclass(eq=False, slots=True)
-class _Memory:
+class _Allocation:
     """One allocation."""
 
     whole: Tensor
@@ -109,7 +109,7 @@ class BufferPool:
         self.budget = budget or MemoryBudget(None)
         self._poison = poison
         self._lock = threading.Lock()
-        self._free: list[_Memory] = []  # the longest unused first
+        self._free: list[_Allocation] = []  # the longest unused first
         self._leased = self._peak = self._allocated = self._num_leased = self._num_reused = 0
 
     def acquire(self, nbytes: int) -> Buffer | None:
@@ -147,7 +147,7 @@ class BufferPool:
                 num_reused=self._num_reused,
             )
 
-    def _give_back(self, memory: _Memory, lease: Lease) -> None:
+    def _give_back(self, memory: _Allocation, lease: Lease) -> None:
         if self._poison:
             memory.whole.fill_(0xFF)
         with self._lock:
@@ -157,7 +157,7 @@ class BufferPool:
 
     # The rest runs under the lock.
 
-    def _best_fit(self, nbytes: int) -> _Memory | None:
+    def _best_fit(self, nbytes: int) -> _Allocation | None:
         size = buffer_bytes(nbytes)
         best = None
         for kept in reversed(self._free):
@@ -167,18 +167,18 @@ class BufferPool:
                 best = kept
         return best
 
-    def _reuse(self, kept: _Memory) -> _Memory:
+    def _reuse(self, kept: _Allocation) -> _Allocation:
         self._free.remove(kept)
         self._num_reused += 1
         return kept
 
-    def _allocate(self, size: int) -> _Memory:
+    def _allocate(self, size: int) -> _Allocation:
         if self.budget.limit is not None:
             self._trim(max(0, self.budget.limit - self._leased - size))
         self._allocated += size
         if self.pinned_for is not None:
-            return _Memory(host_zeros(size, torch.uint8, pinned_for=self.pinned_for), size)
-        return _Memory(torch.empty(size, dtype=torch.uint8, device=self.device), size)
+            return _Allocation(host_zeros(size, torch.uint8, pinned_for=self.pinned_for), size)
+        return _Allocation(torch.empty(size, dtype=torch.uint8, device=self.device), size)
 
     def _count(self, size: int, sign: int) -> None:
         self._leased += sign * size
@@ -195,7 +195,7 @@ class BufferPool:
         return sum(kept.size for kept in self._free)
 
 
-def _first_bytes(memory: _Memory, nbytes: int) -> Tensor:
+def _first_bytes(memory: _Allocation, nbytes: int) -> Tensor:
     """The memory's first bytes as a tensor. Made once for each size, because a tensor operation may let other threads
     run first."""
     if nbytes not in memory.made:

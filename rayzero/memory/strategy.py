@@ -119,7 +119,7 @@ def measures(strategy: AutoMemoryStrategy, held: Mapping[Resource, float], depth
 
 
 @dataclass(slots=True)
-class Held:
+class HeldPressures:
     """Held pressures by resource, from reading to reading."""
 
     shares: dict[Resource, float] = field(default_factory=dict)

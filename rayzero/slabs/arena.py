@@ -20,7 +20,7 @@ _ELEMENTS = 64  # a tensor starts at a multiple of this many elements, as shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class SlabPiece:
     """A tensor to place: 1D, ``numel`` elements of ``dtype``."""
 
     key: Hashable
@@ -29,15 +29,15 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class SlabGroup:
     """Pieces that lie in one slab, one after the other."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SlabPiece, ...]
     align: int = 1  # the first piece starts at a multiple of this many bytes: a power of two, at most a page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SlabPlace:
     """Where a tensor lies."""
 
     slab: int
@@ -55,14 +55,14 @@ class Place:
 class ArenaPlan:
     """The places of all pieces, and the size of each slab. Equal groups give equal plans in every process."""
 
-    places: dict[Hashable, Place]
+    places: dict[Hashable, SlabPlace]
     slabs: tuple[int, ...]  # bytes of each slab's region
 
 
-def plan_arena(groups: Sequence[Group], slab_bytes: int = SLAB_BYTES) -> ArenaPlan:
+def plan_arena(groups: Sequence[SlabGroup], slab_bytes: int = SLAB_BYTES) -> ArenaPlan:
     """Put groups into slabs in order. A slab has at most ``slab_bytes``, unless one group alone is larger."""
     first = header_bytes(num_regions=1)
-    places: dict[Hashable, Place] = {}
+    places: dict[Hashable, SlabPlace] = {}
     ends: list[int] = []  # bytes from each slab's start
     for group in groups:
         offsets, end = _lay_out(group, ends[-1] if ends else first)
@@ -72,11 +72,11 @@ def plan_arena(groups: Sequence[Group], slab_bytes: int = SLAB_BYTES) -> ArenaPl
         ends[-1] = end
         for piece, offset in zip(group.pieces, offsets, strict=True):
             assert piece.key not in places, f"two pieces have key {piece.key!r}"
-            places[piece.key] = Place(slab=len(ends) - 1, offset=offset, numel=piece.numel, dtype=piece.dtype)
+            places[piece.key] = SlabPlace(slab=len(ends) - 1, offset=offset, numel=piece.numel, dtype=piece.dtype)
     return ArenaPlan(places=places, slabs=tuple(end - first for end in ends))
 
 
-def _lay_out(group: Group, start: int) -> tuple[list[int], int]:
+def _lay_out(group: SlabGroup, start: int) -> tuple[list[int], int]:
     """The pieces' offsets and the group's end, in bytes, if the slab is free from ``start`` on."""
     at, offsets = _align(start, group.align), []
     for piece in group.pieces:
@@ -119,7 +119,7 @@ class Arena:
         return cls(plan, create_slabs(headers, directory, later=later, on_progress=on_progress))
 
     @classmethod
-    def adopt(cls, places: Mapping[Any, Place], paths: Sequence[Path], *, with_others: bool = False) -> Arena:
+    def adopt(cls, places: Mapping[Any, SlabPlace], paths: Sequence[Path], *, with_others: bool = False) -> Arena:
         """Take over the slabs of dead processes; see ``Slab.adopt``. Raises HandshakeError unless every place is in its
         slab."""
         slabs: list[Slab] = []
@@ -133,7 +133,7 @@ class Arena:
             raise
 
     @classmethod
-    def over(cls, places: Mapping[Any, Place], slabs: Sequence[Slab]) -> Arena:
+    def over(cls, places: Mapping[Any, SlabPlace], slabs: Sequence[Slab]) -> Arena:
         """Tensors at these places of slabs. Raises HandshakeError unless every place is in its slab."""
         for key, place in places.items():
             _check_within(key, place, slabs)
@@ -161,7 +161,7 @@ class Arena:
             slab.close(unlink=unlink)
 
 
-def _check_within(key: Hashable, place: Place, slabs: Sequence[Slab]) -> None:
+def _check_within(key: Hashable, place: SlabPlace, slabs: Sequence[Slab]) -> None:
     end = place.offset + place.bytes
     slab = slabs[place.slab] if 0 <= place.slab < len(slabs) else None
     regions = slab.header.regions_of(REGION) if slab is not None else ()

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-__all__ = ["Held", "Hold", "end_hold", "held_in", "hold_or_none", "is_free", "is_ours", "remove_dead_holds"]
+__all__ = ["Hold", "HoldRecord", "end_hold", "held_in", "hold_or_none", "is_free", "is_ours", "remove_dead_holds"]
 
 _SUFFIX, _MAKING = ".hold", ".making"
 _MOST = 1 << 12  # bytes
@@ -27,7 +27,7 @@ _ENDS_S = 5.0  # how long a holder may take to end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HoldRecord:
     """What a hold keeps."""
 
     lineage: str  # of the slabs
@@ -40,8 +40,8 @@ class Hold:
     """Keeps a lineage's slabs as long as this process lives, or until ``close``."""
 
     def __init__(self, directory: Path, lineage: str, until: float | None = None) -> None:
-        """``directory``: of the slabs. ``lineage``, ``until``: see ``Held``. Raises OSError."""
-        self._held = Held(lineage=lineage, pid=os.getpid(), until=until)
+        """``directory``: of the slabs. ``lineage``, ``until``: see ``HoldRecord``. Raises OSError."""
+        self._held = HoldRecord(lineage=lineage, pid=os.getpid(), until=until)
         self._path, self._fd = _create(directory, self._held)  # freed by: close(), or the end of the process
 
     def tell(self, step: int, until: float) -> None:
@@ -70,7 +70,7 @@ def _remove(path: Path, fd: int) -> None:
     os.close(fd)
 
 
-def _create(directory: Path, held: Held) -> tuple[Path, int]:
+def _create(directory: Path, held: HoldRecord) -> tuple[Path, int]:
     while True:
         path = directory / f"rayzero-{secrets.token_hex(8)}{_SUFFIX}{_MAKING}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -81,18 +81,18 @@ def _create(directory: Path, held: Held) -> tuple[Path, int]:
         os.close(fd)  # removed between the two calls
 
 
-def held_in(directory: Path) -> list[Held]:
+def held_in(directory: Path) -> list[HoldRecord]:
     """The holds of living processes."""
     return [held for _, held in _living(directory)]
 
 
-def _living(directory: Path) -> Iterator[tuple[Path, Held]]:
+def _living(directory: Path) -> Iterator[tuple[Path, HoldRecord]]:
     for path in sorted(directory.glob(f"rayzero-*{_SUFFIX}")):
         with suppress(OSError, ValueError, TypeError):  # gone meanwhile, another user's, or of another version
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 if is_ours(fd) and not is_free(fd):
-                    yield path, Held(**json.loads(os.pread(fd, _MOST, 0)))
+                    yield path, HoldRecord(**json.loads(os.pread(fd, _MOST, 0)))
             finally:
                 os.close(fd)
 

@@ -5,42 +5,42 @@ from __future__ import annotations
 import torch
 
 from rayzero.activations.tensors.entry import view_of
-from rayzero.activations.tensors.pieces import Piece, View, plan_pieces
+from rayzero.activations.tensors.pieces import StoragePiece, View, plan_pieces
 
 
-def pieces(*tensors: torch.Tensor) -> list[Piece]:
+def pieces(*tensors: torch.Tensor) -> list[StoragePiece]:
     return plan_pieces(tensors[0].untyped_storage().nbytes(), [view_of(t) for t in tensors])
 
 
 def test_a_view_of_83_percent_takes_the_whole_storage():
     base = torch.empty(64, 96)
-    assert pieces(base[:, :80]) == [Piece(0, 6144 * 4)]
+    assert pieces(base[:, :80]) == [StoragePiece(0, 6144 * 4)]
 
 
 def test_a_view_of_8_percent_is_gathered():
     base = torch.empty(64, 96)
-    assert pieces(base[:, :8]) == [Piece(0, 63 * 96 * 4 + 32, view_of(base[:, :8]))]
+    assert pieces(base[:, :8]) == [StoragePiece(0, 63 * 96 * 4 + 32, view_of(base[:, :8]))]
     assert pieces(base[:, :8])[0].nbytes == 64 * 8 * 4
 
 
 def test_two_strided_halves_are_one_storage_stored_once():
     base = torch.empty(64, 512)
-    assert pieces(base[:, :256], base[:, 256:]) == [Piece(0, 64 * 512 * 4)]
+    assert pieces(base[:, :256], base[:, 256:]) == [StoragePiece(0, 64 * 512 * 4)]
 
 
 def test_full_and_row_slice_in_either_order_are_stored_once():
     base = torch.empty(256, 96)
-    assert pieces(base, base[:128]) == pieces(base[:128], base) == [Piece(0, 256 * 96 * 4)]
+    assert pieces(base, base[:128]) == pieces(base[:128], base) == [StoragePiece(0, 256 * 96 * 4)]
 
 
 def test_row_halves_make_the_whole_and_a_row_half_alone_only_itself():
     base = torch.empty(256, 128)
-    assert pieces(base[:128], base[128:]) == [Piece(0, 256 * 128 * 4)]
-    assert pieces(base[128:], base[128:]) == [Piece(128 * 128 * 4, 256 * 128 * 4)]
+    assert pieces(base[:128], base[128:]) == [StoragePiece(0, 256 * 128 * 4)]
+    assert pieces(base[128:], base[128:]) == [StoragePiece(128 * 128 * 4, 256 * 128 * 4)]
 
 
 def test_a_transposed_tensor_is_dense():
-    assert pieces(torch.empty(64, 96).t()) == [Piece(0, 64 * 96 * 4)]
+    assert pieces(torch.empty(64, 96).t()) == [StoragePiece(0, 64 * 96 * 4)]
 
 
 def test_pieces_begin_aligned_and_a_gathered_view_is_shared():
@@ -51,5 +51,5 @@ def test_pieces_begin_aligned_and_a_gathered_view_is_shared():
 
 def test_an_expanded_view_is_not_dense():
     assert not view_of(torch.empty(1, 8).expand(4, 8)).dense
-    assert pieces(torch.empty(1, 8).expand(4, 8)) == [Piece(0, 32)]
+    assert pieces(torch.empty(1, 8).expand(4, 8)) == [StoragePiece(0, 32)]
     assert View(0, (4, 2), (2, 1), 4).dense

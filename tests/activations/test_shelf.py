@@ -18,7 +18,7 @@ from rayzero.activations.schedule.group import Chunk
 from rayzero.activations.schedule.quota import ChunkQuota
 from rayzero.activations.tensors.entry import Entry, Saved
 from rayzero.activations.tensors.host_pool import HostPool
-from rayzero.activations.tensors.pieces import Piece
+from rayzero.activations.tensors.pieces import StoragePiece
 from rayzero.activations.tensors.shelf import Shelf
 from rayzero.errors import RayZeroError
 from rayzero.telemetry.recorder import NullRecorder
@@ -37,7 +37,7 @@ class Counted:
         """All bytes of ``values`` start on their way."""
         chunk = Chunk(ChunkKey(0, 0), ChunkQuota(self.policy, None, margin=0))
         saved = Saved(values, chunk.open_group("g", "g"), small=False, ends=deque())
-        entry = Entry(Piece(0, values.nbytes), [saved], values.untyped_storage(), "g")
+        entry = Entry(StoragePiece(0, values.nbytes), [saved], values.untyped_storage(), "g")
         entry.attach(saved)
         saved.leave(entry)
         assert self.shelf.send(entry, values.untyped_storage(), values, values.nbytes)

@@ -14,7 +14,7 @@ from rayzero.config import AutoMemoryStrategy
 from rayzero.memory.pressure import Pressure, Resource
 from rayzero.memory.strategy import (
     MARGIN,
-    Held,
+    HeldPressures,
     Measures,
     Relief,
     Retry,
@@ -172,7 +172,7 @@ def test_pressure_that_swings_within_the_margin_changes_an_action_at_most_once(
 
 
 def test_an_action_ends_a_margin_below_where_it_began() -> None:
-    held = Held()
+    held = HeldPressures()
 
     def collects(share: float) -> bool:
         held.read(Pressure(shares={Resource.HOST: share}))
@@ -184,7 +184,7 @@ def test_an_action_ends_a_margin_below_where_it_began() -> None:
 
 
 def test_a_resource_that_is_gone_is_forgotten() -> None:
-    held = Held()
+    held = HeldPressures()
     held.read(Pressure(shares={Resource.HOST: 0.9, Resource.CGROUP: 0.9}))
     held.read(Pressure(shares={Resource.HOST: 0.9}))
     assert set(held.shares) == {Resource.HOST}

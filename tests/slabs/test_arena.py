@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.memory.pages import PAGE
-from rayzero.slabs.arena import Arena, Group, Piece, plan_arena
+from rayzero.slabs.arena import Arena, SlabGroup, SlabPiece, plan_arena
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import Slab
 
@@ -18,9 +18,9 @@ FACTS = SlabFacts(run="r", role="state", index=0, number=4, incarnation=1, layou
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8]
 
 
-def group(*sizes: int, name: str = "g", align: int = 1, dtype: torch.dtype = torch.float32) -> Group:
-    pieces = tuple(Piece(key=(name, index), numel=numel, dtype=dtype) for index, numel in enumerate(sizes))
-    return Group(pieces=pieces, align=align)
+def group(*sizes: int, name: str = "g", align: int = 1, dtype: torch.dtype = torch.float32) -> SlabGroup:
+    pieces = tuple(SlabPiece(key=(name, index), numel=numel, dtype=dtype) for index, numel in enumerate(sizes))
+    return SlabGroup(pieces=pieces, align=align)
 
 
 def test_pieces_follow_each_other_at_multiples_of_64_elements() -> None:
@@ -59,7 +59,7 @@ GROUPS = st.lists(
 @given(GROUPS)
 def test_no_plan_overlaps_splits_a_group_or_misses_an_alignment(drawn: list) -> None:
     groups = [
-        Group(pieces=tuple(Piece(key=(g, p), numel=n, dtype=d) for p, (n, d) in enumerate(pieces)), align=align)
+        SlabGroup(pieces=tuple(SlabPiece(key=(g, p), numel=n, dtype=d) for p, (n, d) in enumerate(pieces)), align=align)
         for g, (pieces, align) in enumerate(drawn)
     ]
     plan = plan_arena(groups, slab_bytes=4 * PAGE)

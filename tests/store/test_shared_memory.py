@@ -17,7 +17,7 @@ from rayzero.errors import HandshakeError, StoreClosedError
 from rayzero.memory.page_lock import beyond_limit
 from rayzero.memory.pages import PAGE
 from rayzero.protocol.messages import Published, Pushed, SharedPaths
-from rayzero.slabs.arena import Arena, Group, Piece, plan_arena
+from rayzero.slabs.arena import Arena, SlabGroup, SlabPiece, plan_arena
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.store.owner.hosted import HostedModels
@@ -219,7 +219,9 @@ def test_what_a_rank_locks_is_its_gradients_and_the_parameters_of_its_hosts_owne
 def test_a_rank_maps_each_shard_where_its_owner_says_it_lies(slabs: ExitStack, slab_dir: Path) -> None:
     plan = plan_of(1, shard_numel=1024)
     facts = plan.facts("params", 0, "test", 1)
-    pieces = [Group(pieces=(Piece(key=s.index, numel=s.numel, dtype=torch.float32),)) for s in plan.shards_of(0)]
+    pieces = [
+        SlabGroup(pieces=(SlabPiece(key=s.index, numel=s.numel, dtype=torch.float32),)) for s in plan.shards_of(0)
+    ]
     arena = Arena.create(plan_arena(pieces[::-1]), facts, slab_dir)  # not where an owner would put them
     slabs.callback(arena.close)
     control = Slab.create(lay_out_slab(plan.facts("control", 0, "test", 1), plan.owner_control(0, 1)), slab_dir)

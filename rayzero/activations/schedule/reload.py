@@ -10,7 +10,7 @@ from torch import Tensor
 from rayzero.activations.ledger import Ledger
 from rayzero.activations.schedule.chunk_order import ChunkKey, ChunkOrder
 from rayzero.activations.schedule.group import Chunk, Group
-from rayzero.activations.tensors.entry import Entry, Place, Saved, alive, in_place, shown
+from rayzero.activations.tensors.entry import Entry, EntryPlace, Saved, alive, in_place, shown
 from rayzero.activations.tensors.shelf import Shelf
 from rayzero.errors import RayZeroError
 from rayzero.lanes import Lane
@@ -73,7 +73,7 @@ class Reload:
             order = [other for other in range(len(chunk.groups) - 1, -1, -1) if other < index]
         for upcoming in order[place:]:
             group = chunk.groups[upcoming]
-            if any(entry.place not in (Place.KEPT, Place.FREED) for entry in group.entries):
+            if any(entry.place not in (EntryPlace.KEPT, EntryPlace.FREED) for entry in group.entries):
                 yield group
 
     def _backward_order(self, chunk: Chunk) -> Sequence[int]:

@@ -15,8 +15,8 @@ from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.schedule.cost import Choice
 from rayzero.activations.schedule.cost_book import CostBook
 from rayzero.activations.schedule.group import Group
-from rayzero.activations.tensors.entry import Entries, Entry, Place, Saved, view_bytes
-from rayzero.activations.tensors.pieces import Piece, plan_pieces
+from rayzero.activations.tensors.entry import Entries, Entry, EntryPlace, Saved, view_bytes
+from rayzero.activations.tensors.pieces import StoragePiece, plan_pieces
 from rayzero.activations.tensors.shelf import Shelf
 
 
@@ -48,7 +48,7 @@ class Unload:
 
     def forget_landed(self) -> None:
         """Take groups that have left off the count of groups in flight."""
-        while self._flying and all(entry.place is not Place.LEAVING for entry in self._flying[0]):
+        while self._flying and all(entry.place is not EntryPlace.LEAVING for entry in self._flying[0]):
             self._flying.popleft()
 
     def _commit_storage(self, group: Group, found: list[Saved[Group]]) -> list[Entry]:
@@ -77,7 +77,7 @@ class Unload:
         return True
 
     def _commit_piece(
-        self, group: Group, piece: Piece, members: list[Saved[Group]], storage: torch.UntypedStorage
+        self, group: Group, piece: StoragePiece, members: list[Saved[Group]], storage: torch.UntypedStorage
     ) -> Entry | None:
         """Make the piece's entry, on the device or on its way out. Returns it if it was sent."""
         entry = Entry(piece, members, storage, group.key.label)
@@ -133,7 +133,7 @@ def _attach(group: Group, entry: Entry, saved: Saved[Group]) -> None:
     entry.attach(saved)
     if entry not in group.entries:
         group.entries.append(entry)
-    if entry.place is Place.KEPT:
+    if entry.place is EntryPlace.KEPT:
         saved.entry = entry
     else:
         saved.leave(entry)

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rayzero.activations.tensors.host_pool import HostBuffer
-from rayzero.activations.tensors.pieces import Piece, View
+from rayzero.activations.tensors.pieces import StoragePiece, View
 from rayzero.codecs import RAW, Codec
 from rayzero.lanes import Event
 
 GroupT = TypeVar("GroupT")  # the group that a tensor was saved in
 
 
-class Held:
+class KeptTensor:
     """A tensor that stays on the device: it is too small, a parameter, or of a kind that is never offloaded."""
 
     __slots__ = ("tensor", "version")
@@ -162,7 +162,7 @@ class Resident:
             self._on_clear(data.numel())
 
 
-class Place(Enum):
+class EntryPlace(Enum):
     """Where an entry's bytes are, and so which of its memory exists."""
 
     KEPT = auto()  # on the device only; the handles hold it
@@ -184,7 +184,9 @@ class Entry:
         "lease", "piece", "probe", "resident", "storage", "storage_bytes", "version", "waiting",
     )  # fmt: skip
 
-    def __init__(self, piece: Piece, members: Sequence[Saved[Any]], storage: torch.UntypedStorage, label: str) -> None:
+    def __init__(
+        self, piece: StoragePiece, members: Sequence[Saved[Any]], storage: torch.UntypedStorage, label: str
+    ) -> None:
         saved = members[0]
         self.piece = piece
         self.label = label
@@ -207,15 +209,15 @@ class Entry:
         self.freed = False
 
     @property
-    def place(self) -> Place:
+    def place(self) -> EntryPlace:
         """Where its bytes are now."""
         if self.freed:
-            return Place.FREED
+            return EntryPlace.FREED
         if self.back is not None:
-            return Place.BACK if self.arrival is not None and self.arrival.finished() else Place.RETURNING
+            return EntryPlace.BACK if self.arrival is not None and self.arrival.finished() else EntryPlace.RETURNING
         if self.lease is None:
-            return Place.KEPT
-        return Place.LEAVING if self.resident is not None and self.resident.bytes is not None else Place.AWAY
+            return EntryPlace.KEPT
+        return EntryPlace.LEAVING if self.resident is not None and self.resident.bytes is not None else EntryPlace.AWAY
 
     def same_content(self, saved: Saved[Any]) -> bool:
         """Whether this entry has the bytes of ``saved``: it covers them, and nobody has changed them since."""
@@ -262,7 +264,7 @@ class Entries:
             self._of_storage.pop(address, None)
 
 
-def source_of(piece: Piece, storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
+def source_of(piece: StoragePiece, storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
     """The piece's bytes on the device: 1D uint8, sharing ``storage`` unless they had to be gathered.
 
     A gathered piece must be ``tensor``'s own view."""
@@ -274,7 +276,7 @@ def source_of(piece: Piece, storage: torch.UntypedStorage, tensor: Tensor) -> Te
     return data.set_(compact.untyped_storage(), 0, (piece.nbytes,), (1,))
 
 
-def shown(data: Tensor, piece: Piece, saved: Saved[Any]) -> Tensor:
+def shown(data: Tensor, piece: StoragePiece, saved: Saved[Any]) -> Tensor:
     """``saved``'s tensor, in its shape, strides and dtype, over ``data``: the piece's bytes (1D uint8)."""
     view, start = saved.view, int(data.storage_offset())
     if piece.gathered is not None:
@@ -305,7 +307,7 @@ def _tensor(
         return torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, start // like.itemsize, size, stride)
 
 
-def _common_dtype(piece: Piece, members: Sequence[Saved[Any]]) -> torch.dtype:
+def _common_dtype(piece: StoragePiece, members: Sequence[Saved[Any]]) -> torch.dtype:
     """The dtype of the piece's values; uint8, which is never rounded, if there are several or they do not fill it."""
     dtype = members[0].dtype
     same = all(saved.dtype == dtype for saved in members)

@@ -42,7 +42,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoragePiece:
     """Bytes that travel together: an interval of the storage, or the gathered elements of one view."""
 
     start: int
@@ -61,26 +61,26 @@ class Piece:
         return self.start <= view.start and view.stop <= self.stop
 
 
-def plan_pieces(storage_bytes: int, views: Sequence[View], coverage: float = 0.5) -> list[Piece]:
+def plan_pieces(storage_bytes: int, views: Sequence[View], coverage: float = 0.5) -> list[StoragePiece]:
     """Pieces that cover all ``views`` of a storage, each byte at most once unless it is gathered.
 
     A dense view takes its own interval. A strided view with at least ``coverage`` of the storage's bytes takes the
     whole storage; any other is gathered unless an interval holds it anyway. Touching intervals become one."""
     spread = [view for view in views if not view.dense]
     if any(min(view.nbytes, storage_bytes) >= coverage * storage_bytes for view in spread):
-        return [Piece(0, storage_bytes)]
+        return [StoragePiece(0, storage_bytes)]
     pieces = _merged(sorted((view.start // ALIGN * ALIGN, view.stop) for view in views if view.dense))
     for view in dict.fromkeys(spread):
         if not any(piece.covers(view) for piece in pieces):
-            pieces.append(Piece(view.start, view.stop, view))
+            pieces.append(StoragePiece(view.start, view.stop, view))
     return pieces
 
 
-def _merged(intervals: Sequence[tuple[int, int]]) -> list[Piece]:
-    pieces: list[Piece] = []
+def _merged(intervals: Sequence[tuple[int, int]]) -> list[StoragePiece]:
+    pieces: list[StoragePiece] = []
     for start, stop in intervals:
         if pieces and start <= pieces[-1].stop:
-            pieces[-1] = Piece(pieces[-1].start, max(stop, pieces[-1].stop))
+            pieces[-1] = StoragePiece(pieces[-1].start, max(stop, pieces[-1].stop))
         else:
-            pieces.append(Piece(start, stop))
+            pieces.append(StoragePiece(start, stop))
     return pieces

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rayzero.activations.ledger import Ledger
 from rayzero.activations.policy import OffloadPolicy
-from rayzero.activations.tensors.entry import Entry, Place, Resident, Saved, alive, shown, source_of
+from rayzero.activations.tensors.entry import Entry, EntryPlace, Resident, Saved, alive, shown, source_of
 from rayzero.activations.tensors.host_pool import HostBuffer, HostPool
 from rayzero.codecs import RAW, Codec, codec_for
 from rayzero.errors import RayZeroError, UnsupportedError
@@ -93,9 +93,9 @@ class Shelf:
                 f"a backward that is captured into a CUDA graph reads activations of {entry.label!r} that were "
                 "offloaded outside a capture: capture their forward too, or disable() the offload before it"
             )
-        if entry.place is Place.LEAVING and entry.resident is not None and entry.resident.hold():
+        if entry.place is EntryPlace.LEAVING and entry.resident is not None and entry.resident.hold():
             return False
-        if entry.place is not Place.AWAY or alive(entry) is not None:
+        if entry.place is not EntryPlace.AWAY or alive(entry) is not None:
             return False
         assert entry.departure is not None
         target = torch.empty(entry.piece.nbytes, dtype=torch.uint8, device=self._lane.device)

@@ -13,7 +13,7 @@ import torch
 
 from rayzero.errors import HandshakeError
 from rayzero.layout.model_layout import Shard
-from rayzero.slabs.arena import Place
+from rayzero.slabs.arena import SlabPlace
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import Slab
 from rayzero.store.shm.plan import PLACE_BYTES, PLACES
@@ -49,12 +49,12 @@ class Places:
         self._line = {shard.index: i for i, shard in enumerate(shards)}
         self._who = str(control.path)
 
-    def write(self, shard: int, tensor: int, slab: SlabId, place: Place) -> None:
+    def write(self, shard: int, tensor: int, slab: SlabId, place: SlabPlace) -> None:
         """Record where a shard's tensor lies in a slab."""
         words = slab.index << 32 | slab.number, slab.incarnation, place.offset, place.bytes + 1
         self._words[self._line[shard], tensor] = torch.tensor(words, dtype=torch.int64, device="cpu")
 
-    def read(self, shard: int, tensor: int, shape: Place) -> tuple[SlabId, int]:
+    def read(self, shard: int, tensor: int, shape: SlabPlace) -> tuple[SlabId, int]:
         """The slab of a shard's tensor, and the offset there. Raises HandshakeError if a tensor of this ``shape`` was
         not recorded."""
         owner, incarnation, offset, end = self._words[self._line[shard], tensor].tolist()

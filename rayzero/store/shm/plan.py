@@ -34,7 +34,7 @@ from rayzero.memory.pages import PAGE
 from rayzero.protocol.gradient_sum import GradientMemory, gradient_dtype, has_totals, pool_bytes
 from rayzero.protocol.messages import MEAN_BYTES, ModelSpec, canonical_json
 from rayzero.protocol.ownership import Ownership, device_owners, owner_map
-from rayzero.slabs.arena import Arena, ArenaPlan, Group, Piece, plan_arena
+from rayzero.slabs.arena import Arena, ArenaPlan, SlabGroup, SlabPiece, plan_arena
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import FoundSlab, list_slabs
@@ -138,7 +138,8 @@ class SharedPlan:
         """The same of some shards, ascending."""
         units = self.spec.layout.units
         groups = [
-            Group(pieces=tuple(_piece(units[shard.unit], shard) for shard in run), align=PAGE) for run in runs(shards)
+            SlabGroup(pieces=tuple(_piece(units[shard.unit], shard) for shard in run), align=PAGE)
+            for run in runs(shards)
         ]
         return plan_arena(groups)
 
@@ -147,10 +148,10 @@ class SharedPlan:
         on its own pages."""
         accumulate = self.spec.accumulation_steps > 1
         trained = [unit for unit in self.spec.layout.units if unit.trainable]
-        pieces = [Piece(key=u.index, numel=u.numel, dtype=gradient_dtype(u, accumulate)) for u in trained]
+        pieces = [SlabPiece(key=u.index, numel=u.numel, dtype=gradient_dtype(u, accumulate)) for u in trained]
         if has_totals(self.spec.world_size, self.spec.accumulation_steps):
-            pieces.insert(0, Piece(key=POOL, numel=pool_bytes(self.spec.layout), dtype=torch.uint8))
-        return plan_arena([Group(pieces=(piece,), align=PAGE) for piece in pieces])
+            pieces.insert(0, SlabPiece(key=POOL, numel=pool_bytes(self.spec.layout), dtype=torch.uint8))
+        return plan_arena([SlabGroup(pieces=(piece,), align=PAGE) for piece in pieces])
 
     def gradient_memory(self, gradients: Arena) -> GradientMemory:
         """A rank's gradients where its slabs are mapped."""
@@ -278,11 +279,11 @@ def of_lineage(spec: ModelSpec, directory: Path) -> list[tuple[FoundSlab, SlabFa
     return [(slab, facts) for slab, facts in found if (facts.run, facts.lineage) == (spec.run, spec.lineage)]
 
 
-def _piece(unit: UnitLayout, shard: Shard) -> Piece:
+def _piece(unit: UnitLayout, shard: Shard) -> SlabPiece:
     """The memory of a shard's published parameters: a record if they are kept encoded."""
     if unit.is_coded:
-        return Piece(key=shard.index, numel=kept_bytes(unit, shard), dtype=torch.uint8)
-    return Piece(key=shard.index, numel=shard.numel, dtype=unit.dtype)
+        return SlabPiece(key=shard.index, numel=kept_bytes(unit, shard), dtype=torch.uint8)
+    return SlabPiece(key=shard.index, numel=shard.numel, dtype=unit.dtype)
 
 
 def _cells(capacity: int, sides: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from rayzero.layout.model_layout import Shard
 from rayzero.owner.memory import Sizes
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import FormerShard, ModelSpec
-from rayzero.slabs.arena import Arena, ArenaPlan, Group, Piece, plan_arena
+from rayzero.slabs.arena import Arena, ArenaPlan, SlabGroup, SlabPiece, plan_arena
 from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import Slab
@@ -163,7 +163,7 @@ class OwnerSlabs:
 
     def state(self, sizes: Sizes, dtype: torch.dtype) -> dict[int, Tensor]:
         """See ``HostMemory.state``."""
-        groups = [Group(pieces=(Piece(key=key, numel=numel, dtype=dtype),)) for key, numel in sizes]
+        groups = [SlabGroup(pieces=(SlabPiece(key=key, numel=numel, dtype=dtype),)) for key, numel in sizes]
         first = sum(len(arena.slabs) for arena in self._state)
         self._state.append(self._arena(plan_arena(groups), "state", PARAMS + 1 + len(self._state), first))
         return {key: self._state[-1].tensor(key) for key, _ in sizes}
