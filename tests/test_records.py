@@ -27,7 +27,7 @@ from rayzero.protocol.messages import FileEntry, ModelSpec, canonical_json
 from rayzero.records import parse_record
 from rayzero.store.wire.translate import spec_from_bytes
 from rayzero.telemetry.scrape import Viewer
-from rayzero.telemetry.spans import Recorded, Span
+from rayzero.telemetry.spans import Recorded, TraceSpan
 from rayzero.telemetry.stats import Stats
 
 ODD: list[Any] = [None, True, -1, 2**64, 10**400, 1.5, float("nan"), "", "x", "\ud800", [], [None], {}, {"a": []}]
@@ -100,7 +100,7 @@ MANIFEST = Manifest(
         ),
     ),
 )
-SPAN = Span("compute", "forward", 0.0, 1.0, 3)
+SPAN = TraceSpan("compute", "forward", 0.0, 1.0, 3)
 SPANS = Recorded(host="h", node="n", pid=1, wall_offset=0.5, full=False, spans=(SPAN,))
 
 

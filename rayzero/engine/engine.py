@@ -23,7 +23,7 @@ from rayzero.engine.autograd.handles import SavedWeights
 from rayzero.engine.autograd.hooks import UnitCalls
 from rayzero.engine.autograd.pass_times import PassTimes
 from rayzero.engine.autograd.unfrozen import Unfrozen
-from rayzero.engine.memory import HeapPeak, MemoryStrategy, RankMemory, make_strategy
+from rayzero.engine.memory import EngineMemory, HeapPeak, MemoryStrategy, make_strategy
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.step_clock import LoopMoments, StepClock
@@ -113,7 +113,7 @@ class Engine:
         self.resident = stays_up(layout, config)  # decided once: a recomputation must save what its forward saved
         self._heap = HeapPeak(self.step_state.step if device.type == "cpu" and not number else None)
         self.activations: ActivationOffload | None = None  # set by prepare if the config asks for it
-        self.memory: RankMemory
+        self.memory: EngineMemory
         self.strategy: MemoryStrategy
         self.trained: TrainedSlots
         self.cache: UnitCache
@@ -154,7 +154,7 @@ class Engine:
         self.saved = SavedWeights(weights, self.use, lambda: cache.version, cache.used)
         self.unfrozen = Unfrozen(units)
         self.registered = Registered(self.model, units)
-        self.memory = RankMemory(self.device, self.residency, self.transfers, self._heap, self._recorder)
+        self.memory = EngineMemory(self.device, self.residency, self.transfers, self._heap, self._recorder)
         self.strategy = make_strategy(self.config, self.memory, cache, self._recorder, resident=self.resident)
         self._unwatch += [self._recorder.watch(source) for source in (self.cache.readings, self.memory.readings)]
         self.collector.watch([(self.units[i], slots) for i, slots in self.trained.of_unit.items()])

@@ -272,7 +272,7 @@ class OffloadManager:
     def force_memory_optimization(self) -> dict[str, Freed]:
         """Free what nothing uses, at any moment of a step; returns the bytes and seconds of each action.
 
-        The actions are ``garbage``, ``units``, ``buffers``, ``malloc`` and, on CUDA, ``device``; ``RankMemory.free``
+        The actions are ``garbage``, ``units``, ``buffers``, ``malloc`` and, on CUDA, ``device``; ``EngineMemory.free``
         says what each counts. Weights, moments and gradients stay as they are; the next pass fetches again. A model
         that stays up as a whole keeps its units between a forward and its step, because autograd has saved them."""
         return self._call(self._free)

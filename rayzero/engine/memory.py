@@ -46,7 +46,7 @@ from rayzero.telemetry.stats import Freed
 log = logging.getLogger(__name__)
 
 ACTIONS = ("garbage", "units", "buffers", "malloc", "device", "prefetch", "activations")
-"""What can be done about memory: see ``RankMemory.free`` for the first five; the prefetch gets shorter, and more
+"""What can be done about memory: see ``EngineMemory.free`` for the first five; the prefetch gets shorter, and more
 activations leave the device."""
 
 _WORTH = 0.01  # of a process's resident bytes: freeing less is not worth a collection, which takes 0.2 to 0.8 s
@@ -73,7 +73,7 @@ class HeapPeak:
             self.peak = max(self.peak, use.used)
 
 
-class RankMemory:
+class EngineMemory:
     """One rank's memory, read from any thread, freed from the one that trains.
 
     Knows who holds memory; not what for."""
@@ -191,7 +191,7 @@ def _allocator(device: torch.device) -> Iterator[Reading]:
 class MemoryStrategy:
     """One rank's reaction to memory pressure, on the training thread.
 
-    Knows pressures, and which measures are in force; not how to free anything (``RankMemory``), nor what is worth
+    Knows pressures, and which measures are in force; not how to free anything (``EngineMemory``), nor what is worth
     keeping (``UnitCache``)."""
 
     def __init__(
@@ -199,7 +199,7 @@ class MemoryStrategy:
         strategy: AutoMemoryStrategy,
         gauge: PressureGauge,
         relief: Relief,
-        memory: RankMemory,
+        memory: EngineMemory,
         cache: UnitCache,
         recorder: Recorder,
         clock: Callable[[], float] = time.monotonic,
@@ -302,7 +302,7 @@ class MemoryStrategy:
 
 
 def make_strategy(
-    config: ZeroConfig, memory: RankMemory, cache: UnitCache, recorder: Recorder, *, resident: bool
+    config: ZeroConfig, memory: EngineMemory, cache: UnitCache, recorder: Recorder, *, resident: bool
 ) -> MemoryStrategy:
     """The strategy of ``config``. ``resident``: all units stay up from first use to step, because autograd saves the
     Parameters themselves."""

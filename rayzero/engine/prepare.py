@@ -38,7 +38,7 @@ from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.private_torch import has_memory, self_test
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.start.buffers import refuse_buffers
-from rayzero.engine.start.initial_values import Start
+from rayzero.engine.start.initial_values import InitialValues
 from rayzero.engine.start.meta import materialise
 from rayzero.engine.start.opaque import refuse_apart, refuse_codes
 from rayzero.engine.start.plan_notes import tell_plan
@@ -210,10 +210,10 @@ def _start(
     checkpoint: Path | None,
     weights: WeightSource | None,
     init: Init | None,
-) -> Start:
-    """The sources of the model's first values, checked. Raises what ``Start`` and ``check_resume`` raise."""
+) -> InitialValues:
+    """The sources of the model's first values, checked. Raises what ``InitialValues`` and ``check_resume`` raise."""
     check_resume(checkpoint, model)
-    return Start(model, plan, context.rank, checkpoint, _as_weights(weights), init, held=context.life > 0)
+    return InitialValues(model, plan, context.rank, checkpoint, _as_weights(weights), init, held=context.life > 0)
 
 
 # ---- checks and plans -------------------------------------------------------------------------------------------

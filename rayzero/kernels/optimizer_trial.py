@@ -109,7 +109,7 @@ class Scope(Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TrialVerdict:
     """What a class can do with some options."""
 
     scope: Scope
@@ -117,10 +117,10 @@ class Verdict:
     writes: tuple[str, ...] = ()  # entries of its parameter groups that step() writes
 
 
-_verdicts: dict[tuple[type, str, str], Verdict | UnsupportedError] = {}  # of this process
+_verdicts: dict[tuple[type, str, str], TrialVerdict | UnsupportedError] = {}  # of this process
 
 
-def require_elementwise(make: OptimizerMaker, hyper: Hyper) -> Verdict:
+def require_elementwise(make: OptimizerMaker, hyper: Hyper) -> TrialVerdict:
     """Raise UnsupportedError that names the class and the reason unless parameters in pieces get the bits of whole
     ones."""
     refuse_known(make)
@@ -136,7 +136,7 @@ def refuse_known(make: OptimizerMaker) -> None:
         raise UnsupportedError(f"{make.name} cannot run on shards: {_REFUSED[make.cls.__name__]}; {_INSTEAD}")
 
 
-def try_class(make: OptimizerMaker, hyper: Hyper) -> Verdict:
+def try_class(make: OptimizerMaker, hyper: Hyper) -> TrialVerdict:
     """Run the class to find out. Raises UnsupportedError that names the class and the reason if instances over parts of
     a model cannot train it at all, however it is divided. A class is tried once a process with the same options."""
     asked = (make.cls, canonical_json(make.attributes), str(sorted(hyper.items(), key=lambda item: item[0])))
@@ -153,7 +153,7 @@ def try_class(make: OptimizerMaker, hyper: Hyper) -> Verdict:
 
 
 @outside_modes  # a default device is a mode
-def _try(make: OptimizerMaker, hyper: Hyper) -> Verdict:
+def _try(make: OptimizerMaker, hyper: Hyper) -> TrialVerdict:
     _require_numbers(make, hyper)
     writes: tuple[str, ...] = ()
     for shapes in _SHAPES:
@@ -170,7 +170,7 @@ def _try(make: OptimizerMaker, hyper: Hyper) -> Verdict:
         if not in_pieces:
             return _in_whole(make, plain, failed)
         writes = _written(make, plain)
-    return Verdict(Scope.ELEMENT, writes=writes)
+    return TrialVerdict(Scope.ELEMENT, writes=writes)
 
 
 def _plain_course(make: OptimizerMaker, hyper: Hyper, shapes: _Shapes) -> _Course:
@@ -185,7 +185,7 @@ def _plain_course(make: OptimizerMaker, hyper: Hyper, shapes: _Shapes) -> _Cours
     raise _refusal(make, f"a trial step without a closure, on dense tensors, raised {reason!r}") from reason
 
 
-def _in_whole(make: OptimizerMaker, plain: _Course, failed: str) -> Verdict:
+def _in_whole(make: OptimizerMaker, plain: _Course, failed: str) -> TrialVerdict:
     """What a class can do that does not train pieces, and why not."""
     if not plain.equals(_plain_course(make, plain.hyper, plain.shapes)):
         raise _refusal(make, "two equal trials gave different weights: it draws random numbers")
@@ -198,7 +198,7 @@ def _in_whole(make: OptimizerMaker, plain: _Course, failed: str) -> Verdict:
     if not alone:
         kept = f", or keeps in attributes what they do not share ({', '.join(plain.changed)})" if plain.changed else ""
         raise _refusal(make, f"parameters get other values in instances of their own: it mixes parameters{kept}")
-    verdict = partial(Verdict, Scope.PARAMETER, writes=_written(make, plain))
+    verdict = partial(TrialVerdict, Scope.PARAMETER, writes=_written(make, plain))
     if plain.odd_state:
         return verdict(
             f"it keeps {plain.odd_state}, not one number or one value for each element; {_INSTEAD}, or for fewer bytes "

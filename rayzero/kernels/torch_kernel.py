@@ -83,7 +83,7 @@ class TorchKernel:
     ) -> None:
         """See ``Kernel.update``. The thread that finished a tile calls ``on_tile``, one thread at a time."""
         windows = list(self._windows(segments, memory.master.numel(), memory.stamps))
-        progress = _Progress(sum(len(window.tiles) for window in windows), on_tile)
+        progress = _TileCount(sum(len(window.tiles) for window in windows), on_tile)
         threads = min(self._threads or torch.get_num_threads(), len(windows))
         update = _Update(memory, gradients, scale, limit, iter(windows), progress.count)
         if threads <= 1:
@@ -144,7 +144,7 @@ def fused_adam(
     )
 
 
-class _Progress:
+class _TileCount:
     """Counts the finished tiles of one call. Thread-safe."""
 
     def __init__(self, total: int, tell: Callable[[int, int], None]) -> None:

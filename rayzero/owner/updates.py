@@ -19,7 +19,7 @@ from rayzero.telemetry.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True)
-class _Progress:
+class _RunningUpdate:
     """The update in progress, for messages."""
 
     owned: OwnedShard
@@ -46,7 +46,7 @@ class StepUpdates:
         self._contributions, self._publisher, self._checkpoints = contributions, publisher, checkpoints
         self._norms_every = norms_every
         self._norms: GroupNorms | None = None  # created at the first measured step
-        self._progress: _Progress | None = None
+        self._progress: _RunningUpdate | None = None
 
     @property
     def scratch_bytes(self) -> int:
@@ -86,7 +86,7 @@ class StepUpdates:
         self._publisher.updating(owned)
 
         def on_tile(done: int, tiles: int) -> None:
-            self._progress = _Progress(owned, done, tiles)
+            self._progress = _RunningUpdate(owned, done, tiles)
 
         on_tile(0, 1)
         if norms is not None:

@@ -24,7 +24,7 @@ Clock = Callable[[], float]
 Over = Callable[[], None]
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """Work of a process, from ``start`` to ``end`` on its clock."""
 
     lane: str  # one of trace_file.LANES
@@ -73,7 +73,7 @@ class SpanRing:
 
     def __init__(self, clock: Clock = time.perf_counter, most: int = MOST_SPANS) -> None:
         self._clock = clock
-        self._ring: deque[Span] = deque(maxlen=most)
+        self._ring: deque[TraceSpan] = deque(maxlen=most)
         self._until = 0.0
         self.kept = False  # to the end of the process, and not only for a while
 
@@ -95,7 +95,7 @@ class SpanRing:
     def add(self, lane: str, name: str, start: float, end: float, step: int) -> None:
         """See :class:`Spans`."""
         if self.wanted:
-            self._ring.append(Span(lane, name, start, end, step))
+            self._ring.append(TraceSpan(lane, name, start, end, step))
 
     def begin(self, lane: str, name: str, step: int) -> Over:
         """See :class:`Spans`."""
@@ -133,7 +133,7 @@ class Recorded:
     pid: int
     wall_offset: float  # seconds: its wall clock less its monotonic one
     full: bool  # earlier spans are lost
-    spans: tuple[Span, ...]
+    spans: tuple[TraceSpan, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, which ``parse_record`` reads again."""

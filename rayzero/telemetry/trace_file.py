@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from rayzero.telemetry.spans import Recorded, Span
+from rayzero.telemetry.spans import Recorded, TraceSpan
 
 LANES = (
     "step",  # rank: its phases, one after the other
@@ -79,9 +79,9 @@ def _names_of_process(number: int, who: str, one: Recorded) -> Iterator[Event]:
     yield _metadata("process_sort_index", number, 0, sort_index=number)
 
 
-def _lanes_of_process(process: int, spans: Iterable[Span], shift: float) -> Iterator[Event]:
+def _lanes_of_process(process: int, spans: Iterable[TraceSpan], shift: float) -> Iterator[Event]:
     thread = 0
-    by_lane: dict[str, list[Span]] = {lane: [] for lane in LANES}
+    by_lane: dict[str, list[TraceSpan]] = {lane: [] for lane in LANES}
     for span in spans:
         by_lane[span.lane].append(span)
     for lane, its in by_lane.items():
@@ -92,10 +92,10 @@ def _lanes_of_process(process: int, spans: Iterable[Span], shift: float) -> Iter
             yield from (_slice(process, thread, span, shift) for span in row)
 
 
-def rows_of(spans: Iterable[Span], *, nested: bool) -> list[list[Span]]:
+def rows_of(spans: Iterable[TraceSpan], *, nested: bool) -> list[list[TraceSpan]]:
     """Distribute spans over as few rows as possible so that no two in a row overlap. ``nested``: one may lie inside
     another."""
-    rows: list[list[Span]] = []
+    rows: list[list[TraceSpan]] = []
     open_ends: list[list[float]] = []  # of each row's spans that the next one may be inside of, outermost first
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         for row, ends in zip(rows, open_ends, strict=True):
@@ -111,7 +111,7 @@ def rows_of(spans: Iterable[Span], *, nested: bool) -> list[list[Span]]:
     return rows
 
 
-def _slice(process: int, thread: int, span: Span, shift: float) -> Event:
+def _slice(process: int, thread: int, span: TraceSpan, shift: float) -> Event:
     start, end = (round((time + shift) * 1e9) for time in (span.start, span.end))  # whole ns: none overlaps by rounding
     return {
         "ph": "X",

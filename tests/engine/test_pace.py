@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.engine.units import fetch as fetching
-from rayzero.engine.units.fetch import Fetching, Renewal, Waited
+from rayzero.engine.units.fetch import ConditionalFetch, Fetching, Waited
 from rayzero.engine.units.pace import PrefetchPace, quantile, wanted_depth
 from rayzero.engine.units.residency import UnitBuffer
 from rayzero.engine.units.schedule import Phase
@@ -128,7 +128,7 @@ def test_a_copy_is_renewed_only_where_the_content_is_newer(content: int, asks: i
         fetches.append(Future())
         return fetches[-1]
 
-    renewal = Renewal(published, 4, ask)
+    renewal = ConditionalFetch(published, 4, ask)
     assert not renewal.done.done()
     published.set_result(content)
     assert len(fetches) == asks
@@ -139,9 +139,9 @@ def test_a_copy_is_renewed_only_where_the_content_is_newer(content: int, asks: i
 
 def test_a_renewal_that_is_called_off_asks_for_nothing_and_one_that_has_asked_passes_it_on() -> None:
     published: Future[int] = Future()
-    early = Renewal(published, 0, lambda: pytest.fail("asked"))
+    early = ConditionalFetch(published, 0, lambda: pytest.fail("asked"))
     fetch: Future[None] = Future()
-    late = Renewal(published, 0, lambda: fetch)
+    late = ConditionalFetch(published, 0, lambda: fetch)
     assert early.cancel()
     published.set_result(1)
     assert early.done.cancelled()

@@ -13,7 +13,7 @@ from clock import Clock
 
 from rayzero.records import parse_record
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
-from rayzero.telemetry.spans import NoSpans, Recorded, Span, SpanRing, clock_host, nothing
+from rayzero.telemetry.spans import NoSpans, Recorded, SpanRing, TraceSpan, clock_host, nothing
 from rayzero.telemetry.trace_file import LANES, last_steps, rows_of, trace_of
 
 
@@ -74,7 +74,7 @@ def test_a_span_ends_once_however_many_see_its_end(ring, clock) -> None:
     over()
     clock.now += 2
     over()
-    assert ring.recorded().spans == (Span("push", "unit", 100.0, 102.0, 4),)
+    assert ring.recorded().spans == (TraceSpan("push", "unit", 100.0, 102.0, 4),)
 
 
 def test_a_waiter_never_goes_on_before_the_span_that_it_waited_for_has_ended() -> None:
@@ -119,11 +119,11 @@ def test_spans_travel_as_json(ring) -> None:
 # ---- rows -------------------------------------------------------------------------------------------------------
 
 
-def spans(*times: tuple[float, float]) -> list[Span]:
-    return [Span("fetch", f"{start:g}-{end:g}", start, end, 0) for start, end in times]
+def spans(*times: tuple[float, float]) -> list[TraceSpan]:
+    return [TraceSpan("fetch", f"{start:g}-{end:g}", start, end, 0) for start, end in times]
 
 
-def rows(found: list[list[Span]]) -> list[list[str]]:
+def rows(found: list[list[TraceSpan]]) -> list[list[str]]:
     return [[span.name for span in row] for row in found]
 
 
@@ -140,7 +140,7 @@ def test_parts_stay_inside_what_they_are_part_of() -> None:
 # ---- the file ---------------------------------------------------------------------------------------------------
 
 
-def recorded(*found: Span, host: str = "a", wall_offset: float = 1000.0) -> Recorded:
+def recorded(*found: TraceSpan, host: str = "a", wall_offset: float = 1000.0) -> Recorded:
     return Recorded(host=host, node=f"node-{host}", pid=7, wall_offset=wall_offset, full=False, spans=found)
 
 
@@ -152,8 +152,8 @@ def test_a_trace_begins_at_zero_in_microseconds_with_named_processes_and_lanes()
     trace = trace_of(
         "demo",
         {
-            "rank 0": recorded(Span("forward", "blocks.0", 50.0, 50.001, 2)),
-            "optimizer 0": recorded(Span("update", "blocks.0 shard 0", 49.5, 49.5000015, 1)),
+            "rank 0": recorded(TraceSpan("forward", "blocks.0", 50.0, 50.001, 2)),
+            "optimizer 0": recorded(TraceSpan("update", "blocks.0 shard 0", 49.5, 49.5000015, 1)),
         },
     )
     assert slices(trace) == {(1, "blocks.0"): (500_000.0, 1000.0), (2, "blocks.0 shard 0"): (0.0, 1.5)}
@@ -166,9 +166,9 @@ def test_a_trace_begins_at_zero_in_microseconds_with_named_processes_and_lanes()
 
 
 def test_times_of_another_host_are_moved_by_the_wall_clocks_and_the_file_says_so() -> None:
-    here = recorded(Span("forward", "here", 50.0, 51.0, 0))
-    there = recorded(Span("update", "there", 8050.5, 8051.0, 0), host="b", wall_offset=-7000.0)
-    same = recorded(Span("update", "same", 50.5, 51.0, 0), wall_offset=1000.3)
+    here = recorded(TraceSpan("forward", "here", 50.0, 51.0, 0))
+    there = recorded(TraceSpan("update", "there", 8050.5, 8051.0, 0), host="b", wall_offset=-7000.0)
+    same = recorded(TraceSpan("update", "same", 50.5, 51.0, 0), wall_offset=1000.3)
     trace = trace_of("demo", {"rank 0": here, "optimizer 0": there, "optimizer 1": same})
     assert slices(trace)[2, "there"] == (500_000.0, 500_000.0)
     assert slices(trace)[3, "same"] == (500_000.0, 500_000.0), "one host has one clock, whatever wall clocks say"
@@ -177,7 +177,7 @@ def test_times_of_another_host_are_moved_by_the_wall_clocks_and_the_file_says_so
 
 def test_neighbours_never_overlap_by_rounding() -> None:
     third = 1e5 + 1 / 3
-    chain = [Span("update", str(i), third + i * 1e-7, third + (i + 1) * 1e-7, 0) for i in range(1000)]
+    chain = [TraceSpan("update", str(i), third + i * 1e-7, third + (i + 1) * 1e-7, 0) for i in range(1000)]
     events = [e for e in trace_of("demo", {"optimizer 0": recorded(*chain)})["traceEvents"] if e["ph"] == "X"]
     assert {e["tid"] for e in events} == {1}
     for one, after in pairwise(events):
@@ -185,8 +185,8 @@ def test_neighbours_never_overlap_by_rounding() -> None:
 
 
 def test_the_last_steps_are_those_that_were_updated() -> None:
-    rank = recorded(*(Span("fetch", str(i), i, i + 1, i) for i in range(6)))
-    owner = recorded(*(Span("update", str(i), i, i + 1, i) for i in range(5)))
+    rank = recorded(*(TraceSpan("fetch", str(i), i, i + 1, i) for i in range(6)))
+    owner = recorded(*(TraceSpan("update", str(i), i, i + 1, i) for i in range(5)))
     found = last_steps({"rank 0": rank, "optimizer 0": owner}, 2)
     assert [[span.step for span in one.spans] for one in found.values()] == [[3, 4, 5], [3, 4]]
 

@@ -28,7 +28,7 @@ from rayzero.layout.model_layout import UnitLayout, dtype_name
 from rayzero.tensor_metadata import plain
 
 
-class Start:
+class InitialValues:
     """The first values of one rank's model. Knows names and sources; not owners or steps. [Note: starting]"""
 
     def __init__(

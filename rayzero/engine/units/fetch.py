@@ -91,7 +91,7 @@ class Fetching:
     def seconds(self) -> float | None:
         """The host's seconds from when the bytes were both requested and published until they were there, or until
         their copy to the device was issued. None if no bytes had to be copied."""
-        held = isinstance(self.request, Renewal) and not self.request.renewed
+        held = isinstance(self.request, ConditionalFetch) and not self.request.renewed
         if self.request is None or held or self._done_at is None:
             return None
         return max(0.0, self._done_at - max(self._asked, self._published_at or 0.0))
@@ -147,7 +147,7 @@ class Fetching:
         return Waited(published - start, time.perf_counter() - published)
 
 
-class Renewal:
+class ConditionalFetch:
     """A fetch that is requested only once the owners have published different content.
 
     Knows the version held and the version published; not whose bytes they are. ``done`` ends as the fetch does, or at

@@ -33,7 +33,7 @@ Views = tuple[Tensor, Slices]  # a buffer in one shape: flat, and a storage per 
 _USES = "uses"
 
 
-class Held(Protocol):
+class BudgetHold(Protocol):
     """Bytes taken from the budget."""
 
     def release(self) -> None:
@@ -47,7 +47,7 @@ class UnitBuffer:
 
     flat: Tensor  # 1D, unit.numel elements, the unit's dtype
     slices: Slices  # per slot; swapped under its Parameter while the unit is up
-    lease: Held  # freed by: Residency.release
+    lease: BudgetHold  # freed by: Residency.release
     mapped: bool = False  # True: the owners' memory, which only they fill
     made: dict[Any, Any] = field(default_factory=dict)  # stays with the memory from lease to lease
 

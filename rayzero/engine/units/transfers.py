@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rayzero.concurrency.futures import chain, failed, settled
-from rayzero.engine.units.fetch import DeviceCopy, Fetching, Renewal
+from rayzero.engine.units.fetch import ConditionalFetch, DeviceCopy, Fetching
 from rayzero.engine.units.residency import UnitBuffer, mapped_units
 from rayzero.lanes import CudaLane, Event, Lane, ThreadLane
 from rayzero.lanes.link_speed import LinkSpeed, measure_link
@@ -103,13 +103,13 @@ class UnitTransfers:
 
     def _ask(
         self, unit: UnitLayout, version: int, out: Tensor, published: Future[int], held: int | None
-    ) -> tuple[Future[None], Future[None] | Renewal]:
+    ) -> tuple[Future[None], Future[None] | ConditionalFetch]:
         """Request a unit's bytes into ``out`` (1D, unit.numel elements, the unit's dtype), unless it holds version
         ``held`` and that content is still right."""
         if held is None:
             done = self._store.fetch(unit.index, version, COMPUTE, out)
             return done, done
-        renewal = Renewal(published, held, lambda: self._store.fetch(unit.index, version, COMPUTE, out))
+        renewal = ConditionalFetch(published, held, lambda: self._store.fetch(unit.index, version, COMPUTE, out))
         return renewal.done, renewal
 
     @property
@@ -219,7 +219,7 @@ class DeviceTransfers(UnitTransfers):
             try:
                 answer.result()
                 copied = None
-                if not isinstance(request, Renewal) or request.renewed:
+                if not isinstance(request, ConditionalFetch) or request.renewed:
                     copied = self._copy(unit, buffer, host, free)
                     uses.filled(copied.event)
             except Exception as exc:  # must not end the store's thread; the rank's wait raises it
@@ -253,10 +253,10 @@ class DeviceTransfers(UnitTransfers):
 
     def _ask(
         self, unit: UnitLayout, version: int, out: Tensor, published: Future[int], held: int | None
-    ) -> tuple[Future[None], Future[None] | Renewal]:
+    ) -> tuple[Future[None], Future[None] | ConditionalFetch]:
         if not self._is_mapped(unit):
             return super()._ask(unit, version, out, published, held)
-        renewal = Renewal(published, -1 if held is None else held, lambda: settled(None))
+        renewal = ConditionalFetch(published, -1 if held is None else held, lambda: settled(None))
         return renewal.done, renewal
 
     def _source(self, unit: UnitLayout) -> tuple[Tensor, Buffer | None]:
