@@ -25,7 +25,7 @@ from rayzero.checkpoint.writer import commit_checkpoint, committed, discard_stag
 from rayzero.concurrency.futures import fail, settle, when_ended
 from rayzero.errors import CheckpointAbandonedError, CheckpointWriteError, RayZeroError, StepMismatchError
 from rayzero.lead.round import have, owing
-from rayzero.protocol.messages import BegunSave, CheckpointInfo, FileEntry, Hyper, ModelSpec, Saved
+from rayzero.protocol.messages import BegunSave, CheckpointInfo, EndedSave, FileEntry, Hyper, ModelSpec
 from rayzero.protocol.owner import OwnerPeer
 from rayzero.telemetry.names import CHECKPOINT_FAILURES, CHECKPOINT_LAST_SUCCESS, CHECKPOINT_SECONDS
 from rayzero.telemetry.recorder import Recorder, timed
@@ -68,7 +68,9 @@ class CheckpointRequests:
         self._open: CheckpointRequest | None = None
         self._running: CheckpointRequest | None = None
         self._ending: CheckpointRequest | None = None  # owners have answered; a thread commits it or clears up
-        self._owed: dict[int, Saved] = {}  # ranks that may not have heard of the last save of the lead's former life
+        self._owed: dict[
+            int, EndedSave
+        ] = {}  # ranks that may not have heard of the last save of the lead's former life
         self._resumes = False  # the next save may be one that a former life of the lead had begun
         self._back: set[int] = set()  # ranks that have come back and may ask again for checkpoints that were made
         self._lost: dict[int, tuple[int, Path]] = {}  # by rank: what others know that a former life had begun
@@ -155,7 +157,7 @@ class CheckpointRequests:
             had = self._owed.pop(rank, None)
         return had.outcome if had is not None and (had.step, had.directory) == (step, str(directory)) else None
 
-    def go_on(self, ended: Mapping[int, Saved | None], begun: Mapping[int, BegunSave | None]) -> None:
+    def go_on(self, ended: Mapping[int, EndedSave | None], begun: Mapping[int, BegunSave | None]) -> None:
         """Begin with what ranks have heard from a former life of the lead. ``ended``: by rank, the last save of which
         it knows the end; the others may not have heard of the newest. ``begun``: the same, of which it knows that it
         has begun beside the training: some ranks may have gone on, so it is not begun again."""

@@ -14,7 +14,7 @@ from rayzero.protocol.messages import COMPUTE, MASTER, Write
 
 
 @dataclass(eq=False)
-class _Asked:
+class _WriteRequest:
     write: Write
     number: int
     futures: dict[int, Future[None]] = field(default_factory=dict)  # per rank that asked
@@ -28,7 +28,7 @@ class WriteRequests:
     Knows which rank requested what; not steps or owners. Only one thread at a time may call it."""
 
     def __init__(self) -> None:
-        self._asked: _Asked | None = None
+        self._asked: _WriteRequest | None = None
         self._version = -1  # the version of the latest write
         self._made: list[Write] = []  # writes to that version
         self._asked_by: dict[int, int] = {}  # rank -> how many of them it has asked for
@@ -45,7 +45,7 @@ class WriteRequests:
                 raise _disagreement(rank, write, rank, self._made[before], layout)
             return settled(None)
         if self._asked is None:
-            self._asked = _Asked(write, len(self._made) + 1)
+            self._asked = _WriteRequest(write, len(self._made) + 1)
         asked = self._asked
         if write != asked.write or rank in asked.futures:
             raise _disagreement(rank, write, min(asked.futures, default=rank), asked.write, layout)

@@ -357,7 +357,7 @@ class ToldStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class EndedSave:
     """A checkpoint that a rank asked for, and what came of it."""
 
     number: int  # the rank's counter of saves
@@ -381,5 +381,5 @@ class Told:
 
     steps: tuple[ToldStep, ...] = ()  # those that may not be decided, ascending
     means: tuple[tuple[int, MeanInput], ...] = ()  # the last that it asked for, by number
-    saved: Saved | None = None  # the last one that has ended
+    saved: EndedSave | None = None  # the last one that has ended
     begun: BegunSave | None = None  # the last one that was begun beside the training, and perhaps has ended

@@ -15,10 +15,10 @@ from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import (
     COMPUTE,
     CheckpointInfo,
+    EndedSave,
     MeanInput,
     ModelSpec,
     Norm,
-    Saved,
     Told,
     ToldAttempt,
     ToldStep,
@@ -170,7 +170,7 @@ def test_the_end_of_a_save_reaches_ranks_that_have_not_heard(
     lead: StepLead, spec: ModelSpec, outcome: CheckpointInfo | CheckpointWriteError, tmp_path: Path
 ) -> None:
     directory = tmp_path / checkpoint_name(0)
-    saved = Saved(number=3, step=0, directory=str(directory), outcome=outcome)
+    saved = EndedSave(number=3, step=0, directory=str(directory), outcome=outcome)
     lead.attach(0, spec, told=Told(saved=saved))
     lead.attach(1, spec, told=SILENT)
     asked = lead.save(1, 0, directory, ())
@@ -188,7 +188,7 @@ def test_a_rank_that_dies_after_it_was_heard_asks_again_for_a_checkpoint_that_is
 ) -> None:
     directory, made = tmp_path / checkpoint_name(0), CheckpointInfo(path="p", step=0, digest="d")
     for rank in range(2):
-        lead.attach(rank, spec, told=Told(saved=Saved(number=1, step=0, directory=str(directory), outcome=made)))
+        lead.attach(rank, spec, told=Told(saved=EndedSave(number=1, step=0, directory=str(directory), outcome=made)))
     lead.lose(1)
     lead.attach(1, spec)
     assert lead.save(1, 0, directory, ()).result(WAIT) == made

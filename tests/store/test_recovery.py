@@ -29,7 +29,7 @@ from rayzero.store.owner.memory.shared_memory import SharedOwner
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.plan import SharedPlan
-from rayzero.store.shm.recovery import DeadRun, DeadShard, Outcome, Verdict, assess, read_run
+from rayzero.store.shm.recovery import DeadRun, DeadShard, Outcome, RecoveryVerdict, assess, read_run
 from rayzero.store.shm.signals import available
 
 from .stores import TOKEN
@@ -172,7 +172,7 @@ def two_steps(stack: ExitStack, spec: ModelSpec, directory: Path = SHARED_MEMORY
     return rank
 
 
-def found_of(run_id: str) -> Verdict:
+def found_of(run_id: str) -> RecoveryVerdict:
     control = [s for s in list_slabs() if s.header is not None and s.header.facts.run == run_id]
     dead = read_run(run_id, [s for s in control if s.header is not None and s.header.facts.role == "control"])
     assert dead is not None

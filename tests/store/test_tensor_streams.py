@@ -739,7 +739,7 @@ def test_a_call_that_is_cancelled_lets_go_of_memory_before_it_ends() -> None:
 
             async def receive() -> None:
                 async with stream.transfer() as mine:
-                    await mine.receive([tensor_port.Landing(shard=0, size_bytes=8, out=out)])
+                    await mine.receive([tensor_port.ShardDestination(shard=0, size_bytes=8, out=out)])
 
             with patch.object(Receiving, "advance", watched):
                 task = asyncio.create_task(receive())

@@ -31,7 +31,7 @@ from rayzero.store.owner.memory.shared_memory import SharedOwner
 from rayzero.store.owner.pushes import receive_push
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.owner.tensor_port import OwnerStream
-from rayzero.store.owner.transfers import Upload, connection_of, open_connection
+from rayzero.store.owner.transfers import UploadStream, connection_of, open_connection
 from rayzero.store.wire import translate
 from rayzero.store.wire.payload import byte_view, encode_shard
 from rayzero.store.wire.rpc import (
@@ -214,10 +214,10 @@ class RankCalls:
         return connection_of(self._model.tensors, _rank_name(_rank_of(context)), context)
 
     @asynccontextmanager
-    async def _upload(self, requests: Requests, message: type[Any], context: Context) -> AsyncIterator[Upload]:
+    async def _upload(self, requests: Requests, message: type[Any], context: Context) -> AsyncIterator[UploadStream]:
         """A context in which the bytes of a call come. ``message``: of ``requests``."""
         async with self._tensors_of(context) as stream:
-            yield Upload(requests, message, stream, self._model.compute)
+            yield UploadStream(requests, message, stream, self._model.compute)
 
     async def push(self, requests: Requests, context: Context) -> pb.PushResponse:
         """Receive gradients into the pushing rank's landing; this may wait for that rank's earlier pushes."""

@@ -15,22 +15,22 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.long_polls import result_of
 from rayzero.store.owner.calls.refused import WrongSenderError
 from rayzero.store.owner.served_model import ServedModel
-from rayzero.store.owner.tensor_port import Landing
-from rayzero.store.owner.transfers import Upload
+from rayzero.store.owner.tensor_port import ShardDestination
+from rayzero.store.owner.transfers import UploadStream
 from rayzero.store.wire import translate
 from rayzero.store.wire.payload import byte_view
 
 _CODECS: dict[int, str] = {pb.WIRE_FORMAT_UNSPECIFIED: "none", pb.WIRE_FORMAT_BF16: "bf16", pb.WIRE_FORMAT_INT8: "int8"}
 
 
-async def receive_push(model: ServedModel, header: pb.PushRequest.Header, upload: Upload, sender: int) -> None:
+async def receive_push(model: ServedModel, header: pb.PushRequest.Header, upload: UploadStream, sender: int) -> None:
     """Receive the shards of one section of a push; this may wait for the rank's earlier pushes. Over a connection, a
     thread is sent for once for all shards that have memory: the way there takes as long as a tenth of a shard. Raises
     WrongSenderError for gradients of other ranks than ``sender``, StoreError for those that the model does not take,
     TransferError for bytes that are not theirs."""
     contribution = translate.contribution_from_pb(header.contribution)
     _require_sender(contribution, sender)
-    landings: list[Landing] = []
+    landings: list[ShardDestination] = []
 
     async def receive() -> None:
         await upload.receive(*landings)
@@ -58,16 +58,16 @@ def _require_sender(push: Contribution, sender: int) -> None:
 
 def _landing(
     model: ServedModel, contribution: Contribution, index: int, codec: Codec, memory: Tensor | None
-) -> Landing:
+) -> ShardDestination:
     """Where a shard's gradients go. ``memory``: what is reserved for them; None: they are a repeat."""
     shard, unit = model.shard(index)
     size = codec.most_bytes(shard.numel, model.push_dtype(contribution, unit))
     if memory is None:
-        return Landing(shard=index, size_bytes=size, out=None)
+        return ShardDestination(shard=index, size_bytes=size, out=None)
     landed = partial(model.service.landed, contribution, index)
     if codec is RAW:
         computes = model.service.is_added(contribution, index)
-        return Landing(shard=index, size_bytes=size, out=byte_view(memory), landed=landed, computes=computes)
+        return ShardDestination(shard=index, size_bytes=size, out=byte_view(memory), landed=landed, computes=computes)
     encoded = torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def decode() -> None:
@@ -75,7 +75,7 @@ def _landing(
         codec.decode(encoded, values)
         landed(values)
 
-    return Landing(shard=index, size_bytes=size, out=byte_view(encoded), landed=decode, computes=True)
+    return ShardDestination(shard=index, size_bytes=size, out=byte_view(encoded), landed=decode, computes=True)
 
 
 def _wire_codec(wire_format: int, unit: UnitLayout) -> Codec:

@@ -33,8 +33,8 @@ from rayzero.store.wire.tensor_stream import (
     Sent,
     StreamEndedError,
     StreamKeys,
+    StreamWork,
     TensorStream,
-    Work,
     moving_threads,
     new_stream_keys,
 )
@@ -70,7 +70,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Landing:
+class ShardDestination:
     """Where a shard's bytes go."""
 
     shard: int
@@ -107,7 +107,7 @@ class OwnerStream:
             self._stream.forget_scratch()
             self._watch()
 
-    async def receive(self, landings: Iterable[Landing]) -> None:
+    async def receive(self, landings: Iterable[ShardDestination]) -> None:
         """Read shards, in this order. Raises TransferError if other bytes come, or none."""
         works = [
             (Receiving(self._stream, Assembly(each.shard, each.size_bytes, each.out)), each.landed) for each in landings
@@ -119,7 +119,7 @@ class OwnerStream:
         works = [(Sent(self._stream, shard, content), _nothing) for shard, content in shards]
         await self._move(InTurn(works), to_write=True)
 
-    async def _move(self, work: Work, *, to_write: bool) -> None:
+    async def _move(self, work: StreamWork, *, to_write: bool) -> None:
         loop = asyncio.get_running_loop()
         passed, until = work.chunks, loop.time() + BODY_S
         while not await self._advance(work):
@@ -135,7 +135,7 @@ class OwnerStream:
             except TimeoutError:
                 raise slow from None
 
-    async def _advance(self, work: Work) -> bool:
+    async def _advance(self, work: StreamWork) -> bool:
         """Move bytes in a thread. Who cancels this waits until the thread has let go of the memory."""
         moving = asyncio.get_running_loop().run_in_executor(self._pool, work.advance)
         try:

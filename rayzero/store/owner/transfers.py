@@ -15,7 +15,7 @@ from rayzero.errors import TransferError
 from rayzero.layout.model_layout import Shard
 from rayzero.security.credentials import names_shown
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.owner.tensor_port import Landing, OwnerStream, TensorPort
+from rayzero.store.owner.tensor_port import OwnerStream, ShardDestination, TensorPort
 from rayzero.store.wire.payload import Assembly, byte_view, decode_header
 from rayzero.store.wire.rpc import stream_of
 from rayzero.store.wire.seal import unseal
@@ -45,7 +45,7 @@ async def connection_of(port: TensorPort, client: str, context: Any) -> AsyncIte
         yield stream
 
 
-class Upload:
+class UploadStream:
     """A client's stream: sections, each a header and its chunks, of which the first is in the header's message.
 
     [Note: cold code] What runs between two messages finds that their bytes have pushed it out of the processor's
@@ -86,10 +86,10 @@ class Upload:
     async def values(self, shard: Shard, dtype: torch.dtype) -> Tensor:
         """Receive a shard's values into new memory: 1D. Raises as ``receive``."""
         values = torch.empty(shard.numel, dtype=dtype, device="cpu")
-        await self.receive(Landing(shard=shard.index, size_bytes=values.nbytes, out=byte_view(values)))
+        await self.receive(ShardDestination(shard=shard.index, size_bytes=values.nbytes, out=byte_view(values)))
         return values
 
-    async def receive(self, *landings: Landing) -> None:
+    async def receive(self, *landings: ShardDestination) -> None:
         """Read shards, in this order, and do with each what is to be done then. Raises TransferError if other bytes
         come."""
         if self._stream is not None:

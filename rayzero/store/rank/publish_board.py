@@ -14,7 +14,7 @@ from rayzero.protocol.messages import Published
 
 
 @dataclass(eq=False, slots=True)
-class _Wait:
+class _PublishWait:
     """A wait until shards of one owner have a version."""
 
     owner: int
@@ -33,13 +33,13 @@ class PublishBoard:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[int, Published] = {}  # by shard
-        self._waits: set[_Wait] = set()
+        self._waits: set[_PublishWait] = set()
         self._released: dict[int, RayZeroError] = {}  # owners that are ending the run, and why
         self._error: RayZeroError | None = None
 
     def when(self, owner: int, shards: Sequence[int], version: int) -> Future[None]:
         """Done once all ``shards`` have ``version`` or a later one, or ``owner`` is released; fails after ``fail``."""
-        wait = _Wait(owner, set(shards), version, Future(), time.monotonic())
+        wait = _PublishWait(owner, set(shards), version, Future(), time.monotonic())
         with self._lock:
             ready = self._arrived(wait) or owner in self._released
             error = None if ready else self._error
@@ -73,14 +73,14 @@ class PublishBoard:
         for wait in ready:
             settle(wait.published, None)
 
-    def _arrived(self, wait: _Wait) -> bool:
+    def _arrived(self, wait: _PublishWait) -> bool:
         wait.missing = {shard for shard in wait.missing if not self._has(shard, wait.version)}
         return not wait.missing
 
     def _has(self, shard: int, version: int) -> bool:
         return shard in self._known and self._known[shard].version >= version
 
-    def _take(self, wanted: Callable[[_Wait], bool]) -> list[_Wait]:
+    def _take(self, wanted: Callable[[_PublishWait], bool]) -> list[_PublishWait]:
         taken = [wait for wait in self._waits if wanted(wait)]
         self._waits.difference_update(taken)
         return taken

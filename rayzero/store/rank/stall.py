@@ -23,7 +23,7 @@ _ANSWER_S = (1.0, 5.0)  # a peer has a quarter of the timeout to answer, within 
 
 
 @dataclass(eq=False)
-class _Wait:
+class _PeerWait:
     """A future that a peer has to settle."""
 
     future: Future[Any]
@@ -76,7 +76,7 @@ class StallWatch:
         self._poll_s = min(stall_timeout / 8, _POLL_S) if poll_s == 0.0 else poll_s
         least, most = _ANSWER_S
         self._answer_s = min(max(stall_timeout / 4, least), most)
-        self._waits: dict[int, _Wait] = {}  # pending, by number, oldest first
+        self._waits: dict[int, _PeerWait] = {}  # pending, by number, oldest first
         self._numbers = count()
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
@@ -94,7 +94,7 @@ class StallWatch:
         if future.done():
             return future
         now = self._clock()
-        wait = _Wait(future, what, describe, moved, began=now, since=now, at=moved())
+        wait = _PeerWait(future, what, describe, moved, began=now, since=now, at=moved())
         number = next(self._numbers)
         with self._changed:
             error = self._error
@@ -147,7 +147,7 @@ class StallWatch:
                     return
             self.check_all()
 
-    def _check(self, wait: _Wait, answer: Future[str]) -> None:
+    def _check(self, wait: _PeerWait, answer: Future[str]) -> None:
         """Fail the wait when nothing has changed for too long."""
         if wait.future.done():
             return
@@ -162,7 +162,7 @@ class StallWatch:
             self._waits.pop(number, None)
 
 
-def _asked(wait: _Wait, answer_s: float) -> Future[str]:
+def _asked(wait: _PeerWait, answer_s: float) -> Future[str]:
     """The future of the peer's answer; failed if the peer cannot even be asked."""
     try:
         return wait.describe(answer_s)

@@ -84,7 +84,7 @@ class DeadRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RecoveryVerdict:
     """What can be recovered, and why."""
 
     outcome: Outcome
@@ -93,19 +93,21 @@ class Verdict:
     behind: tuple[tuple[int, tuple[int, ...]], ...] = ()  # REDO: (shard, tiles to update); no tiles: publish it
 
 
-def assess(run: DeadRun) -> Verdict:
+def assess(run: DeadRun) -> RecoveryVerdict:
     """Decide what can be recovered of a run."""
     refusal = next(_refusals(run), None)
     if refusal is not None:
-        return Verdict(outcome=Outcome.REFUSED, version=-1, reason=refusal)
+        return RecoveryVerdict(outcome=Outcome.REFUSED, version=-1, reason=refusal)
     version, record = _target(run), _record(run, _target(run))
     late = [shard for shard in run.shards if shard.version < version]
     if not late:
-        return Verdict(outcome=Outcome.WHOLE, version=version, reason=f"all {len(run.shards)} shards have v{version}")
+        return RecoveryVerdict(
+            outcome=Outcome.WHOLE, version=version, reason=f"all {len(run.shards)} shards have v{version}"
+        )
     behind = tuple((s.shard, s.behind if record is None or record.action is Action.APPLY else ()) for s in late)
     tiles = sum(len(tiles) for _, tiles in behind)
     reason = f"step {version - 1} was decided; {tiles} tiles of {len(late)} of {len(run.shards)} shards lack its update"
-    return Verdict(outcome=Outcome.REDO, version=version, reason=reason, behind=behind)
+    return RecoveryVerdict(outcome=Outcome.REDO, version=version, reason=reason, behind=behind)
 
 
 def _target(run: DeadRun) -> int:

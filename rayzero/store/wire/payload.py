@@ -51,7 +51,7 @@ def require_flat(tensor: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class ShardChunk:
     """A part of one shard's bytes; ``payload`` is a view into the message it came in."""
 
     shard: int
@@ -151,7 +151,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
         at += size
 
 
-def _decode_chunk_body(body: memoryview) -> Chunk:
+def _decode_chunk_body(body: memoryview) -> ShardChunk:
     found: dict[int, int | memoryview] = {_SHARD: 0, _OFFSET: 0, _CHECKSUM: 0, _PAYLOAD: memoryview(b"")}
     found.update(_fields(body))
     shard, offset, digest, payload = (found[tag] for tag in (_SHARD, _OFFSET, _CHECKSUM, _PAYLOAD))
@@ -159,7 +159,7 @@ def _decode_chunk_body(body: memoryview) -> Chunk:
     assert isinstance(offset, int)
     assert isinstance(digest, int)
     assert isinstance(payload, memoryview)
-    return Chunk(shard=shard, offset=offset, checksum=digest, payload=payload)
+    return ShardChunk(shard=shard, offset=offset, checksum=digest, payload=payload)
 
 
 def _field(message: bytes, wanted: int) -> memoryview | None:
@@ -171,7 +171,7 @@ def _field(message: bytes, wanted: int) -> memoryview | None:
     return None
 
 
-def decode_chunk(message: bytes) -> Chunk | None:
+def decode_chunk(message: bytes) -> ShardChunk | None:
     """The chunk that a message carries, as a view; None if it carries none.
 
     Raises ``TransferError`` if the bytes are not a protobuf message."""

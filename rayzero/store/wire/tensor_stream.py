@@ -24,7 +24,7 @@ from typing import Protocol
 
 from rayzero.errors import TransferError
 from rayzero.security.chunk_cipher import KEY_BYTES, TAG_BYTES, ChunkCipher
-from rayzero.store.wire.payload import CHUNK_BYTES, Assembly, Chunk
+from rayzero.store.wire.payload import CHUNK_BYTES, Assembly, ShardChunk
 from rayzero.store.wire.seal import checksum
 
 TICKET_BYTES = 32  # what a client says first: what it got from OpenTensorStream
@@ -42,7 +42,7 @@ class StreamEndedError(TransferError):
     """The connection has ended, or was ended."""
 
 
-class Work(Protocol):
+class StreamWork(Protocol):
     """Bytes that are to pass."""
 
     @property
@@ -136,8 +136,8 @@ class TensorStream:
         poll.register(self.connection, events)
         return bool(poll.poll(0))
 
-    def pass_all(self, work: Work) -> None:
-        """Move everything; blocks until then, or until somebody ends the connection. Raises as ``Work.advance``."""
+    def pass_all(self, work: StreamWork) -> None:
+        """Move everything; blocks until then, or until the connection is ended. Raises as ``StreamWork.advance``."""
         while not work.advance():
             pass
 
@@ -164,7 +164,7 @@ class Receiving:
         self.chunks = 0
 
     def advance(self) -> bool:
-        """See ``Work``."""
+        """See ``StreamWork``."""
         until = time.monotonic() + _TURN_S
         while not self._assembly.complete:
             if not self.take_chunk() or time.monotonic() > until:
@@ -195,7 +195,7 @@ class Receiving:
         shard, size, offset, digest = _HEAD.unpack(self._head)
         cipher = self._stream.receiving
         if cipher is None:
-            Chunk(shard=shard, offset=offset, checksum=digest, payload=payload).verify()
+            ShardChunk(shard=shard, offset=offset, checksum=digest, payload=payload).verify()
         elif not cipher.decrypt(bytes(self._head), self._coming, payload):
             raise TransferError(
                 f"shard {shard} bytes {offset:,}..{offset + size:,} were damaged on the way, or are not the next ones"
@@ -230,7 +230,7 @@ class Sent:
         self.chunks = 0
 
     def advance(self) -> bool:
-        """See ``Work``."""
+        """See ``StreamWork``."""
         until = time.monotonic() + _TURN_S
         while not self._is_through:
             if not self._left:
@@ -273,18 +273,18 @@ class Sent:
 class InTurn:
     """Several shards' bytes, one after the other: a thread that moves them need not be sent for again."""
 
-    def __init__(self, works: Iterable[tuple[Work, Callable[[], object]]]) -> None:
+    def __init__(self, works: Iterable[tuple[StreamWork, Callable[[], object]]]) -> None:
         """``works``: each with what to do once it has passed, in the same thread."""
         self._left = deque(works)
         self._passed = 0
 
     @property
     def chunks(self) -> int:
-        """See ``Work``."""
+        """See ``StreamWork``."""
         return self._passed + (self._left[0][0].chunks if self._left else 0)
 
     def advance(self) -> bool:
-        """See ``Work``."""
+        """See ``StreamWork``."""
         until = time.monotonic() + _TURN_S
         while self._left:
             work, then = self._left[0]

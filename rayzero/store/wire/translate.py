@@ -20,6 +20,7 @@ from rayzero.protocol.messages import (
     Decision,
     Edit,
     EditKind,
+    EndedSave,
     FileEntry,
     FinishReport,
     Hyper,
@@ -30,7 +31,6 @@ from rayzero.protocol.messages import (
     NormParts,
     Published,
     Record,
-    Saved,
     SharedPaths,
     StepInputs,
     Summand,
@@ -351,7 +351,7 @@ def told_from_pb(told: pb.Told) -> Told:
     if told.HasField("saved"):
         had = told.saved
         outcome = checkpoint_from_pb(had.checkpoint) if had.HasField("checkpoint") else from_failure(had.failure)
-        saved = Saved(number=had.number, step=had.step, directory=had.directory, outcome=outcome)
+        saved = EndedSave(number=had.number, step=had.step, directory=had.directory, outcome=outcome)
     begun = None
     if told.HasField("begun"):
         begun = BegunSave(number=told.begun.number, step=told.begun.step, directory=told.begun.directory)

@@ -20,7 +20,7 @@ Gone = Callable[[int, str], None]  # rank, why
 
 
 @dataclass(eq=False)
-class _Rank:
+class _LinkedRank:
     """A rank that has attached and is not gone."""
 
     process: ProcessIdentity
@@ -45,7 +45,7 @@ class RankLinks:
     def __init__(self, owner: int, loop: asyncio.AbstractEventLoop, recorder: Recorder, gone: Gone) -> None:
         """``gone`` is called on the event loop, once for each rank that is gone without having left."""
         self._owner, self._loop, self._recorder, self._gone = owner, loop, recorder, gone
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _LinkedRank] = {}
         self._processes: dict[int, ProcessIdentity] = {}  # of each rank that has ever attached, the newest
         self._streams: dict[int, object] = {}  # rank -> its newest stream of notices
         self._over = False
@@ -65,7 +65,7 @@ class RankLinks:
         self.left(rank)
         self._processes[rank] = process
         unwatch = watch_process(process, partial(self._died, rank, process))
-        self._ranks[rank] = _Rank(process, lease_s, unwatch)
+        self._ranks[rank] = _LinkedRank(process, lease_s, unwatch)
         if rank not in self._streams:
             self._broke(rank)
 
@@ -83,7 +83,7 @@ class RankLinks:
             self._is_back(rank, known, time.monotonic() - known.down_since)
         return stream
 
-    def _is_back(self, rank: int, known: _Rank, down_s: float) -> None:
+    def _is_back(self, rank: int, known: _LinkedRank, down_s: float) -> None:
         known.down_since = None
         if known.lease is not None:
             known.lease.cancel()
@@ -105,7 +105,7 @@ class RankLinks:
         if known.unwatch is None and known.lease_s > 0:
             known.lease = self._loop.call_later(known.lease_s, self._expired, rank, known)
 
-    def _expired(self, rank: int, known: _Rank) -> None:
+    def _expired(self, rank: int, known: _LinkedRank) -> None:
         self._end(rank, f"its link broke {known.lease_s:.3g} s ago and did not come back")
 
     def _died(self, rank: int, process: ProcessIdentity) -> None:

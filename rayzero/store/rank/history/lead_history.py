@@ -15,10 +15,10 @@ from rayzero.protocol.messages import (
     BegunSave,
     CheckpointInfo,
     Decision,
+    EndedSave,
     FinishReport,
     MeanInput,
     Norm,
-    Saved,
     StepInputs,
     Told,
     ToldAttempt,
@@ -38,7 +38,7 @@ class LeadHistory:
         self._lock = threading.Lock()
         self._steps: dict[int, ToldStep] = {}  # freed by: a later step's norm, or the decision
         self._means: dict[int, MeanInput] = {}  # by number
-        self._saved: Saved | None = None
+        self._saved: EndedSave | None = None
         self._begun: BegunSave | None = None
 
     def told(self) -> Told:
@@ -110,4 +110,4 @@ class LeadHistory:
     def saved(self, number: int, step: int, directory: Path, outcome: CheckpointInfo | RayZeroError) -> None:
         """A save has ended."""
         with self._lock:
-            self._saved = Saved(number=number, step=step, directory=str(directory), outcome=outcome)
+            self._saved = EndedSave(number=number, step=step, directory=str(directory), outcome=outcome)
