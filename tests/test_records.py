@@ -18,7 +18,7 @@ from rayzero.checkpoint.manifest import Manifest
 from rayzero.cluster.continuation import States
 from rayzero.cluster.files.run_record import RECORD, RunRecord, read_record
 from rayzero.cluster.files.viewer_file import VIEWER_FILE, read_viewer
-from rayzero.cluster.loggers.feed import Saved
+from rayzero.cluster.loggers.feed import FeedState
 from rayzero.cluster.run import Member, Recovery, Rescaled, Routing
 from rayzero.elastic.requests import ScaleRequest, take
 from rayzero.errors import RayZeroError
@@ -118,7 +118,8 @@ KINDS = {
     ),
     "viewer": Kind(asdict(Viewer(token="t", trusted="PEM", client="PEM")), file(VIEWER_FILE, read_viewer)),
     "bookmark": Kind(
-        {"step": 3, "rows": 1, "memory": {"id": "x"}}, file("csv.json", lambda folder: Saved.read(folder / "csv.json"))
+        {"step": 3, "rows": 1, "memory": {"id": "x"}},
+        file("csv.json", lambda folder: FeedState.read(folder / "csv.json")),
     ),
     "spans": Kind(SPANS.to_json(), lambda _, content: parse_record(content, Recorded)),
     "stats": Kind(Stats().to_json(), lambda _, content: Stats.from_json(json.loads(content))),

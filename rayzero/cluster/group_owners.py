@@ -29,7 +29,7 @@ from rayzero.cluster.continuation import Continuation, Former, Lost, await_left,
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import KeptStates
 from rayzero.cluster.journal import Journal
-from rayzero.cluster.nodes.placement import Placement
+from rayzero.cluster.nodes.placement import Reservation
 from rayzero.cluster.processes.remains import Remains
 from rayzero.cluster.processes.worker_groups import GroupStart, WorkerGroup, WorkerGroups
 from rayzero.cluster.run import RunState
@@ -39,7 +39,7 @@ from rayzero.cluster.upkeep.renewal import Renewal
 from rayzero.cluster.upkeep.replacement import Replacement
 from rayzero.config import SecurityConfig, TelemetryConfig, ZeroConfig
 from rayzero.elastic.controller import Controller
-from rayzero.elastic.members import Kind, MemberId
+from rayzero.elastic.members import MemberId, MemberKind
 from rayzero.errors import RunFailedError
 from rayzero.slabs.hold import Hold
 from rayzero.store.shm.same_host import why_no_sharing
@@ -63,7 +63,7 @@ class GroupOwners:
         self,
         run: str,
         config: ZeroConfig,
-        placement: Placement,
+        placement: Reservation,
         *,
         max_failures: int,
         security: SecurityConfig | None = None,
@@ -145,7 +145,7 @@ class GroupOwners:
             former=former,
         )
         self._actors.move(RunState.RUNNING)
-        members = [MemberId(Kind.OWNER, owner) for owner in range(len(routing.addresses))]
+        members = [MemberId(MemberKind.OWNER, owner) for owner in range(len(routing.addresses))]
         self._controller = Controller(
             0,
             routing.addresses,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rayzero.elastic.members import Kind, MemberId
+from rayzero.elastic.members import MemberId, MemberKind
 
 __all__ = [
     "DISCOVERY_PATH",
@@ -51,7 +51,7 @@ def optimizer_name(owner: int) -> str:
 
 def actor_name(member: MemberId) -> str:
     """The name of the actor that a member is in. An owner beside a rank is in the rank's."""
-    return rank_name(member.index) if member.kind is Kind.BESIDE else str(member)
+    return rank_name(member.index) if member.kind is MemberKind.BESIDE else str(member)
 
 
 class RunState(StrEnum):

@@ -43,7 +43,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class StepWindow:
     """Seconds a step, over the steps of one window."""
 
     step_s: float
@@ -68,15 +68,16 @@ class Resize:
 class History:
     """What the policy remembers."""
 
-    windows: tuple[Window, ...] = ()  # the last ones with the present number of owners
-    grew_from: tuple[int, Window] | None = None  # the owners before a growth that is not judged yet, and their medians
+    windows: tuple[StepWindow, ...] = ()  # the last ones with the present number of owners
+    # the owners before a growth that is not judged yet, and their medians
+    grew_from: tuple[int, StepWindow] | None = None
     too_few: int = 0  # so many were, or would have been
     pause: int = 0  # windows until so few, or fewer, may be tried again
     next_pause: int = _FIRST_PAUSE
     most: int | None = None  # more than so many were no faster
 
 
-def look(history: History, bounds: Bounds, owners: int, window: Window) -> tuple[History, Resize | None]:
+def look(history: History, bounds: Bounds, owners: int, window: StepWindow) -> tuple[History, Resize | None]:
     """Take in one more window of a run with ``owners``. Returns what to remember, and the change to make, if any."""
     windows = (*history.windows, window)[-_WINDOWS:]
     history = replace(history, windows=windows, pause=max(0, history.pause - 1))
@@ -101,7 +102,7 @@ def given_up(history: History, owners: int) -> History:
     return replace(history, windows=(), grew_from=None, most=owners)
 
 
-def _grow(history: History, bounds: Bounds, owners: int, now: Window, most: int) -> tuple[History, Resize]:
+def _grow(history: History, bounds: Bounds, owners: int, now: StepWindow, most: int) -> tuple[History, Resize]:
     wanted = min(most, max(owners + 1, enough(owners, now, bounds.target_exposed)))
     after = replace(
         history,
@@ -116,14 +117,14 @@ def _grow(history: History, bounds: Bounds, owners: int, now: Window, most: int)
     return after, Resize(wanted, why)
 
 
-def enough(owners: int, now: Window, target: float) -> int:
+def enough(owners: int, now: StepWindow, target: float) -> int:
     """The fewest owners with which ranks would wait for ``target`` of a step at most. [Note: when more owners help]"""
     hidden = max(0.0, now.busy_s - now.exposed_s)
     allowed = target / (1 - target) * (now.step_s - now.exposed_s)  # of a step that has only this wait
     return math.ceil(owners * now.busy_s / (hidden + allowed) - 1e-9)
 
 
-def _shrink(history: History, bounds: Bounds, owners: int, now: Window) -> tuple[History, Resize | None]:
+def _shrink(history: History, bounds: Bounds, owners: int, now: StepWindow) -> tuple[History, Resize | None]:
     fewest = bounds.fewest if not history.pause else max(bounds.fewest, history.too_few + 1)
     wanted = max(fewest, math.ceil(owners * now.busy_s / (_IDLE * (now.step_s - now.exposed_s)) - 1e-9))
     if wanted >= owners:
@@ -132,15 +133,15 @@ def _shrink(history: History, bounds: Bounds, owners: int, now: Window) -> tuple
     return replace(history, windows=()), Resize(wanted, why)
 
 
-def _no_help(owners: int, before: int, now: Window, then: Window) -> str:
+def _no_help(owners: int, before: int, now: StepWindow, then: StepWindow) -> str:
     return (
         f"{count(owners, 'owner')} update for {now.busy_s:.3g} s a step, {before} did for {then.busy_s:.3g} s: they "
         "share what limits them, such as the memory of one host"
     )
 
 
-def _medians(windows: Sequence[Window]) -> Window:
-    return Window(
+def _medians(windows: Sequence[StepWindow]) -> StepWindow:
+    return StepWindow(
         step_s=median(each.step_s for each in windows),
         exposed_s=median(each.exposed_s for each in windows),
         busy_s=median(each.busy_s for each in windows),

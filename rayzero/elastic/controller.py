@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from rayzero.elastic import reform
-from rayzero.elastic.members import Kind, MemberId, Process
+from rayzero.elastic.members import MemberId, MemberKind, Process
 from rayzero.elastic.reform import Reform, Step
 from rayzero.errors import ConfigError
 from rayzero.layout.rescale import Rescale
@@ -141,9 +141,9 @@ class Controller:
         self.over: str | None = None  # why nobody takes the place of the last member that died
         self.exhausted = False  # because the run has outlived as many failures as it may
         self._bound = bound
-        self._places = {MemberId(Kind.RANK, rank): _Place(rank_life) for rank in range(num_ranks)}
-        self._places |= {MemberId(Kind.OWNER, owner): _Place() for owner in range(on_host)}
-        self._places |= {MemberId(Kind.BESIDE, rank): _Place() for rank in range(beside)}
+        self._places = {MemberId(MemberKind.RANK, rank): _Place(rank_life) for rank in range(num_ranks)}
+        self._places |= {MemberId(MemberKind.OWNER, owner): _Place() for owner in range(on_host)}
+        self._places |= {MemberId(MemberKind.BESIDE, rank): _Place() for rank in range(beside)}
         self._lives = {member: place.life for member, place in self._places.items()}  # the last one of each so far
 
     def life(self, member: MemberId) -> int:
@@ -183,7 +183,7 @@ class Controller:
             return []
         place.life, place.state = self._next_life(member), _State.DEAD
         self._unanswered = {late for late in self._unanswered if process not in late}
-        if change is not None and not change.stands and member.kind is Kind.OWNER:
+        if change is not None and not change.stands and member.kind is MemberKind.OWNER:
             return [self._abandon(f"{member} has died", again=True), *self._go_on()]
         return [*self._expect_nothing(process), *self._go_on()]
 
@@ -210,8 +210,8 @@ class Controller:
         for member, place in self._places.items():
             if place.state is _State.DEAD:
                 place.state = _State.STARTING
-                if member.kind is Kind.RANK:
-                    owners = tuple(other for other in self.running if other.kind is not Kind.RANK)
+                if member.kind is MemberKind.RANK:
+                    owners = tuple(other for other in self.running if other.kind is not MemberKind.RANK)
                     actions.append(Lose(member.index, place.life, owners))
                 actions.append(Start(member, place.life))
         return actions
@@ -226,7 +226,7 @@ class Controller:
         place = self._places.get(member)
         if place is None or life != place.life or place.state is not _State.STARTING:
             return []
-        if member.kind is Kind.RANK:
+        if member.kind is MemberKind.RANK:
             place.state = _State.READY
             return self._go_on()
         place.state = _State.CONNECTING
@@ -236,19 +236,19 @@ class Controller:
 
     def connected(self, owner: int, life: int) -> list[Action]:
         """An owner's successor knows all owners."""
-        place = self._places.get(MemberId(Kind.OWNER, owner))
+        place = self._places.get(MemberId(MemberKind.OWNER, owner))
         if place is None or life != place.life or place.state is not _State.CONNECTING:
             return []
         knows = _State.CONNECTING, _State.RUNNING
         others = tuple(m for m, other in self._places.items() if other.state in knows and other is not place)
         if self._reform is not None and self._reform.step is Step.ENTER:  # ranks hear of all owners when they go over
-            others = tuple(member for member in others if member.kind is not Kind.RANK)
+            others = tuple(member for member in others if member.kind is not MemberKind.RANK)
         place.state = _State.RUNNING
         return [Succeed(owner, self.addresses[owner], self.epoch, others), *self._go_on()]
 
     def ended(self, rank: int, life: int) -> list[Action]:
         """A rank's loop has returned or raised: its process is not replaced any more."""
-        member = MemberId(Kind.RANK, rank)
+        member = MemberId(MemberKind.RANK, rank)
         place = self._places[member]
         if life != place.life:
             return []
@@ -271,7 +271,7 @@ class Controller:
         actions: list[Action] = []
         if self._reform is None or not self._reform.stands or self._reform.entered:
             actions += self._replace()
-        all_serve = not any(member.kind is Kind.OWNER for member in self.awaited)
+        all_serve = not any(member.kind is MemberKind.OWNER for member in self.awaited)
         if self._reform is not None and self._reform.entered:
             actions += self._go_over(self._reform, all_serve=all_serve)
         if all_serve and (self._reform is None or not self._reform.stands):  # the lead may wait for a rank to be heard
@@ -316,14 +316,14 @@ class Controller:
         change, self._wanted = reform.resolved(self._wanted, on_host), None
         if change is None:
             return []
-        new = [MemberId(Kind.OWNER, index) for index, former in enumerate(change.former) if former is None]
+        new = [MemberId(MemberKind.OWNER, index) for index, former in enumerate(change.former) if former is None]
         self._reform = Reform(
             before=self.ownership,
             change=change,
-            old=tuple(self._process(MemberId(Kind.OWNER, index)) for index in range(on_host)),
+            old=tuple(self._process(MemberId(MemberKind.OWNER, index)) for index in range(on_host)),
             addresses=self.addresses,
             joining=tuple(Process(member, self._next_life(member)) for member in new),
-            beside=tuple(self._process(member) for member in self._places if member.kind is Kind.BESIDE),
+            beside=tuple(self._process(member) for member in self._places if member.kind is MemberKind.BESIDE),
         )
         return [*self._reform.begin()]
 
@@ -388,11 +388,11 @@ class Controller:
         """Let ranks go over, and end the change when they have."""
         actions: list[Action] = []
         if change.step is Step.ENTER and all_serve:
-            ranks = [self._process(member) for member in self.running if member.kind is Kind.RANK]
+            ranks = [self._process(member) for member in self.running if member.kind is MemberKind.RANK]
             actions += change.go_over(ranks, self.addresses)
         if change.over:
             self._reform = None
-            actions.append(reform.Part(change.parting))
+            actions.append(reform.Retire(change.parting))
         return actions
 
     def _expect_nothing(self, process: Process) -> list[Action]:

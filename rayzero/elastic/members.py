@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Kind(StrEnum):
+class MemberKind(StrEnum):
     """What a member is. The value is its name in messages."""
 
     RANK = "rank"
@@ -18,7 +18,7 @@ class Kind(StrEnum):
 class MemberId:
     """A member of a run, whichever process it is now."""
 
-    kind: Kind
+    kind: MemberKind
     index: int
 
     def __str__(self) -> str:

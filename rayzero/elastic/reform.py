@@ -91,13 +91,13 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Retire:
     """The change is over: end the processes of owners that have no shards any more."""
 
     processes: tuple[Process, ...]
 
 
-Action = Ask | Join | Abandon | Release | Kill | Part
+Action = Ask | Join | Abandon | Release | Kill | Retire
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rayzero.elastic.controller import Action, Connect, Controller, Lose, Run, Start, Succeed
-from rayzero.elastic.members import Kind, MemberId, Process
-from rayzero.elastic.reform import Abandon, Ask, Join, Kill, Part, Release, Step
+from rayzero.elastic.members import MemberId, MemberKind, Process
+from rayzero.elastic.reform import Abandon, Ask, Join, Kill, Release, Retire, Step
 from rayzero.layout.rescale import Rescale
 from rayzero.protocol.ownership import Ownership, Prepared
 
@@ -133,11 +133,11 @@ class Supervisor:
             case Start(member, life):
                 processes.start(Process(member, life), self._ownership)
             case Run(rank, life, addresses):
-                processes.run(Process(MemberId(Kind.RANK, rank), life), addresses, self._ownership)
+                processes.run(Process(MemberId(MemberKind.RANK, rank), life), addresses, self._ownership)
             case Lose(rank, life, owners):
                 processes.call(self._present(owners), "lose", rank, life)
             case Connect(owner, life, addresses):
-                processes.call((Process(MemberId(Kind.OWNER, owner), life),), "connect_peers", addresses)
+                processes.call((Process(MemberId(MemberKind.OWNER, owner), life),), "connect_peers", addresses)
             case Succeed(owner, address, _, others):
                 processes.call(self._present(others), "succeed", owner, address)
             case Join(member, life, ownership):
@@ -152,7 +152,7 @@ class Supervisor:
             case Kill(process, why):
                 log.warning("%s cannot go on with other owners and is killed: %s", process, why)
                 processes.kill((process,))
-            case Part(parting):
+            case Retire(parting):
                 for process in parting:
                     processes.end(process)
 

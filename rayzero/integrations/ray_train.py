@@ -45,7 +45,7 @@ from rayzero.cluster.nodes.placement import placed
 from rayzero.cluster.nodes.resources import plan_optimizers
 from rayzero.cluster.nodes.session import ray_session
 from rayzero.cluster.processes.remains import leaving_nothing
-from rayzero.cluster.processes.worker_groups import Ended, GroupsAsked, GroupStart, WorkerGroup
+from rayzero.cluster.processes.worker_groups import GroupEnded, GroupsAsked, GroupStart, WorkerGroup
 from rayzero.concurrency.open_files import raise_open_files
 from rayzero.config import ScalingConfig, SecurityConfig, ZeroConfig
 from rayzero.engine.context import RankContext, running_in
@@ -85,7 +85,7 @@ class Owners:
             resume=None if resume is None else os.path.abspath(resume),
         )
         start = self.groups.join(group, place.get_world_rank(), f"pid {os.getpid()} on {platform.node()}")
-        if isinstance(start, Ended):
+        if isinstance(start, GroupEnded):
             raise RunFailedError(f"rank {place.get_world_rank()} has no optimizer actors: {start.why}")
         raise_open_files()  # nobody has started this process for RayZero
         table = OwnerTable(start.addresses)
@@ -174,8 +174,8 @@ class _Follower:
                 return
             self._take(answer)
 
-    def _take(self, answer: GroupStart | Ended) -> None:
-        if isinstance(answer, Ended):
+    def _take(self, answer: GroupStart | GroupEnded) -> None:
+        if isinstance(answer, GroupEnded):
             self.ended = f"rank {self._context.rank} has lost its optimizer actors: {answer.why}"
             self._context.close(self.ended)  # its loop may wait for them
             return

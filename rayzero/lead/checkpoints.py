@@ -68,9 +68,8 @@ class CheckpointRequests:
         self._open: CheckpointRequest | None = None
         self._running: CheckpointRequest | None = None
         self._ending: CheckpointRequest | None = None  # owners have answered; a thread commits it or clears up
-        self._owed: dict[
-            int, EndedSave
-        ] = {}  # ranks that may not have heard of the last save of the lead's former life
+        # ranks that may not have heard of the last save of the lead's former life
+        self._owed: dict[int, EndedSave] = {}
         self._resumes = False  # the next save may be one that a former life of the lead had begun
         self._back: set[int] = set()  # ranks that have come back and may ask again for checkpoints that were made
         self._lost: dict[int, tuple[int, Path]] = {}  # by rank: what others know that a former life had begun

@@ -26,7 +26,7 @@ class Killed(BaseException):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """A rank's number, and what its context says."""
 
     rank: int
@@ -71,7 +71,7 @@ def _connected(context: RankContext, connect: LivingConnect, ending: Ending, mod
 
 
 @dataclass(slots=True)
-class Outcome:
+class RankResult:
     """How one rank ended: with a result, or with an error and its traceback."""
 
     rank: int
@@ -87,9 +87,9 @@ class Outcome:
         return self.error
 
 
-def outcome_of(fn: Loop[Any], context: RankContext) -> Outcome:
+def outcome_of(fn: Loop[Any], context: RankContext) -> RankResult:
     """Run the loop in its context. The outcome has its result, or the error that it raised."""
-    outcome = Outcome(context.rank)
+    outcome = RankResult(context.rank)
     try:
         outcome.result = fn(context)
     except BaseException as exc:  # run_ranks raises it again
@@ -97,7 +97,7 @@ def outcome_of(fn: Loop[Any], context: RankContext) -> Outcome:
     return outcome
 
 
-def results_of(outcomes: Sequence[Outcome]) -> list[Any]:
+def results_of(outcomes: Sequence[RankResult]) -> list[Any]:
     """The results by rank; ``outcomes``: in the order in which loops ended. Raises the first error: one that says that
     a rank has left only if there is no other, because that rank may leave before its own error is noted."""
     failed = [outcome for outcome in outcomes if outcome.error is not None]

@@ -22,7 +22,7 @@ import torch
 
 from rayzero.concurrency.processes import Sleepers, is_stopped
 from rayzero.elastic.controller import Controller
-from rayzero.elastic.members import Kind, MemberId, Process
+from rayzero.elastic.members import MemberId, MemberKind, Process
 from rayzero.elastic.reform import Abandon, Step
 from rayzero.elastic.requests import take
 from rayzero.elastic.supervisor import Answered, Died, Ended, Event, Serves, Supervisor
@@ -34,7 +34,7 @@ from rayzero.memory.malloc import map_blocks
 from rayzero.protocol.ownership import Ownership
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.testing.owners import OwnersHere, Reach, Service, serve_owner
-from rayzero.testing.place import Ending, Loop, Outcome, Place, T, outcome_of, results_of
+from rayzero.testing.place import Ending, Loop, RankPlace, RankResult, T, outcome_of, results_of
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class OwnerProcesses:
 
 def run_processes(
     fn: Loop[T],
-    places: Sequence[Place],
+    places: Sequence[RankPlace],
     owners: OwnersHere | OwnerProcesses,
     max_failures: int,
     stall_timeout: float,
@@ -93,7 +93,7 @@ class _Run:
     def __init__(
         self,
         fn: Loop[Any],
-        places: Sequence[Place],
+        places: Sequence[RankPlace],
         owners: OwnersHere | OwnerProcesses,
         max_failures: int,
         patience_s: float,
@@ -111,7 +111,7 @@ class _Run:
         self._children: dict[Process, BaseProcess] = {}  # freed by: close()
         self._dead: dict[Process, BaseProcess] = {}  # whose pipes have ended. freed by: close()
         self._parted: list[BaseProcess] = []  # owners that the run needs no more. freed by: close()
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[RankResult] = []
         self._failed_s: float | None = None  # when the first rank failed
         try:
             addresses = self._start_owners()
@@ -126,15 +126,15 @@ class _Run:
     def _bound(self) -> frozenset[MemberId]:
         if isinstance(self._owners, OwnersHere):
             return frozenset()
-        return frozenset(m for m in self._first_owners() if self._owners.bound or m.kind is Kind.BESIDE)
+        return frozenset(m for m in self._first_owners() if self._owners.bound or m.kind is MemberKind.BESIDE)
 
     def _first_owners(self) -> list[MemberId]:
         """The owners of the first epoch, in the order of their numbers."""
         assert isinstance(self._owners, OwnerProcesses)
         on_host, beside = self._owners.service.num_owners - self._owners.service.beside, self._owners.service.beside
         return [
-            *(MemberId(Kind.OWNER, owner) for owner in range(on_host)),
-            *(MemberId(Kind.BESIDE, rank) for rank in range(beside)),
+            *(MemberId(MemberKind.OWNER, owner) for owner in range(on_host)),
+            *(MemberId(MemberKind.BESIDE, rank) for rank in range(beside)),
         ]
 
     def _start_owners(self) -> tuple[str, ...]:
@@ -157,11 +157,11 @@ class _Run:
 
     # ---- until the loops have ended
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[RankResult]:
         """Run the ranks. Returns their outcomes in the order in which they end, until all have ended or one has failed;
         if that one says that another has left, until that one has said why."""
         for place in self._places:
-            rank = Process(MemberId(Kind.RANK, place.rank), 0)
+            rank = Process(MemberId(MemberKind.RANK, place.rank), 0)
             self.start(rank, None)
             self.run(rank, self._supervisor.controller.addresses, None)
         while len(self._outcomes) < len(self._places) and not self._has_failed(time.monotonic()):
@@ -197,7 +197,7 @@ class _Run:
                 self._dead[process] = self._children.pop(process)
             return Died(process)
         match said:
-            case Outcome():
+            case RankResult():
                 self._outcomes.append(said)
                 return Ended(process)
             case str():
@@ -233,7 +233,7 @@ class _Run:
             self._dead.pop(former).join()
             log.warning("%s died and is started again", member)
         ours, theirs = self._server.Pipe()
-        be = self._rank(member.index, life) if member.kind is Kind.RANK else self._owner(member, life, ownership)
+        be = self._rank(member.index, life) if member.kind is MemberKind.RANK else self._owner(member, life, ownership)
         if self._faults is not None:
             be = partial(_arm, self._faults, member, life, be)
         child = self._server.Process(target=_child, args=(self._start_state, be, theirs))
@@ -275,7 +275,7 @@ class _Run:
 
     def _owner(self, member: MemberId, life: int, ownership: Ownership | None) -> Any:
         assert isinstance(self._owners, OwnerProcesses)
-        number = member.index if member.kind is Kind.OWNER else self._first_owners().index(member)
+        number = member.index if member.kind is MemberKind.OWNER else self._first_owners().index(member)
         return partial(serve_owner, self._owners.service, number, life, ownership)
 
     # ---- end
@@ -286,7 +286,7 @@ class _Run:
         well = len(self._outcomes) == len(self._places) and not any(outcome.error for outcome in self._outcomes)
         for ranks in (True, False):  # ranks still have to leave the run
             there = self._dead | self._children
-            going = {p: child for p, child in there.items() if (p.member.kind is Kind.RANK) is ranks}
+            going = {p: child for p, child in there.items() if (p.member.kind is MemberKind.RANK) is ranks}
             children = [*going.values(), *([] if ranks else self._parted)]
             for process in () if ranks else going:
                 self._send(process, None)
@@ -323,7 +323,7 @@ def _arm(faults: FaultInjector, member: MemberId, life: int, be: Any, pipe: Conn
     be(pipe)
 
 
-def _be_rank(fn: Loop[Any], place: Place, reach: Reach, life: int, follows: bool, pipe: Connection) -> None:
+def _be_rank(fn: Loop[Any], place: RankPlace, reach: Reach, life: int, follows: bool, pipe: Connection) -> None:
     """``follows``: owners may get successors."""
     load_compiler_only_to_compile()
     map_blocks()
@@ -356,10 +356,10 @@ def _follow(table: OwnerTable, pipe: Connection, sending: threading.Lock) -> Non
                     table.succeed(owner, address)
 
 
-def _send(pipe: Connection, outcome: Outcome) -> None:
+def _send(pipe: Connection, outcome: RankResult) -> None:
     try:
         pipe.send_bytes(pickle.dumps(outcome))  # by value: torch's own reduction would send a file descriptor
     except Exception as exc:  # an object that cannot be pickled may raise anything
         what = "error" if outcome.error is not None else "result"
         error = RunFailedError(f"rank {outcome.rank}: its {what} cannot be sent to the parent: {exc}")
-        pipe.send_bytes(pickle.dumps(Outcome(outcome.rank, error=error, trace=outcome.trace)))
+        pipe.send_bytes(pickle.dumps(RankResult(outcome.rank, error=error, trace=outcome.trace)))

@@ -30,7 +30,7 @@ from rayzero.slabs.sweep import SHARED_MEMORY, sweep
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing.owners import OwnersHere, OwnReach, ServedReach, Service, local_owners, served_owners
-from rayzero.testing.place import Connect, Loop, Place, T
+from rayzero.testing.place import Connect, Loop, RankPlace, T
 from rayzero.testing.processes import FaultInjector, OwnerProcesses, run_processes
 from rayzero.testing.threads import run_threads
 
@@ -95,7 +95,9 @@ def run_ranks(
         raise ConfigError(f'tls=True needs connections, and transport={transport!r} has none; use "grpc" or "shm"')
     run = f"run_ranks-{secrets.token_hex(4)}"  # slabs are swept by run, so each needs a name of its own
     places = [
-        Place(rank=rank, world_size=world_size, run=run, config=config, resume=resume, run_dir=run_dir, threads=threads)
+        RankPlace(
+            rank=rank, world_size=world_size, run=run, config=config, resume=resume, run_dir=run_dir, threads=threads
+        )
         for rank in range(world_size)
     ]
     settings = config or ZeroConfig()

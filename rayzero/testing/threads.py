@@ -6,22 +6,22 @@ import logging
 import threading
 
 from rayzero.elastic.controller import Controller, Lose
-from rayzero.elastic.members import Kind, MemberId
+from rayzero.elastic.members import MemberId, MemberKind
 from rayzero.engine.context import RankContext, running_in
 from rayzero.testing.owners import OwnersHere
-from rayzero.testing.place import Ending, Killed, Loop, Outcome, Place, T, outcome_of, results_of
+from rayzero.testing.place import Ending, Killed, Loop, RankPlace, RankResult, T, outcome_of, results_of
 
 log = logging.getLogger(__name__)
 
 
-def run_threads(fn: Loop[T], places: list[Place], owners: OwnersHere, max_failures: int) -> list[T]:
+def run_threads(fn: Loop[T], places: list[RankPlace], owners: OwnersHere, max_failures: int) -> list[T]:
     """Run the loop on every rank; the results by rank. A rank that raises ``Killed`` begins anew, in its next life."""
     ending = Ending()
     contexts = [place.context(owners.connect, ending, 0) for place in places]
-    outcomes: list[Outcome] = []  # in the order in which loops ended
+    outcomes: list[RankResult] = []  # in the order in which loops ended
     controller, lock = Controller(len(places), (), max_failures=max_failures), threading.Lock()
 
-    def run(place: Place) -> None:
+    def run(place: RankPlace) -> None:
         while not live(contexts[place.rank]):
             contexts[place.rank] = place.context(owners.connect, ending, contexts[place.rank].life + 1)
 
@@ -41,7 +41,7 @@ def run_threads(fn: Loop[T], places: list[Place], owners: OwnersHere, max_failur
         return True
 
     def outlived(context: RankContext) -> bool:
-        rank = MemberId(Kind.RANK, context.rank)
+        rank = MemberId(MemberKind.RANK, context.rank)
         with lock:
             actions = controller.died(rank, context.life)
             controller.ready(rank, controller.life(rank))  # a thread needs no time to start

@@ -13,7 +13,7 @@ import pytest
 
 from rayzero.cluster.supervision import Failure, death_of
 from rayzero.cluster.upkeep.deaths import Death, Deaths, EndWatch, Recovering
-from rayzero.elastic.members import Kind, MemberId, Process
+from rayzero.elastic.members import MemberId, MemberKind, Process
 
 CALM = 0.3
 
@@ -127,7 +127,7 @@ def test_a_recovery_has_the_phases_that_were_measured_and_no_others() -> None:
     assert whole.phases == {"detect": 0.25, "start": 2.0, "re-form": 0.25}
     assert (whole.seconds, whole.pid) == (2.5, 8)
     assert recovering(seen=False, telling=set()).recovery(12.5).phases == {"start": 2.0, "re-form": 0.25}
-    told = {Process(MemberId(Kind.OWNER, 0), 0)}
+    told = {Process(MemberId(MemberKind.OWNER, 0), 0)}
     assert recovering(seen=True, telling=told).recovery(12.5).phases == {
         "detect": 0.25,
         "start": 2.0,

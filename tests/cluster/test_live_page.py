@@ -23,7 +23,7 @@ from rayzero.cluster.files.metrics_log import METRICS, MetricsLog
 from rayzero.cluster.live import page as live_page
 from rayzero.cluster.live.curves import MOST_POINTS, Curve, Curves
 from rayzero.cluster.live.page import DATA_PATH, PAGE_PATH, LivePage
-from rayzero.cluster.live.snapshot import Event, Known
+from rayzero.cluster.live.snapshot import Known, RunEvent
 from rayzero.cluster.processes.coordinator import Coordinator
 from rayzero.cluster.run import Member, Report, RunState
 from rayzero.security.metrics_access import MetricsAccess
@@ -101,7 +101,7 @@ class Served:
     exporter: Exporter
     processes: list[Process]
     run_dir: Path
-    events: list[Event]
+    events: list[RunEvent]
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(f"http://{self.exporter.address}{path}", timeout=20) as answer:
@@ -115,7 +115,10 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr("rayzero.telemetry.http.REFRESH_S", 0.0)
     processes = [Process.made(role, index) for role in (Role.RANK, Role.OPTIMIZER) for index in (0, 1)]
     now = time.time()
-    events = [Event(now - 90, "the run is running"), Event(now - 5, "rank 1 died and was replaced within 3.5 s", True)]
+    events = [
+        RunEvent(now - 90, "the run is running"),
+        RunEvent(now - 5, "rank 1 died and was replaced within 3.5 s", True),
+    ]
     hosts = {f"{role} {index}": "192.0.2.7" for role in ("rank", "optimizer") for index in (0, 1)}
     known = Known(run=f"demo {EVIL}", state="running", started_at=now - 95, hosts=hosts, events=events)
     targets = [process.target for process in processes]

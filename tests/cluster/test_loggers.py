@@ -28,7 +28,7 @@ from rayzero.cluster.files.row_tail import RowTail, Value
 from rayzero.cluster.loggers import children
 from rayzero.cluster.loggers.children import Loggers
 from rayzero.cluster.loggers.csv_file import CsvReporter
-from rayzero.cluster.loggers.feed import Bookmark, Feed, Saved, begin
+from rayzero.cluster.loggers.feed import Bookmark, Feed, FeedState, begin
 from rayzero.cluster.loggers.reporter import LoggedRun, flat_settings
 from rayzero.config import RunConfig
 from rayzero.config.loggers import require_loggers
@@ -194,7 +194,7 @@ class Recorded:
 
 
 def feed(run_dir: Path, reporter: Any) -> Feed:
-    return Feed(RowTail(run_dir), reporter, Saved.read(run_dir / "saved.json"))
+    return Feed(RowTail(run_dir), reporter, FeedState.read(run_dir / "saved.json"))
 
 
 def test_a_logger_that_is_down_gets_all_rows_when_it_is_back(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_ranks_rows_are_shown_of_rank_0_alone_and_several_of_a_step_are_all_sent
             write_rows(tmp_path, range(4, 5), rank=rank, number=number, time=1.0)
         feed(tmp_path, Recorded(taken)).forward()  # each time from its bookmark
     assert taken == [4, 4, 4]
-    assert Saved.read(tmp_path / "saved.json").bookmark == Bookmark(4, 3)
+    assert FeedState.read(tmp_path / "saved.json").bookmark == Bookmark(4, 3)
 
 
 def test_a_row_is_read_once_it_is_whole_and_a_line_that_is_none_is_skipped(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_whatever_fails_and_ends_between_each_row_is_taken_once_and_in_order(
     replaces = data.draw(st.booleans())
 
     def start(refuses: Callable[[int], bool]) -> Feed:
-        saved = Saved.read(run_dir / "saved.json")
+        saved = FeedState.read(run_dir / "saved.json")
         first = begin(saved, run_dir, replaces=replaces)
         if replaces:
             taken[:] = [step for step in taken if step < first]
@@ -287,7 +287,7 @@ def test_a_run_that_begins_anew_has_no_bookmark(tmp_path: Path) -> None:
     write_rows(tmp_path, range(1, 4))
     with reported("csv", tmp_path, anew=True):
         pass
-    assert Saved.read(tmp_path / ".loggers" / "csv.json").bookmark == Bookmark(3, 1)
+    assert FeedState.read(tmp_path / ".loggers" / "csv.json").bookmark == Bookmark(3, 1)
     (tmp_path / METRICS).unlink()
     with reported("csv", tmp_path, anew=True):
         write_rows(tmp_path, range(1, 3))

@@ -12,7 +12,7 @@ import ray
 
 from rayzero.cluster.actors.actor_class import actor_class
 from rayzero.cluster.actors.calls import control
-from rayzero.cluster.actors.reach_trial import Listener, ReachTrial, Tries
+from rayzero.cluster.actors.reach_trial import ReachTarget, ReachTrial, Tries
 from rayzero.errors import ConfigError
 
 REFUSED = "Connection refused"
@@ -46,8 +46,8 @@ class Actor:
         self.unreachable, self.tensor_address = Method(f"{who} tries"), Method(f"{who} says")
 
 
-def listens(owner: int) -> Listener:
-    return Listener(f"optimizer {owner}", f"10.0.0.{owner}:50", Actor(f"optimizer {owner}"))
+def listens(owner: int) -> ReachTarget:
+    return ReachTarget(f"optimizer {owner}", f"10.0.0.{owner}:50", Actor(f"optimizer {owner}"))
 
 
 def tries(who: str, host: str, *owners: int) -> Tries:
@@ -122,7 +122,7 @@ def test_who_is_not_reached_is_named(answers: dict[str, Any], address: str, said
 def test_an_owner_and_who_is_to_take_its_place_are_two_of_one_name(answers: dict[str, Any]) -> None:
     """An owner moves to another host."""
     answers["rank 1 tries"] = {"10.0.0.1:60": REFUSED}
-    moved = Listener("optimizer 0", "10.0.0.1:50", Actor("optimizer 1"))
+    moved = ReachTarget("optimizer 0", "10.0.0.1:50", Actor("optimizer 1"))
     moves, back = Tries("rank 0", "a", Actor("rank 0"), (moved,)), tries("rank 1", "b", 0)
     assert "reaches optimizer 0, but not its port for tensors, 10.0.0.1:60" in refusal(moves, back)
     assert moves.actor.unreachable.given == [["10.0.0.1:50", "10.0.0.1:60"]]
@@ -192,7 +192,7 @@ def test_deaths_and_errors_are_told_apart_as_ray_raises_them(local_ray: None) ->
 
     rank, silent, shut, broken = [actor_class(Process).options(num_cpus=0).remote() for _ in range(4)]
     named = {"silent": silent, "shut": shut, "broken": broken}
-    owners = {name: Listener(name, name, actor) for name, actor in named.items()}
+    owners = {name: ReachTarget(name, name, actor) for name, actor in named.items()}
     try:
         trial = ReachTrial([Tries("rank 0", "a", rank, (owners["silent"], owners["shut"]))])
         assert ray.get(control(rank.unreachable).remote(["shut"]), timeout=60) == {"shut": REFUSED}

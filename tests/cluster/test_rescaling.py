@@ -21,7 +21,7 @@ from rayzero.cluster.upkeep.replacement import Replacement
 from rayzero.cluster.upkeep.rescaling import Rescaling
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.elastic.controller import Controller
-from rayzero.elastic.members import Kind, MemberId, Process
+from rayzero.elastic.members import MemberId, MemberKind, Process
 from rayzero.elastic.reform import Step
 from rayzero.elastic.requests import ScaleRequest
 from rayzero.elastic.supervisor import Answered
@@ -319,7 +319,7 @@ def test_an_owner_that_joins_is_watched_from_then_on_and_its_successor_is_told_o
     run.take("change of rank 0")
     assert [(one.failed, one.after) for one in run.outcomes] == [(None, 3)]
     assert run.journal.num_optimizers == 3
-    assert run.processes.present("optimizer 2") == Process(MemberId(Kind.OWNER, 2), 0)
+    assert run.processes.present("optimizer 2") == Process(MemberId(MemberKind.OWNER, 2), 0)
     run.take("watch of optimizer 2", ray.exceptions.ActorDiedError())
     died = time.monotonic() + 1
     (death,) = run.processes.died(died)
@@ -340,8 +340,8 @@ def test_an_owner_that_joins_is_watched_from_then_on_and_its_successor_is_told_o
 
 def test_a_successor_that_does_not_say_that_it_knows_the_others_is_refused(run: Run) -> None:
     late = time.monotonic() + ANSWER_S + 1
-    run.processes.call([Process(MemberId(Kind.OWNER, 1), 0)], "connect_peers", ("a", "b"))
-    run.processes.call([Process(MemberId(Kind.RANK, 0), 0)], "succeed", 1, "b")
+    run.processes.call([Process(MemberId(MemberKind.OWNER, 1), 0)], "connect_peers", ("a", "b"))
+    run.processes.call([Process(MemberId(MemberKind.RANK, 0), 0)], "succeed", 1, "b")
     assert run.processes.refusals(time.monotonic()) == []
     (event,) = run.processes.refusals(late)
     assert isinstance(event, Answered)

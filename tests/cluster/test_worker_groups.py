@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rayzero.cluster.processes.worker_groups import Ended, GroupStart, WorkerGroup, WorkerGroups
+from rayzero.cluster.processes.worker_groups import GroupEnded, GroupStart, WorkerGroup, WorkerGroups
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import ANY_RANK
 
@@ -86,11 +86,11 @@ def test_ranks_learn_that_an_owner_has_moved_of_new_certificates_and_that_owners
         lost = asyncio.create_task(groups.news("a", now))
         assert await waits(lost)
         await groups.fail("a", "optimizer 1 died")
-        assert await soon(lost) == Ended(why="optimizer 1 died")
+        assert await soon(lost) == GroupEnded(why="optimizer 1 died")
         again = asyncio.create_task(groups.join(group("b"), 0, "pid 2"))
         assert await waits(again), "the next group may get others"
         await groups.end("one failure too many")
-        assert await soon(again) == Ended(why="one failure too many")
+        assert await soon(again) == GroupEnded(why="one failure too many")
 
     asyncio.run(story())
 

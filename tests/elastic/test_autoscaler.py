@@ -11,12 +11,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rayzero.elastic.autoscaler import Bounds, History, Resize, Window, enough, look
+from rayzero.elastic.autoscaler import Bounds, History, Resize, StepWindow, enough, look
 from rayzero.errors import ConfigError
 
 BOUNDS = Bounds(fewest=1, most=8, target_exposed=0.05)
 NOISE: list[float] = json.loads((Path(__file__).parent / "step_noise.json").read_text())  # step over median, 600 steps
-Machine = Callable[[int], Window]
+Machine = Callable[[int], StepWindow]
 
 
 def looks(machine: Machine, owners: int, times: int, bounds: Bounds = BOUNDS) -> tuple[list[int], list[str]]:
@@ -35,11 +35,11 @@ def hosts(*, work_s: float, hides_s: float, rest_s: float, noise: list[float] | 
     """Each owner has a host of its own: an update takes ``work_s`` / owners, of which ``hides_s`` are hidden."""
     factors = iter(noise or [])
 
-    def window(owners: int) -> Window:
+    def window(owners: int) -> StepWindow:
         at = next(factors, 1.0)
         busy = work_s / owners * at
         exposed = max(0.0, busy - hides_s * at)
-        return Window(step_s=rest_s * at + exposed, exposed_s=exposed, busy_s=busy)
+        return StepWindow(step_s=rest_s * at + exposed, exposed_s=exposed, busy_s=busy)
 
     return window
 
@@ -58,8 +58,8 @@ def test_it_grows_no_further_than_it_may() -> None:
 
 
 def test_owners_that_share_a_memory_are_taken_back_and_not_tried_again() -> None:
-    def one_host(owners: int) -> Window:
-        return Window(step_s=1.5, exposed_s=0.5, busy_s=0.75)
+    def one_host(owners: int) -> StepWindow:
+        return StepWindow(step_s=1.5, exposed_s=0.5, busy_s=0.75)
 
     numbers, reasons = looks(one_host, 2, 200)
     assert numbers == [2] * 4 + [4] * 5 + [2] * 191
@@ -135,7 +135,7 @@ def test_bounds_that_cannot_be_are_refused(bounds: dict[str, float], said: str) 
 
 
 def test_a_change_is_told_with_its_reason_once() -> None:
-    history, window = History(), Window(step_s=1.0, exposed_s=0.2, busy_s=0.5)
+    history, window = History(), StepWindow(step_s=1.0, exposed_s=0.2, busy_s=0.5)
     told = []
     for _ in range(5):
         history, resize = look(history, BOUNDS, 2, window)

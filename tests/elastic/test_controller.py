@@ -18,7 +18,7 @@ from rayzero.elastic.controller import (
     Succeed,
     wait_before_restart,
 )
-from rayzero.elastic.members import Kind, MemberId, Process
+from rayzero.elastic.members import MemberId, MemberKind, Process
 from rayzero.elastic.reform import Step
 from rayzero.layout.rescale import Rescale
 from rayzero.protocol.ownership import Ownership
@@ -28,11 +28,11 @@ FIRST = ("a0", "a1")
 
 
 def rank(index: int) -> MemberId:
-    return MemberId(Kind.RANK, index)
+    return MemberId(MemberKind.RANK, index)
 
 
 def owner(index: int) -> MemberId:
-    return MemberId(Kind.OWNER, index)
+    return MemberId(MemberKind.OWNER, index)
 
 
 def controller(max_failures: int = FAILURES, **more: Any) -> Controller:
@@ -48,7 +48,7 @@ def test_a_dead_owner_is_succeeded_and_everybody_else_is_told() -> None:
 
 
 def test_owners_beside_ranks_take_every_step_of_a_change_but_ranks_do_and_keep_their_places_at_the_end() -> None:
-    beside = tuple(Process(MemberId(Kind.BESIDE, index), 0) for index in range(RANKS))
+    beside = tuple(Process(MemberId(MemberKind.BESIDE, index), 0) for index in range(RANKS))
     run = Controller(RANKS, (*FIRST, "b0", "b1", "b2"), max_failures=FAILURES, beside=RANKS)
     assert run.ownership == Ownership(2)
     assert [action.member for action in run.scale(Rescale.to(3, 2))] == [owner(2)]
@@ -193,7 +193,7 @@ class AnyOrder(RuleBasedStateMachine):
     def one_dies(self, data: st.DataObject) -> None:
         member = data.draw(st.sampled_from(sorted(self.alive)))
         life = self.alive.pop(member)
-        if member.kind is Kind.OWNER:
+        if member.kind is MemberKind.OWNER:
             self.connecting.pop(member.index, None)
         self.deaths += 1
         self.perform(self.run.died(member, life))
@@ -210,7 +210,7 @@ class AnyOrder(RuleBasedStateMachine):
     def a_new_process_answers(self, data: st.DataObject) -> None:
         member = data.draw(st.sampled_from(sorted(self.starting)))
         life = self.alive[member] = self.starting.pop(member)
-        self.perform(self.run.ready(member, life, f"{member} {life}" if member.kind is Kind.OWNER else ""))
+        self.perform(self.run.ready(member, life, f"{member} {life}" if member.kind is MemberKind.OWNER else ""))
 
     @precondition(lambda self: self.connecting and self.run.over is None)
     @rule(data=st.data())

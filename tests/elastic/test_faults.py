@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from rayzero.config import ZeroConfig
-from rayzero.elastic.members import Kind, MemberId
+from rayzero.elastic.members import MemberId, MemberKind
 from rayzero.errors import ConfigError
 from rayzero.owner.service import ShardService
 from rayzero.testing import run_ranks
 from tests.support.faults import POINTS, Fault, FaultError, Faults, find
 
-OWNER = MemberId(Kind.OWNER, 1)
+OWNER = MemberId(MemberKind.OWNER, 1)
 COLLECT = Fault("optimizer 1", "owner.collect", "raise", 2)
 
 
@@ -98,8 +98,8 @@ def test_two_lives_that_come_there_at_once_are_struck_once(collect: list[str], t
 def test_only_the_member_and_the_life_that_were_asked_for_are_wrapped(collect: list[str], tmp_path: Path) -> None:
     plain = ShardService.collect
     faults = Faults(tmp_path, (Fault("optimizer 1", "owner.collect", life=1),))
-    faults.arm(MemberId(Kind.OWNER, 0), 1)
-    faults.arm(MemberId(Kind.RANK, 1), 1)
+    faults.arm(MemberId(MemberKind.OWNER, 0), 1)
+    faults.arm(MemberId(MemberKind.RANK, 1), 1)
     faults.arm(OWNER, 0)
     assert ShardService.collect is plain
     faults.arm(OWNER, 1)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rayzero.elastic.controller import Action, Connect, Controller, Lose, Run, Start, Succeed
-from rayzero.elastic.members import Kind, MemberId, Process
-from rayzero.elastic.reform import Abandon, Ask, Join, Kill, Part, Reform, Release, Step
+from rayzero.elastic.members import MemberId, MemberKind, Process
+from rayzero.elastic.reform import Abandon, Ask, Join, Kill, Reform, Release, Retire, Step
 from rayzero.errors import ConfigError
 from rayzero.layout.rescale import Rescale
 from rayzero.protocol.ownership import Ownership
@@ -23,11 +23,11 @@ SPECS = {0: b"spec"}
 
 
 def rank(index: int, life: int = 0) -> Process:
-    return Process(MemberId(Kind.RANK, index), life)
+    return Process(MemberId(MemberKind.RANK, index), life)
 
 
 def owner(index: int, life: int = 0) -> Process:
-    return Process(MemberId(Kind.OWNER, index), life)
+    return Process(MemberId(MemberKind.OWNER, index), life)
 
 
 RANKS, OWNERS = (rank(0), rank(1)), (owner(0), owner(1))
@@ -106,7 +106,7 @@ def test_one_owner_more() -> None:
     assert run.answered(owner(1), LET_STAND) == [asked]
     assert answer(run, asked) == [Ask(CHANGE, RANKS, (("a0", "a1", "b2"), three))]
     assert run.answered(rank(1), CHANGE) == []
-    assert run.answered(rank(0), CHANGE) == [Part(())]
+    assert run.answered(rank(0), CHANGE) == [Retire(())]
     assert not run.changes
     assert set(run.running) == {process.member for process in (*RANKS, *new)}
 
@@ -120,7 +120,7 @@ def test_two_owners_less() -> None:
     assert run.answered(owner(0), PREPARE, True) == [Ask(LET_STAND, (owner(0),))]
     assert run.answered(owner(0), LET_STAND) == [Ask(ENTER, old, (one, ("a0",)))]
     assert answer(run, Ask(ENTER, old)) == [Ask(CHANGE, RANKS, (("a0",), one))]
-    assert answer(run, Ask(CHANGE, RANKS)) == [Part((owner(1), owner(2)))]
+    assert answer(run, Ask(CHANGE, RANKS)) == [Retire((owner(1), owner(2)))]
     assert died(run, owner(1)) == died(run, owner(2)) == [], "they were told to end"
     assert run.outlived == 0
     assert run.addresses == ("a0",)
@@ -145,7 +145,7 @@ def test_another_process_in_an_owners_place() -> None:
     assert answer(run, Ask(PREPARE, new)) == [Ask(LET_STAND, (owner(0, 1),))]
     assert run.answered(owner(0, 1), LET_STAND) == [Ask(ENTER, (*OWNERS, owner(0, 1)), (then, addresses))]
     assert answer(run, Ask(ENTER, (*OWNERS, owner(0, 1)))) == [Ask(CHANGE, RANKS, (addresses, then))]
-    assert answer(run, Ask(CHANGE, RANKS)) == [Part((owner(0),))]
+    assert answer(run, Ask(CHANGE, RANKS)) == [Retire((owner(0),))]
     assert died(run, owner(0)) == [], "it was told to end"
     assert died(run, owner(0, 1)) == [Start(owner(0).member, 2)]
 
@@ -157,7 +157,7 @@ def test_a_run_without_models_or_without_ranks_changes_too() -> None:
     asked = reach(run, run.scale(UP), PREPARE, {owner(2): "b2"})
     (entering,) = answer(run, asked, lead=-1)
     assert entering == Ask(ENTER, (*OWNERS, owner(2)), (TWO.then(UP), ("a0", "a1", "b2")))
-    assert answer(run, entering) == [Part(())]
+    assert answer(run, entering) == [Retire(())]
 
 
 def test_no_process_takes_another_owners_number() -> None:
@@ -208,7 +208,7 @@ def test_a_change_that_is_asked_for_during_one_comes_after_it(step: Step) -> Non
     assert run.coming.num_owners == 3
     assert run.scale(DOWN) == []
     asked = reach(run, [asked], CHANGE, {})
-    assert answer(run, asked) == [Part(()), Ask(HOLD, (*OWNERS, owner(2)))]
+    assert answer(run, asked) == [Retire(()), Ask(HOLD, (*OWNERS, owner(2)))]
     assert run.coming.num_owners == 1
 
 
@@ -216,7 +216,7 @@ def test_taking_back_leaves_alone_what_is_under_way() -> None:
     run, asked = up_to(HOLD)
     run.scale(DOWN)
     assert run.scale(None) == []
-    assert answer(run, reach(run, [asked], CHANGE, {})) == [Part(())]
+    assert answer(run, reach(run, [asked], CHANGE, {})) == [Retire(())]
     assert run.ownership.num_owners == 3
 
 
@@ -300,7 +300,7 @@ def test_a_rank_that_is_there_behind_the_point_of_no_return_begins_when_the_chan
     assert serves(run, rank(1, 1)) == []
     asked = reach(run, [asked], CHANGE, {})
     assert asked.processes == (rank(0),)
-    assert run.answered(rank(0), CHANGE) == [Part(()), Run(1, 1, ("a0", "a1", "b2"))]
+    assert run.answered(rank(0), CHANGE) == [Retire(()), Run(1, 1, ("a0", "a1", "b2"))]
 
 
 def test_a_rank_does_not_begin_while_an_owner_is_not_there() -> None:
@@ -399,7 +399,7 @@ def test_the_lead_dies_while_it_lets_the_next_epoch_stand() -> None:
     assert serves(run, owner(0, 1), "c0") == [Connect(0, 1, ("c0", "a1", "b2"))]
     told = Succeed(0, "c0", 2, (owner(1).member, owner(2).member))
     assert run.connected(0, 1) == [told, Ask(CHANGE, RANKS, (("c0", "a1", "b2"), TWO.then(UP)))]
-    assert answer(run, Ask(CHANGE, RANKS)) == [Part(())]
+    assert answer(run, Ask(CHANGE, RANKS)) == [Retire(())]
 
 
 @pytest.mark.parametrize("dies", [owner(1), owner(2)], ids=["stays", "joins"])
@@ -426,7 +426,7 @@ def test_an_owner_that_leaves_may_die() -> None:
     run.answered(owner(0), ENTER)
     assert died(run, owner(1)) == []
     assert died(run, owner(2)) == [Ask(CHANGE, RANKS, (("a0",), Ownership(3).then(DOWN)))]
-    assert answer(run, Ask(CHANGE, RANKS)) == [Part((owner(1), owner(2)))]
+    assert answer(run, Ask(CHANGE, RANKS)) == [Retire((owner(1), owner(2)))]
     assert run.over is None
 
 
@@ -447,7 +447,7 @@ def test_an_owner_that_dies_while_ranks_go_over_is_replaced_at_once_for_they_wai
     serves(run, owner(2, 1), "c2")
     others = (*(process.member for process in RANKS), owner(0).member, owner(1).member)
     assert run.connected(2, 1) == [Succeed(2, "c2", 2, others)]
-    assert run.answered(rank(1), CHANGE) == [Part(())]
+    assert run.answered(rank(1), CHANGE) == [Retire(())]
 
 
 def test_a_rank_that_dies_while_owners_enter_is_started_when_they_have() -> None:
@@ -458,14 +458,14 @@ def test_a_rank_that_dies_while_owners_enter_is_started_when_they_have() -> None
     assert (lose, start) == (Lose(0, 1, owners), Start(rank(0).member, 1))
     assert going == Ask(CHANGE, (rank(1),), (("a0", "a1", "b2"), TWO.then(UP)))
     assert serves(run, rank(0, 1)) == []
-    assert run.answered(rank(1), CHANGE) == [Part(()), Run(0, 1, ("a0", "a1", "b2"))]
+    assert run.answered(rank(1), CHANGE) == [Retire(()), Run(0, 1, ("a0", "a1", "b2"))]
 
 
 def test_a_rank_that_dies_while_it_goes_over_is_not_waited_for() -> None:
     run, _ = up_to(CHANGE)
     run.answered(rank(1), CHANGE)
     actions = died(run, rank(0))
-    assert [type(action) for action in actions] == [Lose, Start, Part]
+    assert [type(action) for action in actions] == [Lose, Start, Retire]
     assert serves(run, rank(0, 1)) == [Run(0, 1, ("a0", "a1", "b2"))]
 
 
@@ -473,7 +473,7 @@ def test_a_rank_whose_loop_ends_in_the_change_is_not_waited_for() -> None:
     run, asked = up_to(ENTER, bound=frozenset([rank(0).member]))
     assert run.ended(0, 0) == []
     assert answer(run, asked) == [Ask(CHANGE, (rank(1),), (("a0", "a1", "b2"), TWO.then(UP)))]
-    assert run.ended(1, 0) == [Part(())]
+    assert run.ended(1, 0) == [Retire(())]
     assert (run.over, run.outlived) == (None, 0)
 
 
@@ -581,7 +581,7 @@ class AnyOrder(RuleBasedStateMachine):
                     assert process in self.alive
                 case Kill(process):
                     self.die(process)
-                case Part(processes):
+                case Retire(processes):
                     assert not {asked for asked in self.asked if asked[0] in self.present_ranks()}
                     self.leaving |= set(processes) & self.alive
                     self.under_way = self.let_stand = False
@@ -626,7 +626,7 @@ class AnyOrder(RuleBasedStateMachine):
         return {self.present(process.member) for process in RANKS} & self.alive
 
     def has_place(self, process: Process) -> bool:
-        if process.member.kind is Kind.RANK:
+        if process.member.kind is MemberKind.RANK:
             return True
         return process.member.index < len(self.run.addresses) and self.present(process.member) == process
 

@@ -29,7 +29,7 @@ from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing import run_ranks
 from rayzero.testing.owners import ServedReach, Service
-from rayzero.testing.place import Place
+from rayzero.testing.place import RankPlace
 from rayzero.testing.processes import OwnerProcesses, run_processes
 
 pytestmark = [
@@ -168,7 +168,7 @@ def test_ranks_over_grpc_send_again_what_the_next_owners_lack(tmp_path: Path, fa
     ]
     run = f"mixed-{tmp_path.name}"
     places = [
-        Place(rank=rank, world_size=2, run=run, config=None, resume=None, run_dir=tmp_path, threads=1)
+        RankPlace(rank=rank, world_size=2, run=run, config=None, resume=None, run_dir=tmp_path, threads=1)
         for rank in range(2)
     ]
     owners = OwnerProcesses(service, MixedReach(*reaches, frozenset(far)), bound=False)

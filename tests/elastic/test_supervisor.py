@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rayzero.elastic.controller import Controller
-from rayzero.elastic.members import Kind, MemberId, Process
+from rayzero.elastic.members import MemberId, MemberKind, Process
 from rayzero.elastic.reform import Step
 from rayzero.elastic.supervisor import Answered, Died, Ended, Serves, Supervisor
 from rayzero.layout.rescale import Rescale
@@ -14,11 +14,11 @@ from rayzero.protocol.ownership import Ownership, Prepared
 
 
 def rank(index: int, life: int = 0) -> Process:
-    return Process(MemberId(Kind.RANK, index), life)
+    return Process(MemberId(MemberKind.RANK, index), life)
 
 
 def owner(index: int, life: int = 0) -> Process:
-    return Process(MemberId(Kind.OWNER, index), life)
+    return Process(MemberId(MemberKind.OWNER, index), life)
 
 
 class Listed:

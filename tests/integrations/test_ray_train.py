@@ -21,7 +21,7 @@ from engine.models import Net, same_bits, seeded, token_loss, tokens
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.cluster.processes.worker_groups import Ended, GroupStart, WorkerGroup
+from rayzero.cluster.processes.worker_groups import GroupEnded, GroupStart, WorkerGroup
 from rayzero.engine.checkpoint.save import chosen_resume
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.integrations import ray_train
@@ -56,16 +56,16 @@ def test_what_needs_owners_in_the_workers_is_refused_before_ray_starts(
 class Told:
     """What a worker asks for its owners, without an actor: answers at once, and can say that they have moved."""
 
-    def __init__(self, start: GroupStart | Ended) -> None:
+    def __init__(self, start: GroupStart | GroupEnded) -> None:
         self.start = start
         self.asked: list[WorkerGroup] = []
-        self.told: Queue[GroupStart | Ended] = Queue()
+        self.told: Queue[GroupStart | GroupEnded] = Queue()
 
-    def join(self, group: WorkerGroup, rank: int, process: str) -> GroupStart | Ended:
+    def join(self, group: WorkerGroup, rank: int, process: str) -> GroupStart | GroupEnded:
         self.asked.append(group)
         return self.start
 
-    def news(self, group: str, known: GroupStart, unwanted: threading.Event) -> GroupStart | Ended | None:
+    def news(self, group: str, known: GroupStart, unwanted: threading.Event) -> GroupStart | GroupEnded | None:
         while not unwanted.is_set():
             with suppress(Empty):
                 return self.told.get(timeout=0.05)
@@ -152,17 +152,17 @@ def test_what_a_loop_gives_prepare_counts_only_in_a_fresh_start(in_a_worker: Non
 
 
 def test_a_worker_that_gets_no_owners_says_why(in_a_worker: None) -> None:
-    owners = Owners(run="r", config=ZeroConfig(), groups=Told(Ended(why="all are gone")))  # type: ignore[arg-type]
+    owners = Owners(run="r", config=ZeroConfig(), groups=Told(GroupEnded(why="all are gone")))  # type: ignore[arg-type]
     with pytest.raises(RunFailedError, match="rank 0 has no optimizer actors: all are gone"), owners.rank():
         pass
 
 
-def lose_the_owners(owners: Owners, news: Queue[GroupStart | Ended]) -> None:
+def lose_the_owners(owners: Owners, news: Queue[GroupStart | GroupEnded]) -> None:
     """Train for ever, and hear after prepare() that the owners are lost."""
     with owners.rank():
         model = seeded(Net)
         model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-        news.put(Ended(why="optimizer 1 died"))
+        news.put(GroupEnded(why="optimizer 1 died"))
         for step in itertools.count():
             token_loss(model, tokens(step)).backward()
             optimizer.step()

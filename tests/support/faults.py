@@ -29,7 +29,7 @@ from enum import Enum, StrEnum, auto
 from pathlib import Path
 from typing import Any
 
-from rayzero.elastic.members import Kind, MemberId
+from rayzero.elastic.members import MemberId, MemberKind
 from rayzero.errors import ConfigError
 from rayzero.quantities import count
 from tests.support import strikes
@@ -241,7 +241,7 @@ class Fault:
             raise ConfigError(f"a fault's member is {self.member!r}; it must be like 'rank 1' or 'optimizer 0'")
         if self.point not in POINTS:
             raise ConfigError(f"a fault's point is {self.point!r}; it must be one of {', '.join(POINTS)}")
-        role = Kind.RANK if self.point.startswith("rank.") else Kind.OWNER
+        role = MemberKind.RANK if self.point.startswith("rank.") else MemberKind.OWNER
         if self.who.kind is not role:
             raise ConfigError(f"a fault of {self.member} is at {self.point!r}, where no {self.who.kind} comes")
         acts = POINTS[self.point].acts
@@ -261,7 +261,7 @@ class Fault:
     def who(self) -> MemberId:
         """The member that it strikes."""
         kind, _, index = self.member.partition(" ")
-        return MemberId(Kind(kind), int(index))
+        return MemberId(MemberKind(kind), int(index))
 
     def __str__(self) -> str:
         return f"{self.member} {self.point} {self.act}"
@@ -287,7 +287,7 @@ class Faults:
     def check(self, num_ranks: int, num_owners: int | None) -> None:
         """Raise ConfigError for a fault of a member that the run does not have. ``num_owners``: None: others may
         come."""
-        there = {Kind.RANK: num_ranks} | ({} if num_owners is None else {Kind.OWNER: num_owners})
+        there = {MemberKind.RANK: num_ranks} | ({} if num_owners is None else {MemberKind.OWNER: num_owners})
         for fault in self.faults:
             if fault.who.kind in there and fault.who.index >= there[fault.who.kind]:
                 ours = count(there[fault.who.kind], fault.who.kind)

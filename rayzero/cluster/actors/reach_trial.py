@@ -13,7 +13,7 @@ from rayzero.cluster.nodes.reachability import require_reached
 from rayzero.cluster.supervision import failure_of
 from rayzero.errors import ConfigError
 
-__all__ = ["Listener", "ReachTrial", "Tries"]
+__all__ = ["ReachTarget", "ReachTrial", "Tries"]
 
 _DEATHS = (  # of a process, or of its node
     ray.exceptions.RayActorError,
@@ -26,7 +26,7 @@ _DEATHS = (  # of a process, or of its node
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
+class ReachTarget:
     """An owner that is to be reached."""
 
     who: str
@@ -41,7 +41,7 @@ class Tries:
     who: str
     host: str
     actor: Any
-    listeners: tuple[Listener, ...]
+    listeners: tuple[ReachTarget, ...]
 
 
 class ReachTrial:

@@ -31,7 +31,7 @@ from rayzero.cluster.actors.exporters import Exporters, plan_exporters
 from rayzero.cluster.actors.local_processes import KILL_S, LocalProcesses
 from rayzero.cluster.actors.named_coordinator import make_coordinator
 from rayzero.cluster.actors.owner_roster import OwnerRoster
-from rayzero.cluster.actors.reach_trial import Listener, ReachTrial, Tries
+from rayzero.cluster.actors.reach_trial import ReachTarget, ReachTrial, Tries
 from rayzero.cluster.actors.spares import Spares
 from rayzero.cluster.continuation import Former, take_over
 from rayzero.cluster.files.metrics_log import MetricsLog
@@ -39,8 +39,8 @@ from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import Janitor, KeptStates
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.nodes.open_files import too_few_files
-from rayzero.cluster.nodes.owner_places import OwnerPlaces, Place, hosts
-from rayzero.cluster.nodes.placement import Placement
+from rayzero.cluster.nodes.owner_places import OwnerPlace, OwnerPlaces, hosts
+from rayzero.cluster.nodes.placement import Reservation
 from rayzero.cluster.nodes.session import alive_nodes, answered, ray_answers
 from rayzero.cluster.processes.coordinator import this_process
 from rayzero.cluster.processes.optimizer_actor import OptimizerActor
@@ -73,7 +73,7 @@ class Joining:
     node: str
     host: str | None  # where it listens; None: at its node's address
     exporter: ExporterSettings | None
-    place: Place
+    place: OwnerPlace
     member: Member | None = None  # once it has answered
     target: Target | None = None
 
@@ -91,7 +91,7 @@ class RunActors:
     def __init__(
         self,
         run: str,
-        placement: Placement,
+        placement: Reservation,
         certificates: Certificates,
         log: MetricsLog | None = None,
         *,
@@ -112,7 +112,7 @@ class RunActors:
         self.ranks: dict[str, Any] = {}
         self._roster = OwnerRoster({}, certificates)
         self._joining: list[Joining] = []  # owners of the next epoch
-        self._parted: dict[Any, Place | None] = {}  # owner without shards, which ends -> its place
+        self._parted: dict[Any, OwnerPlace | None] = {}  # owner without shards, which ends -> its place
         self.spares = Spares(0, (), self._make_spare)
 
     def __enter__(self) -> RunActors:
@@ -246,9 +246,9 @@ class RunActors:
                 trial.take(call)
         trial.require()
 
-    def _listeners(self, addresses: Sequence[str]) -> tuple[Listener, ...]:
+    def _listeners(self, addresses: Sequence[str]) -> tuple[ReachTarget, ...]:
         named = zip(self._roster.names, addresses, strict=True)
-        return tuple(Listener(who, address, self.handle(who)) for who, address in named)
+        return tuple(ReachTarget(who, address, self.handle(who)) for who, address in named)
 
     def hosts_without(self, file: Path) -> list[str]:
         """The run's hosts that do not see a file of the driver's; one process looks on each but the driver's own."""
@@ -346,7 +346,7 @@ class RunActors:
         assert joining.member is not None, f"{joining.who} has not answered"
         if joining.host == LOOPBACK:  # all are on one host
             return ReachTrial([])
-        new = Listener(joining.who, address, joining.actor)
+        new = ReachTarget(joining.who, address, joining.actor)
         others = [who for who in self._one_a_node() if self.members[who].node != joining.node]
         tries = [Tries(who, self.members[who].host, self.handle(who), (new,)) for who in others]
         back = Tries(joining.process, joining.member.host, joining.actor, self._listeners(addresses))

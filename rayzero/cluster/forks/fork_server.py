@@ -34,7 +34,7 @@ _ASKS_S = 10.0  # how long a process may take to say what it asks for
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ForkRequest:
     """A worker that is to be forked."""
 
     connection: socket.socket  # the process that asks; the worker holds it to its end
@@ -66,7 +66,7 @@ class ForkServer:
         for file in (listener.fileno(), self._woken, self._other):
             self._poll.register(file, select.POLLIN)
 
-    def serve(self) -> _Asked | None:
+    def serve(self) -> _ForkRequest | None:
         """Fork until no worker is needed any more: None. In a forked worker: what it is to be."""
         while True:
             ready = dict(self._poll.poll(None if self._workers else self._idle_ms))
@@ -84,7 +84,7 @@ class ForkServer:
                 self._workers.add(pid)
                 asked.close()
 
-    def _accept(self) -> _Asked | None:
+    def _accept(self) -> _ForkRequest | None:
         connection, _ = self._listener.accept()
         connection.settimeout(_ASKS_S)
         streams: list[int] = []
@@ -95,9 +95,9 @@ class ForkServer:
             with connection.makefile("rb") as file:
                 text = file.read(LENGTH.unpack(head)[0])
             connection.sendall(b"1")  # it is forked next
-            return _Asked(connection, streams, json.loads(text))
+            return _ForkRequest(connection, streams, json.loads(text))
         except (OSError, ValueError, struct.error):  # a process that ended, or was stopped, while it asked
-            _Asked(connection, streams, {}).close()
+            _ForkRequest(connection, streams, {}).close()
             return None
 
     def _reap(self) -> None:
@@ -124,7 +124,7 @@ def _import_ray(environment: dict[str, str]) -> None:
     gc.freeze()  # no worker's collection writes to what is shared
 
 
-def become(asked: _Asked) -> None:
+def become(asked: _ForkRequest) -> None:
     """Make this process, which was just forked, what a new interpreter would be."""
     request = asked.request
     os.setpgid(0, 0)

@@ -11,13 +11,13 @@ from rayzero.telemetry.names import MEMORY_BYTES
 from rayzero.telemetry.picture import PHASES, Picture
 from rayzero.telemetry.scrape import Scrape
 
-__all__ = ["Event", "Known", "described", "memory_by_tier"]
+__all__ = ["Known", "RunEvent", "described", "memory_by_tier"]
 
 _TIERS = ("gpu", "pinned", "shm", "ram")
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class RunEvent:
     """Something that happened to the run."""
 
     time: float  # seconds since 1970
@@ -33,7 +33,7 @@ class Known:
     state: str
     started_at: float  # seconds since 1970
     hosts: Mapping[str, str]  # process -> its host
-    events: Sequence[Event] = ()  # oldest first
+    events: Sequence[RunEvent] = ()  # oldest first
 
 
 def described(

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from rayzero.cluster.files.row_tail import RowTail
-from rayzero.cluster.loggers.children import Progress, Request
-from rayzero.cluster.loggers.feed import Feed, Saved, begin, said
+from rayzero.cluster.loggers.children import LoggerJob, Progress
+from rayzero.cluster.loggers.feed import Feed, FeedState, begin, said
 from rayzero.cluster.loggers.reporter import LoggedRun, Reporter, opener, replaces
 
 _LOOK_S = 0.5  # between two looks at the file
@@ -37,12 +37,12 @@ class Driver:
     def __init__(self, line: socket.socket, pid: int) -> None:
         self._line, self._pid, self._came = line, pid, b""
 
-    def request(self) -> Request:
+    def request(self) -> LoggerJob:
         """What it wants of this process."""
         word = self.word(_LOCK_S)
         if word is None:
             raise SystemExit(f"the driver said nothing for {_LOCK_S:g} s")
-        return Request(**word)
+        return LoggerJob(**word)
 
     def word(self, wait_s: float) -> Any:
         """The next thing that it says; None: nothing within ``wait_s``. If it is gone, that the run has ended."""
@@ -82,7 +82,7 @@ def _locked(path: Path) -> int:
             time.sleep(0.1)
 
 
-def _feed(request: Request, saved: Saved) -> tuple[Feed, Reporter]:
+def _feed(request: LoggerJob, saved: FeedState) -> tuple[Feed, Reporter]:
     """Open the logger. Raises whatever it raises."""
     run_dir = Path(request.run_dir)
     first = begin(saved, run_dir, replaces=replaces(request.logger))
@@ -92,7 +92,7 @@ def _feed(request: Request, saved: Saved) -> tuple[Feed, Reporter]:
     return Feed(RowTail(run_dir), reporter, saved), reporter
 
 
-def _opened(driver: Driver, request: Request, saved: Saved) -> tuple[Feed, Reporter] | None:
+def _opened(driver: Driver, request: LoggerJob, saved: FeedState) -> tuple[Feed, Reporter] | None:
     """Open the logger, trying again until the run has ended; then None."""
     wait_s = _RETRY_S[0]
     while True:
@@ -140,7 +140,7 @@ def main() -> None:
     request = driver.request()
     folder = Path(request.folder)
     lock = _locked(folder / f"{request.logger}.lock")
-    opened = _opened(driver, request, Saved.read(folder / f"{request.logger}.json"))
+    opened = _opened(driver, request, FeedState.read(folder / f"{request.logger}.json"))
     if opened is not None:
         _follow(driver, *opened)
     os.close(lock)

@@ -26,7 +26,7 @@ from typing import Any
 from rayzero.cluster.interrupts import shielded
 from rayzero.config.loggers import LoggerName
 
-__all__ = ["Loggers", "Progress", "Request", "Tell"]
+__all__ = ["LoggerJob", "Loggers", "Progress", "Tell"]
 
 FOLDER = ".loggers"
 _END_S = {"finished": 30.0, "restarting": 30.0}  # for the last rows of a run that ended so; else:
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class LoggerJob:
     """What the process of a logger is to do."""
 
     logger: LoggerName
@@ -118,7 +118,7 @@ class Loggers:
                 start_new_session=True,  # Ctrl-C is the driver's: it says how the run ends
                 env=os.environ | {"PYTHONPATH": path},
             )
-        request = Request(
+        request = LoggerJob(
             logger=name, run=self._run, run_dir=str(self._run_dir), folder=str(folder), settings=self._settings
         )
         child = _Child(name, process, ours)

@@ -19,7 +19,7 @@ from rayzero.cluster.loggers.reporter import Reporter
 from rayzero.files import replace_file, to_json
 from rayzero.records import JsonRecord, Whole, load_record
 
-__all__ = ["Bookmark", "Feed", "Saved", "begin", "said"]
+__all__ = ["Bookmark", "Feed", "FeedState", "begin", "said"]
 
 _MOST_ROWS = 500  # at once
 _MOST_SAVED = 1 << 16  # bytes of a bookmark's file
@@ -44,7 +44,7 @@ class _SavedFile(JsonRecord):
 
 
 @dataclass(slots=True)
-class Saved:
+class FeedState:
     """What a logger remembers from one start of the run to the next, in a file."""
 
     path: Path
@@ -52,7 +52,7 @@ class Saved:
     memory: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: Path) -> Saved:
+    def read(cls, path: Path) -> FeedState:
         """What is in the file; nothing if there is none. Raises ConfigError or OSError if it is damaged."""
         what, instead = "a logger's bookmark", "delete it, and the logger gets every row again"
         try:
@@ -67,7 +67,7 @@ class Saved:
         replace_file(self.path, to_json(saved.model_dump()))
 
 
-def begin(saved: Saved, run_dir: Path, *, replaces: bool) -> int:
+def begin(saved: FeedState, run_dir: Path, *, replaces: bool) -> int:
     """The first step whose rows a logger gets. If it ``replaces`` earlier ones, those of the bookmark's step come
     again, and so do those that were cut off metrics.jsonl since; the bookmark moves there. Raises OSError."""
     if replaces and saved.bookmark.step >= 0:
@@ -80,7 +80,7 @@ def begin(saved: Saved, run_dir: Path, *, replaces: bool) -> int:
 class Feed:
     """Sends rows to one reporter, and keeps its bookmark. Knows rows; not processes."""
 
-    def __init__(self, tail: RowTail, reporter: Reporter, saved: Saved) -> None:
+    def __init__(self, tail: RowTail, reporter: Reporter, saved: FeedState) -> None:
         self._tail, self._reporter, self._saved = tail, reporter, saved
         self._at = Bookmark()  # in the file
         self._waiting: list[tuple[Bookmark, Row]] = []

@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rayzero.cluster.nodes.placement import Placement
+from rayzero.cluster.nodes.placement import Reservation
 from rayzero.cluster.nodes.resources import matches
 from rayzero.cluster.nodes.session import ray_answers
 from rayzero.errors import ConfigError
@@ -100,7 +100,7 @@ def is_placed(node: Host, *, rank_nodes: Collection[str], placement: str, labels
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OwnerPlace:
     """Where an optimizer actor is that has joined."""
 
     options: dict[str, Any]  # Ray actor options
@@ -112,17 +112,18 @@ class OwnerPlaces:
 
     Knows placement groups; not actors."""
 
-    def __init__(self, placement: Placement, cpus_are_set: bool = False) -> None:
+    def __init__(self, placement: Reservation, cpus_are_set: bool = False) -> None:
         """``placement``: what was reserved when the run began. ``cpus_are_set``: by ``cpus_per_optimizer``."""
         self._placement, self._cpus_are_set = placement, cpus_are_set
-        self._taken: dict[int, Place] = {}  # by owner: not where it was when the run began. freed by: free(), close()
+        # by owner: not where it was when the run began. freed by: free(), close()
+        self._taken: dict[int, OwnerPlace] = {}
 
-    def find(self, owner: int, node: str, there: Mapping[int, str], coming: Mapping[str, Place]) -> Place:
+    def find(self, owner: int, node: str, there: Mapping[int, str], coming: Mapping[str, OwnerPlace]) -> OwnerPlace:
         """A place on ``node`` for an owner that joins; Ray may take its time to reserve it. ``there``: the node of each
         owner that there is. ``coming``: by node, the place of another one that joins."""
         is_free = owner not in there or owner in self._taken
         if is_free and owner < self._placement.plan.num_optimizers and self._reserved_node(owner) == node:
-            return Place(self._placement.optimizer_options(owner))
+            return OwnerPlace(self._placement.optimizer_options(owner))
         share = self._placement.plan.optimizer
         group = placement_group(
             [{"CPU": share.cpus} | ({"memory": float(share.memory)} if share.memory else {})],
@@ -136,11 +137,11 @@ class OwnerPlaces:
                 placement_group=group, placement_group_bundle_index=0, placement_group_capture_child_tasks=False
             )
             options = {"num_cpus": share.cpus, "num_gpus": 0, "scheduling_strategy": strategy}
-            return Place(options | ({"memory": share.memory} if share.memory else {}), group)
+            return OwnerPlace(options | ({"memory": share.memory} if share.memory else {}), group)
         remove_placement_group(group)
         options = beside | {"num_cpus": 0}
         options.pop("memory", None)
-        return Place(options)
+        return OwnerPlace(options)
 
     def _reserved_node(self, owner: int) -> str | None:
         group, bundle = self._placement.plan.place_of_optimizer(owner)
@@ -153,7 +154,7 @@ class OwnerPlaces:
         place = self._taken.get(owner)
         return self._placement.optimizer_options(owner) if place is None else place.options
 
-    def take(self, owner: int, place: Place | None) -> Place | None:
+    def take(self, owner: int, place: OwnerPlace | None) -> OwnerPlace | None:
         """An owner is at ``place`` now; None: there is no such owner any more. Returns where it was before, if that was
         found here: ``free`` it once its process has ended."""
         before = self._taken.pop(owner, None)
@@ -161,7 +162,7 @@ class OwnerPlaces:
             self._taken[owner] = place
         return before
 
-    def free(self, place: Place | None) -> None:
+    def free(self, place: OwnerPlace | None) -> None:
         """Give a place back that nobody uses, unless others are beside it."""
         if place is None or place.group is None or not ray_answers():
             return

@@ -12,16 +12,16 @@ from typing import Any
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rayzero.cluster.nodes.resources import Group, ResourcePlan, Share, missing_resources
+from rayzero.cluster.nodes.resources import ResourceGroup, ResourcePlan, Share, missing_resources
 from rayzero.cluster.nodes.session import alive_nodes, free_resources, ray_answers, started_here
 from rayzero.errors import ConfigError
 from rayzero.quantities import count
 
-__all__ = ["Placement", "placed"]
+__all__ = ["Reservation", "placed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Reservation:
     """Reserved places, and the actor options that use them."""
 
     plan: ResourcePlan
@@ -53,7 +53,7 @@ class Placement:
 
 
 @contextmanager
-def placed(plan: ResourcePlan, *, timeout_s: float) -> Iterator[Placement]:
+def placed(plan: ResourcePlan, *, timeout_s: float) -> Iterator[Reservation]:
     """Reserve the resources of the plan for the length of the block; also releases them if they cannot all be had.
 
     Raises ConfigError, naming what is missing: at once on a cluster that this process started; after ``timeout_s`` on
@@ -66,13 +66,13 @@ def placed(plan: ResourcePlan, *, timeout_s: float) -> Iterator[Placement]:
         for group in plan.groups:
             groups.append(_reserve(group))
         _wait_placed(plan, groups, timeout_s)
-        yield Placement(plan=plan, groups=tuple(groups))
+        yield Reservation(plan=plan, groups=tuple(groups))
     finally:
         for reserved in groups if ray_answers() else ():  # a Ray that is gone has none, and the call would wait for it
             remove_placement_group(reserved)
 
 
-def _reserve(group: Group) -> Any:
+def _reserve(group: ResourceGroup) -> Any:
     bundles = [_bundle(share) for share in group.shares]
     selectors = [dict(group.labels) for _ in bundles] if group.labels else None
     return placement_group(bundles, strategy=group.strategy, bundle_label_selector=selectors)

@@ -18,8 +18,8 @@ from rayzero.config import ScalingConfig
 from rayzero.quantities import count, format_bytes
 
 __all__ = [
-    "Group",
     "Node",
+    "ResourceGroup",
     "ResourcePlan",
     "Share",
     "Strategy",
@@ -57,7 +57,7 @@ class Share:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class ResourceGroup:
     """Processes that are reserved together: a rank worker, if any, then optimizer actors."""
 
     rank: int | None  # None: optimizer actors alone
@@ -97,7 +97,7 @@ class ResourcePlan:
     optimizer: Share
     num_workers: int
     num_optimizers: int
-    groups: tuple[Group, ...]  # those with ranks first, in rank order
+    groups: tuple[ResourceGroup, ...]  # those with ranks first, in rank order
     bind_numa: bool
 
     @property
@@ -189,7 +189,7 @@ _LOWER = "lower scaling_config.cpus_per_worker, cpus_per_optimizer, num_workers 
 _LESS_MEMORY = "lower scaling_config.memory_per_worker, memory_per_optimizer, num_workers or num_optimizers"
 
 
-def _no_such_node(group: Group, nodes: Sequence[Node]) -> str:
+def _no_such_node(group: ResourceGroup, nodes: Sequence[Node]) -> str:
     wanted = selector_text(group.labels)
     seen = sorted({f"{key}={value}" for node in nodes for key, value in node.labels.items() if key in group.labels})
     have = f"they carry {', '.join(seen)}" if seen else "none carries such a label"
@@ -249,15 +249,15 @@ def _plan(scaling: ScalingConfig, share: float, placement: Placement) -> Resourc
     )
 
 
-def _groups(scaling: ScalingConfig, worker: Share, optimizer: Share, placement: Placement) -> Iterator[Group]:
+def _groups(scaling: ScalingConfig, worker: Share, optimizer: Share, placement: Placement) -> Iterator[ResourceGroup]:
     beside = placement == "beside_rank"
     for rank in range(scaling.num_workers):
         own = tuple(range(rank, scaling.num_optimizers, scaling.num_workers)) if beside else ()
         shares = (worker, *(optimizer for _ in own))
-        yield Group(rank=rank, optimizers=own, shares=shares, strategy="STRICT_PACK")
+        yield ResourceGroup(rank=rank, optimizers=own, shares=shares, strategy="STRICT_PACK")
     if not beside:
         everyone = tuple(range(scaling.num_optimizers))
-        yield Group(
+        yield ResourceGroup(
             rank=None,
             optimizers=everyone,
             shares=tuple(optimizer for _ in everyone),
@@ -287,7 +287,7 @@ def _round_down(cpus: float) -> float:
     return float(math.floor(cpus)) if cpus >= 1 else max(math.floor(cpus * 100) / 100, _LEAST_CPUS)
 
 
-def _fits(groups: Iterable[Group], nodes: Sequence[Node]) -> bool:
+def _fits(groups: Iterable[ResourceGroup], nodes: Sequence[Node]) -> bool:
     """First fit, those with GPUs and labels first, then the largest: True when every piece has a node."""
     free = [[node.cpus, node.gpus, node.memory] for node in nodes]
     pieces = [(_sum(piece), group.labels) for group in groups for piece in group.pieces()]

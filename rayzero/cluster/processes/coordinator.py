@@ -24,7 +24,7 @@ import ray
 
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.live.page import LivePage
-from rayzero.cluster.live.snapshot import Event, Known
+from rayzero.cluster.live.snapshot import Known, RunEvent
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
 from rayzero.cluster.run import DISCOVERY_PATH, Member, Report, Routing, RunState
 from rayzero.concurrency.open_files import raise_open_files
@@ -170,7 +170,7 @@ class RunStatus:
         unread, self._unread = list(self._unread), deque()
         return unread
 
-    def known(self, events: Sequence[Event]) -> Known:
+    def known(self, events: Sequence[RunEvent]) -> Known:
         """What the live page shows of it. May be called in any thread."""
         hosts = {member.who: member.host for member in self._members}
         return Known(run=self._run, state=str(self._state), started_at=self._started_at, hosts=hosts, events=events)
@@ -259,7 +259,7 @@ class Coordinator:
         self._targets: tuple[Target, ...] = ()  # replaced as a whole: the exporter's thread reads it
         self._exporter: ProcessExporter | None = None
         self._live: LivePage | None = None
-        self._events: tuple[Event, ...] = ()  # replaced as a whole: the live page's thread reads it
+        self._events: tuple[RunEvent, ...] = ()  # replaced as a whole: the live page's thread reads it
         self._passed_on: dict[int, tuple[int, int]] = {}  # rank -> step and number of its last report the driver has
         self._passing_on: dict[int, tuple[int, int]] = {}  # the same, of those on their way to the driver
         self._news = asyncio.Event()
@@ -298,7 +298,7 @@ class Coordinator:
         return self._status.known(self._events)
 
     def _happened(self, text: str, *, bad: bool = False) -> None:
-        self._events = (*self._events, Event(time.time(), text, bad))[-EVENTS_KEPT:]
+        self._events = (*self._events, RunEvent(time.time(), text, bad))[-EVENTS_KEPT:]
 
     async def beat(self, who: str, update_seconds: float | None) -> None:
         """See :meth:`Heartbeats.beat`."""

@@ -16,7 +16,7 @@ import ray
 from rayzero.cluster.processes.remains import Remains
 from rayzero.security.credentials import Credentials
 
-__all__ = ["Ended", "GroupStart", "GroupsAsked", "WorkerGroup", "WorkerGroups"]
+__all__ = ["GroupEnded", "GroupStart", "GroupsAsked", "WorkerGroup", "WorkerGroups"]
 
 _LOOK_S = 0.5  # between two looks whether a rank still wants its answer
 
@@ -46,7 +46,7 @@ class GroupStart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class GroupEnded:
     """A group has no owners, or has them no more."""
 
     why: str
@@ -66,7 +66,7 @@ class WorkerGroups:
 
     # ---- for ranks
 
-    async def join(self, group: WorkerGroup, rank: int, process: str) -> GroupStart | Ended:
+    async def join(self, group: WorkerGroup, rank: int, process: str) -> GroupStart | GroupEnded:
         """Ask for a rank's place in ``group``, which is the newest if nobody has asked for it before; waits until the
         driver has opened it. ``process``: whose place it is, the same in every call."""
         async with self._news:
@@ -74,7 +74,7 @@ class WorkerGroups:
                 self._begin(group)
             if self._is_newest(group.name) and self._processes.setdefault(rank, process) != process:
                 before = self._processes[rank]
-                return Ended(
+                return GroupEnded(
                     why=f"rank {rank} was {before} and is now {process}, in the same group of workers; start the whole "
                     "group again, not one of its workers"
                 )
@@ -91,7 +91,7 @@ class WorkerGroups:
         self._newest, self._processes, self._start, self._failed = group, {}, None, None
         self._news.notify_all()
 
-    async def news(self, group: str, known: GroupStart) -> GroupStart | Ended:
+    async def news(self, group: str, known: GroupStart) -> GroupStart | GroupEnded:
         """What the ranks of the group would begin with now, as soon as it is not ``known``: an owner has moved, or
         ranks are to show another certificate."""
         async with self._news:
@@ -102,12 +102,12 @@ class WorkerGroups:
             assert self._start is not None
             return self._start
 
-    def _end_of(self, group: str) -> Ended | None:
+    def _end_of(self, group: str) -> GroupEnded | None:
         if self._over is not None:
-            return Ended(why=self._over)
+            return GroupEnded(why=self._over)
         if group in self._former:
-            return Ended(why="another group of workers has been started in the place of this one")
-        return None if self._failed is None else Ended(why=self._failed)
+            return GroupEnded(why="another group of workers has been started in the place of this one")
+        return None if self._failed is None else GroupEnded(why=self._failed)
 
     # ---- for the driver
 
@@ -163,27 +163,27 @@ class GroupsAsked:
 
     actor: Any
 
-    def join(self, group: WorkerGroup, rank: int, process: str) -> GroupStart | Ended:
+    def join(self, group: WorkerGroup, rank: int, process: str) -> GroupStart | GroupEnded:
         """See ``WorkerGroups.join``."""
         try:
-            answer: GroupStart | Ended = ray.get(self.actor.join.remote(group, rank, process))
+            answer: GroupStart | GroupEnded = ray.get(self.actor.join.remote(group, rank, process))
         except ray.exceptions.RayError as error:
             return _gone(error)
         return answer
 
-    def news(self, group: str, known: GroupStart, unwanted: threading.Event) -> GroupStart | Ended | None:
+    def news(self, group: str, known: GroupStart, unwanted: threading.Event) -> GroupStart | GroupEnded | None:
         """See ``WorkerGroups.news``; None once the answer is ``unwanted``."""
         call = self.actor.news.remote(group, known)
         while not ray.wait([call], timeout=_LOOK_S)[0]:
             if unwanted.is_set():
                 return None
         try:
-            answer: GroupStart | Ended = ray.get(call)
+            answer: GroupStart | GroupEnded = ray.get(call)
         except ray.exceptions.RayError as error:
             return _gone(error)
         return answer
 
 
-def _gone(error: Exception) -> Ended:
+def _gone(error: Exception) -> GroupEnded:
     said = str(error).strip().partition("\n")[0]
-    return Ended(why=f"the process that knows them has ended, perhaps with its driver: {said}")
+    return GroupEnded(why=f"the process that knows them has ended, perhaps with its driver: {said}")

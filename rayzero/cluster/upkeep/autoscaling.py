@@ -11,7 +11,7 @@ import ray
 from rayzero.cluster.actors.calls import control
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.run import Load, Rescaled
-from rayzero.elastic.autoscaler import Bounds, History, Window, given_up, look
+from rayzero.elastic.autoscaler import Bounds, History, StepWindow, given_up, look
 from rayzero.elastic.requests import ScaleRequest
 
 __all__ = ["Autoscaling", "window_of"]
@@ -24,7 +24,7 @@ _STEPS = 5  # of a window, at least
 Loads = Mapping[str, Load]  # by process
 
 
-def window_of(before: Loads, now: Loads, steps: int = _STEPS) -> Window | None:
+def window_of(before: Loads, now: Loads, steps: int = _STEPS) -> StepWindow | None:
     """Seconds a step between two measurements of all processes; None: the ranks have taken fewer than ``steps``, or
     the processes are others."""
     if before.keys() != now.keys() or any(now[who].count < before[who].count for who in now):
@@ -34,7 +34,7 @@ def window_of(before: Loads, now: Loads, steps: int = _STEPS) -> Window | None:
     owners = [load for who, load in taken.items() if not who.startswith("rank")]
     if not ranks or not owners or min(load.count for load in (*ranks, *owners)) < steps:
         return None
-    return Window(
+    return StepWindow(
         step_s=max(load.seconds / load.count for load in ranks),
         exposed_s=max(load.exposed / load.count for load in ranks),
         busy_s=max(load.seconds / load.count for load in owners),

@@ -31,7 +31,7 @@ from rayzero.elastic.controller import (
     Controller,
     still_outlived,
 )
-from rayzero.elastic.members import Kind, MemberId
+from rayzero.elastic.members import MemberId, MemberKind
 from rayzero.elastic.requests import take
 from rayzero.elastic.supervisor import Ended
 from rayzero.errors import RunFailedError
@@ -57,7 +57,7 @@ def remains_of(request: RunRequest, actors: RunActors) -> Remains:
 def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> list[RankSettings]:
     start = request.directory.start
     goes_on = start.continuation
-    names = [actor_name(MemberId(Kind.RANK, rank)) for rank in range(request.scaling.num_workers)]
+    names = [actor_name(MemberId(MemberKind.RANK, rank)) for rank in range(request.scaling.num_workers)]
     nodes = [actors.members[name].node for name in names]
     remains = remains_of(request, actors)
     return [
@@ -93,9 +93,9 @@ def _bound(request: RunRequest) -> frozenset[MemberId]:
     """The members whose part of the optimizer ends with their process."""
     bound: list[MemberId] = []
     if request.zero.shared_directory is None:
-        bound += [MemberId(Kind.OWNER, owner) for owner in range(request.scaling.num_optimizers)]
+        bound += [MemberId(MemberKind.OWNER, owner) for owner in range(request.scaling.num_optimizers)]
     for rank in range(_beside(request)):
-        bound += [MemberId(Kind.RANK, rank), MemberId(Kind.BESIDE, rank)]
+        bound += [MemberId(MemberKind.RANK, rank), MemberId(MemberKind.BESIDE, rank)]
     return frozenset(bound)
 
 

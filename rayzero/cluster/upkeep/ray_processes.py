@@ -19,7 +19,7 @@ from rayzero.cluster.run import actor_name
 from rayzero.cluster.supervision import Failure
 from rayzero.cluster.upkeep.deaths import Death, Deaths, EndWatch
 from rayzero.concurrency.processes import Sleepers
-from rayzero.elastic.members import Kind, MemberId, Process
+from rayzero.elastic.members import MemberId, MemberKind, Process
 from rayzero.elastic.reform import Step
 from rayzero.elastic.supervisor import Answered, Died, Event, Serves
 from rayzero.errors import ConfigError, RayZeroError
@@ -34,7 +34,7 @@ _CALM_S = 0.3  # between a death and what is done about it
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _OpenCall:
     """A call that is open."""
 
     process: Process
@@ -78,10 +78,10 @@ class RayProcesses:
         self.failures: list[Failure] = []  # which no other process can mend, for the caller to take
         self.loops: dict[Any, str] = {}  # calls of ranks' loops -> whose, as long as an answer is expected
         # a call lasts as long as its owner serves
-        owners = [each for each in there if each.member.kind is Kind.OWNER]
+        owners = [each for each in there if each.member.kind is MemberKind.OWNER]
         self._watches = {self._handles[each].watch.remote(): each for each in owners}
-        self._starts: dict[Any, _Asked] = {}
-        self._asked: dict[Any, _Asked] = {}
+        self._starts: dict[Any, _OpenCall] = {}
+        self._asked: dict[Any, _OpenCall] = {}
         self._past: set[Any] = set()  # calls to processes whose deaths were acted on before Ray told of them
         self.nodes: Mapping[int, str] = {}  # owner that is to join -> its node
         self._joining: dict[Process, Joining] = {}
@@ -113,16 +113,16 @@ class RayProcesses:
 
     def start(self, process: Process, ownership: Ownership | None) -> None:
         member, who = process.member, actor_name(process.member)
-        started = self._actors.start_owner if member.kind is Kind.OWNER else self._actors.start_rank
+        started = self._actors.start_owner if member.kind is MemberKind.OWNER else self._actors.start_rank
         call = started(member.index)
         self._present[who], self._handles[process] = process, self._actors.handle(who)
-        self._starts[call] = _Asked(process, Step.START, time.monotonic())
+        self._starts[call] = _OpenCall(process, Step.START, time.monotonic())
 
     def join(self, process: Process, ownership: Ownership, addresses: Sequence[str]) -> None:
         self._coming, self._addresses = ownership.num_owners, addresses
         joining, call = self._actors.join_owner(process.member.index, ownership, self.nodes[process.member.index])
         self._joining[process], self._handles[process] = joining, joining.actor
-        self._starts[call] = _Asked(process, Step.START, time.monotonic())
+        self._starts[call] = _OpenCall(process, Step.START, time.monotonic())
 
     def run(self, rank: Process, addresses: Sequence[str], ownership: Ownership | None) -> None:
         assert self._packed_loop is not None, "only ranks have loops"
@@ -135,7 +135,7 @@ class RayProcesses:
         if method == Step.ENTER:
             self._enter(*arguments)
         calls = {self._remote(each, method, arguments): each for each in processes}
-        self._asked |= {call: _Asked(each, method, time.monotonic()) for call, each in calls.items()}
+        self._asked |= {call: _OpenCall(each, method, time.monotonic()) for call, each in calls.items()}
         if method == "abandon" and calls:  # Ray may carry out what another attempt asks before it
             ray.wait(list(calls), num_returns=len(calls), timeout=ANSWER_S)
 
@@ -143,7 +143,7 @@ class RayProcesses:
         actor = self._handles[process]
         if method in list(Step):
             return control(actor.carry_out).remote(Step(method), list(arguments))
-        if method == "succeed" and process.member.kind is Kind.BESIDE:
+        if method == "succeed" and process.member.kind is MemberKind.BESIDE:
             method = "succeed_beside"
         return control(getattr(actor, method)).remote(*arguments)
 
@@ -241,7 +241,7 @@ class RayProcesses:
         if answer is None:
             return []
         member, address, target = answer
-        if process.member.kind is Kind.OWNER:
+        if process.member.kind is MemberKind.OWNER:
             self._watches[self._handles[process].watch.remote()] = process
         self._actors.took_place(who, member, target)
         self._ends.watch(who, self._actors.local.pid(who))
@@ -274,7 +274,7 @@ class RayProcesses:
             return [Answered(process, Step.START, refused=str(error))]
         return [Serves(process, arrival.address)]
 
-    def _take_answer(self, call: Any, asked: _Asked) -> list[Event]:
+    def _take_answer(self, call: Any, asked: _OpenCall) -> list[Event]:
         process, method = asked.process, asked.method
         try:
             return [Answered(process, method, ray.get(call))]

@@ -17,7 +17,7 @@ from rayzero.cluster.upkeep.deaths import Death, Recovering
 from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.cluster.upkeep.rescaling import Rescaling
 from rayzero.elastic.controller import Controller, Start, Succeed, still_outlived
-from rayzero.elastic.members import Kind, MemberId, Process
+from rayzero.elastic.members import MemberId, MemberKind, Process
 from rayzero.elastic.supervisor import Answered, Died, Event, Serves, Supervisor
 
 __all__ = ["Replacement"]
@@ -98,7 +98,7 @@ class Replacement:
                     self._note_start(self._recovering[member])
                 case Succeed(owner, _, _, others):
                     telling = {Process(other, self._controller.life(other)) for other in others}
-                    self._recovering[MemberId(Kind.OWNER, owner)].telling = telling
+                    self._recovering[MemberId(MemberKind.OWNER, owner)].telling = telling
                 case _:  # of a change of the owners
                     pass
         self._end_recoveries()

@@ -14,7 +14,7 @@ from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.elastic import reform
 from rayzero.elastic.controller import Action, still_outlived
-from rayzero.elastic.members import Kind
+from rayzero.elastic.members import MemberKind
 from rayzero.elastic.reform import Step
 from rayzero.elastic.requests import ScaleRequest
 from rayzero.elastic.supervisor import Answered, Event, Serves, Supervisor
@@ -244,7 +244,7 @@ class Rescaling:
         change = self._change
         is_late = any(isinstance(action, reform.Release) for action in actions)  # of an attempt that is given up
         match event:
-            case Serves(process) if change is not None and process.member.kind is Kind.OWNER:
+            case Serves(process) if change is not None and process.member.kind is MemberKind.OWNER:
                 if process.member.index in change.nodes and change.up < len(change.nodes):
                     change.up += 1
                     self._progress(f"{change}: {change.up} of {len(change.nodes)} new processes are up")
@@ -262,7 +262,7 @@ class Rescaling:
                     self._progress(f"{self._change}: {_SAID[step]}")
                 case reform.Abandon(_, _, why):
                     self._abandoned(why)
-                case reform.Part():
+                case reform.Retire():
                     change, self._change = self._change, None
                     if change is not None:
                         self._end(change, None, self._actors.enlist(self._controller.addresses))
