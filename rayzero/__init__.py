@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rayzero.cluster.scale import scale
     from rayzero.cluster.trainer import Result, ZeroTrainer
     from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
-    from rayzero.convert.remote import newest_checkpoint
+    from rayzero.convert.remote_checkpoints import newest_checkpoint
     from rayzero.convert.weights import Weights
     from rayzero.engine.checkpoint.save import begin_checkpoint, save_checkpoint
     from rayzero.engine.context import RankContext, get_context, report, track
@@ -78,7 +78,7 @@ _HOMES = {
     "full_state_dict": "rayzero.engine.full_values",
     "get_context": "rayzero.engine.context",
     "mean_over_ranks": "rayzero.engine.mean",
-    "newest_checkpoint": "rayzero.convert.remote",
+    "newest_checkpoint": "rayzero.convert.remote_checkpoints",
     "prepare": "rayzero.engine.prepare",
     "report": "rayzero.engine.context",
     "begin_checkpoint": "rayzero.engine.checkpoint.save",

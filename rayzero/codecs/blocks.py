@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from rayzero.codecs.base import FLOATS32
+from rayzero.codecs.codec import FLOATS32
 from rayzero.errors import StoreError
 from rayzero.kernels.native import NativeBlocks, load
 

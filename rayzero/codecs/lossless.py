@@ -19,7 +19,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-from rayzero.codecs.base import FLOATS32
+from rayzero.codecs.codec import FLOATS32
 from rayzero.errors import StoreError
 
 FRAME = 131072  # values

@@ -13,8 +13,8 @@ from rayzero.convert.formats.content import Content, Reader, listed
 from rayzero.convert.formats.rayzero_writer import write_rayzero
 from rayzero.convert.formats.safetensors_folder import SafetensorsReader, write_safetensors
 from rayzero.convert.published.config import CONFIG_FILE, find_config, read_config
-from rayzero.convert.published.reader import Named, as_published, published, unpublished
-from rayzero.convert.remote import nearby
+from rayzero.convert.published.translated_reader import Named, as_published, published, unpublished
+from rayzero.convert.remote_checkpoints import nearby
 from rayzero.errors import CheckpointError, CheckpointWriteError, ConfigError
 from rayzero.files import fsync, new_folder
 from rayzero.quantities import count

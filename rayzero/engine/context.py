@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rayzero.config import CheckpointErrors, ZeroConfig
-from rayzero.convert.remote import Uploads
+from rayzero.convert.remote_checkpoints import Uploads
 from rayzero.engine.engine import Engine
 from rayzero.engine.loop.comeback import Comeback
 from rayzero.engine.loop.keeper import LoopKeeper

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rayzero.hybrid.device_side import DeviceSide
+from rayzero.hybrid.host.bucket_rules import ClassRule, Rule, TileAdam
 from rayzero.hybrid.host.buckets import Bucket, plan_buckets
-from rayzero.hybrid.host.rules import ClassRule, Rule, TileAdam
 from rayzero.hybrid.host.side import BucketRun, GradientOf, HostSide
 from rayzero.hybrid.options import Group, HyperLink, OptimizerClass, fused, numbers_of
 from rayzero.hybrid.placement import Targets, check_param, decide, the_device

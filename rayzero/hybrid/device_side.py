@@ -8,8 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from rayzero.hybrid.host.bucket_rules import Groups
 from rayzero.hybrid.host.buckets import range_of
-from rayzero.hybrid.host.rules import Groups
 from rayzero.hybrid.host.side import GradientOf
 from rayzero.hybrid.split import Piece
 from rayzero.kernels.optimizer_class import OptimizerMaker, State, by_group, load_into, prepare_states, step_alone

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.hybrid.build import Builder
-from rayzero.hybrid.cost import FractionSearch
+from rayzero.hybrid.fraction_search import FractionSearch
 from rayzero.hybrid.gate import AwayParameter, Gate, attach
 from rayzero.hybrid.host.side import BucketRun
 from rayzero.hybrid.options import HyperLink, OptimizerClass, defaults, fitting

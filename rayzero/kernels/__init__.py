@@ -8,7 +8,7 @@ import logging
 
 from rayzero.errors import ConfigError
 from rayzero.kernels import native
-from rayzero.kernels.base import (
+from rayzero.kernels.kernel import (
     ADAMS,
     AdamMemory,
     AdamOptions,

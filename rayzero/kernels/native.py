@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import UnsupportedError
-from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
+from rayzero.kernels.kernel import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.moments import BLOCK
 from rayzero.kernels.stamps import STAMP, UNDO_BYTES
 from rayzero.protocol.messages import Clamp

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
+from rayzero.kernels.kernel import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.protocol.scattered import Gradient
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rayzero.concurrency.threads import use_torch_threads
-from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
+from rayzero.kernels.kernel import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.side_stream import SideStream
 from rayzero.kernels.stamps import STAMP, TileStamps

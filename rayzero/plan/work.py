@@ -21,7 +21,7 @@ from rayzero.errors import UnsupportedError
 from rayzero.layout.model_layout import ModelLayout, UnitLayout
 from rayzero.memory.pool import buffer_bytes
 from rayzero.modes import MachineMode
-from rayzero.plan.activations import Moved, Offload, offloading
+from rayzero.plan.offloading import Moved, Offload, offloading
 
 __all__ = ["Work", "measure_work"]
 

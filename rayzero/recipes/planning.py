@@ -19,9 +19,9 @@ from rayzero.kernels import adam_states
 from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.process_memory import process_memory
-from rayzero.plan.activations import Offload
 from rayzero.plan.bound import StepBound, StepTraffic, bound_step, step_traffic
 from rayzero.plan.hardware import Hardware, Hosts, measure_here
+from rayzero.plan.offloading import Offload
 from rayzero.plan.programs import Imported, Programs
 from rayzero.plan.tiers import RunBytes, plan_bytes, shares_memory
 from rayzero.plan.work import Work, measure_work

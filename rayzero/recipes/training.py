@@ -30,9 +30,9 @@ from rayzero.plan.programs import Imported
 from rayzero.plan.tiers import check_budgets, check_window
 from rayzero.recipes.data.batch import Corpus
 from rayzero.recipes.data.sources import recipe_corpus
-from rayzero.recipes.export import export_model
 from rayzero.recipes.lm import STEP_FLOPS, train_loop
 from rayzero.recipes.model import build_model
+from rayzero.recipes.model_folder import export_model
 from rayzero.recipes.plan_check import PLAN_STEPS, PlanCheck, measure_hardware
 from rayzero.recipes.planning import (
     RecipePlan,

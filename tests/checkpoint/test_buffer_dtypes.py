@@ -17,7 +17,7 @@ from rayzero.checkpoint.files.tensor_file import TensorFileWriter, declare
 from rayzero.checkpoint.files.tensor_reader import TensorFile
 from rayzero.checkpoint.state_values import from_bytes, to_bytes
 from rayzero.convert.conversion import convert
-from rayzero.convert.export import export_full
+from rayzero.convert.full_export import export_full
 from rayzero.errors import CheckpointError, UnsupportedError
 
 HELD = [

@@ -10,7 +10,7 @@ import pytest
 
 from rayzero.checkpoint import Catalog, stale_folders, sweep_stale
 from rayzero.checkpoint.writer import check_target
-from rayzero.convert.remote import newest_checkpoint
+from rayzero.convert.remote_checkpoints import newest_checkpoint
 from rayzero.errors import CheckpointError
 
 

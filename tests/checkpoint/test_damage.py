@@ -15,7 +15,7 @@ import torch
 
 from rayzero.checkpoint import CheckpointReader, staging_path, sweep_stale, write_rank_state
 from rayzero.checkpoint import writer as writer_module
-from rayzero.convert.remote import newest_checkpoint
+from rayzero.convert.remote_checkpoints import newest_checkpoint
 from rayzero.errors import CheckpointError
 from rayzero.protocol.messages import MASTER, canonical_json
 

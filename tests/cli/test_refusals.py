@@ -25,7 +25,7 @@ from rayzero.cli import ERRORS, exit_code, main, section_of
 from rayzero.cli.train import stopped
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.run import Report
-from rayzero.convert.remote import newest_checkpoint
+from rayzero.convert.remote_checkpoints import newest_checkpoint
 from rayzero.elastic.requests import take
 from rayzero.errors import ConfigError, RankLeftError, RayZeroError
 from rayzero.recipes.lm import train_loop
@@ -241,7 +241,9 @@ def test_a_ray_that_does_not_answer_at_ray_address_is_refused(tmp_path, monkeypa
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stop_before_ray_starts_has_the_shells_code_and_leaves_nothing(tmp_path, monkeypatch, number, code):
-    monkeypatch.setattr("rayzero.recipes.data.windows.WindowCorpus.baseline", lambda *_: os.kill(os.getpid(), number))
+    monkeypatch.setattr(
+        "rayzero.recipes.data.window_corpus.WindowCorpus.baseline", lambda *_: os.kill(os.getpid(), number)
+    )
     (tmp_path / "text.txt").write_bytes(b"to be or not to be. " * 100)
     ended = rayzero("train", "data=text.txt", *SMALL, cwd=tmp_path)
     assert ended.code == code, ended

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from rayzero.cluster.files.run_record import read_record
-from rayzero.convert.remote import newest_checkpoint
+from rayzero.convert.remote_checkpoints import newest_checkpoint
 
 from .processes import SCRIPT, listens, start_script, still_there, until_it_trains
 from .ray_cluster import Cluster, run_ray, submit, two_nodes

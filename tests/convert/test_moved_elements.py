@@ -13,7 +13,7 @@ from torch import Tensor
 from rayzero.convert.formats.content import Content, Reader, WeightDecl
 from rayzero.convert.published import moved
 from rayzero.convert.published.moved import Strided, Trace
-from rayzero.convert.published.reader import TranslatedReader
+from rayzero.convert.published.translated_reader import TranslatedReader
 from rayzero.convert.published.translation import Translation, no_values
 from rayzero.errors import UnsupportedError
 

@@ -20,7 +20,13 @@ import rayzero
 from rayzero.checkpoint import CheckpointReader
 from rayzero.config import RunConfig
 from rayzero.convert.conversion import convert
-from rayzero.convert.remote import Uploads, fetch_checkpoint, newest_checkpoint, newest_url, upload_checkpoint
+from rayzero.convert.remote_checkpoints import (
+    Uploads,
+    fetch_checkpoint,
+    newest_checkpoint,
+    newest_url,
+    upload_checkpoint,
+)
 from rayzero.convert.storage import RemoteFolder, is_url
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import CheckpointError, CheckpointWriteError, ConfigError, UnsupportedError

@@ -13,7 +13,7 @@ from torch import nn
 import rayzero
 from rayzero.checkpoint import CheckpointReader
 from rayzero.checkpoint import writer as checkpoint_writer
-from rayzero.convert.remote import newest_checkpoint
+from rayzero.convert.remote_checkpoints import newest_checkpoint
 from rayzero.engine.context import RankContext
 from rayzero.errors import CheckpointError, CheckpointWriteError
 from rayzero.testing import run_ranks

@@ -12,7 +12,7 @@ import torch
 
 from rayzero.errors import StoreError
 from rayzero.kernels import choose_kernel
-from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
+from rayzero.kernels.kernel import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.native import load
 from rayzero.kernels.stamps import STAMP, UNDO_BYTES, TileStamps
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from rayzero.config import ZeroConfig
 from rayzero.errors import UnsupportedError
 from rayzero.kernels import choose_kernel, native
-from rayzero.kernels.base import AdamMemory, AdamOptions, Segment
+from rayzero.kernels.kernel import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.reference import ReferenceKernel
 from rayzero.kernels.torch_kernel import TorchKernel

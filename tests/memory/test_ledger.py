@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rayzero.memory.heap import HeapUse, heap_use
-from rayzero.memory.ledger import LedgerCount, ledger_rest, without_model
+from rayzero.memory.ledger_count import LedgerCount, ledger_rest, without_model
 from rayzero.memory.process_memory import ProcessMemory, process_memory
 
 MIB = 1 << 20

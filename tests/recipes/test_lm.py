@@ -17,13 +17,12 @@ from safetensors.torch import load_file
 from rayzero.checkpoint import CheckpointReader
 from rayzero.checkpoint.state_values import from_bytes, to_bytes
 from rayzero.concurrency.futures import settled
-from rayzero.convert.export import export_full
+from rayzero.convert.full_export import export_full
 from rayzero.engine import begin_checkpoint, get_context, save_checkpoint
 from rayzero.engine.context import RankContext
 from rayzero.protocol.messages import CheckpointInfo
 from rayzero.recipes.data.sources import recipe_corpus, recipe_text
 from rayzero.recipes.data.text import batch_seed, train_batch
-from rayzero.recipes.export import export_model
 from rayzero.recipes.lm import (
     LanguageModelRun,
     LateRow,
@@ -35,6 +34,7 @@ from rayzero.recipes.lm import (
     train_loop,
 )
 from rayzero.recipes.model import build_model
+from rayzero.recipes.model_folder import export_model
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.run_log import merge_reports
 from rayzero.telemetry.names import STEP_SECONDS

@@ -19,7 +19,7 @@ from rayzero.cluster.files.run_lock import LOCK, RunLock
 from rayzero.cluster.files.run_record import RECORD, RunRecord, read_record
 from rayzero.cluster.run import RunState
 from rayzero.config import RunConfig
-from rayzero.convert.remote import local_checkpoint
+from rayzero.convert.remote_checkpoints import local_checkpoint
 from rayzero.errors import CheckpointError, ConfigError
 from rayzero.files import replace_file, to_json
 from rayzero.slabs.hold import Hold

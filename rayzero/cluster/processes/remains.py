@@ -8,7 +8,7 @@ from pathlib import Path
 
 import ray
 
-from rayzero.slabs.janitor import SlabJanitor
+from rayzero.slabs.slab_janitor import SlabJanitor
 from rayzero.slabs.sweep import sweep
 
 __all__ = ["Remains", "leaving_nothing"]

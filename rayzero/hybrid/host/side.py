@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayzero.hybrid.host.bucket_copies import bring, send
+from rayzero.hybrid.host.bucket_rules import Rule
 from rayzero.hybrid.host.buckets import Bucket, range_of
-from rayzero.hybrid.host.rules import Rule
-from rayzero.hybrid.host.transfers import bring, send
 from rayzero.hybrid.options import HyperLink
 from rayzero.hybrid.split import Piece
 from rayzero.lanes import Event, Lane

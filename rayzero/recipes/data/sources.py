@@ -19,7 +19,7 @@ from rayzero.recipes.data.text import (
     make_tokenizer,
     require_enough,
 )
-from rayzero.recipes.data.windows import WindowCorpus
+from rayzero.recipes.data.window_corpus import WindowCorpus
 from rayzero.recipes.recipe import STREAM_PREFIX, RecipeConfig
 
 __all__ = ["recipe_corpus", "recipe_text"]
