@@ -190,7 +190,7 @@ def locked_memory() -> Finding:
 def open_files() -> Finding:
     """How many files and connections a process of a run may have open here, and for how many ranks that is enough."""
     from rayzero.concurrency.open_files import open_files_allowed
-    from rayzero.store.open_files import files_of_owner, most_ranks
+    from rayzero.store.file_counts import files_of_owner, most_ranks
 
     allowed = open_files_allowed(*resource.getrlimit(resource.RLIMIT_NOFILE))
     ranks, owners = count(most_ranks(allowed, _OWNERS), "rank"), count(_OWNERS, "optimizer")

@@ -189,7 +189,7 @@ def format_plan(planned: RecipePlan) -> str:
 def _describe_files(recipe: RecipeConfig, hosts: int) -> str:
     """How many files the run's processes may have open, for people."""
     from rayzero.protocol.ownership import device_owners
-    from rayzero.store.open_files import files_of_owner, files_of_rank
+    from rayzero.store.file_counts import files_of_owner, files_of_rank
 
     ranks, alone = recipe.scaling.num_workers, recipe.scaling.num_optimizers
     beside = device_owners(ranks, recipe.zero.host_fraction)

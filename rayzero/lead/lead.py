@@ -21,9 +21,9 @@ from rayzero.concurrency.futures import fail, failed, settle, settled, when_all
 from rayzero.errors import RayZeroError, StepMismatchError, StoreClosedError, StoreError
 from rayzero.lead.checkpoints import CheckpointRequest, CheckpointRequests
 from rayzero.lead.decide import agreed, check_hyper, decide, nonfinite_error, total_norm
+from rayzero.lead.decision_journal import DecisionJournal, DecisionRecord, tell_decision
 from rayzero.lead.hearing import Hearing, open_steps, rounds_of, writes_made
 from rayzero.lead.impasse import clipped_unlike, impasse, rank_left
-from rayzero.lead.journal import DecisionJournal, DecisionRecord, tell_decision
 from rayzero.lead.means import Means
 from rayzero.lead.round import CallsAhead, Pass, Round, have, owing
 from rayzero.lead.writes import WriteRequests

@@ -24,12 +24,12 @@ from rayzero.errors import (
 from rayzero.owner.checkpoint import CheckpointWriter
 from rayzero.owner.gradients.contributions import Contributions
 from rayzero.owner.memory import DeviceMemory, LeftOnDevice, MemoryMaker, PrivateMemoryMaker
-from rayzero.owner.model import OwnedModel, build_model, check_same
+from rayzero.owner.owned_model import OwnedModel, build_model, check_same
 from rayzero.owner.publisher import Listener, Publisher
 from rayzero.owner.shard import OwnedShard, ShardState
+from rayzero.owner.staged_writes import StagedWrites
 from rayzero.owner.updater import Updater
 from rayzero.owner.updates import StepUpdates
-from rayzero.owner.writes import StagedWrites
 from rayzero.protocol.gradient_sum import GradientMemory
 from rayzero.protocol.messages import (
     Attached,

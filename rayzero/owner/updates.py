@@ -9,7 +9,7 @@ from itertools import groupby
 
 from rayzero.owner.checkpoint import CheckpointWriter
 from rayzero.owner.gradients.contributions import Contributions
-from rayzero.owner.model import OwnedModel
+from rayzero.owner.owned_model import OwnedModel
 from rayzero.owner.publisher import Publisher
 from rayzero.owner.shard import Contributors, OwnedShard, ShardState, ShardWork, StepWork
 from rayzero.owner.update.group_norms import GroupNorms

@@ -153,7 +153,7 @@ class MemoryStats(_Merged):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freed(_Merged):
-    """What one kind of action gave back: bytes by the measure that the action changes (engine/memory.py)."""
+    """What one kind of action gave back: bytes by the measure that the action changes (engine/engine_memory.py)."""
 
     count: int = 0
     bytes: int | None = None

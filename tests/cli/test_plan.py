@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rayzero.cli import app, main
-from rayzero.store.open_files import files_of_owner, files_of_rank
+from rayzero.store.file_counts import files_of_owner, files_of_rank
 
 SMALL = ["num_layers=2", "dim=64", "seq_len=32", "batch_size=2"]
 

@@ -14,7 +14,7 @@ from rayzero.cluster.processes.worker_groups import WorkerGroup
 from rayzero.cluster.run import Member
 from rayzero.config import ZeroConfig
 from rayzero.slabs.hold import held_in
-from rayzero.store.open_files import files_of_owner
+from rayzero.store.file_counts import files_of_owner
 from rayzero.store.shm.same_host import why_no_sharing
 
 

@@ -12,7 +12,7 @@ import pytest
 from rayzero.cluster.nodes.open_files import files_needed, too_few_files
 from rayzero.cluster.run import Member
 from rayzero.concurrency.open_files import MOST, soft_limit_to_ask_for
-from rayzero.store.open_files import PROCESS, files_of_owner, files_of_rank
+from rayzero.store.file_counts import PROCESS, files_of_owner, files_of_rank
 from rayzero.store.owner.tensor_port import ENTERING
 
 

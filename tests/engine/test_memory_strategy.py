@@ -19,7 +19,7 @@ from rayzero import ZeroConfig
 from rayzero.config import AutoMemoryStrategy
 from rayzero.engine.context import RankContext
 from rayzero.engine.engine import Engine
-from rayzero.engine.memory import MemoryStrategy
+from rayzero.engine.engine_memory import MemoryStrategy
 from rayzero.engine.units.param_unit import UnitState
 from rayzero.memory.pressure import Pressure, PressureGauge, Resource
 from rayzero.memory.process_memory import Stalls
@@ -242,7 +242,7 @@ def test_each_change_is_one_line_and_every_action_is_counted(
     model, optimizer, engine = prepared(base, tight(base, spare=4))
     level = 0.3
     pressed = Pressed(engine, A.BALANCED, lambda: level)
-    caplog.set_level(logging.INFO, "rayzero.engine.memory")
+    caplog.set_level(logging.INFO, "rayzero.engine.engine_memory")
     for level in (0.3, 0.3, 0.63, 0.63, 0.9, 0.9, 0.9, 0.3, 0.3):  # noqa: B007, level is read by the gauge
         train(model, optimizer, 1)
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]

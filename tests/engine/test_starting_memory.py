@@ -24,7 +24,7 @@ from rayzero.engine.context import RankContext, running_in
 from rayzero.owner.service import ShardService
 from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.sweep import SHARED_MEMORY
-from rayzero.store.owner.memory.shared_memory import SharedOwner
+from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore

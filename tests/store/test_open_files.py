@@ -1,4 +1,4 @@
-"""What processes have open, counted, and what rayzero/store/open_files.py says that they may have."""
+"""What processes have open, counted, and what rayzero/store/file_counts.py says that they may have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forked import forked
 
 from rayzero.concurrency.processes import this_process
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.open_files import PROCESS, files_of_owner, files_of_rank, most_ranks, tensor_connections
+from rayzero.store.file_counts import PROCESS, files_of_owner, files_of_rank, most_ranks, tensor_connections
 from rayzero.store.rank.transfers import wire as wire_transfers
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.store.wire import translate

@@ -25,7 +25,7 @@ from rayzero.owner.service import ShardService
 from rayzero.owner.update import rules
 from rayzero.protocol.messages import Action, Decision, ModelSpec
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
-from rayzero.store.owner.memory.shared_memory import SharedOwner
+from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.plan import SharedPlan

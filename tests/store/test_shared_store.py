@@ -25,7 +25,7 @@ from rayzero.memory.planner import plan_owner
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import MEAN_BYTES, MeanInput, ModelSpec
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
-from rayzero.store.owner.memory.shared_memory import SharedOwner
+from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.remote import RemoteConnection

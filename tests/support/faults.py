@@ -97,7 +97,7 @@ _ENGINE, _STEP, _STORE = (
 POINTS = {
     # an owner: its start, also as a successor
     "owner.start": Point("rayzero.store.owner.hosted:HostedModels._make", _BEFORE),
-    "owner.took-over": Point("rayzero.store.owner.memory.shared_memory:SharedOwner._take_over", _AFTER),
+    "owner.took-over": Point("rayzero.store.owner.memory.shared_owner:SharedOwner._take_over", _AFTER),
     "owner.attach": Point(f"{_SERVICE}.attach", _BEFORE),
     "owner.redo": Point(f"{_SERVICE}.redo", _BEFORE, repeats=True),
     # an owner: a step
@@ -129,7 +129,7 @@ POINTS = {
     "owner.settled": Point(f"{_SERVER}.settle", _AFTER),
     "owner.prepare": Point(f"{_SERVER}.prepare", _BEFORE, repeats=True),
     "owner.preparing": Point("rayzero.store.owner.memory.next_epoch:_fill", _BEFORE),
-    "owner.gives": Point("rayzero.store.owner.memory.shared_memory:SharedOwner.carried", _BEFORE),
+    "owner.gives": Point("rayzero.store.owner.memory.shared_owner:SharedOwner.carried", _BEFORE),
     "owner.takes-in": Point("rayzero.store.owner.memory.next_epoch:_take_in", _BEFORE),
     "owner.prepared": Point(f"{_SERVER}.prepare", _AFTER),
     "owner.let-stand": Point(f"{_SERVER}.let_stand", _BEFORE, repeats=True),
@@ -141,12 +141,12 @@ POINTS = {
     "lead.finish": Point(f"{_LEAD}.finish", _BEFORE, repeats=True),
     "lead.commit": Point(f"{_LEAD}.commit", _BEFORE, repeats=True),
     "lead.norm": Point(f"{_LEAD}._take_parts", _AFTER),
-    "lead.before-record": Point("rayzero.lead.journal:DecisionJournal.write", _BEFORE),
+    "lead.before-record": Point("rayzero.lead.decision_journal:DecisionJournal.write", _BEFORE),
     "lead.record": Point(
-        "rayzero.store.owner.memory.shared_memory:write_record", _INSIDE, inside=strikes.die_in_the_record
+        "rayzero.store.owner.memory.shared_owner:write_record", _INSIDE, inside=strikes.die_in_the_record
     ),
-    "lead.after-record": Point("rayzero.lead.journal:DecisionJournal.write", _AFTER),
-    "lead.ordered": Point("rayzero.store.owner.peers.shared:SharedPeer.apply", _AFTER),
+    "lead.after-record": Point("rayzero.lead.decision_journal:DecisionJournal.write", _AFTER),
+    "lead.ordered": Point("rayzero.store.owner.peers.shared_peer:SharedPeer.apply", _AFTER),
     "lead.tell": Point(f"{_LEAD}._tell_ranks", _BEFORE),
     "lead.mean": Point(f"{_LEAD}.mean", _BEFORE, repeats=True),
     "lead.write": Point(f"{_LEAD}.write", _BEFORE),  # each counts: whoever brings calls to the lead drops repeats
@@ -155,7 +155,7 @@ POINTS = {
     "lead.before-manifest": Point("rayzero.checkpoint.writer:_commit_staged", _BEFORE),
     "lead.after-manifest": Point("rayzero.checkpoint.writer:_commit_staged", _AFTER),
     "lead.call": Point(
-        "rayzero.store.owner.peers.wire:_Channel.call",
+        "rayzero.store.owner.peers.wire_peer:_Channel.call",
         _BEFORE,
         repeats=True,
         lost=strikes.lose_order,

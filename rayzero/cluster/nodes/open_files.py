@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from rayzero.cluster.run import Member, optimizer_name, rank_name
 from rayzero.quantities import count
-from rayzero.store.open_files import PROCESS, files_of_owner, files_of_rank
+from rayzero.store.file_counts import PROCESS, files_of_owner, files_of_rank
 
 _CALLS = 2  # connections of Ray's between the driver or the coordinator and each other process
 

@@ -15,7 +15,7 @@ from rayzero.checkpoint.state_values import from_bytes, to_bytes
 from rayzero.engine.loop.rank_state import names_of, set_generator_states
 from rayzero.engine.optimizer.param_groups import ResumedGroups
 from rayzero.engine.start.buffers import fill_buffers
-from rayzero.engine.units.writes import WrittenUnits
+from rayzero.engine.units.written_units import WrittenUnits
 from rayzero.errors import StateLostError, UntrackedError
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, Attached, LoopState
 from rayzero.protocol.store import ParameterStore

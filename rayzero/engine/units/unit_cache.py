@@ -35,7 +35,7 @@ from rayzero.engine.units.residency import Residency
 from rayzero.engine.units.schedule import Phase, UnitSchedule
 from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.use_times import UseTimes
-from rayzero.engine.units.writes import WrittenUnits
+from rayzero.engine.units.written_units import WrittenUnits
 from rayzero.errors import MemoryPlanError, UnsupportedError
 from rayzero.memory.pool import buffer_bytes
 from rayzero.protocol.bits import same_bits

@@ -27,11 +27,11 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.long_polls import Repeats, ended, result_of
 from rayzero.store.owner.calls.spoken import answers_to, begin_said
 from rayzero.store.owner.known_specs import KnownSpecs
-from rayzero.store.owner.memory.shared_memory import SharedOwner
+from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.pushes import receive_push
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.owner.tensor_port import OwnerStream
-from rayzero.store.owner.transfers import UploadStream, connection_of, open_connection
+from rayzero.store.owner.upload_stream import UploadStream, connection_of, open_connection
 from rayzero.store.wire import translate
 from rayzero.store.wire.payload import byte_view, encode_shard
 from rayzero.store.wire.rpc import (

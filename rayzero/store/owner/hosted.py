@@ -10,13 +10,13 @@ import torch
 
 from rayzero.memory.planner import check_budget
 from rayzero.owner.memory import LeftOnDevice
-from rayzero.owner.model import plan_change
+from rayzero.owner.owned_model import plan_change
 from rayzero.owner.service import CPU, ShardService
 from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.slab import Slab
 from rayzero.store.owner.by_model import ByModel
-from rayzero.store.owner.memory.shared_memory import SharedOwner
+from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.telemetry.recorder import LaterModelRecorder, NullRecorder, Recorder
 
 

@@ -16,7 +16,7 @@ from rayzero.store.owner.calls.long_polls import result_of
 from rayzero.store.owner.calls.refused import WrongSenderError
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.owner.tensor_port import ShardDestination
-from rayzero.store.owner.transfers import UploadStream
+from rayzero.store.owner.upload_stream import UploadStream
 from rayzero.store.wire import translate
 from rayzero.store.wire.payload import byte_view
 

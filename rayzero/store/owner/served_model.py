@@ -28,8 +28,8 @@ from rayzero.store.owner.calls.rank_links import RankLinks
 from rayzero.store.owner.calls.running_calls import RunningCalls
 from rayzero.store.owner.calls.spoken import Voices
 from rayzero.store.owner.hosted import Hosted
-from rayzero.store.owner.peers.shared import SharedPeer
-from rayzero.store.owner.peers.wire import RemotePeer
+from rayzero.store.owner.peers.shared_peer import SharedPeer
+from rayzero.store.owner.peers.wire_peer import RemotePeer
 from rayzero.store.owner.publish_streams import PublishStreams
 from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.owner.tensor_port import TensorPort

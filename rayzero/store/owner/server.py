@@ -26,7 +26,7 @@ from rayzero.store.owner.handlers import ModelCalls
 from rayzero.store.owner.health import Health
 from rayzero.store.owner.hosted import Hosted, HostedModels
 from rayzero.store.owner.memory.next_epoch import PreparedMemory, prepare
-from rayzero.store.owner.memory.shared_memory import SharedOwner
+from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.peers.shard_source import RemoteShards
 from rayzero.store.owner.served_model import ServedModel, ServerTerms
 from rayzero.store.owner.tensor_port import TensorPort

@@ -24,7 +24,7 @@ from torch import Tensor
 from rayzero.errors import HandshakeError, StateLostError, StoreError
 from rayzero.layout.model_layout import Shard
 from rayzero.memory.planner import check_shared
-from rayzero.owner.model import choose_rule
+from rayzero.owner.owned_model import choose_rule
 from rayzero.owner.shard import OwnedShard, allocate
 from rayzero.protocol.gradient_sum import has_totals
 from rayzero.protocol.messages import ModelSpec

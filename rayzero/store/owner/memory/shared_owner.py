@@ -25,7 +25,7 @@ from rayzero.slabs.header import check_header, lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import SHARED_MEMORY, sweep
 from rayzero.store.owner.memory.control_slab import ControlSlab
-from rayzero.store.owner.memory.moved import free_moved
+from rayzero.store.owner.memory.moved_shards import free_moved
 from rayzero.store.owner.memory.next_epoch import carried
 from rayzero.store.owner.memory.slabs import FormerSlabs, OwnerSlabs, former_loops
 from rayzero.store.owner.step_calls import StepCalls

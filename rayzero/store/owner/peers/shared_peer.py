@@ -10,9 +10,9 @@ from rayzero.concurrency.futures import settled, then
 from rayzero.errors import StoreError
 from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Record, Write
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.owner.memory.shared_memory import SharedOwner
+from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.peers.orders import apply_request, collect_request
-from rayzero.store.owner.peers.wire import RemotePeer
+from rayzero.store.owner.peers.wire_peer import RemotePeer
 from rayzero.store.wire import translate
 
 
