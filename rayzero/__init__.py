@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayzero.cluster.scale import scale
+    from rayzero.cluster.scale_call import scale
     from rayzero.cluster.trainer import Result, ZeroTrainer
     from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
     from rayzero.convert.remote_checkpoints import newest_checkpoint
@@ -83,7 +83,7 @@ _HOMES = {
     "report": "rayzero.engine.context",
     "begin_checkpoint": "rayzero.engine.checkpoint.save",
     "save_checkpoint": "rayzero.engine.checkpoint.save",
-    "scale": "rayzero.cluster.scale",
+    "scale": "rayzero.cluster.scale_call",
     "stats": "rayzero.engine.stats",
     "track": "rayzero.engine.context",
 }

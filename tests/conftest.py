@@ -50,8 +50,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Processes that test files start begin with pytest, which they import too: 0.2 s each. And see ``_keep``: the
     thousands of collected tests, and what collecting them has imported."""
-    if "rayzero.testing.processes" in sys.modules:  # else no test here needs torch
-        sys.modules["rayzero.testing.processes"].PRELOADED.insert(0, "pytest")
+    if "rayzero.testing.rank_processes" in sys.modules:  # else no test here needs torch
+        sys.modules["rayzero.testing.rank_processes"].PRELOADED.insert(0, "pytest")
     _keep()
 
 
@@ -96,7 +96,7 @@ def local_ray() -> Iterator[None]:
 def forked_with_trainers() -> None:
     """Start the server anew that forks the processes of ranks, with what the integrations import: each process would
     import it again, which takes 4 s."""
-    from rayzero.testing.processes import PRELOADED  # not above: it imports torch, which many tests do without
+    from rayzero.testing.rank_processes import PRELOADED  # not above: it imports torch, which many tests do without
 
     forkserver._forkserver._stop()  # the one that runs has imported something else
     *ours, last = PRELOADED

@@ -56,7 +56,7 @@ class Forked:
 def forked(program: str, *arguments: object, quiet: bool = False) -> Iterator[Forked]:
     """A process that runs a program, with ``arguments`` in ``sys.argv`` from 1 on, and talks through pipes. It is
     killed in the end. ``quiet``: what it says on its standard error is dropped."""
-    from rayzero.testing.processes import PRELOADED  # not above: it imports torch
+    from rayzero.testing.rank_processes import PRELOADED  # not above: it imports torch
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)  # takes effect unless there is a server, which has imported them, too

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from rayzero.cli.text.slabs import dead_run_lines, slab_lines, slab_sum, swept
+from rayzero.cli.text.slab_lines import dead_run_lines, slab_lines, slab_sum, swept
 from rayzero.files import to_json
 from rayzero.quantities import count, format_bytes
 

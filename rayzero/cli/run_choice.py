@@ -26,7 +26,7 @@ RunName = Annotated[
 def newest_run(parent: Path = RUNS) -> Path:
     """The run in ``parent`` that started last. Raises ConfigError if there is none, or if a damaged record does not say
     when its run started."""
-    from rayzero.cluster.files.status import list_runs
+    from rayzero.cluster.files.run_status import list_runs
 
     try:
         records = list_runs(parent)

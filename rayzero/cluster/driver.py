@@ -23,7 +23,7 @@ from rayzero.cluster.interrupts import postponed
 from rayzero.cluster.janitor import KeptStates
 from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.loggers.children import Loggers
-from rayzero.cluster.nodes.placement import placed
+from rayzero.cluster.nodes.reservation import placed
 from rayzero.cluster.nodes.resources import Placement, ResourcePlan, plan_resources, rescaled
 from rayzero.cluster.nodes.session import alive_nodes, ray_session
 from rayzero.cluster.run import Recovery, RunState, rank_name

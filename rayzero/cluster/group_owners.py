@@ -29,7 +29,7 @@ from rayzero.cluster.continuation import Continuation, Former, Lost, await_left,
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import KeptStates
 from rayzero.cluster.journal import Journal
-from rayzero.cluster.nodes.placement import Reservation
+from rayzero.cluster.nodes.reservation import Reservation
 from rayzero.cluster.processes.remains import Remains
 from rayzero.cluster.processes.worker_groups import GroupStart, WorkerGroup, WorkerGroups
 from rayzero.cluster.run import RunState

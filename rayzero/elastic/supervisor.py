@@ -1,7 +1,7 @@
 """Carries out what the ``Controller`` decides, wherever a run's processes are.
 
 What happens to processes comes as events. The controller answers each with actions, and a ``Processes`` starts, calls
-and ends processes for them: on this machine (``rayzero/testing/processes.py``) or on a cluster
+and ends processes for them: on this machine (``rayzero/testing/rank_processes.py``) or on a cluster
 (``cluster/upkeep/ray_processes.py``). Nothing here waits, so the order of events is all that a run depends on.
 """
 

@@ -41,7 +41,7 @@ from ray import train
 from ray.train.torch import get_device
 
 from rayzero.cluster.group_owners import GroupOwners
-from rayzero.cluster.nodes.placement import placed
+from rayzero.cluster.nodes.reservation import placed
 from rayzero.cluster.nodes.resources import plan_optimizers
 from rayzero.cluster.nodes.session import ray_session
 from rayzero.cluster.processes.remains import leaving_nothing

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from rayzero.cluster.processes.coordinator import Received
-from rayzero.cluster.processes.reports import ReportChannel, ReportGauges, ReportSender, RunGoneError
+from rayzero.cluster.processes.report_channel import ReportChannel, ReportGauges, ReportSender, RunGoneError
 from rayzero.cluster.run import Report
 from rayzero.engine.loop.reports import RecentReports
 from rayzero.errors import StoreClosedError

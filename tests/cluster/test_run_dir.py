@@ -23,7 +23,7 @@ from rayzero.cli.run_choice import newest_run
 from rayzero.cluster.continuation import States, Successor
 from rayzero.cluster.files.run_dir import RunDirectory, checkpoints_of, find_start
 from rayzero.cluster.files.run_record import DriverProcess, RunRecord, read_record
-from rayzero.cluster.files.status import run_status
+from rayzero.cluster.files.run_status import run_status
 from rayzero.cluster.nodes.session import ray_session
 from rayzero.cluster.run import RunState
 from rayzero.config import RunConfig
@@ -379,8 +379,8 @@ def test_an_attempt_that_failed_is_not_the_end_of_a_run_before_its_driver_says_s
     record = {"run": "demo", "state": "starting", "started_at": time.time(), "driver": me}
     (tmp_path / "run.json").write_text(json.dumps(record))
     told = {"state": "failed", "error": "rank 1 died", "reports_dropped": 3}
-    monkeypatch.setattr("rayzero.cluster.files.status.ray.is_initialized", lambda: True)
-    monkeypatch.setattr("rayzero.cluster.files.status._ask_coordinator", lambda _: told)
+    monkeypatch.setattr("rayzero.cluster.files.run_status.ray.is_initialized", lambda: True)
+    monkeypatch.setattr("rayzero.cluster.files.run_status._ask_coordinator", lambda _: told)
     assert run_status(tmp_path).items() >= (record | {"reports_dropped": 3}).items()
 
 

@@ -30,7 +30,7 @@ from rayzero.telemetry.recorder import Recorder
 from rayzero.testing import run_ranks
 from rayzero.testing.owners import ServedReach, Service
 from rayzero.testing.place import RankPlace
-from rayzero.testing.processes import OwnerProcesses, run_processes
+from rayzero.testing.rank_processes import OwnerProcesses, run_processes
 
 pytestmark = [
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),

@@ -18,7 +18,7 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
-from rayzero.testing.processes import PRELOADED
+from rayzero.testing.rank_processes import PRELOADED
 
 TOKEN = "the token of this test run"
 RUN = "whole"

@@ -24,7 +24,7 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
-from rayzero.testing.processes import PRELOADED
+from rayzero.testing.rank_processes import PRELOADED
 
 from .stores import TOKEN, inprocess
 from .test_succession import CLIP, KINDS, RANKS, gradients

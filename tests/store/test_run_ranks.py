@@ -21,7 +21,7 @@ from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.names import TRANSFER_BYTES, TRANSFER_RAW_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import run_ranks
-from rayzero.testing.processes import PRELOADED
+from rayzero.testing.rank_processes import PRELOADED
 
 _STALL_S = 60.0
 _AT_ONCE_S = 20.0  # far from the stall timeout, on a crowded machine

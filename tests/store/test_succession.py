@@ -31,7 +31,7 @@ from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.signals import available
-from rayzero.testing.processes import PRELOADED
+from rayzero.testing.rank_processes import PRELOADED
 
 from .stores import TOKEN, inprocess
 from .toy import WAIT, make_spec, random_grads, start, take_step

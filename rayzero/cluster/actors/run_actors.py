@@ -38,9 +38,9 @@ from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import Janitor, KeptStates
 from rayzero.cluster.loop import PackedLoop
-from rayzero.cluster.nodes.open_files import too_few_files
+from rayzero.cluster.nodes.file_limits import too_few_files
 from rayzero.cluster.nodes.owner_places import OwnerPlace, OwnerPlaces, hosts
-from rayzero.cluster.nodes.placement import Reservation
+from rayzero.cluster.nodes.reservation import Reservation
 from rayzero.cluster.nodes.session import alive_nodes, answered, ray_answers
 from rayzero.cluster.processes.coordinator import this_process
 from rayzero.cluster.processes.optimizer_actor import OptimizerActor

@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rayzero.cluster.nodes.placement import Reservation
+from rayzero.cluster.nodes.reservation import Reservation
 from rayzero.cluster.nodes.resources import matches
 from rayzero.cluster.nodes.session import ray_answers
 from rayzero.errors import ConfigError

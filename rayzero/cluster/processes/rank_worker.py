@@ -23,7 +23,7 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
     from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
     from rayzero.cluster.processes.remains import Remains, leaving_nothing
-    from rayzero.cluster.processes.reports import ReportChannel, ReportGauges, ReportSender, RunGoneError
+    from rayzero.cluster.processes.report_channel import ReportChannel, ReportGauges, ReportSender, RunGoneError
     from rayzero.cluster.run import Load, Member, Report, rank_name
     from rayzero.cluster.supervision import RankOutcome, failure_of
     from rayzero.config import CheckpointErrors, ZeroConfig

@@ -31,8 +31,8 @@ from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing.owners import OwnersHere, OwnReach, ServedReach, Service, local_owners, served_owners
 from rayzero.testing.place import Connect, Loop, RankPlace, T
-from rayzero.testing.processes import FaultInjector, OwnerProcesses, run_processes
-from rayzero.testing.threads import run_threads
+from rayzero.testing.rank_processes import FaultInjector, OwnerProcesses, run_processes
+from rayzero.testing.rank_threads import run_threads
 
 Transport = Literal["inproc", "grpc", "shm"]
 
