@@ -46,7 +46,7 @@ from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.rank.stall import StallWatch
-from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.traffic import count_bytes
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 

@@ -23,7 +23,7 @@ from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.shm import loop_slab
 from rayzero.store.shm.former_ranks import remove_former_lives
 from rayzero.store.shm.loop_slab import LoopSlab
-from rayzero.store.shm.plan import SharedPlan, life_of, of_lineage, rank_incarnation
+from rayzero.store.shm.shared_plan import SharedPlan, life_of, of_lineage, rank_incarnation
 from rayzero.store.wire import translate
 from store.stores import StoreFactory
 from store.toy import WAIT, make_spec, random_grads, start, take_step

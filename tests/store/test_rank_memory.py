@@ -16,7 +16,7 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.rank.memory import rank_memory
 from rayzero.store.rank.memory.rank_memory import RankMemory
 from rayzero.store.rank.publish_board import PublishBoard
-from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available
 
 from .toy import WAIT, make_spec

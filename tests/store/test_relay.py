@@ -28,7 +28,7 @@ from rayzero.store.rank.memory.relay_memory import RelayMemory
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.store import RankStore
 from rayzero.store.rank.transfers.host_fetches import HostFetches
-from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
@@ -178,7 +178,7 @@ import sys
 from pathlib import Path
 from store.toy import make_spec
 from rayzero.store.rank.memory.relay_memory import RelayMemory
-from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.shared_plan import SharedPlan
 spec = make_spec(2)
 memory = RelayMemory.join(SharedPlan.of(spec, 2), [], sys.argv[2], 0, Path(sys.argv[1]), patience_s=20.0)
 for shard in spec.layout.shards:

@@ -25,8 +25,8 @@ from rayzero.store.owner.memory.slabs import OwnerSlabs
 from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.shm.mailbox import SLOTS, Cells
-from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.shard_lines import ShardLines
+from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import Cell, available
 from rayzero.store.shm.words import Stamps, cells_of
 

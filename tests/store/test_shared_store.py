@@ -31,7 +31,7 @@ from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.select import connect_store
 from rayzero.store.rank.store import RankStore
-from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available
 from rayzero.store.shm.words import Stamps
 from rayzero.telemetry.names import TRANSFER_BYTES

@@ -19,7 +19,7 @@ from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.stall import StallWatch
 from rayzero.store.rank.transfers.wire import WireOptions
 from rayzero.store.rank.ways import Ways
-from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available
 from rayzero.telemetry.recorder import NullRecorder
 

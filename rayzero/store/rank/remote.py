@@ -33,7 +33,7 @@ from rayzero.store.rank.store import closed_error
 from rayzero.store.rank.transfers.wire import WireOptions
 from rayzero.store.rank.voice.participant import VoiceParticipant
 from rayzero.store.rank.ways import Ways
-from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import from_failure
 from rayzero.telemetry.recorder import NullRecorder, Recorder

@@ -13,7 +13,7 @@ from rayzero.protocol.messages import AT_HOME, IN_TOTAL, ModelSpec, SharedPaths
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import Slab
-from rayzero.store.shm.plan import RANK, SharedPlan, life_of, of_lineage
+from rayzero.store.shm.shared_plan import RANK, SharedPlan, life_of, of_lineage
 from rayzero.store.shm.words import Stamps
 
 

@@ -13,7 +13,7 @@ from rayzero.errors import HandshakeError
 from rayzero.protocol.messages import LOOP_PARTS, LOOP_STEPS, LoopState
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
-from rayzero.store.shm.plan import RANK, SharedPlan, of_lineage
+from rayzero.store.shm.shared_plan import RANK, SharedPlan, of_lineage
 from rayzero.store.shm.signals import Cell
 from rayzero.store.shm.words import region
 

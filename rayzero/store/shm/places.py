@@ -16,7 +16,7 @@ from rayzero.layout.model_layout import Shard
 from rayzero.slabs.arena import SlabPlace
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import Slab
-from rayzero.store.shm.plan import PLACE_BYTES, PLACES
+from rayzero.store.shm.shared_plan import PLACE_BYTES, PLACES
 from rayzero.store.shm.words import region
 
 PARAMS = 0  # the number of the published parameters; states follow, in the order in which they are allocated

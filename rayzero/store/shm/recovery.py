@@ -23,8 +23,8 @@ from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import FoundSlab
 from rayzero.store.shm.loop_slab import LoopSlab
-from rayzero.store.shm.plan import ON_DEVICE, RANK, life_of
 from rayzero.store.shm.shard_lines import APPLIED, DECIDED, INDEX, PUBLISHED, TILES, tile_stamps
+from rayzero.store.shm.shared_plan import ON_DEVICE, RANK, life_of
 from rayzero.store.shm.signals import load_acquire_64
 from rayzero.store.shm.words import leads, read_ownership, read_records, region, stands
 

@@ -26,7 +26,7 @@ from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import FormerShard, Published
 from rayzero.protocol.totals import Total
 from rayzero.slabs.slab import Slab
-from rayzero.store.shm.plan import LINE_BYTES, ON_DEVICE, SLICE_BYTES, SharedPlan
+from rayzero.store.shm.shared_plan import LINE_BYTES, ON_DEVICE, SLICE_BYTES, SharedPlan
 from rayzero.store.shm.signals import changed, load_acquire_64, store_release_64
 from rayzero.store.shm.words import region
 

@@ -17,7 +17,7 @@ from rayzero.slabs.header import Region
 from rayzero.slabs.slab import Slab
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.shm.mailbox import Cells
-from rayzero.store.shm.plan import SharedPlan, Wanted
+from rayzero.store.shm.shared_plan import SharedPlan, Wanted
 from rayzero.store.shm.signals import Bell, Cell, changed, compare_exchange_64, load_acquire_64, store_release_64
 from rayzero.store.wire import translate
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from rayzero.kernels.stamps import STAMP, STAMP_BYTES
 from rayzero.layout.model_layout import Shard
 from rayzero.slabs.slab import Slab
-from rayzero.store.shm.plan import LINE_BYTES, ON_DEVICE, PLACE_BYTES, PLACES, SLICE_BYTES, SharedPlan
+from rayzero.store.shm.shared_plan import LINE_BYTES, ON_DEVICE, PLACE_BYTES, PLACES, SLICE_BYTES, SharedPlan
 from rayzero.store.shm.words import region
 
 

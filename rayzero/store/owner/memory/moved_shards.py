@@ -12,7 +12,7 @@ from rayzero.slabs.arena import REGION
 from rayzero.slabs.slab import Slab
 from rayzero.store.owner.memory.slabs import TENSORS, is_control
 from rayzero.store.shm.places import SlabId, all_places
-from rayzero.store.shm.plan import of_lineage
+from rayzero.store.shm.shared_plan import of_lineage
 
 
 def free_moved(spec: ModelSpec, epoch: int, directory: Path, *, punched: str) -> int:

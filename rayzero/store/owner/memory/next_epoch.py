@@ -35,8 +35,8 @@ from rayzero.store.owner.memory.control_slab import ControlSlab
 from rayzero.store.owner.memory.slabs import TENSORS, OwnerSlabs, is_control
 from rayzero.store.shm import words
 from rayzero.store.shm.places import Places
-from rayzero.store.shm.plan import LATER, SharedPlan, of_lineage
 from rayzero.store.shm.shard_lines import APPLIED, CONTENT, DECIDED, PUBLISHED, ShardLines
+from rayzero.store.shm.shared_plan import LATER, SharedPlan, of_lineage
 
 
 @dataclass(frozen=True, slots=True)

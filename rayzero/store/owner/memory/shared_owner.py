@@ -33,9 +33,9 @@ from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.mailbox import Answerer, Asker
 from rayzero.store.shm.places import Places
-from rayzero.store.shm.plan import LATER, SharedPlan, Wanted
 from rayzero.store.shm.same_host import host_identity
 from rayzero.store.shm.shard_lines import ShardLines, TotalLines
+from rayzero.store.shm.shared_plan import LATER, SharedPlan, Wanted
 from rayzero.store.shm.signals import Bell, load_acquire_64, store_release_64
 from rayzero.store.shm.words import (
     Stamps,

@@ -22,8 +22,8 @@ from rayzero.slabs.slab import Slab
 from rayzero.store.shm.former_ranks import former_ranks
 from rayzero.store.shm.loop_slab import LoopSlab, loop_slabs
 from rayzero.store.shm.places import PARAMS, Places, SlabId
-from rayzero.store.shm.plan import RANK, SharedPlan, of_lineage
 from rayzero.store.shm.shard_lines import LineJournal, ShardLines, SlabTotalLine, TotalLines
+from rayzero.store.shm.shared_plan import RANK, SharedPlan, of_lineage
 
 TENSORS = ("params", "state")  # the roles of slabs with tensors
 

@@ -13,7 +13,7 @@ from rayzero.store.rank.links.channel import Channel
 from rayzero.store.rank.links.owner_link import OwnerLink
 from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.shm.loop_slab import loop_slabs
-from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate
 
 

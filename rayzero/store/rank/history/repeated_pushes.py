@@ -19,7 +19,7 @@ from rayzero.store.rank.memory.host_ranks import HostRanks
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.push_order import PushOrder
 from rayzero.store.rank.transfers.wire import PushedUnit, WireTransfers
-from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.shared_plan import SharedPlan
 
 NOTHING = FormerRank({}, ())
 

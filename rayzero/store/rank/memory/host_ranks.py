@@ -26,7 +26,7 @@ from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import FoundSlab
 from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.shm.host_sums import Part, acting_sender, senders, settled
-from rayzero.store.shm.plan import RANK, SharedPlan, of_lineage
+from rayzero.store.shm.shared_plan import RANK, SharedPlan, of_lineage
 from rayzero.store.shm.words import Arrivals, Finishes, Stamps, bell_of, cell_of, has_left, key_digest
 
 _Seen = Mapping["_Life", tuple[Pushed | None, dict[int, FinishReport]]]  # what each has announced of a unit

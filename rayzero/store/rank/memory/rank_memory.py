@@ -25,8 +25,8 @@ from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.shm.former_ranks import former_ranks
 from rayzero.store.shm.host_sums import GradientBytes, adding_threads
-from rayzero.store.shm.plan import SharedPlan
 from rayzero.store.shm.same_host import host_identity
+from rayzero.store.shm.shared_plan import SharedPlan
 
 log = logging.getLogger(__name__)
 

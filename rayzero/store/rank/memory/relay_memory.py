@@ -31,7 +31,7 @@ from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import FoundSlab
 from rayzero.store.shm.claims import CLAIM_BYTES, MOST_CLAIMERS, Claims
-from rayzero.store.shm.plan import SharedPlan, of_lineage
+from rayzero.store.shm.shared_plan import SharedPlan, of_lineage
 from rayzero.store.shm.signals import BELL_BYTES, load_acquire_64, store_release_64
 from rayzero.store.shm.words import bell_of, key_name, region
 

@@ -29,8 +29,8 @@ from rayzero.store.shm.former_ranks import remove_former_lives
 from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.mailbox import Asker
-from rayzero.store.shm.plan import POOL, RANK, SharedPlan, life_of, rank_incarnation
 from rayzero.store.shm.shard_lines import ShardLines, TotalLines
+from rayzero.store.shm.shared_plan import POOL, RANK, SharedPlan, life_of, rank_incarnation
 from rayzero.store.shm.signals import Bell
 from rayzero.store.shm.words import Arrivals, Finishes, Stamps, bell_of, cell_of, cells_of, key_digest, let_leave
 

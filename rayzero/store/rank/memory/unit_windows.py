@@ -14,7 +14,7 @@ from rayzero.memory.page_lock import PageLock
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.slab import Slab
 from rayzero.slabs.windows import Window, WindowPiece, can_map
-from rayzero.store.shm.plan import SharedPlan
+from rayzero.store.shm.shared_plan import SharedPlan
 
 
 class UnitWindows:
