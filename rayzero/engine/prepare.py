@@ -402,7 +402,7 @@ def _alone(config: ZeroConfig, context: RankContext, device: torch.device) -> Pa
     """A store with one owner in this process, and with another on ``device`` if the config asks for it; closed with the
     context."""
     from rayzero.store.inprocess import LocalConnection, LocalOwners
-    from rayzero.store.rank.store import RankStore
+    from rayzero.store.rank.rank_store import RankStore
 
     if config.transport not in ("auto", "inproc"):
         raise UnsupportedError(

@@ -25,8 +25,8 @@ from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.owner_table import OwnerTable
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
-from rayzero.store.rank.store import RankStore
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing.place import Connect, LivingConnect
 

@@ -18,7 +18,7 @@ from rayzero.engine.units.param_unit import UnitState
 from rayzero.errors import StoreClosedError, TransferError
 from rayzero.protocol.messages import COMPUTE, Contribution
 from rayzero.store.inprocess import LocalConnection, LocalOwners
-from rayzero.store.rank.store import RankStore
+from rayzero.store.rank.rank_store import RankStore
 
 from .models import Net, same_bits, seeded, tight, token_loss, tokens
 

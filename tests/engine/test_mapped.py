@@ -16,7 +16,7 @@ from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.memory.pool import buffer_bytes
 from rayzero.protocol.messages import COMPUTE
 from rayzero.store.inprocess import LocalConnection, LocalOwners
-from rayzero.store.rank.store import RankStore
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS, TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import run_ranks

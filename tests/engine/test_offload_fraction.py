@@ -20,7 +20,7 @@ from rayzero.layout.shard_map import device_shards
 from rayzero.owner.service import ShardService
 from rayzero.protocol.ownership import owner_map
 from rayzero.store.inprocess import LocalConnection, LocalOwners
-from rayzero.store.rank.store import RankStore
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.telemetry.names import MEMORY_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import run_ranks

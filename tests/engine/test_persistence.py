@@ -18,7 +18,7 @@ from rayzero.engine.context import RankContext, running_in
 from rayzero.memory.pool import buffer_bytes
 from rayzero.protocol.messages import COMPUTE, Contribution
 from rayzero.store.inprocess import LocalConnection, LocalOwners
-from rayzero.store.rank.store import RankStore
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.telemetry.names import PREFETCH_DEPTH
 from rayzero.telemetry.recorder import MemoryRecorder
 

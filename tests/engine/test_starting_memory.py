@@ -26,8 +26,8 @@ from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.server import OwnerServer
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
-from rayzero.store.rank.store import RankStore
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing import run_ranks
 

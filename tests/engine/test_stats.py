@@ -24,7 +24,7 @@ from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.param_unit import UnitState
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.store.inprocess import LocalConnection, LocalOwners
-from rayzero.store.rank.store import RankStore
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
 from rayzero.telemetry.spans import NoSpans
 from rayzero.testing import run_ranks

@@ -16,8 +16,8 @@ from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.private_torch import load_compiler_only_to_compile
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
-from rayzero.store.rank.store import RankStore
 from rayzero.testing.rank_processes import PRELOADED
 
 TOKEN = "the token of this test run"

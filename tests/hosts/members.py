@@ -24,8 +24,8 @@ from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
 from rayzero.protocol.store import ParameterStore
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity, name_of_rank
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
-from rayzero.store.rank.store import RankStore
 from rayzero.telemetry.recorder import MemoryRecorder
 
 OWNERS, RANKS, STEPS = 2, 2, 20

@@ -22,8 +22,8 @@ from torch import Tensor
 from rayzero.protocol.messages import ModelSpec
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
-from rayzero.store.rank.store import RankStore
 from rayzero.testing.rank_processes import PRELOADED
 
 from .stores import TOKEN, inprocess

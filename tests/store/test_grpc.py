@@ -47,9 +47,9 @@ from rayzero.store.owner.tensor_port import TensorPort
 from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.links.owner_link import OwnerLink
 from rayzero.store.rank.owner_table import OwnerTable
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.select import connect_store
-from rayzero.store.rank.store import RankStore
 from rayzero.store.wire import rpc, translate
 from rayzero.store.wire.payload import encode_header
 from rayzero.store.wire.rpc import (
@@ -398,7 +398,7 @@ def test_a_dead_process_is_noticed_at_once() -> None:
     with serving(2) as servers, connected(servers, 2, stall_timeout=1000.0) as stores:
         program = f"""
             from rayzero.store.rank.remote import RemoteConnection
-            from rayzero.store.rank.store import RankStore
+            from rayzero.store.rank.rank_store import RankStore
             from store.toy import make_spec
             store = RankStore(RemoteConnection(1, {[s.address for s in servers]!r}, token={TOKEN!r}))
             store.attach(make_spec(2))
@@ -515,7 +515,7 @@ def test_a_process_that_forgets_to_close_exits_in_silence() -> None:
     program = """
         from rayzero.owner.service import ShardService
         from rayzero.store.rank.remote import RemoteConnection
-        from rayzero.store.rank.store import RankStore
+        from rayzero.store.rank.rank_store import RankStore
         from rayzero.store.owner.server import OwnerServer
         from store.toy import make_spec, random_grads, start, take_step
         spec = make_spec(1, kernel="torch")

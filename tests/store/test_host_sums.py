@@ -22,8 +22,8 @@ from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.memory import rank_memory
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
-from rayzero.store.rank.store import RankStore
 from rayzero.store.rank.transfers.parts import Sending
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available

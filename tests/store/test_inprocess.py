@@ -14,7 +14,7 @@ from owner.owner import Gate
 from rayzero.errors import StoreClosedError, StoreError
 from rayzero.protocol.messages import COMPUTE
 from rayzero.store.inprocess import LocalConnection, LocalOwners
-from rayzero.store.rank.store import RankStore
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.toy import WAIT, make_spec, random_grads, start, take_step

@@ -13,8 +13,8 @@ import torch
 from rayzero.errors import StateLostError
 from rayzero.protocol.messages import ModelSpec
 from rayzero.slabs.sweep import sweep
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
-from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.signals import available
 
 from .deaths import Owners, Run, differing, disturbed, random_kills, train, undisturbed

@@ -26,8 +26,8 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.links import handshake
 from rayzero.store.rank.owner_table import OwnerTable
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
-from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.store.wire.payload import CHUNK_BYTES
 from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, LinkNumber, break_of, link_of, methods

@@ -29,8 +29,8 @@ from rayzero.store.owner.memory.next_epoch import EpochFacts
 from rayzero.store.owner.peers import shard_source
 from rayzero.store.owner.peers.shard_source import RemoteShards
 from rayzero.store.owner.server import serve_models
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
-from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.store.wire import tensor_streams
 from rayzero.store.wire.payload import Assembly, encode_shard

@@ -26,8 +26,8 @@ from rayzero.owner.update import rules
 from rayzero.protocol.messages import Action, Decision, ModelSpec
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.memory.shared_owner import SharedOwner
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
-from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.recovery import DeadRun, DeadShard, Outcome, RecoveryVerdict, assess, read_run
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available

@@ -25,8 +25,8 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.memory import relay_memory
 from rayzero.store.rank.memory.relay_memory import RelayMemory
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
-from rayzero.store.rank.store import RankStore
 from rayzero.store.rank.transfers.host_fetches import HostFetches
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available

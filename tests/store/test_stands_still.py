@@ -24,8 +24,8 @@ from rayzero.engine.context import RankContext
 from rayzero.errors import StallError
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
-from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
 from store.stores import TOKEN

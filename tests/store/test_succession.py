@@ -28,8 +28,8 @@ from rayzero.protocol.messages import ModelSpec
 from rayzero.slabs.sweep import list_slabs, sweep
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
-from rayzero.store.rank.store import RankStore
 from rayzero.store.shm.signals import available
 from rayzero.testing.rank_processes import PRELOADED
 

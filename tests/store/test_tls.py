@@ -18,7 +18,7 @@ from rayzero.security.authority import Authority
 from rayzero.security.credentials import ANY_RANK, OWNER, Identity, identity_of, name_of_rank
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.server import OwnerServer
-from rayzero.store.rank.store import RankStore
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.wire.payload import encode_header
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,

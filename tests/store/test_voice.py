@@ -18,8 +18,8 @@ from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.spoken import Voices, answers_to, begin_said
 from rayzero.store.rank.links.owner_link import OwnerLink
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
-from rayzero.store.rank.store import RankStore
 from rayzero.store.rank.voice import line as voice_line
 from rayzero.store.rank.voice import speaker as speaking
 from rayzero.store.rank.voice.line import ANSWER, BEAT, RESPONSE, UNHEARD, UnheardError, VoiceLine, open_socket

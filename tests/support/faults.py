@@ -91,7 +91,7 @@ _HOST = "rayzero.store.rank.memory.host_ranks:HostRanks"
 _ENGINE, _STEP, _STORE = (
     "rayzero.engine.engine:Engine",
     "rayzero.engine.rank_step:RankStep",
-    "rayzero.store.rank.store:RankStore",
+    "rayzero.store.rank.rank_store:RankStore",
 )
 
 POINTS = {

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from rayzero.concurrency.futures import DONE
 from rayzero.protocol.ownership import Ownership
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
-from rayzero.store.rank.store import RankStore
 
 Connect = Callable[[Sequence[str], Ownership | None], RemoteConnection]
 

@@ -28,8 +28,8 @@ from rayzero.store.rank.links.handshake import Handshake
 from rayzero.store.rank.links.owner_link import OwnerLink, say_goodbye
 from rayzero.store.rank.memory.rank_memory import RankMemory
 from rayzero.store.rank.publish_board import PublishBoard
+from rayzero.store.rank.rank_store import closed_error
 from rayzero.store.rank.stall import StallWatch
-from rayzero.store.rank.store import closed_error
 from rayzero.store.rank.transfers.wire import WireOptions
 from rayzero.store.rank.voice.participant import VoiceParticipant
 from rayzero.store.rank.ways import Ways
