@@ -104,7 +104,7 @@ POINTS = {
     "owner.receive": Point(f"{_SERVICE}.observe", _AFTER, repeats=True),
     "owner.landing": Point(f"{_SERVICE}.reserve_when_free", _BEFORE),
     "owner.collect": Point(f"{_SERVICE}.collect", _BEFORE, repeats=True),
-    "owner.norm": Point("rayzero.owner.gradients.contributions:Contributions._squares_of", _BEFORE),
+    "owner.norm": Point("rayzero.owner.gradients.shard_sums:ShardSums._squares_of", _BEFORE),
     "owner.apply": Point(f"{_SERVICE}.apply", _BEFORE, repeats=True),
     "owner.decided": Point("rayzero.owner.publisher:Publisher.decided", _AFTER),
     "owner.adam": Point(
