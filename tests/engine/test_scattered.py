@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
-from rayzero.owner.gradients import contributions
+from rayzero.owner.gradients import contributions, shard_sums
 from rayzero.owner.shard import OwnedShard, StepWork
 from rayzero.owner.updates import StepUpdates
 from rayzero.protocol.messages import MASTER
@@ -130,14 +130,14 @@ def test_gradients_of_a_discarded_attempt_are_not_applied() -> None:
 
 def test_squares_of_what_stays_are_summed_once_the_backward_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     early: list[int] = []
-    later = contributions.Contributions._sum_later
+    later = shard_sums.ShardSums.sum_later
 
-    def note(owner: contributions.Contributions, shards: Sequence[OwnedShard], step: int) -> None:
+    def note(sums: shard_sums.ShardSums, shards: Sequence[OwnedShard], step: int) -> None:
         early.extend(owned.unit.index for owned in shards)
-        later(owner, shards, step)
+        later(sums, shards, step)
 
     monkeypatch.setattr(contributions, "EARLY", 1)  # element: one task a shard
-    monkeypatch.setattr(contributions.Contributions, "_sum_later", note)
+    monkeypatch.setattr(shard_sums.ShardSums, "sum_later", note)
     with running_in(RankContext()):
         model, optimizer = prepared(Blocks())
         model(batch(0)).square().mean().backward()

@@ -32,7 +32,7 @@ def spoilt(kind: str, *, tls: bool, most: int) -> Iterator[Net]:
 
     with net(make_spec(), proxy=proxy, poll_s=1.0, **{"tls": OWNERS} if tls else {}) as owners:
         yield owners
-    assert sum(each.spoilt for each in made) >= 3
+    assert sum(each.spoilt for each in made) >= (3 if tls else 1), "in the clear, the first may end the run"
 
 
 @pytest.mark.thorough
