@@ -291,7 +291,7 @@ def test_figures_of_a_change_that_is_tried_again_are_of_its_last_attempt_and_pau
 
 
 def test_a_process_that_dies_once_it_stands_in_the_next_epoch_is_one_failure_too_many_by_name(run: Run) -> None:
-    """It is no member of Ray's side yet, and its death is told by the call that lasts as long as it."""
+    """It is no member of Ray's side yet, and its death shows in the call that lasts as long as the process."""
     for _ in range(3):
         assert run.controller.spend() is None
     run.scale(3)

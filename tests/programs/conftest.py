@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import pytest
@@ -37,24 +37,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for number, case in enumerate(cases):
         chosen = settings(category, number, case, metafunc.config)
         for at, setting in enumerate(chosen):
-            early = at == _in_the_first_tier(number, len(chosen)) and not case.thorough
+            early = at == _in_the_first_tier(number, chosen) and not case.thorough
             marks = [] if early else [pytest.mark.thorough]
             found.append(pytest.param(case, setting, id=f"{case.name}-{setting}", marks=marks))
     metafunc.parametrize(("case", "setting"), found)
 
 
-def _in_the_first_tier(number: int, of: int) -> int:
+def _in_the_first_tier(number: int, chosen: Sequence[Setting]) -> int:
     """Which of a case's settings the first tier has: those in process in turn, and with every eighth case another
     store, whose servers and connections cost five times what the case does."""
-    if of < 3:
-        return number % of
-    return 1 if number % 8 == 1 else 2 * (number % 2)
+    here = [at for at, setting in enumerate(chosen) if setting.store == "inprocess"]
+    others = [at for at in range(len(chosen)) if at not in here]
+    among = others if others and (number % 8 == 1 or not here) else here
+    return among[number % len(among)]
 
 
 def settings(category: str, number: int, case: Case, config: pytest.Config) -> list[Setting]:
-    """Every number of ranks once, both precisions in turn: one as the engine mostly runs, one over another store, one
-    with another way of keeping units up. Which of them comes together changes from case to case. ``--all-stores``:
-    every store with every number of ranks and both precisions."""
+    """One in process, with units kept up in one way or another, and one over another store. Numbers of ranks,
+    precisions and what comes together change from case to case. ``--all-stores``: every store with every number of
+    ranks and both precisions."""
     if config.getoption("--engine", "rayzero") == "fsdp2":
         return [Setting(category, 2, "fp32", "fsdp2")]
     if case.once:

@@ -314,8 +314,8 @@ class RayProcesses:
         return [self._starts.pop(call).process for call in late]
 
     def refusals(self, now: float) -> list[Event]:
-        """Whoever should have answered by now. Processes that are to join may find no place, or take too long to start;
-        Ray does not say which. And who tries to reach them may be stopped, or who is to learn of the others."""
+        """Processes that should have answered by now. One that is to join may find no place, or take too long to start;
+        Ray does not say which. One that tries to reach it may be stopped, or one that is to learn of the others."""
         events: list[Event] = []
         for call, of in list(self._starts.items()):
             if of.process in self._joining and now - of.since > self._join_s:
