@@ -11,7 +11,7 @@ from multiprocessing import forkserver
 
 import pytest
 from hypothesis import settings
-from tiers import mark_seeds, mark_thorough
+from tiers import mark_soak, mark_thorough
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to the other parts
 os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 - Ray ends processes where others fill the machine
@@ -25,8 +25,8 @@ settings.load_profile("rayzero")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``scripts/soak seeds`` runs tests with all of their seeds."""
-    parser.addoption("--all-seeds", action="store_true", help="every seed, in place of the first third")
+    """``scripts/soak tests`` runs what the mark ``soak`` keeps out of the other tiers."""
+    parser.addoption("--soak", action="store_true", help="the tests with the mark soak, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,10 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of products are in the first tier with each value once. Those that share a Ray come last: one that nobody
     uses takes a twentieth of a core."""
-    further = set(mark_seeds(items))
-    if further and not config.getoption("all_seeds"):
-        config.hook.pytest_deselected(items=list(further))
-        items[:] = [item for item in items if item not in further]
+    mark_soak(items)
+    if not config.getoption("soak"):
+        third = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=third)
+        items[:] = [item for item in items if not item.get_closest_marker("soak")]
     mark_thorough(items)
     items.sort(key=lambda item: isinstance(item, pytest.Function) and "local_ray" in item.fixturenames)
 

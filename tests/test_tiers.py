@@ -1,9 +1,16 @@
-"""What the first tier leaves out is no value of any parameter, and no test is in no part."""
+"""What the first tier leaves out is no value of any parameter, each tier has what the one before has, and no test is in
+no part."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from itertools import product
+from pathlib import Path
 
+import pytest
 from costs.parts import parts_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +35,44 @@ def test_of_seeds_the_first_third_stays_for_each_value_of_the_other_parameters()
     cases = [{"seed": seed, "way": each} for each in (way, "other") for seed in range(4)]
     assert further_seeds(cases) == [2, 3, 6, 7]
     assert further_seeds([{"seed": seed, "ranks": seed + 1} for seed in range(3)]) == [], "each has its own ranks"
+
+
+SPREAD = """
+import pytest
+
+@pytest.mark.spread(2, second=5)
+@pytest.mark.parametrize("case", range(10))
+def test_product(case):
+    pass
+
+@pytest.mark.parametrize("seed", range(3))
+def test_seeds(seed):
+    pass
+
+@pytest.mark.soak
+def test_long():
+    pass
+"""
+
+
+@pytest.mark.spread(1)
+@pytest.mark.parametrize(
+    ("options", "number"),
+    [(["-m", "not thorough"], 2 + 1), ([], 5 + 1), (["--soak"], 10 + 3 + 1), (["--soak", "-m", "soak"], 5 + 2 + 1)],
+    ids=["first", "second", "all three", "third alone"],
+)
+def test_each_tier_has_what_the_one_before_has_and_the_third_the_rest(
+    options: list[str], number: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "test_spread.py"
+    file.write_text(SPREAD)
+    root, path = Path(__file__).parents[1], {"PYTHONPATH": str(Path(__file__).parent)}
+    pytest_here = [sys.executable, "-m", "pytest", "-c", str(root / "pyproject.toml"), "-p", "conftest"]
+    said = subprocess.run(
+        [*pytest_here, str(file), *options],
+        cwd=tmp_path, env=os.environ | path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert re.search(rf"^{number} passed", said.stdout, re.MULTILINE), said.stdout + said.stderr
 
 
 THOROUGH = "pytestmark = [pytest.mark.thorough]"

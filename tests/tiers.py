@@ -1,9 +1,11 @@
-"""Which tests are in the first tier (`scripts/test`), and which in the second alone (`scripts/test --all`).
+"""Which tests are in the first tier (`scripts/test`), which in the second alone (`scripts/test --all`), and which in
+neither but in the third (`scripts/soak tests`).
 
 A test with the mark `thorough` is in the second tier alone. So is what a test with several parameters has beyond each
 value of each parameter once: the whole product is for the second tier. Of a test with the mark `spread(n)`, n cases are
-in the first tier, evenly spread over all. Of a parameter `seed`, both tiers have the first third of its values: the
-others are for `scripts/soak seeds`."""
+in the first tier, evenly spread over all; with `spread(n, second=m)` m are in the first and the second. Only the third
+tier has the others, the tests with the mark `soak`, and of a parameter `seed` all values but the first third: they try
+again what those of the second tier hold."""
 
 from __future__ import annotations
 
@@ -37,28 +39,36 @@ def further_seeds(cases: Sequence[Mapping[str, object]]) -> list[int]:
     """Positions of the cases of one test that differ from others in their ``seed`` alone, but for the first third."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for at, params in enumerate(cases):
+        if "seed" not in params:
+            return []
         alike.setdefault(tuple((name, id(value)) for name, value in params.items() if name != "seed"), []).append(at)
     return [at for positions in alike.values() for at in positions[-(-len(positions) // 3) :]]
 
 
-def mark_seeds(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Give the mark `seeds` to cases with a parameter ``seed``; returns those that are for `scripts/soak seeds`."""
-    tests: dict[tuple[str, str, str], list[pytest.Function]] = {}
-    for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and "seed" in item.callspec.params:
-            item.add_marker(pytest.mark.seeds)
-            tests.setdefault(_test_of(item), []).append(item)
-    return [cases[at] for cases in tests.values() for at in further_seeds([case.callspec.params for case in cases])]
+def mark_soak(items: Iterable[pytest.Item]) -> None:
+    """Give the mark `soak` to the cases of each test that only the third tier runs."""
+    for cases in _by_test(items):
+        further = set(further_seeds([case.callspec.params for case in cases]))
+        mark = cases[0].get_closest_marker("spread")
+        if mark is not None and "second" in mark.kwargs:
+            further |= set(range(len(cases))).difference(spread(mark.kwargs["second"], len(cases)))
+        for at in further:
+            cases[at].add_marker(pytest.mark.soak)
 
 
 def mark_thorough(items: Iterable[pytest.Item]) -> None:
     """Give the mark `thorough` to the cases of each test that only the second tier runs."""
-    with_parameters = [item for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
-    with_parameters.sort(key=_test_of)  # stable; pytest puts cases that share a fixture of the session side by side
-    for _, group in groupby(with_parameters, _test_of):
-        cases = [item for item in group if item.get_closest_marker("thorough") is None]
+    for each in _by_test(items):
+        cases = [item for item in each if item.get_closest_marker("thorough") is None]
         for item in _beyond_the_first_tier(cases):
             item.add_marker(pytest.mark.thorough)
+
+
+def _by_test(items: Iterable[pytest.Item]) -> list[list[pytest.Function]]:
+    """The cases of each test that has parameters, in their order."""
+    with_parameters = [item for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    with_parameters.sort(key=_test_of)  # stable; pytest puts cases that share a fixture of the session side by side
+    return [list(cases) for _, cases in groupby(with_parameters, _test_of)]
 
 
 def _test_of(item: pytest.Function) -> tuple[str, str, str]:

@@ -61,27 +61,20 @@ def rows(run_dir: Path) -> list[tuple[int, int]]:
 EACH_ONCE = sorted((rank, done) for rank in range(2) for done in range(1, STEPS + 1))
 
 
-def test_from_the_newest_checkpoint_if_a_rank_dies_whose_loop_tracks_nothing(trainer, nothing_left, tmp_path):
+def test_anew_before_the_first_checkpoint_and_later_from_the_newest(trainer, nothing_left, tmp_path):
+    """An optimizer's memory is its own over gRPC, and a rank's loop tracks nothing."""
     said: list[str] = []
-    kills = Kills(tmp_path / "demo", {15: "rank 1"})
-    result = trainer(train, {"every": 10, "kills": kills.steps}, on_report=kills, on_phase=said.append).fit()
-    assert is_right(result.path)
-    assert rows(result.path) == EACH_ONCE
-    record = read_record(result.path)
-    assert [one["who"] for one in record["recoveries"]] == ["rank 1", "the run"]
-    assert record["resumed_from"] == str(result.path / "checkpoints" / "step-10")
-    (again,) = [line for line in said if "tracks nothing" in line]
-    assert "starting from step 10, with " in again
-    assert again.endswith("in 1 s (2 more failures would be outlived)"), "a death and its restart are one failure"
-
-
-def test_anew_if_an_optimizer_dies_whose_memory_is_its_own_before_the_first_checkpoint(trainer, nothing_left, tmp_path):
-    said: list[str] = []
-    kills = Kills(tmp_path / "demo", {5: "optimizer 0"})
+    kills = Kills(tmp_path / "demo", {5: "optimizer 0", 15: "rank 1"})
     grpc = ZeroConfig(transport="grpc", stall_timeout=60.0)
-    config = {"every": STEPS, "kills": kills.steps}
+    config = {"every": 10, "kills": kills.steps}
     result = trainer(train, config, on_report=kills, on_phase=said.append, zero_config=grpc).fit()
     assert is_right(result.path)
     assert rows(result.path) == EACH_ONCE
-    (again,) = [line for line in said if "optimizer 0 died" in line]
-    assert "starting anew, in 1 s (2 more failures would be outlived)" in again
+    record = read_record(result.path)
+    assert [one["who"] for one in record["recoveries"]] == ["optimizer 0", "the run", "rank 1", "the run"]
+    assert record["resumed_from"] == str(result.path / "checkpoints" / "step-10")
+    (anew,) = [line for line in said if "optimizer 0 died" in line]
+    assert "starting anew, in 1 s (2 more failures would be outlived)" in anew
+    (again,) = [line for line in said if "tracks nothing" in line]
+    assert "starting from step 10, with " in again
+    assert again.endswith("(1 more failure would be outlived)"), "a death and its restart are one failure"

@@ -191,7 +191,7 @@ CELLS = {
 
 
 @pytest.mark.promise("recoverable", "transports")
-@pytest.mark.spread(5)
+@pytest.mark.spread(5, second=60)
 @pytest.mark.parametrize(("faults", "transport"), CELLS.values(), ids=CELLS)
 def test_a_fault_changes_no_bit(
     faults: tuple[Fault, ...],

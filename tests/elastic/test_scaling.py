@@ -394,7 +394,7 @@ CELLS = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(2, second=45)
 @pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 def test_a_death_while_owners_change_changes_no_bit(
     cell: Cell, tmp_path: Path, undisturbed: Any, caplog: pytest.LogCaptureFixture
@@ -452,7 +452,7 @@ MOVES = {
 }
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(1, second=12)
 @pytest.mark.parametrize("cell", MOVES.values(), ids=MOVES)
 def test_a_death_while_shards_move_between_hosts_changes_no_bit(
     cell: Cell, tmp_path: Path, undisturbed: Any, caplog: pytest.LogCaptureFixture

@@ -10,7 +10,19 @@ from pathlib import Path
 import pytest
 
 from .hosts import Host, hosts, why_no_hosts
-from .trainings import LONG_S, OWNERS_ELSEWHERE, PYTHON, RANKS_ON_HEAD, RAY_ENV, join_ray, shut, start_ray, train, until
+from .trainings import (
+    ENDLESS,
+    LONG_S,
+    OWNERS_ELSEWHERE,
+    PYTHON,
+    RANKS_ON_HEAD,
+    RAY_ENV,
+    join_ray,
+    shut,
+    start_ray,
+    train,
+    until,
+)
 
 pytestmark = [
     pytest.mark.thorough,
@@ -122,7 +134,7 @@ def test_a_cable_that_stays_cut_ends_the_run_with_the_name_of_who_is_awaited(tmp
     with hosts(2) as (a, b):
         address = start_ray(a)
         join_ray(b, address)
-        training = train(a, tmp_path, address, "zero.stall_timeout=6")
+        training = train(a, tmp_path, address, "zero.stall_timeout=6", steps=ENDLESS)
         training.until(10)
         a.cable(b).cut()
         said = training.driver.communicate(timeout=LONG_S)[0]

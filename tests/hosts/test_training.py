@@ -13,7 +13,7 @@ from tests.moved import bytes_moved
 
 from .hosts import Host, why_no_hosts
 from .links import Cable
-from .trainings import LONG_S, MODEL_BYTES, OWNERS_ELSEWHERE, PYTHON, STEPS, Training, TwoHosts, train, until
+from .trainings import ENDLESS, LONG_S, MODEL_BYTES, OWNERS_ELSEWHERE, PYTHON, STEPS, Training, TwoHosts, train, until
 
 pytestmark = [
     pytest.mark.ray,
@@ -49,7 +49,7 @@ def test_metrics_of_both_hosts_are_for_the_runs_own_tools_and_owners_listen_in_i
 ) -> None:
     a, b = two_hosts.a, two_hosts.b
     network = f"{a.address.rpartition('.')[0]}.0/24"
-    training = train(a, tmp_path, two_hosts.address, f"run.network={network}", "batch_size=64")  # it lasts longer
+    training = train(a, tmp_path, two_hosts.address, f"run.network={network}", steps=ENDLESS)
     training.until(10)
     told = training.record()["telemetry"]
     assert told["http_sd"].startswith(f"https://{a.address}:")
@@ -93,18 +93,12 @@ def test_a_host_that_does_not_share_the_runs_folder_is_refused_at_the_start(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("killed", ["driver", "optimizer 1"])
-def test_a_run_that_ends_badly_leaves_nothing_in_the_other_hosts_memory(
-    killed: str, two_hosts: TwoHosts, tmp_path: Path
-) -> None:
+def test_a_driver_that_is_killed_leaves_nothing_in_the_other_hosts_memory(two_hosts: TwoHosts, tmp_path: Path) -> None:
     a, b = two_hosts.a, two_hosts.b
-    training = train(a, tmp_path, two_hosts.address, "run.max_failures=0")
+    training = train(a, tmp_path, two_hosts.address, steps=ENDLESS)
     training.until(10)
     assert slabs_on(b) >= 4, "a rank's and an owner's"
-    if killed == "driver":
-        a.kill(training.record()["driver"]["pid"])
-    else:
-        b.kill(training.members(b)[killed])
+    a.kill(training.record()["driver"]["pid"])
     assert training.driver.wait(LONG_S) != 0
     until(lambda: slabs_on(b) == 0, "no slabs of a run that has ended")
     until(lambda: "rayzero.slabs.slab_janitor" not in b.run(["ps", "ax", "-o", "args"]).stdout, "no janitor")
@@ -136,28 +130,10 @@ def test_all_ranks_on_one_host_and_all_owners_on_the_other(
 
 
 @pytest.mark.thorough
-def test_ranks_of_a_host_that_fetch_and_push_each_for_itself(
-    two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
-) -> None:
-    a, b = two_hosts.a, two_hosts.b
-    before = a.sent_to(b), b.sent_to(a)
-    training = train(a, tmp_path, two_hosts.address, *OWNERS_ELSEWHERE, "zero.host_fetch=never", "zero.host_push=never")
-    training.end()
-    assert bytes_moved(training.folder) == {
-        ("grpc", "push"): 2 * PUSHED,
-        ("grpc", "fetch"): 2 * FETCHED,
-        ("grpc", "load"): MODEL_BYTES,
-    }
-    assert a.sent_to(b) - before[0] > 2 * PUSHED
-    assert b.sent_to(a) - before[1] > 2 * 0.9 * PUSHED
-    assert training.digest() == undisturbed
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("whom", "settings"),
-    [("rank", []), ("optimizer", []), ("optimizer 0", OWNERS_ELSEWHERE)],
-    ids=["rank", "optimizer", "lead-of-ranks-elsewhere"],
+    [("rank", []), ("optimizer 0", OWNERS_ELSEWHERE)],
+    ids=["rank", "lead-of-ranks-elsewhere"],
 )
 def test_a_process_that_is_killed_on_the_other_host_is_replaced_there(
     whom: str, settings: list[str], two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
@@ -172,20 +148,6 @@ def test_a_process_that_is_killed_on_the_other_host_is_replaced_there(
     assert recovery["who"] == who
     assert training.members(b)[who] == recovery["pid"] != pid
     assert "(1 more failure would be outlived)" in said
-    assert training.digest() == undisturbed
-
-
-@pytest.mark.thorough
-def test_links_that_are_given_up_while_the_cable_is_cut_are_opened_again(
-    two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
-) -> None:
-    a, b = two_hosts.a, two_hosts.b
-    training = train(a, tmp_path, two_hosts.address, *OWNERS_ELSEWHERE)
-    training.until(10)
-    cut(a.cable(b), training, seconds=15.0)
-    said = training.end()
-    assert re.search(r"rank \d: the link to optimizer \d at \S+ is back after", said)
-    assert training.record()["recoveries"] == []
     assert training.digest() == undisturbed
 
 
@@ -222,13 +184,13 @@ def cut(cable: Cable, training: Training, *, seconds: float) -> None:
 
 
 @pytest.mark.thorough
-def test_a_cable_that_carries_one_way_only_changes_nothing(
+def test_links_over_a_cable_that_carries_one_way_only_are_given_up_and_opened_again(
     two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
 ) -> None:
     """What the second host sends arrives; it hears nothing, so its side finds out only by its own pings."""
     a, b = two_hosts.a, two_hosts.b
     cable = a.cable(b)
-    training = train(a, tmp_path, two_hosts.address)
+    training = train(a, tmp_path, two_hosts.address, *OWNERS_ELSEWHERE)
     training.until(10)
     cable.loses_only_from, cable.loss = a.device, 1.0
     try:

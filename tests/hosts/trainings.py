@@ -21,6 +21,7 @@ PYTHON, RAY = sys.executable, str(Path(sys.executable).with_name("ray"))
 RAY_ENV = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": ""}
 VERSE = "the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs.\n"
 STEPS = 60
+ENDLESS = 1_000_000  # steps of a run that the test ends, on a machine of any speed
 MODEL = ["dim=64", "num_layers=2", "num_heads=2", "seq_len=32", "batch_size=4", "eval_every=1000"]
 MODEL += ["zero.stream_bytes=16KiB"]  # larger transfers beside gRPC, smaller ones in its messages
 MODEL_BYTES = 4 * 132_352  # fp32, as it travels
@@ -115,11 +116,11 @@ class Training:
         return str(json.loads(manifest.read_text())["digest"])
 
 
-def train(host: Host, folder: Path, address: str, *settings: str) -> Training:
+def train(host: Host, folder: Path, address: str, *settings: str, steps: int = STEPS) -> Training:
     """Start ``rayzero train`` on a host, with files in ``folder``."""
     folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_text(VERSE * 300)
-    counts = ["--steps", str(STEPS), "--workers", "2", "--optimizers", "2", "--run-dir", str(folder / "run")]
+    counts = ["--steps", str(steps), "--workers", "2", "--optimizers", "2", "--run-dir", str(folder / "run")]
     command = [PYTHON, "-m", "rayzero", "train", *counts, f"data={folder}/text.txt", *MODEL, *THREADS, *settings]
     training = Training(host.start(command, env=RAY_ENV | {"RAY_ADDRESS": address}), folder / "run")
     _STARTED.append((host, training))

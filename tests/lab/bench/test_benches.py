@@ -50,6 +50,7 @@ def test_losses_that_differ_fail_the_cell():
         check_losses({"a": replace(result, loss_apart=float("nan"))}, 0.5)
 
 
+@pytest.mark.soak
 def test_store_measures_transports_against_memcpy_and_a_bare_stream(capsys):
     store.main(["--transports", "inproc", "--mib", "8", *ONCE, "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -67,6 +68,7 @@ def test_store_measures_transports_against_memcpy_and_a_bare_stream(capsys):
     assert found["summary"]["inproc fetch / memcpy"] == large["of_memcpy"]["median"]
 
 
+@pytest.mark.soak
 def test_overlap_reports_exposed_time_beside_its_bound(capsys):
     overlap.main(["--mparams", "1", "--units", "4", *ONCE, "--json"])
     found = json.loads(capsys.readouterr().out)

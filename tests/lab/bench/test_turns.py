@@ -34,7 +34,7 @@ def entry(name, build):
     return Entry(name=name, programs=partial(one_process_a_rank, build))
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_ranks_answer_in_order_from_processes_of_their_own_and_the_absent_are_named(tmp_path):
     turn = Turn(first=4, steps=2, setting=0.5)
     with contest([entry("there", Counter), entry("absent", build_absent)], 2, 1, folder=str(tmp_path)) as found:

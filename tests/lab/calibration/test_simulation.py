@@ -36,7 +36,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
         simulation.main(["--save", str(tmp_path / "nowhere" / "here.json")])
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_it_measures_and_compares_a_case(here, monkeypatch, capsys):
     found = Measured.from_json(json.loads(here.read_text()))
     assert found.to_json() == json.loads(here.read_text())

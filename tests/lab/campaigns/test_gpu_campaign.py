@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[3]
 PARTS = ("overlap", "step-tiny-128", "hybrid")
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_simulated_parts_of_the_campaign_end_well(tmp_path: Path) -> None:
     """Those with figures to look at; `scripts/soak gpu` walks all of them."""

@@ -26,6 +26,7 @@ def can_limit() -> None:
         pytest.skip(f"no memory cgroup can be made here: {exc}")
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("can_limit")
 def test_a_run_that_dies_of_its_memory_lives_with_a_strategy_and_has_the_same_weights() -> None:
