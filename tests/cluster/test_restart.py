@@ -71,7 +71,7 @@ def test_anew_before_the_first_checkpoint_and_later_from_the_newest(trainer, not
     assert is_right(result.path)
     assert rows(result.path) == EACH_ONCE
     record = read_record(result.path)
-    assert [one["who"] for one in record["recoveries"]] == ["optimizer 0", "the run", "rank 1", "the run"]
+    assert [one["who"] for one in record["recoveries"]] == ["the run", "rank 1", "the run"]
     assert record["resumed_from"] == str(result.path / "checkpoints" / "step-10")
     (anew,) = [line for line in said if "optimizer 0 died" in line]
     assert "starting anew, in 1 s (2 more failures would be outlived)" in anew

@@ -42,7 +42,7 @@ DEATHS = {
 }
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(1, second=5)
 @pytest.mark.parametrize("faults", DEATHS.values(), ids=DEATHS)
 def test_a_death_among_ranks_that_fetch_for_each_other_changes_no_bit(
     faults: tuple[Fault, ...], expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -72,7 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(1, second=6)
 @pytest.mark.parametrize(
     "there",
     [
