@@ -95,7 +95,7 @@ def test_a_host_that_does_not_share_the_runs_folder_is_refused_at_the_start(
 @pytest.mark.thorough
 def test_a_driver_that_is_killed_leaves_nothing_in_the_other_hosts_memory(two_hosts: TwoHosts, tmp_path: Path) -> None:
     a, b = two_hosts.a, two_hosts.b
-    training = train(a, tmp_path, two_hosts.address, steps=ENDLESS)
+    training = train(a, tmp_path, two_hosts.address, "run.max_failures=0", steps=ENDLESS)
     training.until(10)
     assert slabs_on(b) >= 4, "a rank's and an owner's"
     a.kill(training.record()["driver"]["pid"])
