@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["LENGTH", "TOKEN", "fork_token", "peer_is_us", "start_server"]
+__all__ = ["LENGTH", "TOKEN", "fork_token", "make_ready", "peer_is_us", "start_server"]
 
 TOKEN = "RAYZERO_FORK_SERVER"  # the environment variable that names the driver
 LENGTH = struct.Struct("!I")  # of a request's text, before it; the worker's standard streams go with it
@@ -40,19 +40,27 @@ def main() -> None:
     try:
         driver, raylet = os.environ[TOKEN], os.environ["RAY_RAYLET_PID"]
         server = _connect(driver) or _connect_or_start(f"{driver}-{raylet}")
-        _ask(server, arguments)
+        _ask(server, arguments, dict(os.environ))
     except OSError as error:
         print(f"rayzero: no fork server ({error}): the worker imports all by itself", file=sys.stderr)
         os.execv(sys.executable, [sys.executable, *arguments])
     server.recv(1)  # the end of the worker, which holds the other end
 
 
-def _ask(server: socket.socket, arguments: list[str]) -> None:
+def make_ready(name: str, raylet: int) -> None:
+    """Have the fork server of this name import Ray now, for the workers of that raylet (its pid). Raises OSError."""
+    server = _connect(name)
+    if server is not None:
+        with server:
+            _ask(server, [os.devnull], os.environ | {"RAY_RAYLET_PID": str(raylet)})  # a worker that does nothing
+
+
+def _ask(server: socket.socket, arguments: list[str], environment: dict[str, str]) -> None:
     """Send what makes a process: arguments, environment, folder, limits and standard streams. Raises OSError if the
     server has not forked: it ended, or stands still."""
     request = {
         "arguments": arguments,
-        "environment": dict(os.environ),
+        "environment": environment,
         "folder": os.getcwd(),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE),
         "cpus": sorted(os.sched_getaffinity(0)),
