@@ -7,7 +7,8 @@ started, so it stays until the worker has ended. It imports almost nothing, beca
 [Note: one fork server a driver and raylet] Its address is an abstract socket: it needs no file, and is gone with its
 process. A worker may be forked only where it would be what a new interpreter is, so the address has the driver, whose
 actors all have one environment, the raylet, which Ray's library reads from it once, and what tells containers of one
-host apart. A driver that starts its own Ray starts the server before it, and names it by itself alone.
+host apart. The process of a driver's own Ray (nodes/local_ray_process.py) starts the server before that, names it by the
+driver alone, and has it import Ray for the job that the driver will most likely be; a worker of another one is not forked.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["LENGTH", "TOKEN", "fork_token", "make_ready", "peer_is_us", "start_server"]
+__all__ = ["LENGTH", "READ_ONCE", "TOKEN", "fork_token", "make_ready", "peer_is_us", "start_server"]
 
 TOKEN = "RAYZERO_FORK_SERVER"  # the environment variable that names the driver
 LENGTH = struct.Struct("!I")  # of a request's text, before it; the worker's standard streams go with it
+READ_ONCE = ("RAY_RAYLET_PID", "RAY_JOB_ID")  # what Ray's library reads of its environment as it is imported
 _IDLE_S = 5.0  # how long a server waits for a worker while it has none
 _START_S = 40.0  # until a server answers; it imports first. Ray waits 60 s for a worker
 _LOOK_S = 0.01  # between two looks whether it does
@@ -47,12 +49,14 @@ def main() -> None:
     server.recv(1)  # the end of the worker, which holds the other end
 
 
-def make_ready(name: str, raylet: int) -> None:
-    """Have the fork server of this name import Ray now, for the workers of that raylet (its pid). Raises OSError."""
+def make_ready(name: str, raylet: int, job: str) -> None:
+    """Have the fork server of this name import Ray now, for the workers of a raylet (its pid) and a job (its id).
+    Raises OSError."""
     server = _connect(name)
     if server is not None:
         with server:
-            _ask(server, [os.devnull], os.environ | {"RAY_RAYLET_PID": str(raylet)})  # a worker that does nothing
+            worker = os.environ | dict(zip(READ_ONCE, (str(raylet), job), strict=True))
+            _ask(server, [os.devnull], worker)  # it does nothing
 
 
 def _ask(server: socket.socket, arguments: list[str], environment: dict[str, str]) -> None:

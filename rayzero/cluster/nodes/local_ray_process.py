@@ -48,7 +48,8 @@ def main() -> None:
             json.dump(_start(token), answer)
             answer.write("\n")
         with suppress(OSError, StopIteration):  # the first worker will do it
-            make_ready(token, next(child.pid for child in psutil.Process().children() if child.name() == "raylet"))
+            raylet = next(child.pid for child in psutil.Process().children() if child.name() == "raylet")
+            make_ready(token, raylet, _next_job())
         signal.pthread_sigmask(signal.SIG_BLOCK, {END})
         signal.sigwait({END})
     except _EndedError:
@@ -89,6 +90,12 @@ def _ray() -> Any:
     import ray
 
     return ray
+
+
+def _next_job() -> str:
+    """The id of the next driver's job."""
+    own = bytes.fromhex(_ray().get_runtime_context().get_job_id())
+    return (int.from_bytes(own, "little") + 1).to_bytes(len(own), "little").hex()
 
 
 def _kill_all() -> None:
