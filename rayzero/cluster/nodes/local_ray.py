@@ -19,9 +19,13 @@ from rayzero.cluster.forks.worker_fork import fork_token
 from rayzero.cluster.interrupts import shielded
 from rayzero.errors import RunFailedError
 
-__all__ = ["END", "LocalRay", "begin_ray"]
+__all__ = ["END", "NOT_FOR_RAY", "LocalRay", "begin_ray"]
 
 END = signal.SIGUSR1  # what ends Ray and its process
+NOT_FOR_RAY = (
+    signal.SIGINT,
+    signal.SIGTERM,
+)  # which a shell or a service manager sends to everyone: the driver ends Ray
 _END_S = 60.0  # how long that may take
 
 
@@ -33,7 +37,11 @@ class LocalRay:
         module = "rayzero.cluster.nodes.local_ray_process"
         # -P: a folder called rayzero in the current one is not imported; the driver refuses it by name
         command = [sys.executable, "-P", "-m", module, str(os.getpid()), fork_token()]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_RAY)  # which it has until it can ignore them
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def address(self) -> str | None:
         """Wait for Ray; its address. None: another Ray was there to be joined, and none is started. Call it once.

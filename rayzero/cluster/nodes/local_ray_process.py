@@ -21,7 +21,7 @@ import psutil
 
 from rayzero.cluster.forks import ray_setup
 from rayzero.cluster.forks.worker_fork import make_ready, start_server
-from rayzero.cluster.nodes.local_ray import END
+from rayzero.cluster.nodes.local_ray import END, NOT_FOR_RAY
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _DIES_S = 1.0  # between two looks for processes that are left
@@ -37,23 +37,26 @@ def main() -> None:
     said = os.dup(1)
     os.dup2(2, 1)  # what Ray prints goes where its errors go
     signal.signal(END, _end)
-    for number in (signal.SIGINT, signal.SIGTERM):  # to everyone: the driver says when Ray ends
-        signal.signal(number, lambda *_: None)
+    for number in NOT_FOR_RAY:
+        signal.signal(number, lambda *_: None)  # not ignored: what it starts would ignore them, too
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_RAY)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_PDEATHSIG, END)
     if os.getppid() != driver:
         return
-    try:
+    with suppress(_EndedError, BrokenPipeError):
         with os.fdopen(said, "w") as answer:
-            json.dump(_start(token), answer)
+            started = _start(token)
+            json.dump(started, answer)
             answer.write("\n")
-        with suppress(OSError, StopIteration):  # the first worker will do it
+        if started["address"] is None:
+            return
+        with suppress(OSError, StopIteration):  # else the first worker does it
             raylet = next(child.pid for child in psutil.Process().children() if child.name() == "raylet")
             make_ready(token, raylet, _next_job())
-        signal.pthread_sigmask(signal.SIG_BLOCK, {END})
-        signal.sigwait({END})
-    except _EndedError:
-        pass
+        if signal.getsignal(END) is _end:  # else Ray has swallowed what it raised
+            signal.pthread_sigmask(signal.SIG_BLOCK, {END})
+            signal.sigwait({END})
     signal.signal(END, signal.SIG_IGN)
     if os.getppid() == driver and "ray" in sys.modules and _ray().is_initialized():
         _ray().shutdown()
