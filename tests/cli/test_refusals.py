@@ -37,6 +37,9 @@ PUBLIC = [kind for kind in vars(errors).values() if isinstance(kind, type) and i
 SMALL = ["dim=16", "num_layers=1", "num_heads=2", "seq_len=16", "batch_size=2", "eval_batches=1"]
 
 
+LOCAL_RAY = "rayzero.cluster.nodes.local_ray_process"
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a command ended."""

@@ -295,7 +295,7 @@ def test_ray_starts_what_is_no_worker_of_a_run_as_it_does_without_us(
     """A raylet runs one program for all workers that have a runtime environment."""
     token = psutil.Process(said(ask())["parent"]).environ()
     variables = {"env_vars": {TOKEN: token[TOKEN]}, "py_executable": "false", "command_prefix": [], "java_jars": []}
-    context = variables | others | ({} if forked else {"py_executable": f"FORKED=0 exec {sys.executable}"})
+    context = variables | others | ({} if forked else {"py_executable": sys.executable})
     command = [
         sys.executable, ray_setup.__file__, str(program), "--one",
         f"--serialized-runtime-env-context={json.dumps(context)}", "--language=PYTHON", "--two",

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,8 +34,6 @@ def no_other_ray(monkeypatch: pytest.MonkeyPatch, ray_files: Path) -> None:
 @pytest.fixture
 def ray_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Ray's temporary folder; short, because sockets have their path there."""
-    import tempfile
-
     with tempfile.TemporaryDirectory(prefix="rz", dir="/tmp") as folder:
         yield Path(folder)
 
@@ -64,16 +63,17 @@ def test_a_ray_that_does_not_start_is_a_failed_run_in_one_line(monkeypatch: pyte
     """Sockets cannot have so long a path."""
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("x" * 100)))
     (tmp_path / ("x" * 100)).mkdir()
-    with pytest.raises(RunFailedError, match="cannot start Ray on this machine: .*socket") as error, ray_session():
+    with pytest.raises(RunFailedError, match=r"cannot start Ray on this machine: .*socket") as error, ray_session():
         pytest.fail("the session began")
     assert "\n" not in str(error.value)
     assert not psutil.Process().children()
 
 
 def test_a_process_of_ray_that_is_killed_is_a_failed_run() -> None:
-    with LocalRay() as local, pytest.raises(RunFailedError, match=r"its process ended \(-9\)"):
+    with LocalRay() as local:
         os.kill(local._process.pid, signal.SIGKILL)
-        local.address()
+        with pytest.raises(RunFailedError, match=r"its process ended \(-9\)"):
+            local.address()
 
 
 @pytest.mark.parametrize("named", ["nonsense", "auto"])

@@ -7,8 +7,9 @@ started, so it stays until the worker has ended. It imports almost nothing, beca
 [Note: one fork server a driver and raylet] Its address is an abstract socket: it needs no file, and is gone with its
 process. A worker may be forked only where it would be what a new interpreter is, so the address has the driver, whose
 actors all have one environment, the raylet, which Ray's library reads from it once, and what tells containers of one
-host apart. The process of a driver's own Ray (nodes/local_ray_process.py) starts the server before that, names it by the
-driver alone, and has it import Ray for the job that the driver will most likely be; a worker of another one is not forked.
+host apart. The process of a driver's own Ray (nodes/local_ray_process.py) starts the server before Ray, names it by the
+driver alone, and has it import Ray for the job that the driver will most likely be. A worker of another job is not
+forked.
 """
 
 from __future__ import annotations
