@@ -68,7 +68,7 @@ def _start(token: str) -> dict[str, str | None]:
     from rayzero.cluster.nodes.ray_address import find_ray
     from rayzero.errors import ConfigError
 
-    none = {"address": None, "auth_mode": None, "error": None}
+    none: dict[str, str | None] = {"address": None, "auth_mode": None, "error": None}
     try:
         if find_ray().joined is not None:
             return none

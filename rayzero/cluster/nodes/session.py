@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 from ray._private import utils as ray_utils
-from ray._raylet import Config
+from ray._raylet import Config  # type: ignore[attr-defined]  # a compiled module
 
 from rayzero.cluster.interrupts import interruptible, shielded
 from rayzero.cluster.nodes.local_ray import LocalRay
