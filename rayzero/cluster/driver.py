@@ -23,7 +23,6 @@ from rayzero.cluster.interrupts import postponed
 from rayzero.cluster.janitor import KeptStates
 from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.loggers.children import Loggers
-from rayzero.cluster.nodes.local_ray import LocalRay
 from rayzero.cluster.nodes.reservation import placed
 from rayzero.cluster.nodes.resources import Placement, ResourcePlan, plan_resources, rescaled
 from rayzero.cluster.nodes.session import alive_nodes, ray_session
@@ -46,8 +45,8 @@ _LOOK_S = 1.0  # between two looks for places
 _GONE_S = 60.0  # until the processes of a driver that was killed have left the cluster
 
 
-def drive(request: RunRequest, journal: Journal, begun: LocalRay | None = None) -> None:
-    """Run to the end and leave nothing behind; keeps ``journal`` up to date. ``begun``: see ``ray_session``.
+def drive(request: RunRequest, journal: Journal) -> None:
+    """Run to the end and leave nothing behind; keeps ``journal`` up to date.
 
     A run that has lost what only a checkpoint brings back starts again from the newest one, ``max_failures`` times at
     most. Raises RunFailedError with the cause, ConfigError when the cluster has no place for the run, and what a signal
@@ -55,7 +54,7 @@ def drive(request: RunRequest, journal: Journal, begun: LocalRay | None = None) 
     ``interruptible()``.
     """
     start = request.directory.start
-    with ray_session(request.on_phase, begun):
+    with ray_session(request.on_phase, request.ray):
         journal.ray_address = ray.get_runtime_context().gcs_address
         refuse_name_in_use(request.run.name, _GONE_S if start.is_after_kill else 0.0)
         if start.step or start.why:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,12 +174,13 @@ class ZeroTrainer:
             self._record(directory, journal, started, directory.checkpoints.latest)
 
         now_and_then = _AtMostEvery(_RECORD_EVERY_S, record)
-        request = self._request(directory, lambda: self._started(directory, journal, started), now_and_then, record)
+        on_start = partial(self._started, directory, journal, started)
+        request = self._request(directory, ray, on_start, now_and_then, record)
         earlier = directory.read_record_file()
         try:
             with interruptible():
                 record()
-                drive(request, journal, ray)
+                drive(request, journal)
             journal.state = RunState.FINISHED
         except RunFailedError as failed:
             journal.state, error = RunState.FAILED, failed
@@ -218,6 +220,7 @@ class ZeroTrainer:
     def _request(
         self,
         directory: RunDirectory,
+        ray: LocalRay | None,
         on_start: Callable[[], None],
         on_change: Callable[[], None],
         on_stop: Callable[[], None],
@@ -229,6 +232,7 @@ class ZeroTrainer:
             scaling=self._scaling,
             run=self._run,
             directory=directory,
+            ray=ray,
             access=self._access,
             make_row=self._make_row,
             saves_checkpoints=self._saves_checkpoints,
