@@ -1,4 +1,4 @@
-"""The shape of our GPT. Imports no torch, so that a recipe is checked at once."""
+"""The shape of our GPT. Imports no torch: a recipe is checked before that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["GPTConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """The shape of a :class:`~rayzero.recipes.gpt.GPT`."""
+    """The shape of a :class:`~rayzero.recipes.gpt.model.GPT`."""
 
     vocab_size: int
     seq_len: int  # longest input, in tokens
