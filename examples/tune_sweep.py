@@ -17,7 +17,8 @@ import rayzero
 
 def loop(config: dict[str, Any]) -> None:
     """The loop that every rank of every trial runs: next bytes of a text."""
-    from rayzero.recipes.gpt import GPT, GPTConfig
+    from rayzero.recipes.gpt.config import GPTConfig
+    from rayzero.recipes.gpt.model import GPT
 
     context = rayzero.get_context()
     torch.manual_seed(0)

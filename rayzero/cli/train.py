@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Collection
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +25,6 @@ from rayzero.quantities import count, format_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rayzero.memory.process_memory import ProcessMemory
     from rayzero.recipes.planning import RecipePlan
     from rayzero.recipes.recipe import RecipeConfig
     from rayzero.recipes.training import PreparedRecipe, Training
@@ -71,14 +71,11 @@ def train(
     if run_dir == "":
         raise ConfigError("--run-dir is '' but must be a folder with a plain name")
     chosen = {key: value for key, value in options.items() if value is not None}
-    from rayzero.cluster.processes.program_memory import coordinator_memory
-
-    coordinator = coordinator_memory()  # before a recipe imports torch
     recipe = choose_recipe(arguments or [], chosen, None if run_dir is None else Path(run_dir))
     if dry_run:
-        _try(recipe, coordinator)
+        _try(recipe)
     else:
-        _train(recipe, coordinator)
+        _train(recipe)
 
 
 def choose_recipe(arguments: list[str], options: dict[str, Any], run_dir: Path | None) -> RecipeConfig:
@@ -142,10 +139,13 @@ def _config_of(run_dir: Path) -> Path | None:
     return path if path.exists() else None
 
 
-def _try(recipe: RecipeConfig, coordinator: ProcessMemory) -> None:
+def _try(recipe: RecipeConfig) -> None:
     """Check all that can be checked without starting a process of the run, and show the plan."""
     from rich.console import Console
 
+    from rayzero.cluster.processes.program_memory import coordinator_memory
+
+    coordinator = coordinator_memory()  # before anything imports torch
     from rayzero.cluster.nodes.ray_address import find_ray
     from rayzero.recipes.training import plan_prepared, prepare_run
 
@@ -157,20 +157,24 @@ def _try(recipe: RecipeConfig, coordinator: ProcessMemory) -> None:
     _say(console, f"dry run    it would use {where} and write to {recipe.run.path}; nothing was started or written")
 
 
-def _train(recipe: RecipeConfig, coordinator: ProcessMemory) -> None:
+def _train(recipe: RecipeConfig) -> None:
     from rich.console import Console
 
-    with uncollected():
-        from rayzero.cluster.interrupts import interruptible
-        from rayzero.recipes.training import plan_prepared, prepare_run, run_prepared
+    from rayzero.cluster.interrupts import interruptible
+    from rayzero.cluster.nodes.local_ray import begin_ray
 
     console = Console()
     try:
-        with interruptible():
+        with interruptible(), begin_ray() or nullcontext() as ray:
+            with uncollected():
+                from rayzero.cluster.processes.program_memory import coordinator_memory
+
+                coordinator = coordinator_memory()  # before anything imports torch
+                from rayzero.recipes.training import plan_prepared, prepare_run, run_prepared
             prepared = prepare_run(recipe, coordinator)
             planned = plan_prepared(prepared)
             announce(prepared, planned, console)
-            training = run_prepared(prepared, console, None if planned is None else planned.hardware)
+            training = run_prepared(prepared, console, None if planned is None else planned.hardware, ray)
     except (KeyboardInterrupt, SystemExit) as stop:
         print(f"rayzero: {stopped(recipe.run.path)}", file=sys.stderr)
         raise typer.Exit(_STOPPED if isinstance(stop, KeyboardInterrupt) else _TERMINATED) from None

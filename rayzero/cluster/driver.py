@@ -54,7 +54,7 @@ def drive(request: RunRequest, journal: Journal) -> None:
     ``interruptible()``.
     """
     start = request.directory.start
-    with ray_session(request.on_phase):
+    with ray_session(request.on_phase, request.ray):
         journal.ray_address = ray.get_runtime_context().gcs_address
         refuse_name_in_use(request.run.name, _GONE_S if start.is_after_kill else 0.0)
         if start.step or start.why:

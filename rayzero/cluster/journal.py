@@ -11,6 +11,7 @@ from rayzero.cluster.files.metrics_log import MakeRow
 from rayzero.cluster.files.run_dir import RunDirectory
 from rayzero.cluster.loggers.children import Loggers
 from rayzero.cluster.loop import PackedLoop
+from rayzero.cluster.nodes.local_ray import LocalRay
 from rayzero.cluster.run import Member, Recovery, Report, Rescaled, Routing, RunState
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.security.metrics_access import MetricsAccess
@@ -44,6 +45,7 @@ class RunRequest:
     on_change: Callable[[], None]  # called after reports
     on_rescale: Callable[[], None]  # called with each step of a change of the optimizers
     on_stop: Callable[[], None]  # called if the run is interrupted, before anything is taken down
+    ray: LocalRay | None = None  # one that has begun to start on this machine
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from rayzero.cluster.journal import Journal, OnPhase, OnReport, RunRequest
 from rayzero.cluster.live.page import PAGE_PATH
 from rayzero.cluster.loggers.reporter import flat_settings
 from rayzero.cluster.loop import pack_loop
+from rayzero.cluster.nodes.local_ray import LocalRay
 from rayzero.cluster.run import DISCOVERY_PATH, RunState
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.config.loggers import require_loggers
@@ -133,20 +135,23 @@ class ZeroTrainer:
         issuer(self._run.name, self._run.security)  # given files that cannot be used are refused before anything starts
         self._packed_loop = pack_loop(train_loop, train_loop_config)
 
-    def fit(self, *, raise_on_error: bool = True, directory: RunDirectory | None = None) -> Result:
+    def fit(
+        self, *, raise_on_error: bool = True, directory: RunDirectory | None = None, ray: LocalRay | None = None
+    ) -> Result:
         """Run the loop on every rank to its end. Nothing is left behind: no actor, process, port or shared memory.
 
         Joins the Ray at hand or starts a local one. A failed run raises RunFailedError with the process, the cause and
         its traceback; with ``raise_on_error=False`` the result holds it instead. Wrong settings (ConfigError,
         CheckpointError) and signals (KeyboardInterrupt; SIGTERM: SystemExit(143)) are raised either way, signals after
         one logged line on how to go on. ``directory``: the run's directory, if the caller has already opened it; the
-        caller then closes it, and says how to resume after a signal.
+        caller then closes it, and says how to resume after a signal. ``ray``: one that the caller has begun to start on
+        this machine, which ends with the run.
         """
         if directory is not None:
-            return self._fit(directory, raise_on_error)
+            return self._fit(directory, raise_on_error, ray)
         with RunDirectory.open(self._run, Successor.of(self._zero, self._scaling)) as opened:
             try:
-                return self._fit(opened, raise_on_error)
+                return self._fit(opened, raise_on_error, ray)
             except (KeyboardInterrupt, SystemExit):
                 log.warning("run %r %s", self._run.name, self._stopped(opened))
                 raise
@@ -158,7 +163,7 @@ class ZeroTrainer:
         settings = f"name={self._run.name!r}, storage_path={str(self._run.storage_path)!r}, resume=True"
         return f"was stopped; continue from {newest} with RunConfig({settings})"
 
-    def _fit(self, directory: RunDirectory, raise_on_error: bool) -> Result:
+    def _fit(self, directory: RunDirectory, raise_on_error: bool, ray: LocalRay | None) -> Result:
         started = time.time()
         journal = Journal()
         trim_log(directory.path, directory.rows_until)
@@ -169,7 +174,8 @@ class ZeroTrainer:
             self._record(directory, journal, started, directory.checkpoints.latest)
 
         now_and_then = _AtMostEvery(_RECORD_EVERY_S, record)
-        request = self._request(directory, lambda: self._started(directory, journal, started), now_and_then, record)
+        on_start = partial(self._started, directory, journal, started)
+        request = self._request(directory, ray, on_start, now_and_then, record)
         earlier = directory.read_record_file()
         try:
             with interruptible():
@@ -214,6 +220,7 @@ class ZeroTrainer:
     def _request(
         self,
         directory: RunDirectory,
+        ray: LocalRay | None,
         on_start: Callable[[], None],
         on_change: Callable[[], None],
         on_stop: Callable[[], None],
@@ -225,6 +232,7 @@ class ZeroTrainer:
             scaling=self._scaling,
             run=self._run,
             directory=directory,
+            ray=ray,
             access=self._access,
             make_row=self._make_row,
             saves_checkpoints=self._saves_checkpoints,

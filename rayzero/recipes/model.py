@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rayzero.errors import ConfigError
 from rayzero.quantities import count
-from rayzero.recipes.gpt import GPT
+from rayzero.recipes.gpt.model import GPT
 from rayzero.recipes.recipe import HF_PREFIX, RecipeConfig
 
 

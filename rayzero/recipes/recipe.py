@@ -22,7 +22,7 @@ from rayzero.config import (
     apply_overrides,
     read_yaml,
 )
-from rayzero.recipes.gpt import GPTConfig
+from rayzero.recipes.gpt.config import GPTConfig
 
 GPT = "gpt"
 HF_PREFIX = "hf:"

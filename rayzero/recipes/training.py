@@ -16,6 +16,7 @@ from rayzero.checkpoint import CheckpointReader
 from rayzero.cluster.continuation import Successor
 from rayzero.cluster.files.run_dir import RunDirectory, find_start
 from rayzero.cluster.files.run_record import RECORD
+from rayzero.cluster.nodes.local_ray import LocalRay
 from rayzero.cluster.processes.program_memory import imported_memory
 from rayzero.cluster.run import Report
 from rayzero.cluster.trainer import Result, ZeroTrainer
@@ -144,9 +145,12 @@ def plan_prepared(prepared: PreparedRecipe) -> RecipePlan | None:
     return plan_recipe(prepared.work, hardware)
 
 
-def run_prepared(prepared: PreparedRecipe, console: Console, hardware: Hardware | None = None) -> Training:
+def run_prepared(
+    prepared: PreparedRecipe, console: Console, hardware: Hardware | None = None, ray: LocalRay | None = None
+) -> Training:
     """Train on the cluster, drawing progress on ``console``; leaves config.yaml, metrics.jsonl, loss.png and
-    checkpoints/ in the run's directory. ``hardware``: this host, which measured steps are compared with.
+    checkpoints/ in the run's directory. ``hardware``: this host, which measured steps are compared with. ``ray``: see
+    ``ZeroTrainer.fit``.
 
     Raises RunFailedError if the run failed and KeyboardInterrupt if it was stopped; the directory then holds what was
     written until then."""
@@ -155,7 +159,7 @@ def run_prepared(prepared: PreparedRecipe, console: Console, hardware: Hardware 
     with RunDirectory.open(recipe.run, successor, setting=_PLACE) as directory:
         try:
             _refuse_changed(directory, prepared)
-            return _run_in(directory, prepared, console, hardware)
+            return _run_in(directory, prepared, console, hardware, ray)
         except (ConfigError, UnsupportedError, KeyboardInterrupt, SystemExit):  # refused by the cluster, or stopped
             _withdraw(directory)
             raise
@@ -172,13 +176,19 @@ def _refuse_changed(directory: RunDirectory, prepared: PreparedRecipe) -> None:
         )
 
 
-def _run_in(directory: RunDirectory, prepared: PreparedRecipe, console: Console, hardware: Hardware | None) -> Training:
+def _run_in(
+    directory: RunDirectory,
+    prepared: PreparedRecipe,
+    console: Console,
+    hardware: Hardware | None,
+    ray: LocalRay | None,
+) -> Training:
     recipe, path = prepared.recipe, directory.path
     _write_config(path, recipe)
     unigram = prepared.corpus.baseline()
     rows = [row for row in read_rows(path) if row.step <= directory.rows_until]
     try:
-        result = _fit(prepared, directory, rows, console, hardware)
+        result = _fit(prepared, directory, rows, console, hardware, ray)
     finally:
         if rows:
             _draw(rows, unigram, path / LOSS_PICTURE)
@@ -210,7 +220,12 @@ def _withdraw(directory: RunDirectory) -> None:
 
 
 def _fit(
-    prepared: PreparedRecipe, directory: RunDirectory, rows: list[StepRow], console: Console, hardware: Hardware | None
+    prepared: PreparedRecipe,
+    directory: RunDirectory,
+    rows: list[StepRow],
+    console: Console,
+    hardware: Hardware | None,
+    ray: LocalRay | None,
 ) -> Result:
     """Train; each step's row is added to ``rows``."""
     recipe, joined = prepared.recipe, StepRows()
@@ -237,7 +252,7 @@ def _fit(
 
         scaling = recipe.scaling if prepared.work is None else reserve(prepared.work)
         flops = None if prepared.work is None else prepared.work.step_flops
-        return make_trainer(recipe, take, scaling, started, flops).fit(directory=directory)
+        return make_trainer(recipe, take, scaling, started, flops).fit(directory=directory, ray=ray)
 
 
 def _plan_check(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
@@ -36,6 +37,9 @@ PUBLIC = [kind for kind in vars(errors).values() if isinstance(kind, type) and i
 SMALL = ["dim=16", "num_layers=1", "num_heads=2", "seq_len=16", "batch_size=2", "eval_batches=1"]
 
 
+LOCAL_RAY = "rayzero.cluster.nodes.local_ray_process"
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a command ended."""
@@ -46,7 +50,7 @@ class Ended:
 
 
 def rayzero(*arguments: str, cwd: Path) -> Ended:
-    """Run a command line in this process; none of these starts Ray."""
+    """Run a command line in this process; none of these joins Ray, and what begins to start is gone."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with chdir(cwd), redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["rayzero", *arguments])
@@ -55,6 +59,7 @@ def rayzero(*arguments: str, cwd: Path) -> Ended:
         except SystemExit as ended:
             code = int(ended.code or 0)
     assert not ray.is_initialized()
+    assert not [child for child in psutil.Process().children(recursive=True) if LOCAL_RAY in child.cmdline()]
     return Ended(code, out.getvalue(), err.getvalue())
 
 

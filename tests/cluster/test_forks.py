@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from rayzero.cluster.forks import worker_fork
-from rayzero.cluster.forks.worker_fork import LENGTH, TOKEN, start_server
+from rayzero.cluster.forks import ray_setup, worker_fork
+from rayzero.cluster.forks.worker_fork import LENGTH, TOKEN, make_ready, start_server
 from rayzero.concurrency.ends import ends
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("exact", "hosts")]
@@ -44,6 +44,7 @@ print(json.dumps({
     "parent": os.getppid(),
     "random": [random.random(), numpy.random.rand()],
     "torch": "torch" in sys.modules,
+    "ray": "ray" in sys.modules,
     "wakes": __import__("signal").set_wakeup_fd(-1),
 }), flush=True)
 print("said", file=sys.stderr, flush=True)
@@ -264,6 +265,50 @@ def test_workers_of_another_raylet_have_another_server(ask: Ask) -> None:
     """Two nodes on one host, each with a raylet: Ray's library reads whose worker it is as it is imported."""
     with in_place_of_a_raylet() as other:
         assert said(ask())["parent"] != said(ask(RAY_RAYLET_PID=str(other.pid)))["parent"]
+
+
+@pytest.mark.thorough
+def test_a_server_that_has_imported_ray_forks_no_worker_of_another_job(
+    ask: Ask, raylet: subprocess.Popen[bytes]
+) -> None:
+    """Ray's library has read its environment."""
+    server = start_server("made-ready", raylet.pid)
+    assert server is not None
+    make_ready("made-ready", 4711, "02000000")
+    own = {TOKEN: "made-ready", "RAY_RAYLET_PID": "4711"}
+    worker, other = said(ask(**own, RAY_JOB_ID="02000000")), said(ask(**own, RAY_JOB_ID="03000000"))
+    assert worker["parent"] == server.pid
+    assert worker["ray"]
+    assert worker["environment"]["RAY_JOB_ID"] == "02000000"
+    assert other["parent"] != server.pid
+    assert not other["torch"]
+    server.terminate()
+    server.wait()
+
+
+@pytest.mark.parametrize(
+    ("others", "forked"), [({}, True), ({"env_vars": {"A": "1"}}, False), ({"command_prefix": ["A=1"]}, False)]
+)
+def test_ray_starts_what_is_no_worker_of_a_run_as_it_does_without_us(
+    ask: Ask, program: Path, others: dict[str, Any], forked: bool, tmp_path: Path
+) -> None:
+    """A raylet runs one program for all workers that have a runtime environment."""
+    token = psutil.Process(said(ask())["parent"]).environ()
+    variables = {"env_vars": {TOKEN: token[TOKEN]}, "py_executable": "false", "command_prefix": [], "java_jars": []}
+    context = variables | others | ({} if forked else {"py_executable": sys.executable})
+    command = [
+        sys.executable, ray_setup.__file__, str(program), "--one",
+        f"--serialized-runtime-env-context={json.dumps(context)}", "--language=PYTHON", "--two",
+    ]  # fmt: skip
+    environment = os.environ | {"RAY_RAYLET_PID": token["RAY_RAYLET_PID"]}
+    run = subprocess.run(
+        command, env=environment, cwd=tmp_path, input="end\n", capture_output=True, text=True, check=True
+    )
+    worker = json.loads(run.stdout)
+    assert worker["torch"] == forked
+    assert worker["arguments"] == [str(program), "--one", "--two"]
+    assert worker["environment"].get("A") == ("1" if others else None)
+    assert (TOKEN in worker["environment"]) == (forked or "env_vars" not in others)
 
 
 NO_CUDA = """

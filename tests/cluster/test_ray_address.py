@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -15,7 +16,7 @@ from ray._private.services import resolve_ip_for_localhost
 from ray._private.utils import write_ray_address
 
 import rayzero
-from rayzero.cluster.nodes import ray_address
+from rayzero.cluster.nodes import ray_address, session
 from rayzero.cluster.nodes.ray_address import find_ray, silence_at
 from rayzero.cluster.nodes.session import ray_session
 from rayzero.errors import ConfigError
@@ -75,12 +76,13 @@ def test_a_stale_file_is_named_once_and_a_ray_of_its_own_is_started(
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda *, address, **_: started.append(address))
     monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(session, "LocalRay", lambda: nullcontext(SimpleNamespace(address=lambda: "127.0.0.1:1")))
     said: list[str] = []
     with deserted() as gone:
         write_ray_address(gone)
         with ray_session(said.append):
             pass
-    assert started == ["local"]
+    assert started == ["127.0.0.1:1"]
     assert said == ["starting Ray on this machine"]
     (record,) = caplog.records
     message = record.getMessage()

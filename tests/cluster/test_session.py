@@ -49,27 +49,55 @@ def logs_to(ray_files: str, process: psutil.Process) -> bool:
         return False
 
 
-def test_a_signal_while_ray_is_taken_down_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = []
+class Started:
+    """In place of a Ray on this machine."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def address(self) -> str:
+        return "127.0.0.1:1"
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.events.append("ended")
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> Started:
+    """What a session in this process starts."""
+    started = Started()
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "init", lambda **_: started.events.append("joined"))
+    monkeypatch.setattr(ray, "shutdown", lambda: started.events.append("left"))
+    monkeypatch.setattr(session, "LocalRay", lambda: started)
+    return started
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_session_joins_its_own_ray_leaves_it_and_ends_it(begun: Started, begins: bool) -> None:
+    """Also one that has begun to start before."""
+    with ray_session(begun=begun if begins else None):  # type: ignore[arg-type]
+        assert begun.events == ["joined"]
+    assert begun.events == ["joined", "left", "ended"]
+
+
+def test_a_signal_while_ray_is_taken_down_waits(begun: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = []
     monkeypatch.setattr(ray, "shutdown", lambda: left.append(terminate()))
     with ray_session():
         pass
     assert left == [None]
+    assert begun.events == ["joined", "ended"]
 
 
-@pytest.mark.parametrize(("joined", "went_on"), [(None, [None]), ("127.0.0.1:6379", [])])
-def test_a_signal_waits_while_ray_is_started_here_and_ends_a_join_at_once(
-    monkeypatch: pytest.MonkeyPatch, joined: str | None, went_on: list[None]
-) -> None:
-    """Ray that is told to start and left in the middle of it stays; a cluster that does not answer is waited for."""
-    left: list[None] = []
+@pytest.mark.parametrize("joined", [None, "127.0.0.1:6379"])
+def test_a_signal_ends_a_join_at_once(begun: Started, monkeypatch: pytest.MonkeyPatch, joined: str | None) -> None:
     monkeypatch.setattr(session, "find_ray", lambda: RayAddress(joined))
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda **_: left.append(terminate()))
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "init", terminate)
     with pytest.raises(SystemExit) as stopped, ray_session():
         pytest.fail("the session began")
     assert stopped.value.code == 143
-    assert left == went_on
+    assert begun.events == (["left", "ended"] if joined is None else ["left"])

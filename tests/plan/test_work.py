@@ -25,7 +25,8 @@ from rayzero.plan.offloading import Offload
 from rayzero.plan.programs import Programs
 from rayzero.plan.tiers import plan_bytes
 from rayzero.plan.work import _Leaving, measure_work
-from rayzero.recipes.gpt import GPT, GPTConfig
+from rayzero.recipes.gpt.config import GPTConfig
+from rayzero.recipes.gpt.model import GPT
 
 from .machines import CPU_HOST
 

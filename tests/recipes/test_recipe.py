@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rayzero.errors import ConfigError
-from rayzero.recipes.gpt import GPT, GPTConfig
+from rayzero.recipes.gpt.config import GPTConfig
+from rayzero.recipes.gpt.model import GPT
 from rayzero.recipes.lm import lr_factor, param_groups
 from rayzero.recipes.model import build_model, logits_of
 from rayzero.recipes.recipe import RecipeConfig, load_recipe

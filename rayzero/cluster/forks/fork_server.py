@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from rayzero.cluster.forks.worker_fork import LENGTH, peer_is_us
+from rayzero.cluster.forks.worker_fork import LENGTH, READ_ONCE, peer_is_us
 from rayzero.concurrency.uncollected import uncollected
 
 with uncollected():
@@ -93,10 +93,18 @@ class ForkServer:
                 raise PermissionError
             head, streams, _, _ = socket.recv_fds(connection, LENGTH.size, 3)
             with connection.makefile("rb") as file:
-                text = file.read(LENGTH.unpack(head)[0])
+                request = json.loads(file.read(LENGTH.unpack(head)[0]))
+            if not _is_of_this_ray(request["environment"]):
+                raise PermissionError
             connection.sendall(b"1")  # it is forked next
-            return _ForkRequest(connection, streams, json.loads(text))
-        except (OSError, ValueError, struct.error):  # a process that ended, or was stopped, while it asked
+            return _ForkRequest(connection, streams, request)
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            struct.error,
+        ):  # a process that ended, or was stopped, while it asked
             _ForkRequest(connection, streams, {}).close()
             return None
 
@@ -112,6 +120,11 @@ class ForkServer:
         self._listener.close()
         for file in (self._woken, self._wake, self._other):
             os.close(file)
+
+
+def _is_of_this_ray(environment: dict[str, str]) -> bool:
+    """Whether Ray's library, if it is imported, has read what it would read in a worker's environment."""
+    return "ray" not in sys.modules or all(environment.get(name) == os.environ.get(name) for name in READ_ONCE)
 
 
 def _import_ray(environment: dict[str, str]) -> None:

@@ -7,7 +7,9 @@ started, so it stays until the worker has ended. It imports almost nothing, beca
 [Note: one fork server a driver and raylet] Its address is an abstract socket: it needs no file, and is gone with its
 process. A worker may be forked only where it would be what a new interpreter is, so the address has the driver, whose
 actors all have one environment, the raylet, which Ray's library reads from it once, and what tells containers of one
-host apart. A driver that starts its own Ray starts the server before it, and names it by itself alone.
+host apart. The process of a driver's own Ray (nodes/local_ray_process.py) starts the server before Ray, names it by the
+driver alone, and has it import Ray for the job that the driver will most likely be. A worker of another job is not
+forked.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["LENGTH", "TOKEN", "fork_token", "peer_is_us", "start_server"]
+__all__ = ["LENGTH", "READ_ONCE", "TOKEN", "fork_token", "make_ready", "peer_is_us", "start_server"]
 
 TOKEN = "RAYZERO_FORK_SERVER"  # the environment variable that names the driver
 LENGTH = struct.Struct("!I")  # of a request's text, before it; the worker's standard streams go with it
+READ_ONCE = ("RAY_RAYLET_PID", "RAY_JOB_ID")  # what Ray's library reads of its environment as it is imported
 _IDLE_S = 5.0  # how long a server waits for a worker while it has none
 _START_S = 40.0  # until a server answers; it imports first. Ray waits 60 s for a worker
 _LOOK_S = 0.01  # between two looks whether it does
@@ -40,19 +43,29 @@ def main() -> None:
     try:
         driver, raylet = os.environ[TOKEN], os.environ["RAY_RAYLET_PID"]
         server = _connect(driver) or _connect_or_start(f"{driver}-{raylet}")
-        _ask(server, arguments)
+        _ask(server, arguments, dict(os.environ))
     except OSError as error:
         print(f"rayzero: no fork server ({error}): the worker imports all by itself", file=sys.stderr)
         os.execv(sys.executable, [sys.executable, *arguments])
     server.recv(1)  # the end of the worker, which holds the other end
 
 
-def _ask(server: socket.socket, arguments: list[str]) -> None:
+def make_ready(name: str, raylet: int, job: str) -> None:
+    """Have the fork server of this name import Ray now, for the workers of a raylet (its pid) and a job (its id).
+    Raises OSError."""
+    server = _connect(name)
+    if server is not None:
+        with server:
+            worker = os.environ | dict(zip(READ_ONCE, (str(raylet), job), strict=True))
+            _ask(server, [os.devnull], worker)  # it does nothing
+
+
+def _ask(server: socket.socket, arguments: list[str], environment: dict[str, str]) -> None:
     """Send what makes a process: arguments, environment, folder, limits and standard streams. Raises OSError if the
     server has not forked: it ended, or stands still."""
     request = {
         "arguments": arguments,
-        "environment": dict(os.environ),
+        "environment": environment,
         "folder": os.getcwd(),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE),
         "cpus": sorted(os.sched_getaffinity(0)),

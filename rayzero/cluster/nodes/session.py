@@ -1,20 +1,20 @@
-"""Connects to Ray for the length of a run: to a running cluster, or to a local one that we start and end."""
+"""Connects to Ray for the length of a run: to a running cluster, or to a local one that starts and ends with it."""
 
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray._private import utils as ray_utils
+from ray._raylet import Config  # type: ignore[attr-defined]  # a compiled module
 
-from rayzero.cluster.forks.worker_fork import fork_token, start_server
-from rayzero.cluster.interrupts import interruptible, postponed, shielded
+from rayzero.cluster.interrupts import interruptible, shielded
+from rayzero.cluster.nodes.local_ray import LocalRay
 from rayzero.cluster.nodes.ray_address import find_ray
 from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.run import NAMESPACE
@@ -29,15 +29,18 @@ _LOOK_S = 1.0  # between two looks whether Ray is still there
 log = logging.getLogger(__name__)
 
 
+_started: set[str] = set()  # the addresses of the Rays that sessions of this process have started and not yet ended
+
+
 @contextmanager
-def ray_session(say: Callable[[str], None] = log.info) -> Iterator[None]:
+def ray_session(say: Callable[[str], None] = log.info, begun: LocalRay | None = None) -> Iterator[None]:
     """Join Ray, and leave it as it was. ``say`` is called with a short description before each thing that is done.
 
     In order: the Ray this process is already connected to (left alone afterwards), the cluster of ``RAY_ADDRESS`` (as
     under ``ray job submit``), the newest one of ``ray start`` on this machine, else a local one without dashboard,
-    which ends with the session; that one, too, where what ``ray start`` left is a file only. Raises ConfigError if no
-    Ray answers at ``RAY_ADDRESS``, RunFailedError if the cluster cannot be reached, and what a signal raises
-    (KeyboardInterrupt, SystemExit(143)): at once while joining a cluster; after the start if Ray is started here.
+    which ends with the session; that one, too, where what ``ray start`` left is a file only. ``begun``: a local one
+    that has begun to start. Raises ConfigError if no Ray answers at ``RAY_ADDRESS``, RunFailedError if the cluster
+    cannot be reached, and what a signal raises (KeyboardInterrupt, SystemExit(143)), at once.
     """
     if ray.is_initialized():
         yield
@@ -46,38 +49,32 @@ def ray_session(say: Callable[[str], None] = log.info) -> Iterator[None]:
     if found.ignored:
         log.warning("%s", found.ignored)
     say("starting Ray on this machine" if found.joined is None else f"joining Ray at {found.joined}")
-    with nullcontext() if found.joined is not None else _fork_server():
-        try:
-            _start() if found.joined is None else _join(found.joined)
+    if found.joined is not None:
+        with _joined(found.joined, None):  # Ray finds it again itself, because only then does it look for a token
             yield
+        return
+    with begun or LocalRay() as local:
+        address = local.address()
+        if address is None:  # a Ray that was there is gone
+            raise RunFailedError("the Ray of this machine has just ended; start the run again")
+        Config.initialize("")  # Ray read its settings before local.address() set some
+        _started.add(address)
+        try:
+            with _joined(address, address):
+                yield
         finally:
-            with shielded():
-                ray.shutdown()
+            _started.remove(address)
 
 
 @contextmanager
-def _fork_server() -> Iterator[None]:
-    """The server of this host, which imports while Ray starts; on a Ray that is there, a run's first worker starts it.
-    Ends after Ray."""
-    server = start_server(fork_token(), os.getpid())
+def _joined(where: str, address: str | None) -> Iterator[None]:
     try:
+        with interruptible(), _handlers_kept():
+            _init(address, where)
         yield
     finally:
-        if server is not None:
-            server.terminate()
-            server.wait()
-
-
-def _start() -> None:
-    """Start or join Ray with signals postponed: if a driver dies midway, the processes that a raylet has just started
-    stay for ever."""
-    with postponed(), _handlers_kept():
-        _init("local", "the local machine")
-
-
-def _join(address: str) -> None:
-    with interruptible(), _handlers_kept():
-        _init(None, address)  # Ray finds it again itself, because only then does it look for a token
+        with shielded():
+            ray.shutdown()
 
 
 def _init(address: str | None, where: str) -> None:
@@ -126,7 +123,9 @@ def started_here() -> bool:
     """True when this process started the Ray it is connected to: such a cluster never grows."""
     from ray._private.worker import _global_node
 
-    return _global_node is not None and bool(_global_node.is_head())
+    if _global_node is None:
+        return False
+    return bool(_global_node.is_head()) or _global_node.gcs_address in _started
 
 
 def alive_nodes() -> list[Node]:

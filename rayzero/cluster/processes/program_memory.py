@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from rayzero.concurrency.uncollected import uncollected
 from rayzero.memory.process_memory import ProcessMemory, process_memory
 from rayzero.plan.programs import Imported
 
@@ -11,7 +12,8 @@ from rayzero.plan.programs import Imported
 def coordinator_memory() -> ProcessMemory:
     """This process's memory after it has imported the coordinator's modules. Earlier imports count too, so call it
     before anything imports torch, which the coordinator does not."""
-    import_module("rayzero.cluster.processes.coordinator")
+    with uncollected():
+        import_module("rayzero.cluster.processes.coordinator")
     return process_memory()
 
 
@@ -20,7 +22,8 @@ def imported_memory(coordinator: ProcessMemory | None = None) -> Imported:
     compiler, which only a plan needs. ``coordinator``: an earlier result of ``coordinator_memory``; None: measure
     now."""
     coordinator = coordinator or coordinator_memory()
-    import_module("rayzero.cluster.processes.owner_process")
-    owner = process_memory()
-    import_module("torch._dynamo")
+    with uncollected():
+        import_module("rayzero.cluster.processes.owner_process")
+        owner = process_memory()
+        import_module("torch._dynamo")
     return Imported(coordinator=coordinator, owner=owner, compiler=process_memory())

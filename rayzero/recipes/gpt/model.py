@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -11,29 +10,9 @@ from torch import Tensor, nn
 
 from rayzero.errors import ConfigError
 from rayzero.quantities import count
+from rayzero.recipes.gpt.config import GPTConfig
 
 INIT_STD = 0.02
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GPTConfig:
-    """The shape of a :class:`GPT`."""
-
-    vocab_size: int
-    seq_len: int  # longest input, in tokens
-    num_layers: int
-    num_heads: int
-    dim: int
-    tie_embeddings: bool = False  # the head's weight is the embedding's
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "seq_len", "num_layers", "num_heads", "dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
-            raise ConfigError(
-                f"dim {self.dim} must split into {self.num_heads} heads of an even size (rotary positions turn pairs)"
-            )
 
 
 def rotary_tables(seq_len: int, head_dim: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,127 @@
+"""The process of a Ray that a driver starts on its machine; see ``local_ray``.
+
+It is Ray's first driver, which starts and ends Ray, and runs nothing. It adopts what its processes leave behind (it is
+their subreaper), so that it can end all of them, whenever that is asked for. A run's workers are forked by a server
+that it starts, too (forks/fork_server.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from contextlib import suppress
+from types import FrameType
+from typing import Any, NoReturn
+
+import psutil
+
+from rayzero.cluster.forks import ray_setup
+from rayzero.cluster.forks.worker_fork import make_ready, start_server
+from rayzero.cluster.nodes.local_ray import END, NOT_FOR_RAY
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_DIES_S = 1.0  # between two looks for processes that are left
+
+
+class _EndedError(BaseException):
+    """The driver needs Ray no more."""
+
+
+def main() -> None:
+    """Start Ray, say where it is, and end it when the driver says so or has ended."""
+    driver, token = int(sys.argv[1]), sys.argv[2]
+    said = os.dup(1)
+    os.dup2(2, 1)  # what Ray prints goes where its errors go
+    signal.signal(END, _end)
+    for number in NOT_FOR_RAY:
+        signal.signal(number, lambda *_: None)  # not ignored: what it starts would ignore them, too
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_RAY)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, END)
+    if os.getppid() != driver:
+        return
+    with suppress(_EndedError, BrokenPipeError):
+        with os.fdopen(said, "w") as answer:
+            started = _start(token)
+            json.dump(started, answer)
+            answer.write("\n")
+        if started["address"] is None:
+            return
+        with suppress(OSError, StopIteration):  # else the first worker does it
+            raylet = next(child.pid for child in psutil.Process().children() if child.name() == "raylet")
+            make_ready(token, raylet, _next_job())
+        if signal.getsignal(END) is _end:  # else Ray has swallowed what it raised
+            signal.pthread_sigmask(signal.SIG_BLOCK, {END})
+            signal.sigwait({END})
+    signal.signal(END, signal.SIG_IGN)
+    if os.getppid() == driver and "ray" in sys.modules and _ray().is_initialized():
+        _ray().shutdown()
+    _kill_all()
+
+
+def _start(token: str) -> dict[str, str | None]:
+    """Start Ray and the server of its workers, unless there is a Ray to join; what the driver is told."""
+    from rayzero.cluster.nodes.ray_address import find_ray
+    from rayzero.errors import ConfigError
+
+    none: dict[str, str | None] = {"address": None, "auth_mode": None, "error": None}
+    try:
+        if find_ray().joined is not None:
+            return none
+    except ConfigError:  # as the driver will find
+        return none
+    start_server(token, os.getpid())
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a run's workers are forked
+    ray = _ray()
+    from ray._private import ray_constants, utils
+
+    ray_constants.SETUP_WORKER_FILENAME = ray_setup.__file__  # a path from the root stays what it is
+    utils.set_sigterm_handler = lambda _: None  # Ray's own would exit midway
+    try:
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:  # Ray raises a bare Exception if a node does not start in time
+        return none | {"error": " ".join(str(error).split()) or type(error).__name__}
+    address = ray.get_runtime_context().gcs_address
+    return none | {"address": address, "auth_mode": os.environ.get("RAY_AUTH_MODE")}
+
+
+def _ray() -> Any:
+    import ray
+
+    return ray
+
+
+def _next_job() -> str:
+    """The id of the next driver's job."""
+    own = bytes.fromhex(_ray().get_runtime_context().get_job_id())
+    return (int.from_bytes(own, "little") + 1).to_bytes(len(own), "little").hex()
+
+
+def _kill_all() -> None:
+    """Kill whatever is left below this process; returns once all of it has ended."""
+    while left := psutil.Process().children(recursive=True):
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=_DIES_S)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _end(signum: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(END, signal.SIG_IGN)  # once: what follows is not to be cut short
+    raise _EndedError
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+if __name__ == "__main__":
+    main()

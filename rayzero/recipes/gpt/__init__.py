@@ -1,0 +1,1 @@
+"""A small GPT, and its shape, which is checked without torch."""

@@ -1,0 +1,117 @@
+"""A Ray of a process of its own: it begins beside its driver, and nothing of it is left, whenever it is ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rayzero.cluster.nodes.local_ray import LocalRay, begin_ray
+from rayzero.cluster.nodes.session import ray_session
+from rayzero.errors import RunFailedError
+
+from .processes import everyone_of, still_there
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("refused", "hosts")]
+
+BEGIN = "from rayzero.cluster.nodes.local_ray import LocalRay; import time; ray = LocalRay(); time.sleep(600)"
+
+
+@pytest.fixture(autouse=True)
+def no_other_ray(monkeypatch: pytest.MonkeyPatch, ray_files: Path) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(ray_files))
+
+
+@pytest.fixture
+def ray_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Ray's temporary folder; short, because sockets have their path there."""
+    with tempfile.TemporaryDirectory(prefix="rz", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def below(pid: int, until: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+    """All processes below one, as soon as one of them is so."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        processes = everyone_of(pid)[1:]
+        if any(map(until, processes)):
+            return processes
+        time.sleep(0.01)
+    raise AssertionError(f"none came: {processes}")
+
+
+def is_called(name: str) -> Callable[[psutil.Process], bool]:
+    def has_name(process: psutil.Process) -> bool:
+        try:
+            return process.name() == name
+        except psutil.NoSuchProcess:
+            return False
+
+    return has_name
+
+
+def test_a_ray_that_does_not_start_is_a_failed_run_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sockets cannot have so long a path."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("x" * 100)))
+    (tmp_path / ("x" * 100)).mkdir()
+    with pytest.raises(RunFailedError, match=r"cannot start Ray on this machine: .*socket") as error, ray_session():
+        pytest.fail("the session began")
+    assert "\n" not in str(error.value)
+    assert not psutil.Process().children()
+
+
+def test_a_process_of_ray_that_is_killed_is_a_failed_run() -> None:
+    with LocalRay() as local:
+        os.kill(local._process.pid, signal.SIGKILL)
+        with pytest.raises(RunFailedError, match=r"its process ended \(-9\)"):
+            local.address()
+
+
+@pytest.mark.parametrize("named", ["nonsense", "auto"])
+def test_what_the_driver_refuses_is_not_started(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", named)
+    assert begin_ray() is None
+    with LocalRay() as local:
+        assert local.address() is None
+
+
+@pytest.mark.ray
+@pytest.mark.thorough
+@pytest.mark.parametrize("come", ["gcs_server", "raylet"])
+def test_a_ray_that_is_ended_while_it_starts_leaves_nothing(come: str) -> None:
+    with LocalRay() as local:
+        processes = below(local._process.pid, is_called(come))
+    assert still_there(processes, timeout_s=0.0) == []
+
+
+@pytest.mark.ray
+@pytest.mark.thorough
+def test_signals_to_everyone_leave_its_end_to_the_driver() -> None:
+    """From its first moment on."""
+    with LocalRay() as local:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(local._process.pid, number)
+        assert local.address()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(local._process.pid, number)
+        processes = everyone_of(local._process.pid)
+        assert any(map(is_called("raylet"), processes))
+    assert still_there(processes, timeout_s=0.0) == []
+
+
+@pytest.mark.ray
+@pytest.mark.thorough
+def test_it_ends_with_a_driver_that_is_killed_while_it_starts() -> None:
+    with subprocess.Popen([sys.executable, "-c", BEGIN]) as driver:
+        processes = below(driver.pid, is_called("raylet"))
+        driver.kill()
+    assert still_there(processes, timeout_s=20) == []
