@@ -96,10 +96,13 @@ def test_a_job_outlives_a_death_beside_another_and_is_resumed_after_its_driver_i
     (optimizer,) = [m for m in read_record(run)["members"] if m["who"] == "optimizer 0"]
     os.kill(optimizer["pid"], signal.SIGKILL)
     until("first", lambda: bool(read_record(run)["recoveries"]))
-    now = len(rows())
+    (rank,) = [m for m in read_record(run)["members"] if m["who"] == "rank 0"]
+    os.kill(rank["pid"], signal.SIGSTOP)  # so that the first takes no CPU, and waits
     beside = submit(cluster, working_dir, *TRAIN, *settings(tmp_path, "beside", steps=3))
+    os.kill(rank["pid"], signal.SIGCONT)
     assert beside.returncode == 0, beside.stdout + beside.stderr
     assert read_record(tmp_path / "beside")["state"] == "finished"
+    now = len(rows())
     until("first", lambda: len(rows()) > now + 5)
     driver = read_record(run)["driver"]["pid"]
     os.kill(driver, signal.SIGKILL)

@@ -5,7 +5,7 @@
     parts.py quarter N    the N-th quarter (modulo 4) of what the second tier adds
 
 Prints a line for each part: its name, then its files. Tests that start a Ray on this host are one part, because Rays of
-one host find each other; those that start it on hosts of their own another; all others are two, or in the first tier
+one host find each other; those that start it on hosts of their own another; all others are three, or in the first tier
 four."""
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def parts_of(files: dict[str, str], tier: str, quarter: int, costs: Costs) -> di
     waiting = chosen(rays | hosts, waits)
     trainers = {file for file, text in files.items() if "transformers" in text}  # each process imports it for 4 s
     # Sevenths of what computes. In the first tier those of Ray and hosts, one after the other, end early: a seventh
-    # comes after them, and three parts of two sevenths run beside, because many tests wait. In the second they take as
-    # long as all others: two sevenths come after those of hosts.
+    # comes after them, and three parts of two sevenths run beside, because many tests wait. In the second tier two
+    # sevenths come after those of hosts, and one after those of Ray.
     pieces = divide(chosen(set(files) - hosts, computes), 7, computes, trainers)
     if tier == "first":
         sevenths = {"one": (0, 3), "two": (1, 4), "three": (6,), "four": (2, 5)}
     else:
-        sevenths = {"one": (0, 1, 2, 3, 4), "two": (5, 6)}
+        sevenths = {"one": (0, 1, 2, 3), "two": (5, 6), "three": (4,)}
     computing = {name: sorted(chain(*(pieces[at] for at in which))) for name, which in sevenths.items()}
     return {"rays": sorted(rays & waiting), "hosts": sorted(hosts & waiting), **computing}
 
