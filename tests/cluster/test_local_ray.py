@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rayzero.cluster.forks import ray_setup
 from rayzero.cluster.nodes.local_ray import LocalRay, begin_ray
 from rayzero.cluster.nodes.session import ray_session
 from rayzero.errors import RunFailedError
@@ -104,7 +105,8 @@ def test_signals_to_everyone_leave_its_end_to_the_driver() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(local._process.pid, number)
         processes = everyone_of(local._process.pid)
-        assert any(map(is_called("raylet"), processes))
+        (raylet,) = filter(is_called("raylet"), processes)
+        assert any(ray_setup.__file__ in part for part in raylet.cmdline()), "it starts workers as we do"
     assert still_there(processes, timeout_s=0.0) == []
 
 

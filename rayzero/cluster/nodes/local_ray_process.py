@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -77,9 +78,10 @@ def _start(token: str) -> dict[str, str | None]:
     start_server(token, os.getpid())
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a run's workers are forked
     ray = _ray()
-    from ray._private import ray_constants, utils
+    from ray._private import parameter, utils
 
-    ray_constants.SETUP_WORKER_FILENAME = ray_setup.__file__  # a path from the root stays what it is
+    # this Ray never grows, so it needs no autoscaler
+    parameter.RayParams = partial(parameter.RayParams, setup_worker_path=ray_setup.__file__, no_monitor=True)
     utils.set_sigterm_handler = lambda _: None  # Ray's own would exit midway
     try:
         ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
