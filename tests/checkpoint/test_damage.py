@@ -201,6 +201,27 @@ def test_a_save_killed_before_its_rename_leaves_the_old_state(written, directory
     assert [path.name for path in directory.parent.iterdir()] == ["step-000030"]
 
 
+def test_every_file_and_its_name_is_durable_before_the_checkpoint_has_its_own(written, directory, monkeypatch):
+    """Else a power failure could leave a checkpoint that is whole by its name and lacks files."""
+    durable: set[int] = set()
+    lacking: list[str] = []
+    fsync, rename = os.fsync, writer_module._rename_into_place
+
+    def make_durable(file: int) -> None:
+        durable.add(os.fstat(file).st_ino)
+        fsync(file)
+
+    def rename_into_place(taken: Path, target: Path) -> None:
+        lacking.extend(path.name for path in (taken, *taken.iterdir()) if path.stat().st_ino not in durable)
+        rename(taken, target)
+
+    monkeypatch.setattr(os, "fsync", make_durable)
+    monkeypatch.setattr(writer_module, "_rename_into_place", rename_into_place)
+    written.save(directory)
+    assert lacking == []
+    assert directory.parent.stat().st_ino in durable, "so is the name, afterwards"
+
+
 def test_a_replacement_killed_between_its_two_renames_gives_the_name_back(written, directory):
     digest = written.save(directory).digest
     directory.rename(writer_module._replaced_path(directory))  # the first rename; then the power goes

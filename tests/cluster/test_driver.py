@@ -23,6 +23,7 @@ from rayzero.cluster.actors import run_actors as actors_module
 from rayzero.cluster.actors.local_processes import LocalProcesses
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.driver import _again, _follow
+from rayzero.cluster.files.metrics_log import MetricsLog, read_log
 from rayzero.cluster.files.run_dir import RunCheckpoints, StartPoint
 from rayzero.cluster.files.run_record import read_record
 from rayzero.cluster.interrupts import interruptible, postponed
@@ -367,6 +368,28 @@ def test_a_start_that_fails_is_one_more_failure(monkeypatch: pytest.MonkeyPatch,
         return
     with pytest.raises(RunFailedError, match=r"rank 1 died\nThe run cannot start again: .* rank 0 gave no answer"):
         _again(request, journal, first)
+
+
+def test_a_run_that_starts_again_has_no_rows_of_the_steps_that_it_makes_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = MetricsLog(tmp_path)
+    log.add([Report(rank=0, step=step, time=0.0, metrics={}) for step in range(1, 6)])
+    log.close()
+    begun: list[list[int]] = []
+
+    def attempt(request: Any, journal: Journal) -> None:
+        begun.append([row["step"] for row in read_log(tmp_path)])
+
+    for name, done in {"refuse_name_in_use": lambda run, patience_s: None, "_attempt": attempt}.items():
+        monkeypatch.setattr(driver_module, name, done)
+    monkeypatch.setattr(driver_module.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(driver_module, "replace", lambda request, scaling: request)
+    directory = Restarted()
+    directory.path, directory.rows_until = tmp_path, 3
+    request = asked(directory=directory, on_restart=lambda: None, run=RunConfig(max_failures=2))
+    assert _again(request, Journal(outlived=1), RunFailedError("run 'demo' failed: rank 1 died")) is None
+    assert begun == [[1, 2, 3]]
 
 
 def test_the_record_of_a_run_that_starts_again_names_no_dead_process_and_outlasts_its_end(

@@ -90,6 +90,19 @@ def test_everybody_is_given_new_ones_once_they_are_due(actors: Actors) -> None:
     assert run.look() == EVERYBODY
 
 
+def test_answers_about_older_ones_do_not_count(actors: Actors) -> None:
+    run = Run(actors)
+    actors.certificates.due = True
+    run.look()
+    actors.certificates.due = True
+    assert run.look() == EVERYBODY, "also who has not answered yet"
+    actors.answers = dict.fromkeys(range(3))
+    run.look()
+    assert len(run.said) == 3, "nobody has the newest ones"
+    actors.answers = dict.fromkeys(range(6))
+    assert (run.look(), len(run.said)) == ([], 3)
+
+
 def test_it_looks_once_a_minute(actors: Actors) -> None:
     run = Run(actors)
     actors.certificates.due = True

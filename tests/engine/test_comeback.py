@@ -8,8 +8,9 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,9 +20,13 @@ from torch.nn import functional as F
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
+from rayzero.engine.rank_step import RankStep
+from rayzero.engine.step_clock import StepClock
 from rayzero.errors import ConfigError, RunFailedError, UntrackedError
 from rayzero.protocol.lives import ATTEMPTS
+from rayzero.protocol.messages import FinishReport, StepInputs
 from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.telemetry.recorder import NullRecorder
 from rayzero.testing import Killed, run_ranks
 
 from .models import VOCAB, Batches, Block, same_bits
@@ -351,6 +356,37 @@ def test_a_later_life_begins_with_the_checkpoint_that_its_run_began_with(
     found = run(tmp_path, *deaths, transport=transport, processes=transport == "grpc", resume=resume, saves=AT + 1)
     assert (tmp_path / f"step-{AT + 2}").is_dir()
     assert same(found, expected)
+
+
+class Finishes:
+    """A store that takes finishes."""
+
+    def __init__(self) -> None:
+        self.attempts: list[int] = []
+
+    def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[None]:
+        self.attempts.append(report.attempt)
+        return Future()
+
+
+def test_a_later_life_counts_its_attempts_above_those_of_earlier_ones_in_every_step() -> None:
+    """Not only in the step that it repeats: an earlier life may have pushed in the next one, too, before what it kept
+    of its loop had arrived."""
+    store, clock = Finishes(), StepClock(NullRecorder())
+    step = RankStep(
+        cast(Any, store),
+        cast(Any, None),
+        rank=1,
+        world_size=2,
+        num_units=1,
+        step=AT,
+        clock=clock,
+        spans=NullRecorder.spans,
+        life=2,
+    )
+    for _ in range(2):
+        step.commit((), None)
+    assert store.attempts == [2 * ATTEMPTS, 2 * ATTEMPTS]
 
 
 def test_the_error_is_todays_when_no_failure_is_left(tmp_path: Path) -> None:

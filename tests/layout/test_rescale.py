@@ -75,6 +75,11 @@ def test_owners_on_devices_keep_what_they_have() -> None:
     assert rescale(after, Rescale.to(2, 1)).owners == (0, 0, 2, 3, 1, 1)
 
 
+def test_what_is_on_devices_does_not_widen_the_bound_of_the_others() -> None:
+    before = ShardMap((0, 0, 0, 0, 2), (10, 10, 10, 10, 1000), 3, num_device_owners=1)
+    assert rescale(before, Rescale.to(2, 2)).owners == (0, 0, 1, 1, 2)
+
+
 @pytest.mark.parametrize(("former", "said"), [((), "at least one"), ((1, 1), "nobody twice"), ((0, 2), "of 2 owners")])
 def test_a_change_that_cannot_be_is_refused(former: tuple[int, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

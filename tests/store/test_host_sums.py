@@ -17,7 +17,7 @@ import torch
 
 from rayzero.config import ZeroConfig
 from rayzero.errors import ConfigError, HandshakeError
-from rayzero.protocol.messages import ModelSpec
+from rayzero.protocol.messages import Contribution, ModelSpec, pack_presence
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
@@ -25,6 +25,7 @@ from rayzero.store.rank.memory import rank_memory
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.transfers.parts import Sending
+from rayzero.store.rank.transfers.wire import PushedUnit
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available
 from rayzero.telemetry.names import TRANSFER_BYTES
@@ -370,6 +371,25 @@ def flipping(monkeypatch: pytest.MonkeyPatch, sums: set[int]) -> list[int]:
 
     monkeypatch.setattr(Sending, "messages", messages)
     return struck
+
+
+def test_bytes_that_are_sent_again_because_some_came_damaged_count_once(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(stack, [0, 0], host_push="never")
+    spec = make_spec(2)
+    [rank, _] = place.start(spec)
+    pushes = []
+    for unit in spec.layout.units:
+        presence = pack_presence([True] * len(unit.slots))
+        push = Contribution(step=0, attempt=0, rank=0, unit=unit.index, seq=0, presence=presence)
+        shards = [shard for shard in SharedPlan.of(spec, OWNERS).shards_of(0) if shard.unit == unit.index]
+        pushes.append(PushedUnit(unit=unit, shards=shards, contribution=push, values=torch.zeros(unit.numel)))
+    wire = rank.store.connection._ways.wires[0]  # type: ignore[attr-defined]
+    struck = flipping(monkeypatch, {len(pushes) - 1})
+    wire.push_again(wire._link.channel(), lambda: iter(pushes), 0, WAIT)
+    assert struck == [len(pushes) - 1]
+    assert place.pushed() == [sum(4 * shard.numel for push in pushes for shard in push.shards), 0]
 
 
 def test_sums_whose_links_are_cut_and_whose_bytes_are_damaged_are_sent_again(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rayzero.errors import HandshakeError, StoreClosedError
 from rayzero.memory.page_lock import beyond_limit
 from rayzero.memory.pages import PAGE
-from rayzero.protocol.messages import Published, Pushed, SharedPaths
+from rayzero.protocol.messages import Action, Decision, Norm, Published, Pushed, Record, SharedPaths
 from rayzero.slabs.arena import Arena, SlabGroup, SlabPiece, plan_arena
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
@@ -27,8 +27,8 @@ from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.shm.mailbox import SLOTS, Cells
 from rayzero.store.shm.shard_lines import ShardLines
 from rayzero.store.shm.shared_plan import SharedPlan
-from rayzero.store.shm.signals import Cell, available
-from rayzero.store.shm.words import Stamps, cells_of
+from rayzero.store.shm.signals import Cell, available, store_release_64
+from rayzero.store.shm.words import Stamps, cells_of, read_records, write_record
 
 from .toy import make_spec
 
@@ -136,6 +136,38 @@ def test_version_lines_tell_news_once_and_whose_they_are(slabs: ExitStack) -> No
     assert theirs.news() == []
     with pytest.raises(HandshakeError, match=r"here has shard \(0, 0, 512\)"):
         ShardLines(slab, plan_of(1, shard_numel=1024).shards_of(0)).check("here")
+
+
+@needs_signals
+def test_who_sees_a_new_version_sees_its_content(slabs: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank looks after each store: with the content of the version before, it would fetch nothing."""
+    plan = plan_of(1)
+    slab, shards = control(slabs, plan, "owner"), plan.shards_of(0)
+    ours, theirs = ShardLines(slab, shards), ShardLines(slab, shards)
+    seen: list[Published] = []
+
+    def store(address: int, value: int) -> None:
+        store_release_64(address, value)
+        seen.extend(theirs.news())
+
+    monkeypatch.setattr("rayzero.store.shm.shard_lines.store_release_64", store)
+    published = [Published(1, 0, 0), Published(1, 1, 1), Published(1, 2, 1)]
+    for each in published:
+        ours.publish(each)
+    assert seen == published
+
+
+@needs_signals
+def test_a_decision_stays_recorded_until_another_one_is_after_the_next(slabs: ExitStack) -> None:
+    """Whichever record is cut short by a death, the one before it is whole."""
+    plan = plan_of(1)
+    slab = control(slabs, plan, "owner")
+    records = []
+    for step in range(4):
+        decision = Decision(step=step, attempts=(0, 0), action=Action.APPLY, scale=1.0, norm=1.0, hyper=plan.spec.hyper)
+        records.append(Record(decision=decision, reports=(), norm=Norm(step=step, total=1.0, finite=True)))
+        write_record(slab, records[-1])
+        assert read_records(slab) == records[-2:]
 
 
 @needs_signals
