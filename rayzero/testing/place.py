@@ -32,6 +32,7 @@ class RankPlace:
     rank: int
     world_size: int
     run: str
+    lineage: str  # of the run's states in shared memory
     config: ZeroConfig | None
     resume: Path | None
     run_dir: Path | None
@@ -44,6 +45,7 @@ class RankPlace:
             world_size=self.world_size,
             life=life,
             run=self.run,
+            lineage=self.lineage,
             run_dir=self.run_dir,
             resume=self.resume,
             config=self.config,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +27,7 @@ from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import device_owners
 from rayzero.protocol.store import ParameterStore
 from rayzero.security.credentials import ANY_RANK, OWNER, Identity
+from rayzero.slabs.hold import Hold
 from rayzero.slabs.sweep import SHARED_MEMORY, sweep
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
@@ -96,7 +98,14 @@ def run_ranks(
     run = f"run_ranks-{secrets.token_hex(4)}"  # slabs are swept by run, so each needs a name of its own
     places = [
         RankPlace(
-            rank=rank, world_size=world_size, run=run, config=config, resume=resume, run_dir=run_dir, threads=threads
+            rank=rank,
+            world_size=world_size,
+            run=run,
+            lineage=run,
+            config=config,
+            resume=resume,
+            run_dir=run_dir,
+            threads=threads,
         )
         for rank in range(world_size)
     ]
@@ -140,7 +149,11 @@ def run_ranks(
     try:
         if processes and replaces:
             alone = OwnerProcesses(service, reach, bound=share is None)
-            return run_processes(fn, places, alone, max_failures, stall_timeout, faults, run_dir)
+            directories = set[Path]() if share is None else {share, *homes.values()}
+            with ExitStack() as held:  # else another run's sweep takes what a host has whose members are all dead
+                for directory in directories:
+                    held.enter_context(closing(Hold(directory, run)))
+                return run_processes(fn, places, alone, max_failures, stall_timeout, faults, run_dir)
         with served_owners(service, reach) as owners:
             if processes:
                 return run_processes(fn, places, owners, max_failures, stall_timeout, faults)

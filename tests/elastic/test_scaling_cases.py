@@ -168,7 +168,7 @@ def test_ranks_over_grpc_send_again_what_the_next_owners_lack(tmp_path: Path, fa
     ]
     run = f"mixed-{tmp_path.name}"
     places = [
-        RankPlace(rank=rank, world_size=2, run=run, config=None, resume=None, run_dir=tmp_path, threads=1)
+        RankPlace(rank=rank, world_size=2, run=run, lineage="", config=None, resume=None, run_dir=tmp_path, threads=1)
         for rank in range(2)
     ]
     owners = OwnerProcesses(service, MixedReach(*reaches, frozenset(far)), bound=False)

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -17,6 +19,8 @@ import rayzero
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.errors import ConfigError, HandshakeError, RayZeroError
+from rayzero.slabs.hold import held_in
+from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.names import TRANSFER_BYTES, TRANSFER_RAW_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
@@ -129,6 +133,21 @@ def _pushed(ctx: RankContext) -> tuple[float, float]:
         ctx.recorder.total(TRANSFER_BYTES, direction="push", transport="grpc"),
         ctx.recorder.total(TRANSFER_RAW_BYTES, direction="push"),
     )
+
+
+def _holds(ctx: RankContext, directories: list[Path]) -> tuple[str, list[set[str]]]:
+    return ctx.lineage, [{held.lineage for held in held_in(directory)} for directory in directories]
+
+
+@pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+def test_no_sweep_takes_what_a_host_has_while_all_of_its_members_are_dead_and_awaited(slab_dir: Path) -> None:
+    """A sweep of another run on that host, at a moment when nobody there has the locks of the run's slabs."""
+    directories, hosts = [SHARED_MEMORY, slab_dir], {"rank 1": slab_dir}
+    found = run_ranks(partial(_holds, directories=directories), 2, 2, "shm", True, max_failures=1, hosts=hosts)
+    (lineage,) = {lineage for lineage, _ in found}
+    assert lineage
+    assert all(lineage in held for _, holds in found for held in holds)
+    assert not any(lineage == held.lineage for directory in directories for held in held_in(directory))
 
 
 @pytest.mark.parametrize(("compression", "part"), [("none", 1.0), ("bf16", 0.5), ("int8", 260 / 1024)])
