@@ -45,23 +45,33 @@ def main() -> None:
     _prctl(_PR_SET_PDEATHSIG, END)
     if os.getppid() != driver:
         return
-    with suppress(_EndedError, BrokenPipeError):
-        with os.fdopen(said, "w") as answer:
-            started = _start(token)
-            json.dump(started, answer)
-            answer.write("\n")
-        if started["address"] is None:
-            return
-        with suppress(OSError, StopIteration):  # else the first worker does it
-            raylet = next(child.pid for child in psutil.Process().children() if child.name() == "raylet")
-            make_ready(token, raylet, _next_job())
-        if signal.getsignal(END) is _end:  # else Ray has swallowed what it raised
-            signal.pthread_sigmask(signal.SIG_BLOCK, {END})
-            signal.sigwait({END})
-    signal.signal(END, signal.SIG_IGN)
-    if os.getppid() == driver and "ray" in sys.modules and _ray().is_initialized():
-        _ray().shutdown()
-    _kill_all()
+    try:
+        with suppress(_EndedError, BrokenPipeError):
+            _serve(said, driver, token)
+    finally:
+        signal.signal(END, signal.SIG_IGN)
+        with suppress(Exception):  # Ray's own end may fail; what is left is killed
+            if os.getppid() == driver and "ray" in sys.modules and _ray().is_initialized():
+                _ray().shutdown()
+        _kill_all()
+    os._exit(0)  # Ray would take its leave of processes that have just been killed
+
+
+def _serve(said: int, driver: int, token: str) -> None:
+    """Start Ray, say where it is in the file ``said``, and wait until it is to end."""
+    with os.fdopen(said, "w") as answer:
+        started = _start(token)
+        json.dump(started, answer)
+        answer.write("\n")
+    if started["address"] is None:
+        return
+    with suppress(OSError, StopIteration, psutil.Error):  # else the first worker does it
+        raylet = next(child.pid for child in psutil.Process().children() if child.name() == "raylet")
+        make_ready(token, raylet, _next_job())
+    signal.pthread_sigmask(signal.SIG_BLOCK, {END})
+    # its handler stays if Ray has not swallowed what it raised; another thread may have been given the signal
+    while signal.getsignal(END) is _end and os.getppid() == driver and not signal.sigtimedwait({END}, _DIES_S):
+        _reap()
 
 
 def _start(token: str) -> dict[str, str | None]:
@@ -110,9 +120,14 @@ def _kill_all() -> None:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(left, timeout=_DIES_S)
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        _reap()
+
+
+def _reap() -> None:
+    """Let children that have ended be gone: this process adopts what others leave."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _end(signum: int, frame: FrameType | None) -> NoReturn:
