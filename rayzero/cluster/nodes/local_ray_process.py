@@ -75,7 +75,7 @@ def _serve(said: int, driver: int, token: str) -> None:
 
 
 def _start(token: str) -> dict[str, str | None]:
-    """Start Ray and the server of its workers, unless there is a Ray to join; what the driver is told."""
+    """Start Ray and the server of its workers, unless there is a Ray to join. Returns what the driver reads."""
     from rayzero.cluster.nodes.ray_address import find_ray
     from rayzero.errors import ConfigError
 
