@@ -15,12 +15,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rayzero.concurrency.ends import ends, kill, lives, process_born
+from rayzero.concurrency.own_path import with_own_path
 
 __all__ = ["Maker", "Survivor"]
 
@@ -39,8 +39,6 @@ class Survivor:
     def __init__(self, module: str, *arguments: str, detached: bool) -> None:
         """``module``: whose main makes a ``Maker`` and gets these arguments from it. ``detached``: the survivor is
         not a child of the maker, because Ray kills an actor's children with the actor. Raises OSError."""
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         own = psutil.Process()
         program = [sys.executable, "-m", module, str(own.pid), repr(own.create_time()), *arguments]
         reads, writes = os.pipe()
@@ -54,7 +52,7 @@ class Survivor:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # a signal to the maker's group does not end it
                 text=True,
-                env=os.environ | {"PYTHONPATH": path},
+                env=with_own_path(),
                 cwd="/",
             )
             self.pid = _said(self._child.communicate()[0]) if detached else self._child.pid

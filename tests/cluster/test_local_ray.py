@@ -10,12 +10,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from rayzero.cluster.forks import ray_setup
-from rayzero.cluster.nodes.local_ray import LocalRay, begin_ray
+from rayzero.cluster.nodes.local_ray import NOT_FOR_RAY, LocalRay, begin_ray
 from rayzero.cluster.nodes.session import ray_session
 from rayzero.errors import RunFailedError
 
@@ -85,6 +86,41 @@ def test_what_the_driver_refuses_is_not_started(monkeypatch: pytest.MonkeyPatch,
         assert local.address() is None
 
 
+def test_a_signal_that_comes_as_it_begins_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook, Ctrl-C raises wherever the driver is."""
+    made = []
+
+    def interrupted(*arguments: Any, **more: Any) -> subprocess.Popen[bytes]:
+        made.append(start(*arguments, **more))
+        os.kill(os.getpid(), signal.SIGINT)
+        return made[0]
+
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LocalRay()
+    assert made[0].poll() is not None
+
+
+def test_what_python_prints_as_it_starts_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('Welcome to this cluster.', flush=True)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("RAY_ADDRESS", "nonsense")
+    with LocalRay() as local:
+        assert local.address() is None
+
+
+@pytest.mark.parametrize("errors", ["", "2>&-"])
+def test_what_ray_prints_is_no_answer(errors: str) -> None:
+    """Nor where the driver's errors are closed."""
+    code = (
+        "import os; from rayzero.cluster.nodes.local_ray_process import _answer_file; file = _answer_file();"
+        "os.system('echo noise'); print('noise', flush=True); os.write(file, b'answer')"
+    )
+    shell = ["sh", "-c", f'"$@" {errors}', "sh", sys.executable, "-c", code]
+    assert subprocess.run(shell, capture_output=True, check=True, text=True).stdout == "answer"
+
+
 @pytest.mark.ray
 @pytest.mark.thorough
 @pytest.mark.parametrize("come", ["gcs_server", "raylet"])
@@ -99,10 +135,10 @@ def test_a_ray_that_is_ended_while_it_starts_leaves_nothing(come: str) -> None:
 def test_signals_to_everyone_leave_its_end_to_the_driver() -> None:
     """From its first moment on."""
     with LocalRay() as local:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in NOT_FOR_RAY:
             os.kill(local._process.pid, number)
         assert local.address()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in NOT_FOR_RAY:
             os.kill(local._process.pid, number)
         processes = everyone_of(local._process.pid)
         (raylet,) = filter(is_called("raylet"), processes)

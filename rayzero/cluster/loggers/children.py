@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from rayzero.cluster.interrupts import shielded
+from rayzero.concurrency.own_path import with_own_path
 from rayzero.config.loggers import LoggerName
 
 __all__ = ["LoggerJob", "Loggers", "Progress", "Tell"]
@@ -105,8 +106,6 @@ class Loggers:
     def _started(self, name: LoggerName) -> _Child:
         folder = self._run_dir / FOLDER
         folder.mkdir(exist_ok=True)
-        root = str(Path(__file__).parents[3])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         ours, theirs = socket.socketpair()
         with theirs, (folder / f"{name}.log").open("ab") as output:
             process = subprocess.Popen(
@@ -116,7 +115,7 @@ class Loggers:
                 stderr=output,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is the driver's: it says how the run ends
-                env=os.environ | {"PYTHONPATH": path},
+                env=with_own_path(),
             )
         request = LoggerJob(
             logger=name, run=self._run, run_dir=str(self._run_dir), folder=str(folder), settings=self._settings

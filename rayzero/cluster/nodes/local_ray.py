@@ -17,15 +17,14 @@ from types import TracebackType
 
 from rayzero.cluster.forks.worker_fork import fork_token
 from rayzero.cluster.interrupts import shielded
+from rayzero.concurrency.own_path import with_own_path
 from rayzero.errors import RunFailedError
 
 __all__ = ["END", "NOT_FOR_RAY", "LocalRay", "begin_ray"]
 
 END = signal.SIGUSR1  # what ends Ray and its process
-NOT_FOR_RAY = (
-    signal.SIGINT,
-    signal.SIGTERM,
-)  # which a shell or a service manager sends to everyone: the driver ends Ray
+# which a terminal, a shell or a service manager sends to everyone: Ray ends when the driver says so, or has ended
+NOT_FOR_RAY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _END_S = 60.0  # how long that may take
 
 
@@ -39,19 +38,29 @@ class LocalRay:
         command = [sys.executable, "-P", "-m", module, str(os.getpid()), fork_token()]
         before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_RAY)  # which it has until it can ignore them
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        finally:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=with_own_path()
+            )
+        except BaseException:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            raise
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        except BaseException:  # of a signal that came meanwhile
+            self.close()
+            raise
 
     def address(self) -> str | None:
         """Wait for Ray; its address. None: another Ray was there to be joined, and none is started. Call it once.
 
         Sets what a process needs to join it. Raises RunFailedError if it does not start."""
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
+        lines = map(bytes.decode, self._process.stdout)
+        mark = fork_token()  # Python's own start may print lines, too (sitecustomize)
+        answer = next((line.removeprefix(mark) for line in lines if line.startswith(mark)), None)
+        if answer is None:
             raise RunFailedError(f"cannot start Ray on this machine: its process ended ({self._process.wait()})")
-        said = json.loads(line)
+        said = json.loads(answer)
         if said["error"] is not None:
             raise RunFailedError(f"cannot start Ray on this machine: {said['error']}")
         if said["auth_mode"] is not None:

@@ -8,6 +8,7 @@ that it starts, too (forks/fork_server.py).
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import logging
 import os
@@ -35,11 +36,11 @@ class _EndedError(BaseException):
 def main() -> None:
     """Start Ray, say where it is, and end it when the driver says so or has ended."""
     driver, token = int(sys.argv[1]), sys.argv[2]
-    said = os.dup(1)
-    os.dup2(2, 1)  # what Ray prints goes where its errors go
+    said = _answer_file()
     signal.signal(END, _end)
     for number in NOT_FOR_RAY:
-        signal.signal(number, lambda *_: None)  # not ignored: what it starts would ignore them, too
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup's stay ignored
+            signal.signal(number, lambda *_: None)  # not ignored: what it starts would ignore them, too
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_RAY)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_PDEATHSIG, END)
@@ -57,12 +58,21 @@ def main() -> None:
     os._exit(0)  # Ray would take its leave of processes that have just been killed
 
 
+def _answer_file() -> int:
+    """The file in which the driver reads; from now on what Ray prints goes where its errors go."""
+    said = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3)
+    if sys.stderr is None:  # the driver's is closed: nothing that is opened next is to be it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.set_inheritable(2, True)
+    os.dup2(2, 1)
+    return said
+
+
 def _serve(said: int, driver: int, token: str) -> None:
     """Start Ray, say where it is in the file ``said``, and wait until it is to end."""
     with os.fdopen(said, "w") as answer:
         started = _start(token)
-        json.dump(started, answer)
-        answer.write("\n")
+        answer.write(f"{token}{json.dumps(started)}\n")
     if started["address"] is None:
         return
     with suppress(OSError, StopIteration, psutil.Error):  # else the first worker does it
