@@ -221,7 +221,7 @@ def test_an_excess_below_one_mib_passes() -> None:
     ("settings", "parts"),
     [
         ({"prefetch_buffer": 3}, ["'prefetch_buffer' = 3", "did you mean 'prefetch_buffer_size'"]),
-        ({"zzzzz": 1}, ["unknown setting 'zzzzz'", "offload_params", "stream_bytes"]),
+        ({"zzzzz": 1}, ["unknown setting 'zzzzz'", "offload_params", "wire_compression"]),
         ({"precision": "fp8"}, ["precision is 'fp8'", "'fp32', 'bf16' or 'fp16'"]),
         ({"async_prefetch": "maybe"}, ["async_prefetch is 'maybe'", "boolean"]),
         ({"prefetch_buffer_size": True}, ["prefetch_buffer_size is True", "integer"]),

@@ -133,14 +133,12 @@ def meet(seat: Seat) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OursOptions:
-    """How RayZero takes part. ``transport``: None for the best one for that many ranks. ``stream_bytes``: None: as by
-    default."""
+    """How RayZero takes part. ``transport``: None for the best one for that many ranks."""
 
     transport: Transport | None = None
     owners: int = 1
     overlap: Overlap = "forward"
     tls: bool = False
-    stream_bytes: int | None = None
 
 
 def best_transport(world_size: int) -> Transport:
@@ -172,7 +170,6 @@ def host_ranks(build: Callable[[Seat], Player], options: OursOptions, seats: tup
         options.owners,
         options.transport,
         options.transport != "inproc",
-        config=None if options.stream_bytes is None else ZeroConfig(stream_bytes=options.stream_bytes),
         threads=seats[0].threads,
         stall_timeout=3600.0,  # a rank may wait long for its turn
         tls=options.tls,

@@ -8,7 +8,6 @@ shallow one, per step and message from the shallow one.
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,7 +39,6 @@ from rayzero.kernels.native import NativeKernel, NativeSquareSum
 from rayzero.kernels.rank_sum import GROUP
 from rayzero.lead.decide import total_norm
 from rayzero.protocol.messages import NormParts
-from rayzero.store.wire.tensor_stream import NEVER_BESIDE
 
 __all__ = [
     "MESSAGES",
@@ -364,49 +362,38 @@ def _owners_cpu(contestant: Contestant) -> float:
 
 
 _MOVING: dict[Moving, OursOptions] = {
-    "messages": OursOptions(transport="grpc", stream_bytes=NEVER_BESIDE),
-    "beside": OursOptions(transport="grpc"),
+    "plain": OursOptions(transport="grpc"),
     "encrypted": OursOptions(transport="grpc", tls=True),
 }
 
 
 def _measure_moving(machine: Machine) -> dict[Moving, MovingCosts]:
     """What bytes take that travel over loopback in each of the ways there are."""
-    return {moving: _streams(options, machine, in_loop=moving == "messages") for moving, options in _MOVING.items()}
+    return {moving: _streams(options, machine) for moving, options in _MOVING.items()}
 
 
-def _streams(options: OursOptions, machine: Machine, *, in_loop: bool) -> MovingCosts:
+def _streams(options: OursOptions, machine: Machine) -> MovingCosts:
     entry = Entry(name="streams", programs=partial(_programs, partial(build_fetching, _STREAM), options))
     with tempfile.TemporaryDirectory() as folder, contest([entry], 1, 1, folder=folder) as (there, absent):
         _require(absent)
         fetches, pushes = (there[0].play(Turn(steps=4 * _ROUNDS, what=way))[0]["moved"] for way in ("fetch", "push"))
-    loop = busiest_thread(fetches) if in_loop else None
     return MovingCosts(
-        fetch=costs_of_stream(fetches, _STREAM, loop),
-        push=costs_of_stream(pushes, _STREAM, loop, beside_s=1 / machine.norm_core),
+        fetch=costs_of_stream(fetches, _STREAM),
+        push=costs_of_stream(pushes, _STREAM, beside_s=1 / machine.norm_core),
     )
 
 
-def busiest_thread(moves: Sequence[dict[str, Any]]) -> int:
-    """The owners' thread that has worked most: of fetches in messages, the event loop."""
-    busy: Counter[int] = Counter()
-    for each in moves:
-        busy.update(each["threads"])
-    return max(busy, key=lambda thread: busy[thread])
-
-
-def costs_of_stream(moves: Sequence[dict[str, Any]], size: int, loop: int | None, *, beside_s: float = 0.0) -> Stream:
+def costs_of_stream(moves: Sequence[dict[str, Any]], size: int, *, beside_s: float = 0.0) -> Stream:
     """What moving ``size`` bytes takes, for each byte.
 
-    moves: what each of them took; see ``_moved``. loop: the owner's thread that is its event loop; None: no bytes pass
-    through it. beside_s: what the owner did beside moving, for each byte: the norm of what was pushed."""
+    moves: what each of them took; see ``_moved``. beside_s: what the owner did beside moving, for each byte: the norm
+    of what was pushed."""
     moved = size * len(moves)
     of_owner = sum(sum(each["threads"].values()) for each in moves) / moved
     return Stream(
         speed=size / median(each["seconds"] for each in moves),
         rank_byte_s=sum(each["cpu"] for each in moves) / moved,
         owner_byte_s=max(0.0, of_owner - beside_s),
-        loop_byte_s=0.0 if loop is None else sum(each["threads"].get(loop, 0.0) for each in moves) / moved,
     )
 
 
@@ -439,5 +426,5 @@ def run_of(
         owner_hosts=(0,) * owners,
         machine=replace(machine, owner_threads=threads),
         costs=costs,
-        options=Options(transport=transport, owners_together=True, compute_threads=threads),
+        options=Options(transport=transport, compute_threads=threads),
     )

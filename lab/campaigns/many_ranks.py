@@ -30,7 +30,7 @@ import pstats
 import resource
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -58,12 +58,23 @@ from rayzero.protocol.messages import (
     pack_presence,
 )
 from rayzero.protocol.ownership import owner_map
+from rayzero.security.addresses import host_of
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.wire import translate
-from rayzero.store.wire.payload import encode_header, encode_shard
-from rayzero.store.wire.rpc import STORE_SERVICE, LinkNumber, life_metadata, methods, open_channel, token_metadata
+from rayzero.store.wire.payload import Assembly, byte_view
+from rayzero.store.wire.rpc import (
+    STORE_SERVICE,
+    LinkNumber,
+    life_metadata,
+    methods,
+    open_channel,
+    stream_metadata,
+    token_metadata,
+)
+from rayzero.store.wire.tensor_stream import Receiving, Sent
+from rayzero.store.wire.tensor_streams import Opening, OpenStream, TensorStreams
 
 TOKEN = "many ranks"
 SLOTS = 12  # parameters of a unit, as in a transformer block
@@ -178,7 +189,7 @@ class FakeRank:
     def __init__(self, rank: int, address: str, spec: ModelSpec, num_owners: int, owner: int = 0) -> None:
         self.rank, self._spec, self._num_owners, self._owner = rank, spec, num_owners, owner
         self._shards = owner_map(spec, num_owners).shards_of(owner)
-        self.sent = self.received = 0  # bytes of messages
+        self.sent = self.received = 0  # bytes of messages and of shards
         self.notices = 0  # messages of the owner's own
         self._channel = open_channel(address, None, grpc.aio)
         link = LinkNumber(f"rank {rank}", 0).next()
@@ -187,6 +198,8 @@ class FakeRank:
         self._version: dict[int, int] = {}  # by shard
         self._news = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
+        self._address = address
+        self._tensors: OpenStream | None = None  # after the first transfer. freed by: close()
 
     async def ask(self, method: str, request: Any) -> Any:
         """Make a unary call, again while it is told to."""
@@ -233,14 +246,29 @@ class FakeRank:
 
     async def load(self) -> None:
         """Send the initial values of the owner's shards, as rank 0 does."""
+        units = [self._spec.layout.units[index] for index in self._shards]  # a shard is a whole unit here
+        requests = [pb.LoadRequest(unit=unit.index, shards=[unit.index]) for unit in units]
+        await self._upload("Load", requests, [(unit.index, torch.ones(unit.numel)) for unit in units])
 
-        def messages() -> Iterator[bytes]:
-            for index in self._shards:
-                unit = self._spec.layout.units[index]  # a shard is a whole unit here
-                header = encode_header(pb.LoadRequest.Header(unit=index, shards=[index]))
-                yield from encode_shard(index, torch.ones(unit.numel), header)
+    async def _beside(self) -> OpenStream:
+        """The connection for tensors."""
+        if self._tensors is None:
+            asked = pb.OpenTensorStreamRequest(rank=self.rank, host=host_of(self._address))
+            opening = Opening.of(await self.ask("OpenTensorStream", asked), protected=False)
+            self._tensors = await asyncio.to_thread(TensorStreams(self._address, lambda _: opening).take)
+        return self._tensors
 
-        await self._calls["Load"](_counted(self, messages()), timeout=60.0, metadata=self._metadata)
+    async def _upload(self, method: str, requests: Sequence[Any], shards: Sequence[tuple[int, torch.Tensor]]) -> None:
+        beside = await self._beside()
+        self.sent += sum(request.ByteSize() for request in requests) + sum(values.nbytes for _, values in shards)
+        metadata = (*self._metadata, *stream_metadata(beside.number))
+        call = self._calls[method](iter(requests), timeout=600.0, metadata=metadata)
+
+        def send() -> None:
+            for index, values in shards:
+                beside.stream.pass_all(Sent(beside.stream, index, byte_view(values).data))
+
+        await asyncio.gather(asyncio.to_thread(send), call)
 
     async def published(self, version: int) -> None:
         """Wait until every shard of the owner has a version."""
@@ -250,23 +278,30 @@ class FakeRank:
 
     async def fetch(self, version: int) -> None:
         """Fetch all units in one call, as small ones are."""
-        shards = [shard.index for shard in self._spec.layout.shards]
-        request = pb.FetchRequest(rank=self.rank, shards=shards, version=version, kind=COMPUTE)
+        units, beside = self._spec.layout.units, await self._beside()
+        request = pb.FetchRequest(rank=self.rank, shards=[u.index for u in units], version=version, kind=COMPUTE)
         self.sent += request.ByteSize()
-        async for message in self._calls["Fetch"](request, timeout=600.0, metadata=self._metadata):
-            self.received += len(message)
+        call = self._calls["Fetch"](request, timeout=600.0, metadata=(*self._metadata, *stream_metadata(beside.number)))
+
+        def receive() -> None:
+            for unit in units:
+                values = torch.empty(unit.numel, dtype=unit.dtype)
+                assembly = Assembly(unit.index, values.nbytes, byte_view(values))
+                beside.stream.pass_all(Receiving(beside.stream, assembly))
+                self.received += values.nbytes
+
+        await asyncio.gather(asyncio.to_thread(receive), call)
 
     async def push(self, step: int) -> None:
-        """Push a gradient for every unit, in one stream, as small ones go."""
-        await self._calls["Push"](_counted(self, self._gradients(step)), timeout=600.0, metadata=self._metadata)
+        """Push a gradient for every unit, in one call, as small ones go."""
+        units = list(reversed(self._spec.layout.units))
+        requests = [self._announced(step, unit) for unit in units]
+        await self._upload("Push", requests, [(unit.index, _gradient(unit, self.rank)) for unit in units])
 
-    def _gradients(self, step: int) -> Iterator[bytes]:
-        for unit in reversed(self._spec.layout.units):
-            contribution = Contribution(
-                step=step, attempt=0, rank=self.rank, unit=unit.index, seq=0, presence=pack_presence([True] * SLOTS)
-            )
-            header = pb.PushRequest.Header(contribution=translate.contribution_to_pb(contribution), shards=[unit.index])
-            yield from encode_shard(unit.index, _gradient(unit, self.rank), encode_header(header))
+    def _announced(self, step: int, unit: UnitLayout) -> pb.PushRequest:
+        presence = pack_presence([True] * SLOTS)
+        given = Contribution(step=step, attempt=0, rank=self.rank, unit=unit.index, seq=0, presence=presence)
+        return pb.PushRequest(contribution=translate.contribution_to_pb(given), shards=[unit.index])
 
     def finish(self, step: int, pushes: int) -> Any:
         """Finish with ``pushes`` of each unit; answered with the norm."""
@@ -286,13 +321,9 @@ class FakeRank:
         """End the link, without a word."""
         if self._following is not None:
             self._following.cancel()
+        if self._tensors is not None:
+            self._tensors.stream.close()
         await self._channel.close()
-
-
-async def _counted(rank: FakeRank, messages: Iterator[bytes]) -> Any:
-    for message in messages:
-        rank.sent += len(message)
-        yield message
 
 
 def _gradient(unit: UnitLayout, rank: int) -> torch.Tensor:

@@ -31,7 +31,6 @@ from rayzero.engine.prepare import plan_units
 from rayzero.engine.units.partition import UnitPlan
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner
-from rayzero.store.wire.tensor_stream import NEVER_BESIDE
 
 MODELS = {"7B": (4096, 32), "66B": (8192, 80), "1T": (25600, 128)}  # width, blocks
 RANKS = {8: 8, 32: 8, 128: 32, 512: 128, 1000: 256}  # ranks -> owners
@@ -44,17 +43,14 @@ class Way:
 
     options: Options
     voice: HostVoice = "auto"  # zero.host_voice
-    stream_bytes: int = ZeroConfig().stream_bytes
 
 
 PLAIN, RELAY, BOTH = "each rank by itself", "fetched once a host", "as by default"
-IN_MESSAGES = f"{BOTH}, all bytes in messages"
 APART = Options(transport="shm", encrypted=True)
 ONCE = replace(APART, fetch_once_per_host=True, push_once_per_host=True)
 WAYS = {
     PLAIN: Way(options=APART, voice="never"),
     RELAY: Way(options=replace(APART, fetch_once_per_host=True), voice="never"),
-    IN_MESSAGES: Way(options=ONCE, stream_bytes=NEVER_BESIDE),
     BOTH: Way(options=ONCE),
 }
 MESSAGES = {
@@ -160,9 +156,7 @@ def run_of(plan: UnitPlan, zero: ZeroConfig, here: Measured, args: argparse.Name
 def point(run: Run, plan: UnitPlan, model: str, way: str, tokens: int) -> Point:
     """Simulate one run."""
     chosen = (WAYS | MESSAGES | SHARDS)[way]
-    run = replace(
-        run, options=chosen.options, zero=run.zero.replace(host_voice=chosen.voice, stream_bytes=chosen.stream_bytes)
-    )
+    run = replace(run, options=chosen.options, zero=run.zero.replace(host_voice=chosen.voice))
     ranks, owners = len(run.rank_hosts), len(run.owner_hosts)
     sums = list(Counter(run.rank_hosts).values()) if run.options.push_once_per_host else []
     shards = shard_map_for(plan.layout, owners, run.zero.shard_map)
@@ -203,8 +197,7 @@ def points(here: Measured, args: argparse.Namespace) -> Iterator[Point]:
         yield point(run_of(plan, zero, here, args, 1000, 256), plan, "7B", way, args.tokens)
     plan, zero = layout_of("1T")
     run = run_of(plan, zero, here, args, 1000, 256)
-    for way in (IN_MESSAGES, BOTH):
-        yield point(run, plan, "1T", way, args.tokens)
+    yield point(run, plan, "1T", BOTH, args.tokens)
 
 
 def draw(found: Sequence[Point], path: Path) -> None:
@@ -217,7 +210,7 @@ def draw(found: Sequence[Point], path: Path) -> None:
 
     figure, ((step, share), (owners, load)) = plt.subplots(2, 2, figsize=(11, 8))
     for model in ("7B", "66B"):
-        for way, style in ((PLAIN, "-"), (RELAY, "--"), (IN_MESSAGES, ":"), (BOTH, "-.")):
+        for way, style in ((PLAIN, "-"), (RELAY, "--"), (BOTH, "-.")):
             line = [p for p in found if (p.model, p.way) == (model, way) and RANKS.get(p.ranks) == p.owners]
             line = list({p.ranks: p for p in line}.values())
             step.plot(

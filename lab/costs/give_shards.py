@@ -1,12 +1,12 @@
-"""Measures how fast an owner takes shards over from one on another host, in gRPC's messages and beside them.
+"""Measures how fast an owner takes shards over from one on another host.
 
     python -m lab give_shards [--mib 32] [--rounds 5]
 
 Two processes on loopback, with and without mutual TLS. One is an owner that stands still: it has a bf16 unit of
 ``--mib`` in shards of 4 MiB, each with its fp32 master and Adam's two moments, so seven times as many bytes. This one
-takes all of them into its memory, as an owner does between two epochs; ``messages``: with all bytes in gRPC's messages
-(stream_bytes=1TiB). ``socket``: as many bytes over a bare TCP socket, from a tensor into a tensor. All take turns, and
-the first round does not count. CPU seconds are of both processes together.
+takes all of them into its memory, as an owner does between two epochs. ``socket``: as many bytes over a bare TCP
+socket, from a tensor into a tensor. All take turns, and the first round does not count. CPU seconds are of both
+processes together.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ from rayzero.store.owner.peers.shard_source import RemoteShards
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
-from rayzero.store.wire.tensor_stream import NEVER_BESIDE
 
 MIB = 1 << 20
 TOKEN = "benchmark"
-WAYS = {"messages": NEVER_BESIDE, "beside": 1}  # stream_bytes
 
 
 def own(pipe: Connection, mib: int, shown: Identity | None) -> None:
@@ -80,7 +78,7 @@ def owner(mib: int, shown: Identity | None) -> Iterator[tuple[int, str, dict[int
         process.join()
 
 
-def take(address: str, shown: Identity | None, stream_bytes: int, into: dict[int, list[torch.Tensor]]) -> None:
+def take(address: str, shown: Identity | None, into: dict[int, list[torch.Tensor]]) -> None:
     """Take all shards over."""
     source = RemoteShards(
         0,
@@ -90,7 +88,6 @@ def take(address: str, shown: Identity | None, stream_bytes: int, into: dict[int
         model=0,
         epoch=0,
         taker=1,
-        stream_bytes=stream_bytes,
         timeout_s=60.0,
         given_up=threading.Event(),
     )
@@ -106,9 +103,7 @@ def measure(mib: int, rounds: int) -> dict[str, list[Cost]]:
         into = {shard: [torch.zeros(size, dtype=torch.uint8) for size in sizes] for shard, sizes in plain[2].items()}
         size = sum(tensor.nbytes for tensors in into.values() for tensor in tensors)
         for (pid, address, _), shown in ((plain, None), (protected, Identity(issued))):
-            for way, stream_bytes in WAYS.items():
-                work = partial(take, address, shown, stream_bytes, into)
-                turns[way + (", TLS" if shown else "")] = partial(Cost.of, work, [pid])
+            turns["TLS" if shown else "plain"] = partial(Cost.of, partial(take, address, shown, into), [pid])
         bare = build_raw(size, (), False, Seat(rank=0, world_size=1, threads=1, pipe=multiprocessing.Pipe()[0]))
         turns["socket"] = lambda: bare.play(Turn())["costs"]["down into a tensor, a socket"][0]
         for round_ in range(rounds + 1):

@@ -16,9 +16,9 @@ from rayzero.errors import ConfigError
 __all__ = ["Costs", "Machine", "Measured", "Moving", "MovingCosts", "Options", "Stream", "Transport"]
 
 Transport = Literal["inproc", "shm", "grpc"]
-Moving = Literal["messages", "beside", "encrypted"]
-"""How bytes travel between processes: in gRPC's messages, or on connections beside its calls, as they are or encrypted;
-see [Note: beside gRPC] in store/wire/tensor_stream.py."""
+Moving = Literal["plain", "encrypted"]
+"""How bytes travel between processes, on connections beside gRPC's calls; see [Note: beside gRPC] in
+store/wire/tensor_stream.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,6 @@ class Stream:
     speed: float  # bytes per second of one stream, alone
     rank_byte_s: float
     owner_byte_s: float
-    loop_byte_s: float = 0.0  # of the owner's, in the one thread of its event loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +92,6 @@ class Options:
     fetch_once_per_host: bool = False  # whoever needs a part first fetches it for all ranks of the host
     push_once_per_host: bool = False  # ranks of a host add up their gradients, in fp32, before they send them
     fan_out: int = 0  # of a tree of owners through which the lead asks them; 0: it asks each of them itself
-    owners_together: bool = False  # those of a host are in one process, and share its event loop
     encrypted: bool = False  # what travels beside gRPC's calls, as between hosts by default
     most_streams: int = 8  # of one rank in each direction; see transfer_threads (store/rank/transfers/wire.py)
     compute_threads: float = 1.0  # of a rank on CPUs

@@ -21,11 +21,6 @@ __all__ = ["Load", "Resources"]
 
 _OF_HOST = ("cores", "memory", "network out", "network in")
 _FP32 = 4  # bytes
-_TRAVEL: dict[Moving, str] = {
-    "messages": "in gRPC's messages",
-    "beside": "beside gRPC's calls",
-    "encrypted": "beside gRPC's calls, encrypted",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +39,16 @@ class Resources:
     def __init__(self, groups: Groups, machine: Machine, costs: Costs, options: Options, zero: ZeroConfig) -> None:
         self.groups, self.machine, self.costs, self.options = groups, machine, costs, options
         self._zero = zero
-        self._flows: dict[tuple[int, int, str, Moving], tuple[float, tuple[Demand, ...]]] = {}  # of each pair
+        self._flows: dict[tuple[int, int, str], tuple[float, tuple[Demand, ...]]] = {}  # of each pair
         self.names = [f"{what} of host kind {kind}" for kind in range(len(groups.hosts)) for what in _OF_HOST]
         capacities = [machine.cores, machine.memory, machine.network, machine.network] * len(groups.hosts)
         streams = [f"{way} streams of rank group {i}" for i in range(len(groups.ranks)) for way in ("fetch", "push")]
-        loops = [f"event loop of owner group {i}" for i in range(len(groups.owners))]
-        self.names += streams + loops
         movers = [f"tensor threads of owner group {i}" for i in range(len(groups.owners))]
-        self.names += movers
+        self.names += streams + movers
         number, threads = float(self.streams_of_rank), float(moving_threads(int(machine.cores)))
         self.capacities: list[float] = [
             *capacities,
             *[number] * len(streams),
-            *[1.0] * len(loops),
             *[threads] * len(movers),
         ]
 
@@ -68,17 +60,9 @@ class Resources:
         """The number of the streams of a rank of group ``ranks``."""
         return len(_OF_HOST) * len(self.groups.hosts) + 2 * ranks + ("fetch", "push").index(way)
 
-    def loop(self, owners: OwnerGroup) -> int:
-        """The number of the event loop of an owner of a group, or of the process that has all owners of its host. It
-        serves one message after another."""
-        if self.options.owners_together:
-            owners = next(each for each in self.groups.owners if each.host == owners.host)
-        streams = 2 * len(self.groups.ranks)
-        return len(_OF_HOST) * len(self.groups.hosts) + streams + self.groups.owners.index(owners)
-
     def movers(self, owners: OwnerGroup) -> int:
-        """The number of the threads of an owner of a group that move bytes beside gRPC's calls, one connection each."""
-        before = len(_OF_HOST) * len(self.groups.hosts) + 2 * len(self.groups.ranks) + len(self.groups.owners)
+        """The number of the threads of an owner of a group that move bytes, one connection each."""
+        before = len(_OF_HOST) * len(self.groups.hosts) + 2 * len(self.groups.ranks)
         return before + self.groups.owners.index(owners)
 
     @property
@@ -216,21 +200,15 @@ class Resources:
     def stream(self, which: int, owners: OwnerGroup, size: int, way: str) -> Load:
         """Between a rank of group ``which`` and each owner of a group on another host, ``size`` bytes, one stream for
         each."""
-        speed, demands = self._flow(which, owners, way, self._moving(size))
+        speed, demands = self._flow(which, owners, way)
         return Load(size / speed, demands)
 
-    def _moving(self, size: int) -> Moving:
-        """How so many bytes travel; see ``ZeroConfig.stream_bytes``."""
-        if size < self._zero.stream_bytes:
-            return "messages"
-        return "encrypted" if self.options.encrypted else "beside"
-
-    def _flow(self, which: int, owners: OwnerGroup, way: str, moving: Moving) -> tuple[float, tuple[Demand, ...]]:
+    def _flow(self, which: int, owners: OwnerGroup, way: str) -> tuple[float, tuple[Demand, ...]]:
         """Bytes per second of such a stream alone, and what it takes meanwhile."""
-        known = self._flows.get((which, id(owners), way, moving))
+        known = self._flows.get((which, id(owners), way))
         if known is not None:
             return known
-        ranks, costs = self.groups.ranks[which], self._stream(way, moving)
+        ranks, costs = self.groups.ranks[which], self._stream(way)
         others, callers = self.groups.remote(ranks, owners)
         share, outward, speed = self.share(ranks, way), way == "push", min(costs.speed, self.machine.network)
         at_rank = share * ranks.each * others * speed
@@ -239,14 +217,13 @@ class Resources:
             *self._end(ranks.host, at_rank, costs.rank_byte_s, "network out" if outward else "network in"),
             *self._end(owners.host, at_owner, costs.owner_byte_s, "network in" if outward else "network out"),
             (self.streams(which, way), share * others),
-            *self._threads(owners, share * callers, speed, costs, moving),
+            (self.movers(owners), share * callers),
         )
-        return self._flows.setdefault((which, id(owners), way, moving), (speed, demands))
+        return self._flows.setdefault((which, id(owners), way), (speed, demands))
 
     def loopback(self, which: int, owners: OwnerGroup, size: int, way: str) -> Load:
-        """The same to each owner of the rank's own host, over gRPC."""
-        ranks, moving = self.groups.ranks[which], self._moving(size)
-        costs = self._stream(way, moving)
+        """The same to each owner of the rank's own host, without shared memory."""
+        ranks, costs = self.groups.ranks[which], self._stream(way)
         moved = ranks.each * owners.each * costs.speed
         return Load(
             size / costs.speed,
@@ -254,26 +231,16 @@ class Resources:
                 (self.of_host("cores", ranks.host), moved * (costs.rank_byte_s + costs.owner_byte_s)),
                 (self.of_host("memory", ranks.host), moved * 2 * self.costs.touches),
                 (self.streams(which, way), float(owners.each)),
-                *self._threads(owners, float(ranks.each), costs.speed, costs, moving),
+                (self.movers(owners), float(ranks.each)),
             ),
         )
 
-    def _threads(
-        self, owners: OwnerGroup, streams: float, speed: float, costs: Stream, moving: Moving
-    ) -> Sequence[Demand]:
-        """What so many streams take of an owner's threads: of its event loop, or of those beside it, of which each
-        stream holds one."""
-        if moving != "messages":
-            return ((self.movers(owners), streams),)
-        in_loop = owners.each if self.options.owners_together else 1
-        return ((self.loop(owners), in_loop * streams * speed * costs.loop_byte_s),)
-
-    def _stream(self, way: str, moving: Moving) -> Stream:
+    def _stream(self, way: str) -> Stream:
+        moving: Moving = "encrypted" if self.options.encrypted else "plain"
         of_both = self.costs.moving.get(moving)
         if of_both is None:
             raise ConfigError(
-                f"costs have nothing of bytes that travel {_TRAVEL[moving]}; "
-                "measure it: python -m lab simulation --save FILE"
+                f"costs have nothing of {moving} bytes that travel; measure it: python -m lab simulation --save FILE"
             )
         return of_both.push if way == "push" else of_both.fetch
 

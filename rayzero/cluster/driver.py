@@ -169,7 +169,6 @@ def _start(request: RunRequest, plan: ResourcePlan, actors: RunActors, journal: 
         actors.certificates,
         memory=request.zero.cpu_memory_budget,
         share=request.zero.shared_directory,
-        stream_bytes=request.zero.stream_bytes,
         telemetry=request.run.telemetry,
         network=request.run.network,
         beside_ranks=_beside_ranks(request),

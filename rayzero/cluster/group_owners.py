@@ -129,7 +129,6 @@ class GroupOwners:
             certificates,
             memory=self._config.cpu_memory_budget,
             share=self._share,
-            stream_bytes=self._config.stream_bytes,
             telemetry=telemetry,
             replaces_members=True,  # the library may start ranks again
             succeeds=former is not None and former.continued,

@@ -197,14 +197,8 @@ class ZeroConfig(ZeroSetters):
     take. Once they are used up, the update of the next shard waits until the file has it: with slow storage, more
     copies mean shorter waits."""
 
-    stream_bytes: Size = MIB // 4
-    """Bytes from which on a transfer between hosts has a TCP connection of its own, beside the gRPC call that asks for
-    it. These connections go to ports that the optimizers choose, and use TLS as gRPC does. A smaller transfer is in the
-    call's messages. Where a firewall lets only gRPC's port through, set it higher than any transfer ("1TiB"): pushes,
-    and shards that move to owners on other hosts, are about half as fast then."""
-
     wire_compression: WireCompression = "none"
-    """How gradients travel between hosts (gRPC). "none": unchanged, which exact results need. "bf16": fp32 in half
+    """How gradients travel between hosts. "none": unchanged, which exact results need. "bf16": fp32 in half
     the bytes, rounded to nearest even, and widened by the owner before they are added. The relative error of an element
     is at most 2**-8 (below a magnitude of 2**-126 the absolute error is at most 2**-134); inf and nan stay, and finite
     magnitudes above 3.396e38 become inf. "int8": a quarter of the bytes of fp32 and half of those of 16 bits, also for

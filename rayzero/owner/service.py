@@ -342,13 +342,9 @@ class ShardService:
         except StoreError as exc:
             return failed(exc)
 
-    def is_added(self, contribution: Contribution, shard: int) -> bool:
-        """Whether ``landed`` has something to compute for a push whose bytes are in the reserved memory."""
-        return self._attached().contributions.is_added(contribution, self.shard(shard))
-
     def landed(self, contribution: Contribution, shard: int, came: Tensor | None = None) -> None:
         """All bytes of a reservation are there. Adds them to the rank's sum if there is one, so do not call it on an
-        event loop if ``is_added``, but in a thread whose torch thread count is set.
+        event loop, but in a thread whose torch thread count is set.
 
         ``came``: the bytes, if they are not in the reserved memory yet: 1D, the shard's elements, any dtype. They are
         copied once no other try of the push can still use that memory."""

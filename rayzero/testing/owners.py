@@ -74,7 +74,6 @@ class ServedReach:
                 token=self.token,
                 tls=self.tls,
                 stall_timeout=self.stall_timeout,
-                stream_bytes=self.config.stream_bytes,
                 wire_compression=self.config.wire_compression,
                 share=self._host_of(rank),
                 host_fetch=self.config.fetches_for_host(len(self._ranks_with(rank))) if self.share else "never",
@@ -142,7 +141,6 @@ class Service:
     share: Path | None  # where they make their slabs; None: they have private memory
     hosts: Mapping[str, Path] = field(default_factory=dict)  # see ``run_ranks``
     replaces_ranks: bool = False
-    stream_bytes: int  # see ZeroConfig
     tls: Identity | None = None
     token: str = field(repr=False, default_factory=lambda: secrets.token_hex(16))
 
@@ -163,7 +161,6 @@ class Service:
             models,
             token=self.token,
             tls=self.tls,
-            stream_bytes=self.stream_bytes,
             replaces_ranks=self.replaces_ranks,
             replaces_owners=replaces_owners,
         )

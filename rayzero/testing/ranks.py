@@ -133,7 +133,6 @@ def run_ranks(
         share=share,
         hosts=homes,
         replaces_ranks=replaces,
-        stream_bytes=settings.stream_bytes,
         tls=shown,
     )
     reach = ServedReach(

@@ -28,7 +28,7 @@ SHARE = Path("/dev/shm")
 
 
 def planned(certificates: Certificates, **others: Any) -> Any:
-    given = {"memory": 1 << 30, "share": SHARE, "stream_bytes": 1 << 18, "telemetry": TelemetryConfig(norms_every=5)}
+    given = {"memory": 1 << 30, "share": SHARE, "telemetry": TelemetryConfig(norms_every=5)}
     return plan_owners(PLAN, certificates, **given | others)
 
 

@@ -110,4 +110,4 @@ def test_a_port_for_tensors_that_a_firewall_shuts_is_named_before_training_begin
     assert said.startswith(
         "the host 10.0.0.5 reaches optimizer 0, but not its port for tensors, 10.0.0.4:60: Connection refused; "
     )
-    assert "set zero.stream_bytes=1TiB" in said
+    assert said.endswith("open every port of the optimizer actors' hosts to them: owners take free ones")

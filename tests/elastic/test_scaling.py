@@ -110,9 +110,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return results
 
 
-BESIDE = ZeroConfig(stream_bytes="4KiB")  # shards of this small model, too, travel beside gRPC's messages
-
-
 def scaled(
     folder: Path,
     wanted: Mapping[int, int],
@@ -191,7 +188,7 @@ def test_shards_move_between_hosts_and_no_bit_changes(
     owners: int,
 ) -> None:
     with another_host(*there, *(f"rank {rank}" for rank in ranks_there)) as hosts:
-        terms = {"hosts": hosts, "config": BESIDE, "max_failures": 1}
+        terms = {"hosts": hosts, "max_failures": 1}
         found = scaled(tmp_path, wanted, 24, avoid=avoid, owners=owners, **terms)
         assert differences(found, undisturbed(24)) == []
 
@@ -459,7 +456,7 @@ def test_a_death_while_shards_move_between_hosts_changes_no_bit(
 ) -> None:
     faults, moves = Faults(tmp_path, cell.faults), NEW if cell.owners == 3 else OTHER
     with another_host(moves) as hosts:
-        terms = {"hosts": hosts, "config": BESIDE, "faults": faults, "max_failures": 8, "stall_timeout": 30.0}
+        terms = {"hosts": hosts, "faults": faults, "max_failures": 8, "stall_timeout": 30.0}
         found = scaled(tmp_path, {2: cell.owners}, 9, **terms)
     assert differences(found, undisturbed(9)) == []
     for index, fault in enumerate(cell.faults):

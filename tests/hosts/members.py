@@ -67,7 +67,6 @@ class Member:
             threads=1,
             memory_budget=None,
             share=None,
-            stream_bytes=1 << 18,
             norms_every=None,
             token=TOKEN,
             tls=self._shown[f"owner {self._owner}"],

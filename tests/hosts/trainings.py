@@ -23,7 +23,6 @@ VERSE = "the quick brown fox jumps over the lazy dog. pack my box with five doze
 STEPS = 60
 ENDLESS = 1_000_000  # steps of a run that the test ends, on a machine of any speed
 MODEL = ["dim=64", "num_layers=2", "num_heads=2", "seq_len=32", "batch_size=4", "eval_every=1000"]
-MODEL += ["zero.stream_bytes=16KiB"]  # larger transfers beside gRPC, smaller ones in its messages
 MODEL_BYTES = 4 * 132_352  # fp32, as it travels
 THREADS = ["scaling.threads_per_worker=1", "scaling.threads_per_optimizer=1"]
 GIB = 1 << 30

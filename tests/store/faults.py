@@ -42,7 +42,7 @@ from store.toy import make_spec as toy_spec
 
 FAULTS = ("cut", "reset", "refuse", "black_hole")
 LINKS = ("rank-owner", "rank-lead", "lead-owner", "all")
-WAYS = ("messages", "streams", *(["mixed"] if why_no_sharing() is None else []))  # mixed: owner 0 shares memory
+WAYS = ("grpc", *(["mixed"] if why_no_sharing() is None else []))  # mixed: owner 0 shares memory
 STEPS, RANKS, OWNERS = 4, 2, 3
 
 
@@ -88,7 +88,7 @@ def net(
             servers.append(stack.enter_context(serve_models(models, token=TOKEN, **options)))
         for_ranks = [stack.enter_context(proxy(server.address)) for server in servers]
         for_lead = [stack.enter_context(proxy(server.address)) for server in servers]
-        for_tensors = [stack.enter_context(Proxy(tensor_address(server))) for server in servers]
+        for_tensors = [stack.enter_context(Proxy(server.tensor_address(server.address))) for server in servers]
         for server in servers:
             server.connect_peers([proxy.address for proxy in for_lead])
         made = Net(servers, for_ranks, for_lead, for_tensors, owner_map(spec, OWNERS).owner(0), recorder)
@@ -96,19 +96,12 @@ def net(
             yield made
 
 
-def tensor_address(server: OwnerServer) -> str:
-    """Where a server's ranks open their connections for tensors."""
-    found = server.tensor_address(server.address)
-    assert found is not None
-    return found
-
-
 @contextmanager
-def ranks_of(made: Net, spec: ModelSpec, way: str = "messages", **options: Any) -> Iterator[list[Rank]]:
+def ranks_of(made: Net, spec: ModelSpec, way: str = "grpc", **options: Any) -> Iterator[list[Rank]]:
     """Ranks that have attached through the proxies."""
     addresses = [proxy.address for proxy in made.for_ranks]
     terms = {"token": TOKEN, "stall_timeout": 60.0, "recorder": made.recorder}
-    terms |= {"messages": {}, "mixed": {"share": SHARED_MEMORY}, "streams": {"stream_bytes": 1}}[way]
+    terms |= {"grpc": {}, "mixed": {"share": SHARED_MEMORY}}[way]
     with ExitStack() as stack:
         stores = [RankStore(RemoteConnection(rank, addresses, **terms | options)) for rank in range(RANKS)]
         for store in stores:

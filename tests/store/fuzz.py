@@ -26,7 +26,6 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity, name_of_rank
-from rayzero.store.wire.payload import encode_chunk, encode_header
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
@@ -40,7 +39,6 @@ from rayzero.store.wire.rpc import (
 )
 from rayzero.store.wire.seal import seal
 from rayzero.store.wire.tensor_stream import TICKET_BYTES
-from store.faults import tensor_address
 from store.stores import TOKEN
 from store.test_grpc import connected, serving
 from store.toy import WAIT, make_spec, masters, random_grads, start, take_step
@@ -48,7 +46,6 @@ from store.toy import WAIT, make_spec, masters, random_grads, start, take_step
 RUN, OTHER = Authority("this run", on_loopback=True), Authority("another run", on_loopback=True)
 AT_ONCE = 64  # calls under way
 AT_THE_PORT = "a stranger at the port for tensors"
-STREAM_BYTES = 10_000  # from which on transfers of the training are on connections: the largest unit's
 MOST_GROWTH = 128 << 20  # bytes of this process, which is the owner, the rank and the attackers
 
 
@@ -93,9 +90,7 @@ def filled(message: Any, draws: random.Random, depth: int = 0) -> Any:
 def stream_of(method: Method, draws: random.Random) -> list[bytes]:
     messages = []
     for _ in range(draws.randint(0, 3)):
-        header = encode_header(filled(method.request.Header(), draws)) if draws.random() < 0.8 else b""
-        payload = memoryview(draws.randbytes(draws.choice([0, 1, 4, 4096])))
-        whole = encode_chunk(draws.choice([0, 1, 99]), draws.choice([0, 4096]), payload, header)
+        whole = seal(filled(method.request(), draws))
         messages.append(draws.choice([whole, whole, draws.randbytes(30)]))
     return messages
 
@@ -267,14 +262,14 @@ def train(goes_on: Callable[[int], bool], recording: Recording | None = None) ->
     shown = Identity(RUN.issue("rank 0", [name_of_rank(0)]))
     with (
         serving(tls=Identity(RUN.issue("optimizer", [OWNER])), interceptors=interceptors) as (server,),
-        connected([server], tls=shown, stream_bytes=STREAM_BYTES) as stores,
+        connected([server], tls=shown) as stores,
     ):
         ranks = start(stores, spec)
         while step < 2 or goes_on(step):
             take_step(ranks, [random_grads(spec, step)], 0.5)
             step += 1
             if step == 2:
-                yield server.address, tensor_address(server)
+                yield server.address, server.tensor_address(server.address)
         yield step, masters(ranks[0])
 
 

@@ -72,17 +72,15 @@ def over_grpc(
     *,
     stall_timeout: float = 60.0,
     owner_threads: int = 1,
-    stream_bytes: int = 1 << 40,
     shares: Callable[[int], bool] = lambda owner: False,
     host_fetch: HostFetch = "never",
     host_push: HostPush = "never",
     host_voice: HostVoice = "never",
 ) -> Iterator[Stores]:
     """The same over gRPC on loopback: every owner has a server, every rank its own channels. ``shares(owner)``: it
-    shares memory with the ranks, as owners of their host do; the others are as on other hosts. ``stream_bytes``: from
-    which on bytes travel beside the messages. ``host_fetch``: whether ranks fetch from the others once for their host.
-    ``host_push``: whether the others get one sum of all ranks. ``host_voice``: whether one rank asks the lead for
-    all."""
+    shares memory with the ranks, as owners of their host do; the others are as on other hosts. ``host_fetch``: whether
+    ranks fetch from the others once for their host. ``host_push``: whether the others get one sum of all ranks.
+    ``host_voice``: whether one rank asks the lead for all."""
     alone = host_fetch == host_push == host_voice == "never" and not any(shares(owner) for owner in range(num_owners))
     somewhere = None if alone else SHARED_MEMORY
     token = f"{TOKEN} {secrets.token_hex()}"  # by which ranks of a host find each other
@@ -104,7 +102,6 @@ def over_grpc(
                     addresses,
                     token=token,
                     stall_timeout=stall_timeout,
-                    stream_bytes=stream_bytes,
                     share=somewhere,
                     host_fetch=host_fetch,
                     host_push=host_push,
@@ -121,12 +118,11 @@ def over_grpc(
 STORES: dict[str, StoreFactory] = {
     "inprocess": inprocess,
     "grpc": over_grpc,
-    "grpc-streams": partial(over_grpc, stream_bytes=1),
 }
 if why_no_sharing() is None:
     STORES["shm"] = partial(over_grpc, shares=lambda owner: True)
     STORES["mixed"] = partial(over_grpc, shares=lambda owner: owner % 2 == 0)
-    STORES["sums"] = partial(over_grpc, host_push="always", stream_bytes=1)
+    STORES["sums"] = partial(over_grpc, host_push="always")
     STORES["relay"] = partial(over_grpc, host_fetch="always", host_voice="always")
-    STORES["mixed-relay"] = partial(over_grpc, shares=lambda owner: owner % 2 == 0, host_fetch="always", stream_bytes=1)
+    STORES["mixed-relay"] = partial(over_grpc, shares=lambda owner: owner % 2 == 0, host_fetch="always")
 """name -> factory(world_size, num_owners, *, stall_timeout=..., owner_threads=...): a context with one store a rank"""

@@ -13,7 +13,7 @@ import textwrap
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +43,6 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.long_polls import WAITING_CALLS, Repeats
 from rayzero.store.owner.handlers import RankCalls
 from rayzero.store.owner.server import OwnerServer
-from rayzero.store.owner.tensor_port import TensorPort
 from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.links.owner_link import OwnerLink
 from rayzero.store.rank.owner_table import OwnerTable
@@ -51,7 +50,6 @@ from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.select import connect_store
 from rayzero.store.wire import rpc, translate
-from rayzero.store.wire.payload import encode_header
 from rayzero.store.wire.rpc import (
     _CODES,
     OWNER_SERVICE,
@@ -66,7 +64,7 @@ from rayzero.store.wire.rpc import (
 )
 from rayzero.store.wire.seal import unseal
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES, TRANSFER_RETRIES
-from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
+from rayzero.telemetry.recorder import MemoryRecorder
 from store.stores import TOKEN
 from store.toy import HYPER, WAIT, equal, initial_values, make_spec, masters, random_grads, start, take_step
 
@@ -623,18 +621,22 @@ def test_masters_and_values_of_rank_0_reach_the_others() -> None:
 
 
 def test_a_load_that_brings_nothing_is_answered_where_nothing_is_wanted() -> None:
-    async def nothing() -> AsyncIterator[bytes]:
-        yield encode_header(pb.LoadRequest.Header(unit=0))  # and no shard
+    async def nothing() -> AsyncIterator[Any]:
+        yield pb.LoadRequest(unit=0)  # and no shard
 
     async def compute(act: Callable[[], object]) -> object:
         return act()
 
+    @asynccontextmanager
+    async def transfer() -> AsyncIterator[None]:
+        yield
+
     state: Any = SimpleNamespace(
         service=SimpleNamespace(is_loaded=True, owner=0),  # an owner without shards
         compute=compute,
-        tensors=TensorPort(NullRecorder()),
+        tensors=SimpleNamespace(of=lambda number, client: SimpleNamespace(transfer=transfer)),
     )
-    call = SimpleNamespace(invocation_metadata=lambda: life_metadata(0, 0))
+    call = SimpleNamespace(invocation_metadata=lambda: (*life_metadata(0, 0), *rpc.stream_metadata(1)))
     assert asyncio.run(RankCalls(state).load(nothing(), call)) == pb.LoadResponse()
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
+from unittest.mock import patch
 
 import grpc
 import pytest
@@ -15,13 +17,12 @@ from rayzero.config import ZeroConfig
 from rayzero.errors import RankLeftError, StallError, StoreError
 from rayzero.protocol.messages import Contribution
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner import tensor_port
+from rayzero.store.owner.tensor_port import OwnerStream
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.select import connect_store
-from rayzero.store.wire.payload import decode_header, encode_chunk, encode_header
-from rayzero.store.wire.rpc import FRAME_BYTES, STORE_SERVICE, life_metadata, token_metadata
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
-from store.http2 import UnendedCalls
 from store.stores import TOKEN
 from store.test_grpc import connected, serving
 from store.toy import WAIT, Grads, equal, make_spec, masters, random_grads, start, take_step
@@ -32,11 +33,11 @@ BF16 = torch.bfloat16
 class Onlooker(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Sees an owner's Push and Fetch calls; holds those of one method until told to let them go."""
 
-    def __init__(self, hold: str = "", *, after_first_message: bool = False) -> None:
+    def __init__(self, hold: str = "") -> None:
         self.calls = {"Push": 0, "Fetch": 0}
-        self.headers: list[pb.PushRequest.Header] = []
-        self.came, self.ended = threading.Event(), threading.Event()  # a held call came; a Fetch ended
-        self._hold, self._after = hold, after_first_message
+        self.requests: list[pb.PushRequest] = []
+        self.came = threading.Event()  # a held call
+        self._hold = hold
         self._go: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -58,16 +59,14 @@ class Onlooker(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         formats = handler.request_deserializer, handler.response_serializer
         if name == "Push":
             return grpc.stream_unary_rpc_method_handler(self._pushes(handler.stream_unary), *formats)
-        return grpc.stream_stream_rpc_method_handler(self._fetches(handler.stream_stream), *formats)
+        return grpc.stream_unary_rpc_method_handler(self._fetches(handler.stream_unary), *formats)
 
     def _pushes(self, behaviour: Any) -> Any:
-        async def push(requests: AsyncIterator[bytes], context: Any) -> Any:
-            async def seen() -> AsyncIterator[bytes]:
-                async for message in requests:
-                    header = decode_header(message)
-                    if header is not None:
-                        self.headers.append(pb.PushRequest.Header.FromString(header))
-                    yield message
+        async def push(requests: AsyncIterator[Any], context: Any) -> Any:
+            async def seen() -> AsyncIterator[Any]:
+                async for request in requests:
+                    self.requests.append(request)
+                    yield request
 
             self.calls["Push"] += 1
             self.came.set()
@@ -78,33 +77,14 @@ class Onlooker(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return push
 
     def _fetches(self, behaviour: Any) -> Any:
-        async def fetch(request: Any, context: Any) -> None:
+        async def fetch(requests: AsyncIterator[Any], context: Any) -> Any:
             self.calls["Fetch"] += 1
             self.came.set()
-            try:
-                if self._hold == "Fetch" and not self._after:
-                    await self.wait()
-                await behaviour(request, Halting(self, context) if self._after else context)
-            finally:
-                self.ended.set()
+            if self._hold == "Fetch":
+                await self.wait()
+            return await behaviour(requests, context)
 
         return fetch
-
-
-class Halting:
-    """A context that waits before the second message."""
-
-    def __init__(self, onlooker: Onlooker, context: Any) -> None:
-        self._onlooker, self._context, self._written = onlooker, context, 0
-
-    async def write(self, message: bytes) -> None:
-        if self._written:
-            await self._onlooker.wait()
-        self._written += 1
-        await self._context.write(message)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
 
 
 # ---- wire_compression
@@ -120,7 +100,7 @@ def one_step(grads: Grads, compression: str, **spec: Any) -> tuple[Grads, Grads,
         (rank,) = start(stores, model)
         take_step([rank], [grads])
         moved = recorder.total(TRANSFER_BYTES, direction="push", transport="grpc")
-        return masters(rank), rank.fetch(1, "exp_avg"), moved, {header.format for header in onlooker.headers}
+        return masters(rank), rank.fetch(1, "exp_avg"), moved, {request.format for request in onlooker.requests}
 
 
 def test_compressed_gradients_are_the_rounded_ones_in_half_the_bytes() -> None:
@@ -181,10 +161,12 @@ def test_an_owner_refuses_a_wire_format_that_does_not_fit_the_unit() -> None:
         (rank,) = start([store], spec)
         channel = store.connection._links[0].channel()
         sent = pb.Contribution(step=0, attempt=0, rank=0, unit=0, seq=0, presence=b"\1")
-        header = pb.PushRequest.Header(contribution=sent, shards=[0], format=pb.WIRE_FORMAT_BF16)
-        message = encode_chunk(0, 0, memoryview(b""), encode_header(header))
-        with pytest.raises(StoreError, match=r"gradients of 'emb' \(bfloat16\) cannot come in wire format 1"):
-            channel.answer(channel.start("Push", iter([message]), WAIT))
+        request = pb.PushRequest(contribution=sent, shards=[0], format=pb.WIRE_FORMAT_BF16)
+        with (
+            pytest.raises(StoreError, match=r"gradients of 'emb' \(bfloat16\) cannot come in wire format 1"),
+            channel.beside() as beside,
+        ):
+            channel.answer(channel.start("Push", iter([request]), WAIT, beside))
         assert rank.step == 0
 
 
@@ -204,14 +186,28 @@ def test_select_passes_the_settings_on() -> None:
 
 
 def test_a_fetch_that_stalls_between_shards_says_so_and_ends_its_call() -> None:
-    spec, onlooker = make_spec(1), Onlooker("Fetch", after_first_message=True)
-    with serving(interceptors=[onlooker]) as servers, connected(servers, stall_timeout=0.3) as stores:
+    """The owner sends one shard of a visit to a thread, and does not get to the next."""
+    spec, ended = make_spec(1), threading.Event()
+
+    class Halting(OwnerStream):
+        async def send(self, shards: Iterable[tuple[int, memoryview]]) -> None:
+            await super().send(itertools.islice(shards, 1))
+            try:
+                await asyncio.sleep(WAIT)
+            finally:
+                ended.set()
+
+    with (
+        patch.object(tensor_port, "OwnerStream", Halting),
+        serving() as servers,
+        connected(servers, stall_timeout=0.3) as stores,
+    ):
         (rank,) = start(stores, spec)
         waiting, _ = rank.fetch_unit(1)
         says = r"rank 0 waits \S+ s for layers.0 v0 from optimizer 0: 1/\d shards are here"
         with pytest.raises(StallError, match=says):
             waiting.result(WAIT)
-        assert onlooker.ended.wait(WAIT)
+        assert ended.wait(WAIT)
 
 
 def test_fetches_that_wait_for_a_thread_go_in_one_stream() -> None:
@@ -247,7 +243,7 @@ def test_pushes_that_wait_for_a_thread_go_in_one_stream() -> None:
         for future in landed:
             future.result(WAIT)
         assert onlooker.calls["Push"] <= 3  # two threads begin, one takes what came meanwhile
-        assert len(onlooker.headers) == 12
+        assert len(onlooker.requests) == 12
         rank.finish().result(WAIT)
         assert equal(masters(rank), expected)
 
@@ -286,14 +282,3 @@ def test_nothing_is_mapped() -> None:
         assert store.mapped(0) is None
         assert store.landing(header) is None
         store.revert(0)  # there is nothing to undo
-
-
-def test_an_owner_takes_uploads_in_large_frames() -> None:
-    metadata = (*token_metadata(TOKEN), *life_metadata(0, 0))
-    with serving() as (server,):
-        calls = UnendedCalls(server.address, f"/{STORE_SERVICE}/Push", metadata, 1, FRAME_BYTES)
-        try:
-            calls.send(FRAME_BYTES, 0.3)
-            assert calls.largest_frame == FRAME_BYTES
-        finally:
-            calls.close()

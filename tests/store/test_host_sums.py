@@ -12,11 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rayzero.config import ZeroConfig
 from rayzero.errors import ConfigError, HandshakeError
+from rayzero.layout.model_layout import Shard
 from rayzero.protocol.messages import Contribution, ModelSpec, pack_presence
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
@@ -28,6 +30,7 @@ from rayzero.store.rank.transfers.parts import Sending
 from rayzero.store.rank.transfers.wire import PushedUnit
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available
+from rayzero.store.wire.tensor_stream import Sent
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 
@@ -357,19 +360,28 @@ def test_no_stream_is_opened_to_send_again_what_needs_not_go_any_more(stack: Exi
 
 
 def flipping(monkeypatch: pytest.MonkeyPatch, sums: set[int]) -> list[int]:
-    """Change a bit in one message of some of the sums that are sent; returns the numbers of those that were."""
+    """Change a bit in one chunk of some of the sums that are sent; returns the numbers of those that were."""
     struck: list[int] = []
-    encoded, count = Sending.messages, itertools.count()
+    marked: set[int] = set()  # addresses of chunks
+    contents, next_chunk, count = Sending.contents, Sent._next_chunk, itertools.count()
 
-    def messages(part: Sending) -> Iterator[bytes]:
+    def counted(part: Sending) -> Iterator[tuple[Shard, torch.Tensor]]:
         number = next(count)
-        for message in encoded(part):
-            if number in sums and number not in struck and len(message) > 500:
+        for shard, content in contents(part):
+            if number in sums and number not in struck and content.nbytes > 500:
                 struck.append(number)
-                message = bytes(message[:300]) + bytes([message[300] ^ 4]) + bytes(message[301:])
-            yield message
+                marked.add(content.data_ptr())
+            yield shard, content
 
-    monkeypatch.setattr(Sending, "messages", messages)
+    def flipped(sent: Sent) -> list[memoryview]:
+        head, payload = next_chunk(sent)
+        if np.frombuffer(payload, np.uint8).ctypes.data in marked:
+            marked.clear()
+            payload = memoryview(bytes(payload[:300]) + bytes([payload[300] ^ 4]) + bytes(payload[301:]))
+        return [head, payload]
+
+    monkeypatch.setattr(Sending, "contents", counted)
+    monkeypatch.setattr(Sent, "_next_chunk", flipped)
     return struck
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -22,7 +23,6 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.allowance import UPLOADS, WAITING
 from rayzero.store.owner.calls.long_polls import WAITING_CALLS
 from rayzero.store.owner.server import OwnerServer
-from rayzero.store.wire.payload import encode_chunk
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
@@ -163,18 +163,18 @@ def frames(connection: socket.socket) -> Iterator[tuple[int, int, int, bytes]]:
                 received = received[9 + size :]
 
 
-def test_a_million_tiny_chunks_of_a_stranger_are_not_read() -> None:
+def test_a_million_tiny_messages_of_a_stranger_are_not_read() -> None:
     sent = 0
 
-    def chunks() -> Iterator[bytes]:
+    def messages() -> Iterator[Any]:
         nonlocal sent
         for _ in range(1_000_000):
             sent += 1
-            yield encode_chunk(0, 0, memoryview(b"x"))
+            yield pb.PushRequest(shards=[0])
 
     with training_goes_on(None, 64 * MIB) as server, open_channel(server.address, None) as channel:
         with pytest.raises(grpc.RpcError) as refused:
-            methods(STORE_SERVICE)["Push"].bind(channel)(chunks(), metadata=token_metadata("guess"), timeout=30)
+            methods(STORE_SERVICE)["Push"].bind(channel)(messages(), metadata=token_metadata("guess"), timeout=30)
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert sent < 100_000
 

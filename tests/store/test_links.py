@@ -31,7 +31,6 @@ from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.store.wire.payload import CHUNK_BYTES
 from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, LinkNumber, break_of, link_of, methods
-from rayzero.store.wire.tensor_stream import NEVER_BESIDE
 from rayzero.telemetry.names import LINK_DOWN_SECONDS, LINK_RECONNECTS, TRANSFER_RETRIES
 from store.faults import FAULTS, LINKS, difference, make_spec, net, outcome, ranks_of, run, undisturbed
 from store.proxy import Proxy, all_of
@@ -104,7 +103,7 @@ _NEVER += ("DescribeEpoch", "GiveShards", "Speak", "Mute")  # tests/store/test_n
 def test_a_call_whose_answer_is_lost_is_repeated_and_counts_once(method: str, tmp_path: Path) -> None:
     if method == "Share" and not SHARES:
         pytest.skip("no shared memory here")
-    way = {"Share": "mixed", "OpenTensorStream": "streams"}.get(method, "messages")
+    way = "mixed" if method == "Share" else "grpc"
     expected, _ = undisturbed(way)
     loses, spec = LosesAnswers(method, 3), make_spec()
     with net(spec, [0] if way == "mixed" else [], interceptors=[loses]) as made:
@@ -239,14 +238,13 @@ def test_a_link_that_breaks_again_and_again_hides_no_stall() -> None:
         assert made.recorder.total(LINK_RECONNECTS, peer="optimizer") > 2
 
 
-@pytest.mark.parametrize("way", ["messages", "streams"])
-def test_a_shard_whose_link_is_cut_between_its_chunks_comes_again_whole(way: str) -> None:
-    spec, stream_bytes = make_large_spec(2), {"messages": NEVER_BESIDE, "streams": 1}[way]
+def test_a_shard_whose_link_is_cut_between_its_chunks_comes_again_whole() -> None:
+    spec = make_large_spec(2)
     grads = [random_grads(spec, rank) for rank in range(2)]
     found = []
     for cuts in ((), (0.5, 1.5, 2.5)):
-        with net(spec) as made, ranks_of(made, spec, stream_bytes=stream_bytes) as ranks:
-            for proxy in {"messages": made.for_ranks, "streams": made.for_tensors}[way]:
+        with net(spec) as made, ranks_of(made, spec) as ranks:
+            for proxy in made.for_tensors:
                 proxy.cut_after(*(int(each * CHUNK_BYTES) for each in cuts))
             take_step(ranks, grads)
             found.append(ranks[1].fetch() | masters(ranks[0]))

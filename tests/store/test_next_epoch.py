@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from types import SimpleNamespace
@@ -23,7 +23,6 @@ from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.owner import handlers
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.memory.next_epoch import EpochFacts
 from rayzero.store.owner.peers import shard_source
@@ -33,7 +32,7 @@ from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.store.wire import tensor_streams
-from rayzero.store.wire.payload import Assembly, encode_shard
+from rayzero.store.wire.payload import Assembly
 from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, methods, open_channel, stream_metadata, token_metadata
 from rayzero.store.wire.tensor_stream import TICKET_BYTES, WELCOME, StreamEndedError
 from store.proxy import Proxy
@@ -45,8 +44,6 @@ pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared 
 
 
 SHOWN = Identity(Authority("next epoch", on_loopback=True).issue("all", [OWNER, "rank-0.rayzero"]))
-MESSAGES, BESIDE = 1 << 40, 1  # bytes from which on shards come beside the messages
-WAYS = pytest.mark.parametrize("stream_bytes", [MESSAGES, BESIDE], ids=["messages", "beside"])
 
 
 class Owner(NamedTuple):
@@ -80,7 +77,7 @@ def owner(shown: Identity | None = None) -> Iterator[Owner]:
 
 
 def source(proxy: Proxy, *, epoch: int = 0, **more: Any) -> RemoteShards:
-    terms = {"given_up": threading.Event(), "timeout_s": 20.0, "taker": 1, "stream_bytes": MESSAGES, "tls": None} | more
+    terms = {"given_up": threading.Event(), "timeout_s": 20.0, "taker": 1, "tls": None} | more
     return RemoteShards(0, proxy.address, token=TOKEN, model=0, epoch=epoch, **terms)
 
 
@@ -104,27 +101,23 @@ def opened_again(caplog: pytest.LogCaptureFixture) -> int:
     return sum("is opened again" in line for line in caplog.messages)
 
 
-@WAYS
 @pytest.mark.parametrize("cuts", [(), (0.3,), (0.1, 0.4, 0.4)])
 def test_all_of_a_shard_comes_however_often_the_link_is_cut(
-    cuts: Sequence[float], stream_bytes: int, caplog: pytest.LogCaptureFixture
+    cuts: Sequence[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     with owner() as there, over(Proxy) as beside, caplog.at_level(logging.WARNING):
-        check_given(there, stream_bytes=stream_bytes)
-        cut = beside[0] if beside else there.proxy
-        cut.cut_after(*(int(each * size_of(there.shards)) for each in cuts))
-        check_given(there, stream_bytes=stream_bytes)
+        check_given(there)
+        beside[0].cut_after(*(int(each * size_of(there.shards)) for each in cuts))
+        check_given(there)
         assert opened_again(caplog) == len(cuts)
 
 
-@WAYS
-def test_shards_that_have_come_do_not_come_again(stream_bytes: int) -> None:
-    asked, ask = [], RemoteShards._ask
+def test_shards_that_have_come_do_not_come_again() -> None:
+    asked, beside = [], RemoteShards._beside
 
-    def noted(self: RemoteShards, channel: Any, method: str, request: Any, *more: Any) -> Any:
-        if method == "GiveShards":
-            asked.append(list(request.shards))
-        return ask(self, channel, method, request, *more)
+    def noted(self: RemoteShards, channel: Any, request: pb.GiveShardsRequest) -> Any:
+        asked.append(list(request.shards))
+        return beside(self, channel, request)
 
     tensors = count()
 
@@ -135,92 +128,58 @@ def test_shards_that_have_come_do_not_come_again(stream_bytes: int) -> None:
 
     with (
         owner() as there,
-        patch.object(RemoteShards, "_ask", noted),
+        patch.object(RemoteShards, "_beside", noted),
         patch.object(shard_source, "Assembly", assembly),
     ):
-        check_given(there, stream_bytes=stream_bytes)
+        check_given(there)
     each = len(there.shards[0])
     assert asked == [list(there.shards), list(there.shards)[40 // each :]]
 
 
 @pytest.mark.promise("scalable", "tls")
-@WAYS
-def test_all_of_a_shard_comes_over_tls(stream_bytes: int) -> None:
+def test_all_of_a_shard_comes_over_tls() -> None:
     with owner(SHOWN) as there, over(Proxy) as beside:
-        check_given(there, stream_bytes=stream_bytes, tls=SHOWN)
-        assert len(beside) == (stream_bytes == BESIDE)
-
-
-def test_fewer_bytes_than_a_connection_is_worth_come_in_messages() -> None:
-    with owner() as there, over(Proxy) as beside:
-        size = size_of(there.shards)
-        check_given(there, stream_bytes=size + 1)
-        assert beside == []
-        check_given(there, stream_bytes=size)
-        assert beside[0].passed > size
+        check_given(there, tls=SHOWN)
+        assert beside[0].passed > size_of(there.shards)
 
 
 def spoilt(times: int) -> Any:
-    """The bytes beside the messages have a bit that changes on the way, so often. See ``over``."""
+    """A bit of the bytes changes on the way, so often. See ``over``."""
     return over(lambda target: Spoils(target, every=1, most=times))
 
 
 @pytest.mark.parametrize("shown", [None, SHOWN], ids=["plain", "tls"])
-def test_bytes_that_are_damaged_beside_the_messages_come_again(
-    shown: Identity | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bytes_that_are_damaged_come_again(shown: Identity | None, caplog: pytest.LogCaptureFixture) -> None:
     with owner(shown) as there, spoilt(2) as beside, caplog.at_level(logging.WARNING):
-        check_given(there, stream_bytes=BESIDE, tls=shown)
+        check_given(there, tls=shown)
         assert beside[0].spoilt == 2  # type: ignore[attr-defined]
         assert opened_again(caplog) in (1, 2), "both may come in one try"
 
 
-@contextmanager
-def damaged(times: int) -> Iterator[None]:
-    """The owner's messages have a bit that changes behind their checksum, so often."""
-    left = [None] * times
-
-    def damages(*args: Any) -> Iterator[bytes]:
-        for message in encode_shard(*args):
-            yield message[:-1] + bytes([message[-1] ^ (1 if left else 0)])
-            if left:
-                left.pop()
-
-    with patch.object(handlers, "encode_shard", damages):
-        yield
-
-
-def test_bytes_that_are_damaged_in_messages_come_again() -> None:
-    with owner() as there, damaged(2):
+def test_bytes_that_are_damaged_again_and_again_are_given_up() -> None:
+    with (
+        owner() as there,
+        spoilt(1000),
+        pytest.raises(TransferError, match=r"^optimizer 0 at 127.0.0.1:\d+: (shard \d+|a chunk of) .*(damaged|came)"),
+    ):
         check_given(there)
 
 
-@pytest.mark.parametrize(("stream_bytes", "harm"), [(MESSAGES, damaged), (BESIDE, spoilt)], ids=["messages", "beside"])
-def test_bytes_that_are_damaged_again_and_again_are_given_up(stream_bytes: int, harm: Callable[[int], Any]) -> None:
-    with (
-        owner() as there,
-        harm(1000),
-        pytest.raises(TransferError, match=r"^optimizer 0 at 127.0.0.1:\d+: (shard \d+|a chunk of) .*(damaged|came)"),
-    ):
-        check_given(there, stream_bytes=stream_bytes)
-
-
-@WAYS
-def test_an_owner_that_is_gone_in_the_middle_is_named(stream_bytes: int) -> None:
+def test_an_owner_that_is_gone_in_the_middle_is_named() -> None:
     with owner() as there, over(Proxy) as beside:
-        check_given(there, stream_bytes=stream_bytes)  # opens the way
+        check_given(there)  # opens the way
 
-        moved = (beside or [there.proxy])[0]
+        moved = beside[0]
 
         def die() -> None:
             del moved.cut
-            for each in {there.proxy, moved}:
+            for each in (there.proxy, moved):
                 each.close()
 
         moved.cut = die  # type: ignore[method-assign]
         moved.cut_after(size_of(there.shards) // 2)
         with pytest.raises(TransferError, match=r"optimizer 0 at 127.0.0.1:\d+: UNAVAILABLE"):
-            check_given(there, stream_bytes=stream_bytes, down_s=0.5)
+            check_given(there, down_s=0.5)
 
 
 def test_a_port_that_cannot_be_reached_is_named_and_one_that_opens_again_is_waited_for() -> None:
@@ -238,9 +197,9 @@ def test_a_port_that_cannot_be_reached_is_named_and_one_that_opens_again_is_wait
                 match=r"cannot open a connection for tensors to 127.0.0.1, port \d+: Conn.*; if a firewall",
             ),
         ):
-            check_given(there, stream_bytes=BESIDE, down_s=0.3)
+            check_given(there, down_s=0.3)
         assert len(tries) > 1
-        check_given(there, stream_bytes=BESIDE, down_s=0.3)
+        check_given(there, down_s=0.3)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +229,7 @@ def test_bytes_that_do_not_come_are_not_waited_for(timeout_s: float, error: type
         timer = threading.Timer(0.3, given_up.set)
         timer.start()
         with pytest.raises(error, match=said):
-            check_given(there, stream_bytes=BESIDE, given_up=given_up, timeout_s=timeout_s)
+            check_given(there, given_up=given_up, timeout_s=timeout_s)
         timer.join()
         beside[0]._open.set()
 
@@ -280,8 +239,7 @@ def asked_by_owner(there: Owner, method: str, request: Any, number: int = 0) -> 
     service = STORE_SERVICE if method == "Fetch" else OWNER_SERVICE
     metadata = (*token_metadata(TOKEN), *stream_metadata(number))
     with open_channel(there.proxy.address, None) as channel:
-        answer = methods(service)[method].bind(channel)(request, metadata=metadata, timeout=WAIT)
-        return answer if method == "OpenTensorStream" else list(answer)
+        return methods(service)[method].bind(channel)(request, metadata=metadata, timeout=WAIT)
 
 
 def test_a_connection_is_its_clients_alone() -> None:
@@ -300,7 +258,7 @@ def test_a_connection_is_its_clients_alone() -> None:
             asked_by_owner(there, "GiveShards", give(1), of_rank)
         with pytest.raises(grpc.RpcError, match="optimizer 1's, not that of optimizer 2"):
             asked_by_owner(there, "GiveShards", give(2), opening.number)
-        assert asked_by_owner(there, "GiveShards", give(1), opening.number) == []
+        assert asked_by_owner(there, "GiveShards", give(1), opening.number) == pb.GiveShardsResponse()
 
 
 def give(owner: int) -> pb.GiveShardsRequest:
@@ -332,7 +290,7 @@ def test_bytes_that_come_keep_the_link_up(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(shard_source, "Assembly", assembly)
     with owner() as there:
-        check_given(there, stream_bytes=BESIDE, down_s=0.15)
+        check_given(there, down_s=0.15)
 
 
 def test_what_is_of_no_shard_comes_too() -> None:

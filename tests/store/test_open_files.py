@@ -84,7 +84,7 @@ def test_a_rank_has_as_many_files_open_as_owners_make() -> None:
             before = open_files(os.getpid())
             with ExitStack() as stack:
                 servers = [type("Server", (), {"address": address}) for address in addresses]
-                ranks = start(stack.enter_context(connected(servers, stream_bytes=1)), make_spec(1))  # type: ignore[arg-type]
+                ranks = start(stack.enter_context(connected(servers)), make_spec(1))  # type: ignore[arg-type]
                 take_step(ranks, [random_grads(ranks[0].spec, 1)], 0.5)
                 assert ranks[0].fetch()
                 found[num_owners] = open_files(os.getpid()) - before

@@ -39,7 +39,7 @@ def spoilt(kind: str, *, tls: bool, most: int) -> Iterator[Net]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_tls_records_that_are_spoilt_change_nothing(kind: str, tmp_path: Path) -> None:
     """The connection ends, and its calls are repeated over a new one."""
-    expected, _ = undisturbed("messages")
+    expected, _ = undisturbed("grpc")
     with spoilt(kind, tls=True, most=2) as owners, ranks_of(owners, make_spec(), tls=RANKS) as ranks:
         assert not difference(outcome(ranks, tmp_path), expected)
 
@@ -49,7 +49,7 @@ def test_tls_records_that_are_spoilt_change_nothing(kind: str, tmp_path: Path) -
 def test_plain_messages_that_are_spoilt_change_no_bit_or_end_the_run_by_name(kind: str, tmp_path: Path) -> None:
     """A checksum finds what is damaged. A frame more or less than was sent shifts all that follows on its stream: then
     the end of a message may be awaited that never comes, which is a stall."""
-    expected, _ = undisturbed("messages")
+    expected, _ = undisturbed("grpc")
     with spoilt(kind, tls=False, most=1) as owners, ranks_of(owners, make_spec(), stall_timeout=3.0) as ranks:
         try:
             found = outcome(ranks, tmp_path)

@@ -33,7 +33,7 @@ from rayzero.store.owner.server import OwnerServer
 from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING, TensorPort
 from rayzero.store.rank.transfers import wire as wire_transfers
 from rayzero.store.wire import tensor_streams
-from rayzero.store.wire.payload import CHUNK_BYTES, Assembly, encode_header
+from rayzero.store.wire.payload import CHUNK_BYTES, Assembly
 from rayzero.store.wire.rpc import (
     STORE_SERVICE,
     life_metadata,
@@ -44,7 +44,6 @@ from rayzero.store.wire.rpc import (
 )
 from rayzero.store.wire.seal import checksum
 from rayzero.store.wire.tensor_stream import (
-    NEVER_BESIDE,
     TICKET_BYTES,
     WELCOME,
     Receiving,
@@ -57,9 +56,8 @@ from rayzero.store.wire.tensor_stream import (
 from rayzero.store.wire.tensor_streams import Opening, TensorStreams
 from rayzero.telemetry.names import REFUSED, TRANSFER_RETRIES
 from rayzero.telemetry.recorder import MemoryRecorder
-from store.faults import tensor_address
 from store.proxy import Proxy
-from store.stores import TOKEN
+from store.stores import TOKEN, inprocess
 from store.test_grpc import connected, serving
 from store.toy import WAIT, equal, initial_values, make_spec, masters, random_grads, start, take_step
 
@@ -263,10 +261,9 @@ def over(made: Callable[[str], Proxy]) -> Iterator[list[Proxy]]:
 
 
 def trained(servers: Sequence[OwnerServer], shown: Identity | None = None, **options: Any) -> dict[str, torch.Tensor]:
-    """What a rank has after three steps whose bytes travel beside gRPC."""
+    """What a rank has after three steps."""
     spec = make_spec(1)
-    terms = {"stream_bytes": 1, "tls": shown} | options
-    with connected(servers, **terms) as stores:
+    with connected(servers, tls=shown, **options) as stores:
         ranks = start(stores, spec)
         for step in range(3):
             take_step(ranks, [random_grads(spec, step)], 0.5)
@@ -275,8 +272,13 @@ def trained(servers: Sequence[OwnerServer], shown: Identity | None = None, **opt
 
 
 def expected() -> dict[str, torch.Tensor]:
-    with serving(2) as servers:
-        return trained(servers, stream_bytes=1 << 40)
+    """What ``trained`` returns where no bytes travel."""
+    spec = make_spec(1)
+    with inprocess(1, 2) as stores:
+        ranks = start(stores, spec)
+        for step in range(3):
+            take_step(ranks, [random_grads(spec, step)], 0.5)
+        return masters(ranks[0])
 
 
 class Spoils(Proxy):
@@ -356,7 +358,7 @@ def test_a_port_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch)
         trained(servers)
     assert re.search(
         r"cannot open a connection for tensors to 127.0.0.1, port \d+: Connection refused; "
-        r".* open every port .* or set zero.stream_bytes=1TiB",
+        r".* open every port .*",
         str(refused.value),
     )
 
@@ -441,7 +443,7 @@ def test_a_host_is_reached_at_the_address_that_answers() -> None:
 @pytest.mark.parametrize("verb", ["push", "fetch"])
 def test_a_transfer_that_stands_still_stalls_by_name(verb: str) -> None:
     """A fetch's call ends once its bytes have left the owner, so only the rank can notice that they do not come."""
-    with serving() as servers, over(Proxy) as proxies, connected(servers, stream_bytes=1, stall_timeout=1.0) as stores:
+    with serving() as servers, over(Proxy) as proxies, connected(servers, stall_timeout=1.0) as stores:
         ranks = start(stores, make_spec(1))
         assert ranks[0].fetch()
         proxies[0].freeze()
@@ -451,10 +453,10 @@ def test_a_transfer_that_stands_still_stalls_by_name(verb: str) -> None:
 
 
 def test_a_server_that_stops_leaves_no_connection_and_no_port() -> None:
-    with serving() as (server,), connected([server], stream_bytes=1) as stores:
+    with serving() as (server,), connected([server]) as stores:
         ranks = start(stores, make_spec(1))
         take_step(ranks, [random_grads(ranks[0].spec, 1)], 0.5)
-        address = tensor_address(server)
+        address = server.tensor_address(server.address)
         files = len(os.listdir("/proc/self/fd"))
         server.stop()
         host, _, port = address.rpartition(":")
@@ -473,7 +475,7 @@ def test_a_server_that_stops_leaves_no_connection_and_no_port() -> None:
 def disturbed(recorder: MemoryRecorder | None = None, shown: Identity | None = None) -> Iterator[OwnerServer]:
     """A rank trains before the block and after it."""
     spec = make_spec(1)
-    with serving(tls=shown) as (server,), connected([server], stream_bytes=1, tls=shown) as stores:
+    with serving(tls=shown) as (server,), connected([server], tls=shown) as stores:
         if recorder is not None:
             server._tensors._refusals._recorder = recorder
         ranks = start(stores, spec)
@@ -483,7 +485,7 @@ def disturbed(recorder: MemoryRecorder | None = None, shown: Identity | None = N
 
 
 def stranger(server: OwnerServer) -> socket.socket:
-    host, _, port = tensor_address(server).rpartition(":")
+    host, _, port = server.tensor_address(server.address).rpartition(":")
     return socket.create_connection((host, int(port)), timeout=WAIT)
 
 
@@ -554,8 +556,7 @@ def call(server: OwnerServer | Proxy, rank: int, method: str, request: Any, numb
     named = () if number is None else stream_metadata(number)
     metadata = (*token_metadata(TOKEN), *life_metadata(rank, 0), *named)
     with open_channel(server.address, None) as channel:
-        answer = methods(STORE_SERVICE)[method].bind(channel)(request, metadata=metadata, timeout=WAIT)
-        return list(answer) if method == "Fetch" else answer
+        return methods(STORE_SERVICE)[method].bind(channel)(request, metadata=metadata, timeout=WAIT)
 
 
 def expect(server: OwnerServer | Proxy, rank: int = 0) -> pb.OpenTensorStreamResponse:
@@ -607,7 +608,7 @@ def test_without_tls_nobody_gets_keys_and_with_it_everybody() -> None:
         assert answer.client_key != answer.owner_key
 
 
-def fetch_error(server: OwnerServer, rank: int, number: int) -> str:
+def fetch_error(server: OwnerServer, rank: int, number: int | None) -> str:
     request = pb.FetchRequest(rank=rank, shards=[0], version=0, kind="compute")
     with pytest.raises(Exception) as error:  # noqa: PT011  # grpc's
         call(server, rank, "Fetch", request, number)
@@ -629,9 +630,9 @@ def test_a_connection_that_is_not_there_is_a_broken_link() -> None:
         assert "UNAVAILABLE" in fetch_error(server, 0, 999)
 
 
-def test_a_run_without_connections_names_no_port_for_them() -> None:
-    with serving(stream_bytes=NEVER_BESIDE) as (server,):
-        assert server.tensor_address(server.address) is None
+def test_a_call_without_a_connection_is_refused() -> None:
+    with disturbed() as server:
+        assert "a call of rank 0 that moves tensors names no connection for them" in fetch_error(server, 0, None)
 
 
 def test_a_rank_may_have_so_many_connections() -> None:
@@ -689,9 +690,9 @@ def test_what_a_member_sends_in_place_of_gradients_is_refused(sends: str) -> Non
     }
     with disturbed() as server, member(server) as (number, connection):
         connection.sendall(heads[sends] + bytes(1000))
-        load = pb.LoadRequest.Header(unit=0, shards=[0])
+        load = pb.LoadRequest(unit=0, shards=[0])
         with pytest.raises(Exception, match="DATA_LOSS"):
-            call(server, 0, "Load", iter([encode_header(load)]), number)
+            call(server, 0, "Load", iter([load]), number)
         assert ends(connection)
 
 
@@ -708,7 +709,7 @@ def test_a_member_that_sends_too_slowly_is_cut(monkeypatch: pytest.MonkeyPatch) 
         trickling = threading.Thread(target=trickle, args=(connection,))
         connection.sendall(struct.pack("<IIQQ", 0, 8, 0, 0)[:4])
         trickling.start()
-        load = encode_header(pb.LoadRequest.Header(unit=0, shards=[0]))
+        load = pb.LoadRequest(unit=0, shards=[0])
         with pytest.raises(Exception, match="DATA_LOSS"):
             call(server, 0, "Load", iter([load]), number)
         stop.set()
@@ -727,7 +728,6 @@ def test_a_call_that_is_cancelled_lets_go_of_memory_before_it_ends() -> None:
             while port._streams.get(opening.number) is None:
                 await asyncio.sleep(0.01)
             stream = port.of(opening.number, "rank 0")
-            assert stream is not None
             out, moving = np.zeros(8, dtype=np.uint8), Future[None]()
             advance = Receiving.advance
 

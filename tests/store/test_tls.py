@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,6 @@ from rayzero.security.credentials import ANY_RANK, OWNER, Identity, identity_of,
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.wire.payload import encode_header
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
@@ -29,8 +29,10 @@ from rayzero.store.wire.rpc import (
     life_metadata,
     methods,
     open_channel,
+    stream_metadata,
     token_metadata,
 )
+from rayzero.store.wire.tensor_stream import WELCOME
 from rayzero.telemetry.names import LINK_RECONNECTS
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.proxy import Proxy
@@ -185,7 +187,8 @@ def test_what_a_rank_pushes_has_gradients_of_its_own(caplog: pytest.LogCaptureFi
     """Also a host's sum, which any of its ranks may send."""
     summands = [pb.Summand(rank=rank, attempt=0, pushes=1) for rank in (1, 2)]
     metadata = (*token_metadata(TOKEN), *life_metadata(0, 0))
-    push = methods(STORE_SERVICE)["Push"]
+    push, expect = methods(STORE_SERVICE)["Push"], methods(STORE_SERVICE)["OpenTensorStream"]
+    asked = pb.OpenTensorStreamRequest(rank=0, host="127.0.0.1")
     with (
         serving(tls=OWN) as servers,
         one_step_goes_on(servers),
@@ -196,9 +199,14 @@ def test_what_a_rank_pushes_has_gradients_of_its_own(caplog: pytest.LogCaptureFi
             (pb.Contribution(rank=1, presence=b"\1", summands=summands), "rank 1, rank 2"),
             (pb.Contribution(rank=0, presence=b"\1", summands=summands), "rank 1, rank 2"),
         ):
-            header = encode_header(pb.PushRequest.Header(contribution=contribution, shards=[0]))
-            with pytest.raises(grpc.RpcError) as refused:
-                push.bind(channel)(iter([header]), metadata=metadata, timeout=WAIT)
+            opening = expect.bind(channel)(asked, metadata=metadata, timeout=WAIT)
+            request = pb.PushRequest(contribution=contribution, shards=[0])
+            numbered = (*metadata, *stream_metadata(opening.number))
+            with socket.create_connection(("127.0.0.1", opening.port), timeout=WAIT) as connection:
+                connection.sendall(opening.ticket)
+                assert connection.recv(1) == WELCOME
+                with pytest.raises(grpc.RpcError) as refused:
+                    push.bind(channel)(iter([request]), metadata=numbered, timeout=WAIT)
             said = from_status(refused.value, "the owner")
             assert isinstance(said, HandshakeError)
             assert str(said) == f"Push of {whose} was sent by rank 0"

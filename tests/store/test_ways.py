@@ -17,7 +17,6 @@ from rayzero.protocol.messages import COMPUTE, Contribution, Published
 from rayzero.store.rank.memory.relay_memory import RelayMemory
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.stall import StallWatch
-from rayzero.store.rank.transfers.wire import WireOptions
 from rayzero.store.rank.ways import Ways
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available
@@ -41,7 +40,7 @@ def ways(board: PublishBoard) -> Iterator[Ways]:
     links = [SimpleNamespace(owner=owner, rank=0, name=f"optimizer {owner}") for owner in range(OWNERS)]
     watch = StallWatch(0, WAIT)
     said: Any = {"board": board, "watch": watch, "lead_says": None, "recorder": NullRecorder()}
-    made = Ways(0, cast(Any, links), WireOptions(), **said)
+    made = Ways(0, cast(Any, links), "none", **said)
     yield made
     made.end(OVER)
     made.close()

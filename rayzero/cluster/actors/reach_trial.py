@@ -56,7 +56,7 @@ class ReachTrial:
         owners = {to.address: to for each in self._tries for to in each.listeners}
         self._owners = {at: to.who for at, to in owners.items()}
         self._asked = {control(to.actor.tensor_address).remote(at): to for at, to in owners.items()}
-        self._tensors: dict[str, str | None] = {}  # address of an owner that has answered -> that for tensors, if any
+        self._tensors: dict[str, str] = {}  # address of an owner that has answered -> that for tensors
         self._calls: dict[Any, Tries] = {}
         self._failed: dict[str, dict[str, str]] = {}  # host -> address -> why
         self._raised: list[str] = []  # who could not try or be tried, and why
@@ -84,7 +84,7 @@ class ReachTrial:
         for each in self._tries:
             answered = [to.address for to in each.listeners if to.address in self._tensors]
             tensors = [self._tensors[at] for at in answered]
-            self._calls[control(each.actor.unreachable).remote([*answered, *filter(None, tensors)])] = each
+            self._calls[control(each.actor.unreachable).remote([*answered, *tensors])] = each
 
     def _has_answer(self, call: Any, who: str) -> bool:
         """Whether the call has returned a value. Keeps what it has raised; another call reports a death."""
@@ -99,7 +99,7 @@ class ReachTrial:
 
     def require(self) -> None:
         """Raise ConfigError, naming both ends, if a host does not reach an owner, or a process could not try."""
-        tensors = {at: self._owners[owner] for owner, at in self._tensors.items() if at is not None}
+        tensors = {at: self._owners[owner] for owner, at in self._tensors.items()}
         require_reached(self._failed, self._owners, tensors)
         if self._raised:
             raise ConfigError(f"it is not known whether all hosts reach all optimizers: {self._raised[0]}; ask again")

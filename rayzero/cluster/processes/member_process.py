@@ -27,7 +27,7 @@ class MemberProcess:
         """See ``ServedOwner.serve``."""
         return self._served.serve(host)
 
-    def tensor_address(self, address: str) -> str | None:
+    def tensor_address(self, address: str) -> str:
         """See ``OwnerServer.tensor_address``."""
         return self._served.tensor_address(address)
 

@@ -31,7 +31,6 @@ class OwnerSettings:
     threads: int  # that compute updates
     memory_budget: int | None  # bytes its plan may use; None: what its host has
     share: Path | None  # directory of memory that is shared with ranks of the same host; None: do not share
-    stream_bytes: int  # see ZeroConfig
     norms_every: int | None  # steps between measurements of norms by layer group; None: never
     device: str = "cpu"  # where masters and states lie
     ownership: Ownership | None = None  # who owns what by now; None: it is the run's first epoch
@@ -74,13 +73,12 @@ class ServedOwner:
             token=self._settings.token,
             tls=self._identity,
             host=self._at(host),
-            stream_bytes=self._settings.stream_bytes,
             replaces_ranks=replaces,
             replaces_owners=replaces and self._settings.share is not None,
         )
         return self._server.address
 
-    def tensor_address(self, address: str) -> str | None:
+    def tensor_address(self, address: str) -> str:
         """See ``OwnerServer.tensor_address``."""
         assert self._server is not None, "serve() comes first"
         return self._server.tensor_address(address)

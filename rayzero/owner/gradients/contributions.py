@@ -257,10 +257,6 @@ class Contributions:
                 self._waiting.setdefault(each[0].rank, []).append(each)
         return taken
 
-    def is_added(self, push: Contribution, owned: OwnedShard) -> bool:
-        """See ``ShardService.is_added``."""
-        return self._step.ranks[push.rank].landings[owned.shard.index].staged is not None
-
     def landed(self, push: Contribution, owned: OwnedShard, came: Tensor | None) -> StepMismatchError | None:
         """See ``ShardService.landed``. Returns the error that fails the step if there are more pushes than were
         counted."""

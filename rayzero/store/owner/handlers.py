@@ -33,7 +33,7 @@ from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.owner.tensor_port import OwnerStream
 from rayzero.store.owner.upload_stream import UploadStream, connection_of, open_connection
 from rayzero.store.wire import translate
-from rayzero.store.wire.payload import byte_view, encode_shard
+from rayzero.store.wire.payload import byte_view
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     POLL_MARGIN_S,
@@ -46,7 +46,7 @@ from rayzero.store.wire.rpc import (
 
 T = TypeVar("T")
 Context = Any  # grpc.aio.ServicerContext of this call
-Requests = AsyncIterator[bytes]
+Requests = AsyncIterator[Any]  # messages, and a TransferError for one that was damaged on the way
 
 
 _TOGETHER_BYTES = 32 << 20  # of shards that are sent in one visit to a thread: some are copies, of states
@@ -181,27 +181,19 @@ class RankCalls:
 
     # ---- bytes
 
-    async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
-        """Stream shards at the requested version, each as soon as it is published."""
-        async with self._tensors_of(context) as stream:
-            if stream is not None:
-                await self._send_beside(request, stream)
-                return
-            for index in request.shards:
-                values = await result_of(self._model.service.read(index, request.version, request.kind))
-                for message in encode_shard(index, values):
-                    await context.write(message)
-
-    async def _send_beside(self, request: pb.FetchRequest, stream: OwnerStream) -> None:
-        """Send for a thread once for several shards that are published."""
+    async def fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
+        """Send shards at the requested version, each as soon as it is published: a thread is sent for once for several
+        that are."""
         ready: list[tuple[int, memoryview]] = []
-        for index in request.shards:
-            read = self._model.service.read(index, request.version, request.kind)
-            if ready and (not read.done() or sum(len(content) for _, content in ready) >= _TOGETHER_BYTES):
-                await stream.send(ready)
-                ready = []
-            ready.append((index, byte_view(await result_of(read)).data))
-        await stream.send(ready)
+        async with self._tensors_of(context) as stream:
+            for index in request.shards:
+                read = self._model.service.read(index, request.version, request.kind)
+                if ready and (not read.done() or sum(len(content) for _, content in ready) >= _TOGETHER_BYTES):
+                    await stream.send(ready)
+                    ready = []
+                ready.append((index, byte_view(await result_of(read)).data))
+            await stream.send(ready)
+        return pb.FetchResponse()
 
     async def open_tensor_stream(
         self, request: pb.OpenTensorStreamRequest, context: Context
@@ -209,29 +201,29 @@ class RankCalls:
         """Let the rank open a connection for tensors."""
         return open_connection(self._model.tensors, _rank_name(request.rank), request.host, context)
 
-    def _tensors_of(self, context: Context) -> AbstractAsyncContextManager[OwnerStream | None]:
-        """A context in which a call has its connection for tensors; None: its bytes are in its messages."""
+    def _tensors_of(self, context: Context) -> AbstractAsyncContextManager[OwnerStream]:
+        """A context in which a call has its connection for tensors."""
         return connection_of(self._model.tensors, _rank_name(_rank_of(context)), context)
 
     @asynccontextmanager
-    async def _upload(self, requests: Requests, message: type[Any], context: Context) -> AsyncIterator[UploadStream]:
-        """A context in which the bytes of a call come. ``message``: of ``requests``."""
+    async def _upload(self, requests: Requests, context: Context) -> AsyncIterator[UploadStream]:
+        """A context in which the bytes of a call come."""
         async with self._tensors_of(context) as stream:
-            yield UploadStream(requests, message, stream, self._model.compute)
+            yield UploadStream(requests, stream)
 
     async def push(self, requests: Requests, context: Context) -> pb.PushResponse:
         """Receive gradients into the pushing rank's landing; this may wait for that rank's earlier pushes."""
-        async with self._upload(requests, pb.PushRequest, context) as upload:
-            async for header in upload.sections():
-                await receive_push(self._model, header, upload, _rank_of(context))
+        async with self._upload(requests, context) as upload:
+            async for request in upload.announced():
+                await receive_push(self._model, request, upload, _rank_of(context))
         return pb.PushResponse()
 
     async def load(self, requests: Requests, context: Context) -> pb.LoadResponse:
         """Receive initial weights, one shard at a time."""
-        async with self._upload(requests, pb.LoadRequest, context) as upload:
-            async for header in upload.sections():
-                for index in header.shards:
-                    shard, unit = self._model.shard(index, header.unit)
+        async with self._upload(requests, context) as upload:
+            async for request in upload.announced():
+                for index in request.shards:
+                    shard, unit = self._model.shard(index, request.unit)
                     values = upload.values(shard, unit.initial_dtype)
                     await self._model.compute(self._model.service.load, index, await values)
         if self._model.service.is_loaded:  # free the received copies, which are as large as the weights
@@ -240,12 +232,12 @@ class RankCalls:
 
     async def stage(self, requests: Requests, context: Context) -> pb.StageResponse:
         """Receive the values of a write and keep them until the write."""
-        async with self._upload(requests, pb.StageRequest, context) as upload:
-            async for header in upload.sections():
-                for index in header.shards:
-                    shard, unit = self._model.shard(index, header.unit)
-                    values = upload.values(shard, unit.dtype if header.kind == COMPUTE else torch.float32)
-                    self._model.service.stage(index, header.version, header.kind, await values)
+        async with self._upload(requests, context) as upload:
+            async for request in upload.announced():
+                for index in request.shards:
+                    shard, unit = self._model.shard(index, request.unit)
+                    values = upload.values(shard, unit.dtype if request.kind == COMPUTE else torch.float32)
+                    self._model.service.stage(index, request.version, request.kind, await values)
         return pb.StageResponse()
 
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
@@ -365,17 +357,13 @@ class LeadCalls:
         began, record = self._require_shared().noted()
         return pb.DescribeEpochResponse(kernel=self._service.kernel, began=began, record=record)
 
-    async def give_shards(self, request: pb.GiveShardsRequest, context: Context) -> None:
-        """Stream all of some shards. Nothing changes them: the owners stand still."""
+    async def give_shards(self, request: pb.GiveShardsRequest, context: Context) -> pb.GiveShardsResponse:
+        """Send all of some shards. Nothing changes them: the owners stand still."""
         shared = self._require_shared()
         going = [(index, tensor) for index in request.shards for tensor in shared.carried(self._service.shard(index))]
         async with connection_of(self._tensors, _owner_name(request.owner), context) as stream:
-            if stream is not None:
-                await stream.send((index, byte_view(tensor).data) for index, tensor in going)
-                return
-            for index, tensor in going:
-                for message in encode_shard(index, tensor):
-                    await context.write(message)
+            await stream.send((index, byte_view(tensor).data) for index, tensor in going)
+        return pb.GiveShardsResponse()
 
     async def open_tensor_stream(
         self, request: pb.OpenTensorStreamRequest, context: Context

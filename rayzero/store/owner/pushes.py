@@ -23,12 +23,12 @@ from rayzero.store.wire.payload import byte_view
 _CODECS: dict[int, str] = {pb.WIRE_FORMAT_UNSPECIFIED: "none", pb.WIRE_FORMAT_BF16: "bf16", pb.WIRE_FORMAT_INT8: "int8"}
 
 
-async def receive_push(model: ServedModel, header: pb.PushRequest.Header, upload: UploadStream, sender: int) -> None:
-    """Receive the shards of one section of a push; this may wait for the rank's earlier pushes. Over a connection, a
-    thread is sent for once for all shards that have memory: the way there takes as long as a tenth of a shard. Raises
+async def receive_push(model: ServedModel, request: pb.PushRequest, upload: UploadStream, sender: int) -> None:
+    """Receive the shards that one message of a push announces; this may wait for the rank's earlier pushes. A thread is
+    sent for once for all shards that have memory: the way there takes as long as a tenth of a shard. Raises
     WrongSenderError for gradients of other ranks than ``sender``, StoreError for those that the model does not take,
     TransferError for bytes that are not theirs."""
-    contribution = translate.contribution_from_pb(header.contribution)
+    contribution = translate.contribution_from_pb(request.contribution)
     _require_sender(contribution, sender)
     landings: list[ShardDestination] = []
 
@@ -36,13 +36,13 @@ async def receive_push(model: ServedModel, header: pb.PushRequest.Header, upload
         await upload.receive(*landings)
         landings.clear()
 
-    for index in header.shards:
-        codec = _wire_codec(header.format, model.shard(index, contribution.unit)[1])
+    for index in request.shards:
+        codec = _wire_codec(request.format, model.shard(index, contribution.unit)[1])
         reserved = model.service.reserve_when_free(contribution, index)
         if landings and not reserved.done():  # it may wait for memory that those before it have
             await receive()
         landings.append(_landing(model, contribution, index, codec, await result_of(reserved)))
-        if codec is not RAW or not upload.is_beside:
+        if codec is not RAW:
             await receive()
     if landings:
         await receive()
@@ -66,8 +66,7 @@ def _landing(
         return ShardDestination(shard=index, size_bytes=size, out=None)
     landed = partial(model.service.landed, contribution, index)
     if codec is RAW:
-        computes = model.service.is_added(contribution, index)
-        return ShardDestination(shard=index, size_bytes=size, out=byte_view(memory), landed=landed, computes=computes)
+        return ShardDestination(shard=index, size_bytes=size, out=byte_view(memory), landed=landed)
     encoded = torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def decode() -> None:
@@ -75,7 +74,7 @@ def _landing(
         codec.decode(encoded, values)
         landed(values)
 
-    return ShardDestination(shard=index, size_bytes=size, out=byte_view(encoded), landed=decode, computes=True)
+    return ShardDestination(shard=index, size_bytes=size, out=byte_view(encoded), landed=decode)
 
 
 def _wire_codec(wire_format: int, unit: UnitLayout) -> Codec:

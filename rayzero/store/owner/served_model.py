@@ -46,7 +46,6 @@ class ServerTerms:
     tensors: TensorPort
     poll_s: float
     peer_timeout_s: float
-    stream_bytes: int
     replaces_ranks: bool = False
     replaces_owners: bool = False  # an owner whose process dies gets a successor: see ``ServedModel.succeed``
 

@@ -32,7 +32,6 @@ from rayzero.store.owner.served_model import ServedModel, ServerTerms
 from rayzero.store.owner.tensor_port import TensorPort
 from rayzero.store.shm.words import leads, let_stand
 from rayzero.store.wire.rpc import SERVER_OPTIONS, add_port
-from rayzero.store.wire.tensor_stream import NEVER_BESIDE, STREAM_BYTES
 from rayzero.store.wire.translate import spec_from_bytes, spec_to_bytes
 
 _QUICK_S = 30.0  # starting and stopping a server
@@ -60,7 +59,6 @@ class OwnerServer:
         tls: Identity | None = None,
         poll_s: float = 10.0,
         peer_timeout_s: float = 600.0,
-        stream_bytes: int = STREAM_BYTES,
         shared: SharedOwner | None = None,
         models: HostedModels | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
@@ -74,7 +72,6 @@ class OwnerServer:
         ``token``: what every caller must send. ``tls``: what the server shows, and wants to see, on every address that
         it protects; None: no TLS. ``poll_s``: seconds that a call may wait for other ranks before its
         caller is told to ask again. ``peer_timeout_s``: deadline in seconds of the lead's calls that compute.
-        ``stream_bytes``: see ``ZeroConfig``; of shards that it takes over from owners on other hosts.
         ``interceptors``: grpc.aio server interceptors, around every call. ``replaces_ranks``: somebody starts a rank
         again that has died, so the others wait for it. ``replaces_owners``: the same for owners (``succeed``).
 
@@ -98,7 +95,6 @@ class OwnerServer:
             tensors=self._tensors,
             poll_s=poll_s,
             peer_timeout_s=peer_timeout_s,
-            stream_bytes=stream_bytes,
             replaces_ranks=replaces_ranks,
             replaces_owners=replaces_owners,
         )
@@ -146,11 +142,8 @@ class OwnerServer:
             log.warning("optimizer %d listens on %s without TLS", self._owner, address)
         return address
 
-    def tensor_address(self, address: str) -> str | None:
-        """Where clients that know this owner by ``address`` make connections for tensors; None: nothing is large enough
-        for one."""
-        if self._terms.stream_bytes >= NEVER_BESIDE:
-            return None
+    def tensor_address(self, address: str) -> str:
+        """Where clients that know this owner by ``address`` make connections for tensors."""
         host = host_of(address)
         return _joined(host, self._tensors.port_at(host))
 
@@ -250,7 +243,6 @@ class OwnerServer:
             model=model,
             epoch=before.epoch,
             taker=taker,
-            stream_bytes=terms.stream_bytes,
             timeout_s=terms.peer_timeout_s,
             given_up=self._given_up,
         )

@@ -77,7 +77,6 @@ class ShardDestination:
     size_bytes: int
     out: Bytes | None  # None: nowhere
     landed: Callable[[], object] = _nothing  # what to do then
-    computes: bool = False  # whether that takes too long for an event loop
 
 
 class OwnerStream:
@@ -251,11 +250,9 @@ class TensorPort:
         if not self._of_client[client]:
             del self._of_client[client]
 
-    def of(self, number: int | None, client: str) -> OwnerStream | None:
-        """The connection that a client's call names; None: it names none. Raises TransferError if it has ended,
-        WrongSenderError if it is another client's."""
-        if number is None:
-            return None
+    def of(self, number: int, client: str) -> OwnerStream:
+        """The connection that a client's call names. Raises TransferError if it has ended, WrongSenderError if it is
+        another client's."""
         found = self._streams.get(number)
         if found is None:
             raise StreamEndedError(f"connection {number} for tensors has ended")

@@ -1,24 +1,23 @@
-"""Calls to an owner that move tensors: their bytes are in the messages or, of large ones, on a connection beside them.
+"""Calls to an owner that move tensors, whose bytes are on a connection beside them.
 
 See [Note: beside gRPC] in store/wire/tensor_stream.py."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rayzero.errors import TransferError
+from rayzero.errors import StoreError, TransferError
 from rayzero.layout.model_layout import Shard
 from rayzero.security.credentials import names_shown
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.tensor_port import OwnerStream, ShardDestination, TensorPort
-from rayzero.store.wire.payload import Assembly, byte_view, decode_header
+from rayzero.store.wire.payload import byte_view
 from rayzero.store.wire.rpc import stream_of
-from rayzero.store.wire.seal import unseal
 
 
 def open_connection(port: TensorPort, client: str, host: str, context: Any) -> pb.OpenTensorStreamResponse:
@@ -34,54 +33,33 @@ def open_connection(port: TensorPort, client: str, host: str, context: Any) -> p
 
 
 @asynccontextmanager
-async def connection_of(port: TensorPort, client: str, context: Any) -> AsyncIterator[OwnerStream | None]:
-    """A context in which a client's call has the connection that it names; None: its bytes are in its messages. Raises
+async def connection_of(port: TensorPort, client: str, context: Any) -> AsyncIterator[OwnerStream]:
+    """A context in which a client's call has the connection that it names. Raises StoreError if it names none,
     TransferError if the connection has ended, HandshakeError if it is another client's."""
-    found = port.of(stream_of(context.invocation_metadata() or ()), client)
-    if found is None:
-        yield None
-        return
-    async with found.transfer() as stream:
+    number = stream_of(context.invocation_metadata() or ())
+    if number is None:
+        raise StoreError(f"a call of {client} that moves tensors names no connection for them")
+    async with port.of(number, client).transfer() as stream:
         yield stream
 
 
 class UploadStream:
-    """A client's stream: sections, each a header and its chunks, of which the first is in the header's message.
+    """A client's stream: messages that say what comes, and the bytes of each on the connection."""
 
-    [Note: cold code] What runs between two messages finds that their bytes have pushed it out of the processor's
-    caches, and takes about three times as long as alone. So nothing stands between a shard and gRPC's messages that is
-    not needed, and no message is kept once it is copied: its memory is the next one's.
+    def __init__(self, requests: AsyncIterator[Any], stream: OwnerStream) -> None:
+        self._requests, self._stream = requests, stream
 
-    Of a call with a connection for tensors, messages have headers only, and the chunks come there."""
-
-    def __init__(
-        self,
-        requests: AsyncIterator[bytes],
-        message: type[Any],
-        stream: OwnerStream | None,
-        compute: Callable[[Callable[[], object]], Awaitable[object]],
-    ) -> None:
-        """``message``: what has the headers. ``stream``: the connection; None: there is none. ``compute``: runs what
-        takes too long for the event loop."""
-        self._requests, self._message, self._stream, self._compute = requests, message, stream, compute
-        self._opening: bytes | None = None  # the first message of a section, until its chunk is taken
-
-    @property
-    def is_beside(self) -> bool:
-        """Whether chunks come over a connection: a thread receives several shards in a row."""
-        return self._stream is not None
-
-    async def sections(self) -> AsyncIterator[Any]:
-        """The headers, one after the other. The caller receives all chunks that one announces before it asks for the
-        next. Raises TransferError if something else comes."""
-        opening: bytes | None = await anext(self._requests, b"")
-        while opening is not None:
-            header = decode_header(opening)
-            if header is None:
-                raise TransferError(f"{self._message.__name__}: the stream has chunks where a header must come")
-            self._opening, opening = opening, None
-            yield unseal(header, self._message.Header)
-            opening = await anext(self._requests, None)
+    async def announced(self) -> AsyncIterator[Any]:
+        """The messages, one after the other. The caller receives all bytes that one announces before it asks for the
+        next. Raises TransferError if one was damaged on the way, or if there is none."""
+        came = False
+        async for request in self._requests:
+            if isinstance(request, TransferError):
+                raise request
+            came = True
+            yield request
+        if not came:
+            raise TransferError("a call that moves tensors came without its message")
 
     async def values(self, shard: Shard, dtype: torch.dtype) -> Tensor:
         """Receive a shard's values into new memory: 1D. Raises as ``receive``."""
@@ -90,21 +68,6 @@ class UploadStream:
         return values
 
     async def receive(self, *landings: ShardDestination) -> None:
-        """Read shards, in this order, and do with each what is to be done then. Raises TransferError if other bytes
-        come."""
-        if self._stream is not None:
-            await self._stream.receive(landings)
-            return
-        for each in landings:
-            await self._assemble(Assembly(each.shard, each.size_bytes, each.out))
-            if each.computes:
-                await self._compute(each.landed)
-            else:  # it takes less than the way to another thread and back
-                each.landed()
-
-    async def _assemble(self, assembly: Assembly) -> None:
-        if self._opening is not None and not assembly.complete:
-            assembly.take(self._opening)
-            self._opening = None
-        while not assembly.complete:
-            assembly.take(await anext(self._requests, None))
+        """Read shards, in this order, and do with each what is to be done then, in one thread. Raises TransferError if
+        other bytes come."""
+        await self._stream.receive(landings)

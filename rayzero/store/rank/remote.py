@@ -30,7 +30,6 @@ from rayzero.store.rank.memory.rank_memory import RankMemory
 from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.rank_store import closed_error
 from rayzero.store.rank.stall import StallWatch
-from rayzero.store.rank.transfers.wire import WireOptions
 from rayzero.store.rank.voice.participant import VoiceParticipant
 from rayzero.store.rank.ways import Ways
 from rayzero.store.shm.shared_plan import SharedPlan
@@ -59,7 +58,6 @@ class RemoteConnection:
         model: int = 0,
         life: int = 0,
         stall_timeout: float = 600.0,
-        stream_bytes: int = WireOptions().stream_bytes,
         wire_compression: str = "none",
         share: Path | None = None,
         share_with_all: bool = False,
@@ -74,7 +72,7 @@ class RemoteConnection:
         """Open a channel to each owner (``addresses`` by owner index); nothing is sent before ``attach``.
 
         ``model``: the number of the prepared model that this connection is for. ``life``: how often the rank has died
-        and come back. ``stall_timeout``: seconds a wait for a peer may last without progress. ``stream_bytes``,
+        and come back. ``stall_timeout``: seconds a wait for a peer may last without progress.
         ``wire_compression``: see ``ZeroConfig``. ``share``: the directory for memory shared with owners of this host;
         None: gRPC to all. ``share_with_all``: attach raises UnsupportedError if an owner shares no memory with this
         rank. ``host_fetch``: see ``ZeroConfig``; "auto" here: other ranks share the directory. ``host_push``,
@@ -83,7 +81,6 @@ class RemoteConnection:
         change of the owners (``next``), and keep what was pushed for both; else either is the end of the run.
         ``ownership``: who owns what by now; None: it is the run's first epoch.
         Raises ConfigError without addresses."""
-        options = WireOptions(stream_bytes=stream_bytes, wire_compression=wire_compression)
         if not addresses:
             raise ConfigError("a store needs the address of at least one owner")
         self.rank, self.life, self.stall_timeout = rank, life, stall_timeout
@@ -99,7 +96,6 @@ class RemoteConnection:
             model=model,
             life=life,
             stall_timeout=stall_timeout,
-            stream_bytes=stream_bytes,
             wire_compression=wire_compression,
             share=share,
             share_with_all=share_with_all,
@@ -134,7 +130,7 @@ class RemoteConnection:
         self._ways = Ways(  # freed by: retire() and free()
             rank,
             self._links,
-            options,
+            wire_compression,
             board=self._board,
             watch=self._watch,
             lead_says=self._lead_says,

@@ -58,7 +58,6 @@ def connect_store(
             model=model,
             life=life,
             stall_timeout=config.stall_timeout,
-            stream_bytes=config.stream_bytes,
             wire_compression=config.wire_compression,
             share=share if reason is None else None,
             share_with_all=config.transport == "shm",

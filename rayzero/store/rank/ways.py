@@ -18,7 +18,7 @@ from rayzero.store.rank.stall import Describe, StallWatch
 from rayzero.store.rank.transfers.host_fetches import HostFetches
 from rayzero.store.rank.transfers.relayed import RelayedTransfers
 from rayzero.store.rank.transfers.shared import SharedTransfers
-from rayzero.store.rank.transfers.wire import WireOptions, WireTransfers, transfer_threads
+from rayzero.store.rank.transfers.wire import WireTransfers, transfer_threads
 from rayzero.telemetry.recorder import Recorder
 
 
@@ -31,15 +31,16 @@ class Ways:
         self,
         rank: int,
         links: Sequence[OwnerLink],
-        options: WireOptions,
+        compression: str,
         *,
         board: PublishBoard,
         watch: StallWatch,
         lead_says: Describe,
         recorder: Recorder,
     ) -> None:
-        """``links``: by owner. ``lead_says``: asks the lead whom the step waits for."""
-        self._rank, self._options, self._board, self._watch, self._recorder = rank, options, board, watch, recorder
+        """``links``: by owner. ``compression``: see ``WireTransfers``. ``lead_says``: asks the lead whom the step waits
+        for."""
+        self._rank, self._board, self._watch, self._recorder = rank, board, watch, recorder
         self._closing = threading.Event()
         self._fetches, streams = transfer_threads(len(links), rank, "fetch")
         self.pushes, _ = transfer_threads(len(links), rank, "push")
@@ -54,7 +55,7 @@ class Ways:
                 watch=watch,
                 closing=self._closing,
                 lead_says=lead_says,
-                options=options,
+                compression=compression,
                 recorder=recorder,
                 streams=streams,
             )

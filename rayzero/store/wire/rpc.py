@@ -25,9 +25,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 STORE_SERVICE = "rayzero.v1.StoreService"
 OWNER_SERVICE = "rayzero.v1.OwnerService"
 
-MAX_MESSAGE_BYTES = 64 << 20  # of any message; a chunk is far smaller, a ModelSpec of 10,000 units about 10 MiB
-LOOKAHEAD_BYTES = 4 << 20  # of an upload, sent before its message is asked for; pushes are slower with less
-FRAME_BYTES = 1 << 20  # of HTTP/2, the most in an upload: Python joins a message from its frames, piece by piece
+MAX_MESSAGE_BYTES = 64 << 20  # of any message; a ModelSpec of 10,000 units has about 10 MiB
 
 POLL_MARGIN_S = 2.0  # a long poll is answered this long before its deadline
 
@@ -69,8 +67,6 @@ SERVER_OPTIONS = (
     # What a call that nobody reads may send: gRPC's probe would let it grow to 64 MiB a call. One that is read may send
     # a whole message.
     ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
-    ("grpc.http2.max_frame_size", FRAME_BYTES),  # the probe would raise it from 16 KiB, too
 )
 
 
@@ -79,9 +75,7 @@ SERVER_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One method of the .proto: its path, and how its messages are encoded and decoded.
-
-    Messages that carry chunks stay ``bytes`` on both sides, for store/wire/payload.py."""
+    """One method of the .proto: its path, and how its messages are encoded and decoded."""
 
     path: str
     client_streaming: bool
@@ -94,34 +88,18 @@ class Method:
         """True: one side sends more than one message."""
         return self.client_streaming or self.server_streaming
 
-    @property
-    def raw_request(self) -> bool:
-        """True: requests are bytes on both sides."""
-        return self.client_streaming
-
-    @property
-    def raw_response(self) -> bool:
-        """True: responses are bytes on both sides."""
-        return self.response is pb.FetchResponse
-
     def handler(self, behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
         """The server's entry for this method; ``behaviour`` is an async function of (requests, context), also where
         there is one request: gRPC has read nothing of it then. A request that was damaged on the way is a
         TransferError."""
         kinds = {False: grpc.stream_unary_rpc_method_handler, True: grpc.stream_stream_rpc_method_handler}
-        return kinds[self.server_streaming](
-            behaviour,
-            request_deserializer=None if self.raw_request else self._received,
-            response_serializer=None if self.raw_response else seal,
-        )
+        return kinds[self.server_streaming](behaviour, request_deserializer=self._received, response_serializer=seal)
 
     def bind(self, channel: Any) -> Any:
         """The client's callable for this method on a sync or aio channel."""
         kinds = {(False, False): "unary_unary", (False, True): "unary_stream", (True, False): "stream_unary"}
         return getattr(channel, kinds[self.client_streaming, self.server_streaming])(
-            self.path,
-            request_serializer=None if self.raw_request else seal,
-            response_deserializer=None if self.raw_response else partial(unseal, kind=self.response),
+            self.path, request_serializer=seal, response_deserializer=partial(unseal, kind=self.response)
         )
 
     def _received(self, sealed: bytes) -> Any:
@@ -240,8 +218,8 @@ def stream_metadata(number: int) -> Metadata:
 
 
 def stream_of(metadata: Iterable[tuple[str, str | bytes]]) -> int | None:
-    """The number of the connection that has a call's bytes, from 1; None: they are in its messages. Raises StoreError
-    if it is not a number."""
+    """The number of the connection that has a call's bytes, from 1; None: it names none. Raises StoreError if it is not
+    a number."""
     return _number_of(metadata, STREAM_KEY, "the number of a connection for tensors") or None
 
 

@@ -1,8 +1,8 @@
 """A TCP connection that carries the bytes of tensors beside gRPC's calls, straight from memory and into memory.
 
 [Note: beside gRPC] gRPC for Python copies a message once to send it and twice to receive it, and its event loop reads
-for all callers (lab/RESULTS.md, "store"). So the call of a large transfer says what travels and how that ended,
-and the bytes travel beside it. They come in chunks: a head (shard, bytes, offset in the shard, xxh3_64) and the
+for all callers (lab/RESULTS.md, "store"). So the call of a transfer says what travels and how that ended, and the
+bytes travel beside it. They come in chunks: a head (shard, bytes, offset in the shard, xxh3_64) and the
 payload, which the kernel copies out of the sender's tensor and into the receiver's. Both ends know how many bytes a
 transfer has, so nothing marks its end, and one transfer follows the other on a connection. Where something is wrong,
 the connection ends, and the call says why. Where gRPC uses TLS, chunks are encrypted with keys that came over it.
@@ -24,13 +24,11 @@ from typing import Protocol
 
 from rayzero.errors import TransferError
 from rayzero.security.chunk_cipher import KEY_BYTES, TAG_BYTES, ChunkCipher
-from rayzero.store.wire.payload import CHUNK_BYTES, Assembly, ShardChunk
+from rayzero.store.wire.payload import CHUNK_BYTES, Assembly
 from rayzero.store.wire.seal import checksum
 
 TICKET_BYTES = 32  # what a client says first: what it got from OpenTensorStream
 WELCOME = b"\1"  # what it is answered
-STREAM_BYTES = 256 << 10  # from which on a transfer's bytes have a connection of their own, unless a run says otherwise
-NEVER_BESIDE = 1 << 40  # bytes: where that many are asked for, no transfer is large enough
 SILENT_S = 0.05  # how long a thread waits for a peer that sends or takes nothing
 
 _TURN_S = 0.1  # after which a thread that moves bytes serves another connection, if that waits for it
@@ -195,7 +193,12 @@ class Receiving:
         shard, size, offset, digest = _HEAD.unpack(self._head)
         cipher = self._stream.receiving
         if cipher is None:
-            ShardChunk(shard=shard, offset=offset, checksum=digest, payload=payload).verify()
+            came = checksum(payload)
+            if came != digest:
+                raise TransferError(
+                    f"shard {shard} bytes {offset:,}..{offset + size:,}: checksum {came:016x}, sent as {digest:016x}; "
+                    "the bytes were damaged on the way"
+                )
         elif not cipher.decrypt(bytes(self._head), self._coming, payload):
             raise TransferError(
                 f"shard {shard} bytes {offset:,}..{offset + size:,} were damaged on the way, or are not the next ones"

@@ -21,8 +21,7 @@ from rayzero.store.wire.tensor_stream import WELCOME, StreamEndedError, StreamKe
 _OPEN_S = 5.0  # in which a connection is made; and in which the owner takes its ticket
 _REASON_S = 5.0  # how long an owner may take to say why it has ended a connection
 LET_THROUGH = (
-    "if a firewall is between the hosts, open every port of the optimizer actors' hosts to them (owners take free "
-    "ones), or set zero.stream_bytes=1TiB: all bytes take the port of calls then, more slowly"
+    "if a firewall is between the hosts, open every port of the optimizer actors' hosts to them: owners take free ones"
 )
 """What to do about a port for tensors that cannot be reached, for messages."""
 

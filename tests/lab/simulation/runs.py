@@ -14,15 +14,11 @@ from rayzero.config import ZeroConfig
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 
 
-def moving(speed: float = 1e9, byte_s: float = 0.0, **messages: float) -> dict[Moving, MovingCosts]:
-    """Streams that are all alike. ``messages``: what is different of those in gRPC's messages."""
-    plain = Stream(speed=speed, rank_byte_s=byte_s, owner_byte_s=byte_s)
-    slow = replace(plain, **messages)
-    return {
-        "messages": MovingCosts(fetch=slow, push=slow),
-        "beside": MovingCosts(fetch=plain, push=plain),
-        "encrypted": MovingCosts(fetch=plain, push=plain),
-    }
+def moving(speed: float = 1e9, byte_s: float = 0.0) -> dict[Moving, MovingCosts]:
+    """Streams that are all alike."""
+    stream = Stream(speed=speed, rank_byte_s=byte_s, owner_byte_s=byte_s)
+    both = MovingCosts(fetch=stream, push=stream)
+    return {"plain": both, "encrypted": both}
 
 
 FREE = Costs(

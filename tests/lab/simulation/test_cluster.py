@@ -184,18 +184,6 @@ def test_gradients_of_several_ranks_are_added_up_by_the_norm_and_read_once_by_th
     assert seconds_of(run_of(1, machine=machine)) == pytest.approx(MOVED + MOVED + UPDATED), "nothing to add up"
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_an_event_loop_moves_one_message_after_another(together: bool) -> None:
-    """Two owners with half of the unit each, fetched and pushed, whose loops take 8 times as long for a byte as a
-    stream. In one process they have one loop."""
-    costs = replace(FREE, moving=moving(loop_byte_s=8e-9))
-    run = run_of(1, owner_hosts=(0, 0), costs=costs, options=replace(GRPC, owners_together=together))
-    gained = seconds_of(run) - seconds_of(replace(run, costs=FREE))
-    assert gained == pytest.approx(2 * ((8 if together else 4) * MOVED - MOVED / 2))
-    beside = run.zero.replace(stream_bytes=BYTES // 2)
-    assert seconds_of(replace(run, zero=beside)) == pytest.approx(seconds_of(replace(run, costs=FREE)))
-
-
 @pytest.mark.parametrize(("cores", "threads"), [(1, 2), (2, 2), (4, 4), (100, 8)])
 def test_an_owner_has_a_thread_for_each_of_a_few_streams(cores: int, threads: int) -> None:
     """Sixteen ranks, each on a host of its own, fetch a unit from one owner."""
@@ -209,7 +197,7 @@ def test_between_hosts_bytes_are_encrypted_if_a_run_says_so() -> None:
     run = elsewhere(1, 1, 1, costs=replace(FREE, moving=slow), machine=replace(HOST, network=1e12))
     plain, encrypted = seconds_of(run), seconds_of(replace(run, options=replace(SHM, encrypted=True)))
     assert encrypted - plain == pytest.approx(2 * MOVED), "both units at once, twice as long each way"
-    with pytest.raises(ConfigError, match="nothing of bytes that travel beside gRPC's calls, encrypted; measure it"):
+    with pytest.raises(ConfigError, match="nothing of encrypted bytes that travel; measure it"):
         simulate(replace(run, costs=replace(FREE, moving={}), options=replace(SHM, encrypted=True)))
 
 
@@ -356,7 +344,7 @@ def placed(places: tuple[int, int, int, int], options: Options, gpus: bool, dtyp
         owner_hosts=owner_hosts,
         options=options,
         machine=replace(HOST, cores=3.0, memory=6e9, gpus=gpus, link=2e9),
-        costs=replace(FREE, moving=moving(byte_s=2e-10, loop_byte_s=1e-10), unit_s=1e-5, step_s=1e-4, latency_s=1e-5),
+        costs=replace(FREE, moving=moving(byte_s=2e-10), unit_s=1e-5, step_s=1e-4, latency_s=1e-5),
         compute=Compute(forward=(1e-4,) * 3, backward=(2e-4,) * 3),
     )
 

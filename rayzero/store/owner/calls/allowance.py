@@ -53,7 +53,7 @@ class Allowance:
         return found
 
     @asynccontextmanager
-    async def upload(self, requests: AsyncIterator[bytes]) -> AsyncIterator[AsyncIterator[bytes]]:
+    async def upload(self, requests: AsyncIterator[Any]) -> AsyncIterator[AsyncIterator[Any]]:
         """A context in which the caller's messages may be read; gives them. Raises StoreError if the caller has too
         many such calls; reading them raises TransferError if one does not come."""
         if self._uploading >= UPLOADS + WAITING:
@@ -76,14 +76,14 @@ class Allowance:
             raise SlowBodyError(f"{self._caller} has sent no whole message within {BODY_S:g} s") from None
 
 
-class _Messages(AsyncIterator[bytes]):
+class _Messages(AsyncIterator[Any]):
     """The messages of an upload. It keeps none, as a generator would while it waits for the next one."""
 
-    def __init__(self, allowance: Allowance, requests: AsyncIterator[bytes]) -> None:
+    def __init__(self, allowance: Allowance, requests: AsyncIterator[Any]) -> None:
         self._allowance, self._requests = allowance, requests
 
-    async def __anext__(self) -> bytes:
-        found: bytes | None = await self._allowance.next_message(self._requests)
+    async def __anext__(self) -> Any:
+        found = await self._allowance.next_message(self._requests)
         if found is None:
             raise StopAsyncIteration
         return found

@@ -1,4 +1,4 @@
-"""Takes shards over from an owner on another host: in gRPC's messages or, if they are large, beside them."""
+"""Takes shards over from an owner on another host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from rayzero.store.wire.payload import Assembly, byte_view
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
-    Metadata,
     break_of,
     from_status,
     is_broken_link,
@@ -40,7 +39,6 @@ from rayzero.store.wire.tensor_streams import LET_THROUGH, Opening, TensorStream
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Receive = Callable[[Assembly], None]  # fills one tensor
 
 _QUICK_S = 30.0
 _ATTEMPTS = 3  # at bytes that are damaged
@@ -62,19 +60,16 @@ class RemoteShards:
         model: int,
         epoch: int,
         taker: int,
-        stream_bytes: int,
         timeout_s: float,
         down_s: float = 30.0,
         given_up: threading.Event,
     ) -> None:
-        """``epoch``: the present one. ``taker``: who takes shards, by its number in the next one. ``stream_bytes``: if
-        they are as many, they come over a connection beside the call. ``timeout_s``: how long shards may take to come;
-        ``down_s``: how long the link may be down. ``given_up``: once it is set, calls end with a StoreError: the owners
-        stay as they are."""
+        """``epoch``: the present one. ``taker``: who takes shards, by its number in the next one. ``timeout_s``: how
+        long shards may take to come; ``down_s``: how long the link may be down. ``given_up``: once it is set, calls end
+        with a StoreError: the owners stay as they are."""
         self._name, self._address, self._tls = f"optimizer {owner} at {address}", address, tls
         self._metadata, self._timeout_s, self._down_s = token_metadata(token, model, epoch), timeout_s, down_s
-        self._taker, self._stream_bytes = taker, stream_bytes
-        self._given_up = given_up
+        self._taker, self._given_up = taker, given_up
         self._reached = 0  # bytes of the shards that are asked for, up to which they have come by now
 
     def facts(self) -> EpochFacts:
@@ -88,16 +83,15 @@ class RemoteShards:
         left, total = dict(shards), _size(shards)
 
         def fill(channel: Any) -> None:
-            size = _size(left)
-            self._reached = total - size
-            way = self._beside if size >= self._stream_bytes else self._in_messages
+            self._reached = total - _size(left)
             request = pb.GiveShardsRequest(shards=list(left), owner=self._taker)
-            with way(channel, request) as receive:
+            with self._beside(channel, request) as stream:
+                until = time.monotonic() + self._timeout_s
                 for shard in list(left):
                     for tensor in left[shard]:
                         assembly = Assembly(shard, tensor.nbytes, byte_view(tensor))
                         try:
-                            receive(assembly)
+                            self._receive(stream, until, assembly)
                         finally:
                             self._reached += assembly.filled
                     del left[shard]
@@ -105,36 +99,24 @@ class RemoteShards:
         self._repeat(fill)
 
     @contextmanager
-    def _in_messages(self, channel: Any, request: pb.GiveShardsRequest) -> Iterator[Receive]:
-        """A context in which the tensors of a GiveShards can be received, whose messages have their bytes."""
-        messages = self._ask(channel, "GiveShards", request, self._timeout_s)
-
-        def receive(assembly: Assembly) -> None:
-            while not assembly.complete:
-                assembly.take(next(messages, None))
-                self._require_wanted()
-
-        yield receive
-
-    @contextmanager
-    def _beside(self, channel: Any, request: pb.GiveShardsRequest) -> Iterator[Receive]:
-        """The same, where a connection beside the call has their bytes. Raises why the call fails if that ends, and
+    def _beside(self, channel: Any, request: pb.GiveShardsRequest) -> Iterator[TensorStream]:
+        """A context with the connection that has the bytes of a GiveShards. Raises why the call fails if that ends, and
         StreamEndedError if the owner does not say why."""
         connections = TensorStreams(self._address, partial(self._expect, channel))
         beside = connections.take()
         try:
-            numbered = stream_metadata(beside.number)
-            call = self._ask(channel, "GiveShards", request, self._timeout_s, numbered)
+            metadata = (*self._metadata, *stream_metadata(beside.number))
+            give = methods(OWNER_SERVICE)["GiveShards"].bind(channel)
+            call = give.future(request, timeout=self._timeout_s, metadata=metadata)
             beside.end_with(call)
             try:
-                yield partial(self._receive, beside.stream, time.monotonic() + self._timeout_s)
+                yield beside.stream
             except StreamEndedError as ended:
                 failure = failure_of(call)
                 if failure is None:
                     raise
                 raise failure from ended
-            for _ in call:
-                raise TransferError("the owner sent messages where its bytes are on a connection")
+            call.result()
         finally:
             connections.drop(beside)
 
@@ -164,12 +146,9 @@ class RemoteShards:
 
         return self._repeat(ask)
 
-    def _ask(
-        self, channel: Any, method: str, request: Any, timeout_s: float = _QUICK_S, metadata: Metadata = ()
-    ) -> Any:
-        """The answer to a call, or the iterator of its answers."""
-        call = methods(OWNER_SERVICE)[method].bind(channel)
-        return call(request, timeout=timeout_s, metadata=(*self._metadata, *metadata))
+    def _ask(self, channel: Any, method: str, request: Any) -> Any:
+        """The answer to a call."""
+        return methods(OWNER_SERVICE)[method].bind(channel)(request, timeout=_QUICK_S, metadata=self._metadata)
 
     def _repeat(self, ask: Callable[[Any], T]) -> T:
         """Ask over a channel, and over another one while the link breaks, or damages bytes. Raises the owner's error,

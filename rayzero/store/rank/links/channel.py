@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,28 +52,6 @@ class NoAnswerError(StallError):
     then the call is one that did not get through."""
 
 
-class Upload(Iterator[bytes]):
-    """The messages of one client stream. After ``stop()`` nothing reads the tensors behind them.
-
-    grpc draws messages in its own thread, which may still be running after the call has failed."""
-
-    def __init__(self, messages: Iterator[bytes]) -> None:
-        self._messages = messages
-        self._lock = threading.Lock()
-        self._stopped = False
-
-    def __next__(self) -> bytes:
-        with self._lock:
-            if self._stopped:
-                raise StopIteration
-            return next(self._messages)
-
-    def stop(self) -> None:
-        """Wait until the current message is drawn, then end the stream."""
-        with self._lock:
-            self._stopped = True
-
-
 class Channel:
     """One channel of a link, with the stream of the owner's notices. All its calls end when it is closed."""
 
@@ -98,17 +75,13 @@ class Channel:
         self.met = False  # the owner has answered, or it may get a successor
         self._tensors = TensorStreams(address, self._expect)
         self._deadlines = WeakKeyDictionary[Any, float]()  # of calls, which are their own errors: monotonic seconds
-        self.notices: Any = self.stream("Notices", pb.NoticesRequest(rank=rank), None)
+        self.notices: Any = self._begin(self._calls["Notices"], pb.NoticesRequest(rank=rank), None, None)
 
     def start(self, method: str, request: Any, timeout_s: float, beside: OpenStream | None = None) -> Any:
-        """Start a call that has one answer: ``request`` is a message, or an ``Upload``. Returns grpc's future.
-        ``beside``: has the call's bytes, and ends if the call fails. Raises BrokenLinkError if the channel is
-        closed."""
+        """Start a call that has one answer: ``request`` is a message, or an iterator of messages, which grpc draws in
+        its own thread. Returns grpc's future. ``beside``: has the call's bytes, and ends if the call fails. Raises
+        BrokenLinkError if the channel is closed."""
         return self._begin(self._calls[method].future, request, timeout_s, beside)
-
-    def stream(self, method: str, request: Any, timeout_s: float | None, beside: OpenStream | None = None) -> Any:
-        """Start a call that has many answers: iterate over it. ``start`` says what else there is to say."""
-        return self._begin(self._calls[method], request, timeout_s, beside)
 
     def _begin(self, call: Callable[..., Any], request: Any, timeout_s: float | None, beside: OpenStream | None) -> Any:
         numbered = () if beside is None else stream_metadata(beside.number)

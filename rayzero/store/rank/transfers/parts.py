@@ -1,9 +1,10 @@
-"""One unit's bytes on their way between a rank and one owner over gRPC."""
+"""One unit's bytes on their way between a rank and one owner over the network."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from rayzero.codecs import Codec
 from rayzero.codecs.record import LENGTH, kept_bytes, read_record, used_bytes
 from rayzero.concurrency.gather import Gather
 from rayzero.layout.model_layout import Shard, UnitLayout
-from rayzero.store.wire.payload import Assembly, byte_view, encode_shard
+from rayzero.store.wire.payload import Assembly, byte_view
 
 Range = tuple[int, int]  # start, stop
 
@@ -92,7 +93,7 @@ class Sending:
     values: Tensor  # the whole unit
     codec: Codec  # on the wire
     holes: Sequence[Range] = ()  # of the unit: what has no values, where that would change how others are encoded
-    header: bytes  # goes with the first bytes
+    request: Any  # the message that announces its bytes
     on_end: Callable[[Exception | None], None] = field(default=lambda _: None)
     ended: bool = False
 
@@ -105,13 +106,6 @@ class Sending:
     def kind(self) -> Hashable:
         """See ``Part``."""
         return None
-
-    def messages(self) -> Iterator[bytes]:
-        """The section of a stream that it is."""
-        header = self.header
-        for shard, content in self.contents():
-            yield from encode_shard(shard.index, content, header)
-            header = b""
 
     def contents(self) -> Iterator[tuple[Shard, Tensor]]:
         """What travels of each shard: 1D, its own memory unless it is compressed."""

@@ -1,4 +1,4 @@
-"""Moves bytes between a rank and one owner over gRPC: what they wait for, what travels together, what is sent again.
+"""Moves bytes between a rank and an owner elsewhere: what they wait for, what travels together, what is sent again.
 
 - A fetch waits for publish notices and holds neither a thread nor a call.
 - A push waits for the rank's earlier pushes of the unit, and holds neither a thread nor a call.
@@ -41,8 +41,6 @@ from rayzero.store.rank.transfers.calls import Move, download, upload
 from rayzero.store.rank.transfers.parts import Download, Sending, holes_of
 from rayzero.store.traffic import count_bytes
 from rayzero.store.wire import translate
-from rayzero.store.wire.payload import encode_header
-from rayzero.store.wire.tensor_stream import STREAM_BYTES
 from rayzero.telemetry.names import TRANSFER_RETRIES
 from rayzero.telemetry.recorder import Recorder
 
@@ -53,18 +51,6 @@ _RETRY_PAUSE_S = 0.1
 _FORMATS = {"none": pb.WIRE_FORMAT_UNSPECIFIED, "bf16": pb.WIRE_FORMAT_BF16, "int8": pb.WIRE_FORMAT_INT8}  # by codec
 _SHUT_S = 30.0  # how long an owner that answers calls may let no connection for tensors in
 _SLOWEST_BYTES_PER_S = 10e6  # a stream slower than this is given up
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WireOptions:
-    """How tensors travel; see the fields of the same names in ``ZeroConfig``."""
-
-    stream_bytes: int = STREAM_BYTES  # from which on a transfer's bytes have a connection of their own
-    wire_compression: str = "none"  # "none" | "bf16" | "int8"
-
-    def push_codec(self, unit: UnitLayout) -> Codec:
-        """How a unit's gradients travel."""
-        return codec_for(self.wire_compression, unit.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,17 +97,17 @@ class WireTransfers:
         watch: StallWatch,
         closing: threading.Event,
         lead_says: Describe,
-        options: WireOptions,
+        compression: str,
         recorder: Recorder,
         streams: int = 1,
     ) -> None:
         """``fetches``, ``pushes``: the threads that move bytes, shared by all owners. ``closing``: set when the store
-        closes. ``lead_says``: asks the lead whom the step waits for. ``streams``: the most streams of one method at
-        once."""
+        closes. ``lead_says``: asks the lead whom the step waits for. ``compression``: of gradients, as in
+        ``ZeroConfig.wire_compression``. ``streams``: the most streams of one method at once."""
         self.owner, self.transport = link.owner, "grpc"
         self._link, self._board, self._order, self._watch = link, board, order, watch
         self._closing, self._lead_says = closing, lead_says
-        self._options, self._recorder = options, recorder
+        self._compression, self._recorder = compression, recorder
         self._fetches: Batches[Download] = Batches(fetches, partial(self._run, self._download), at_once=streams)
         self._pushes: Batches[Sending] = Batches(
             pushes, partial(self._run, partial(self._upload, "Push")), at_once=streams
@@ -138,8 +124,8 @@ class WireTransfers:
 
     def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
         """See ``Transfers.load``."""
-        header = encode_header(pb.LoadRequest.Header(unit=unit, shards=_indices(shards)))
-        part = Sending(gather=gather, shards=shards, values=values, codec=RAW, header=header)
+        request = pb.LoadRequest(unit=unit, shards=_indices(shards))
+        part = Sending(gather=gather, shards=shards, values=values, codec=RAW, request=request)
         self._when(_DONE, part, lambda: self._loads.add(part))
 
     def stage(
@@ -153,8 +139,8 @@ class WireTransfers:
         made: Future[None],
     ) -> None:
         """See ``Transfers.stage``."""
-        header = pb.StageRequest.Header(unit=unit, shards=_indices(shards), version=version, kind=kind)
-        part = Sending(gather=gather, shards=shards, values=values, codec=RAW, header=encode_header(header))
+        request = pb.StageRequest(unit=unit, shards=_indices(shards), version=version, kind=kind)
+        part = Sending(gather=gather, shards=shards, values=values, codec=RAW, request=request)
         self._staged = part
         made.add_done_callback(lambda _: self._forget_staged(part))
         self._when(_DONE, part, lambda: self._stages.add(part))
@@ -210,7 +196,6 @@ class WireTransfers:
         return Move(
             channel=channel,
             deadline_s=timeout_s + _bulk_deadline_s(size_bytes),
-            beside=size_bytes >= self._options.stream_bytes,
             moving=Future() if moving is None else moving,
             moved=moved,
         )
@@ -230,8 +215,8 @@ class WireTransfers:
     def _push_of(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
     ) -> Sending:
-        codec = RAW if contribution.sum_of or contribution.summands else self._options.push_codec(unit)
-        header = pb.PushRequest.Header(
+        codec = RAW if contribution.sum_of or contribution.summands else codec_for(self._compression, unit.dtype)
+        request = pb.PushRequest(
             contribution=translate.contribution_to_pb(contribution),
             shards=_indices(shards),
             format=_FORMATS[codec.name],
@@ -242,7 +227,7 @@ class WireTransfers:
             values=grads,
             codec=codec,
             holes=holes_of(unit, contribution.presence) if codec.mixes else (),
-            header=encode_header(header),
+            request=request,
         )
 
     def push_again(
@@ -289,7 +274,7 @@ class WireTransfers:
         moved: Callable[[], None],
     ) -> None:
         """Fetch published parameters as the owner keeps them. ``place``: where a shard goes: 1D, its values in the
-        unit's dtype, or its record (codecs/record.py). ``moved`` is called for every message, in any thread."""
+        unit's dtype, or its record (codecs/record.py). ``moved`` is called for every chunk, in any thread."""
         part = Download(
             gather=gather,
             awaited=f"{unit.name} v{version}",

@@ -36,18 +36,6 @@ WIRE_FORMAT_UNSPECIFIED: WireFormat
 WIRE_FORMAT_BF16: WireFormat
 WIRE_FORMAT_INT8: WireFormat
 
-class Chunk(_message.Message):
-    __slots__ = ("shard", "offset", "checksum", "payload")
-    SHARD_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    shard: int
-    offset: int
-    checksum: int
-    payload: bytes
-    def __init__(self, shard: _Optional[int] = ..., offset: _Optional[int] = ..., checksum: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
-
 class Contribution(_message.Message):
     __slots__ = ("step", "attempt", "rank", "unit", "seq", "presence", "sum_of", "summands")
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -384,19 +372,12 @@ class MuteResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("chunk", "header")
-    class Header(_message.Message):
-        __slots__ = ("unit", "shards")
-        UNIT_FIELD_NUMBER: _ClassVar[int]
-        SHARDS_FIELD_NUMBER: _ClassVar[int]
-        unit: int
-        shards: _containers.RepeatedScalarFieldContainer[int]
-        def __init__(self, unit: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ...) -> None: ...
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    chunk: Chunk
-    header: LoadRequest.Header
-    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., header: _Optional[_Union[LoadRequest.Header, _Mapping]] = ...) -> None: ...
+    __slots__ = ("unit", "shards")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    shards: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, unit: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LoadResponse(_message.Message):
     __slots__ = ()
@@ -415,27 +396,18 @@ class FetchRequest(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
-    __slots__ = ("chunk",)
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
-    chunk: Chunk
-    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("chunk", "header")
-    class Header(_message.Message):
-        __slots__ = ("contribution", "shards", "format")
-        CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
-        SHARDS_FIELD_NUMBER: _ClassVar[int]
-        FORMAT_FIELD_NUMBER: _ClassVar[int]
-        contribution: Contribution
-        shards: _containers.RepeatedScalarFieldContainer[int]
-        format: WireFormat
-        def __init__(self, contribution: _Optional[_Union[Contribution, _Mapping]] = ..., shards: _Optional[_Iterable[int]] = ..., format: _Optional[_Union[WireFormat, str]] = ...) -> None: ...
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    chunk: Chunk
-    header: PushRequest.Header
-    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., header: _Optional[_Union[PushRequest.Header, _Mapping]] = ...) -> None: ...
+    __slots__ = ("contribution", "shards", "format")
+    CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    contribution: Contribution
+    shards: _containers.RepeatedScalarFieldContainer[int]
+    format: WireFormat
+    def __init__(self, contribution: _Optional[_Union[Contribution, _Mapping]] = ..., shards: _Optional[_Iterable[int]] = ..., format: _Optional[_Union[WireFormat, str]] = ...) -> None: ...
 
 class PushResponse(_message.Message):
     __slots__ = ()
@@ -454,23 +426,16 @@ class Write(_message.Message):
     def __init__(self, version: _Optional[int] = ..., unit: _Optional[int] = ..., kind: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class StageRequest(_message.Message):
-    __slots__ = ("chunk", "header")
-    class Header(_message.Message):
-        __slots__ = ("unit", "shards", "version", "kind")
-        UNIT_FIELD_NUMBER: _ClassVar[int]
-        SHARDS_FIELD_NUMBER: _ClassVar[int]
-        VERSION_FIELD_NUMBER: _ClassVar[int]
-        KIND_FIELD_NUMBER: _ClassVar[int]
-        unit: int
-        shards: _containers.RepeatedScalarFieldContainer[int]
-        version: int
-        kind: str
-        def __init__(self, unit: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    chunk: Chunk
-    header: StageRequest.Header
-    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., header: _Optional[_Union[StageRequest.Header, _Mapping]] = ...) -> None: ...
+    __slots__ = ("unit", "shards", "version", "kind")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    shards: _containers.RepeatedScalarFieldContainer[int]
+    version: int
+    kind: str
+    def __init__(self, unit: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...
 
 class StageResponse(_message.Message):
     __slots__ = ()
@@ -859,3 +824,7 @@ class GiveShardsRequest(_message.Message):
     shards: _containers.RepeatedScalarFieldContainer[int]
     owner: int
     def __init__(self, shards: _Optional[_Iterable[int]] = ..., owner: _Optional[int] = ...) -> None: ...
+
+class GiveShardsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
