@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import select
+import site
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,9 +21,8 @@ from typing import Any
 import psutil
 
 from rayzero.concurrency.ends import ends, kill, lives, process_born
-from rayzero.concurrency.own_path import with_own_path
 
-__all__ = ["Maker", "Survivor"]
+__all__ = ["Maker", "Survivor", "with_own_path"]
 
 # a shell's background jobs read nothing unless told what; a reader of the maker's output must not wait for one
 _DETACH = 'exec 3<&0; "$@" <&3 3<&- >/dev/null & echo $!'
@@ -31,6 +31,16 @@ _READ_BYTES = 1 << 16
 _DONE = "done"
 _END_S = 5.0  # how long a survivor may take to end after the last line
 _DIES_S = 30.0  # how long the kernel may take to end a maker whose files it has closed
+
+
+def with_own_path() -> dict[str, str]:
+    """This process's environment, for a Python that it starts; ``PYTHONPATH`` begins with the folder of this RayZero
+    unless it is installed, because an installed one is found anyway."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    if root in (*site.getsitepackages(), site.getusersitepackages()):
+        return dict(os.environ)
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return os.environ | {"PYTHONPATH": path}
 
 
 class Survivor:

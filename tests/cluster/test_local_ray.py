@@ -95,10 +95,13 @@ def test_a_signal_that_comes_as_it_begins_ends_it(monkeypatch: pytest.MonkeyPatc
         os.kill(os.getpid(), signal.SIGINT)
         return made[0]
 
-    start = subprocess.Popen
+    start, before = subprocess.Popen, signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(subprocess, "Popen", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        LocalRay()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            LocalRay()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert made[0].poll() is not None
 
 

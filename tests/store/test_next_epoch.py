@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
@@ -28,6 +29,7 @@ from rayzero.store.owner.memory.next_epoch import EpochFacts
 from rayzero.store.owner.peers import shard_source
 from rayzero.store.owner.peers.shard_source import RemoteShards
 from rayzero.store.owner.server import serve_models
+from rayzero.store.owner.tensor_port import OwnerStream
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.shm.same_host import why_no_sharing
@@ -232,6 +234,15 @@ def test_bytes_that_do_not_come_are_not_waited_for(timeout_s: float, error: type
             check_given(there, given_up=given_up, timeout_s=timeout_s)
         timer.join()
         beside[0]._open.set()
+
+
+def test_a_call_whose_time_is_over_before_the_owner_has_sent_is_named_so() -> None:
+    async def never(*_: Any) -> None:
+        await asyncio.sleep(WAIT)
+
+    late = "optimizer 0 at .* has not given its shards within 0.2 s"
+    with owner() as there, patch.object(OwnerStream, "send", never), pytest.raises(StallError, match=late):
+        check_given(there, stream_bytes=BESIDE, timeout_s=0.2)
 
 
 def asked_by_owner(there: Owner, method: str, request: Any, number: int = 0) -> Any:

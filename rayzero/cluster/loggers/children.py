@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from rayzero.cluster.interrupts import shielded
-from rayzero.concurrency.own_path import with_own_path
+from rayzero.concurrency.survivor import with_own_path
 from rayzero.config.loggers import LoggerName
 
 __all__ = ["LoggerJob", "Loggers", "Progress", "Tell"]

@@ -17,7 +17,7 @@ from types import TracebackType
 
 from rayzero.cluster.forks.worker_fork import fork_token
 from rayzero.cluster.interrupts import shielded
-from rayzero.concurrency.own_path import with_own_path
+from rayzero.concurrency.survivor import with_own_path
 from rayzero.errors import RunFailedError
 
 __all__ = ["END", "NOT_FOR_RAY", "LocalRay", "begin_ray"]

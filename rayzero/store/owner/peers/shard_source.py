@@ -27,6 +27,7 @@ from rayzero.store.wire.rpc import (
     STORE_SERVICE,
     break_of,
     from_status,
+    gave_no_answer,
     is_broken_link,
     methods,
     open_channel,
@@ -115,6 +116,8 @@ class RemoteShards:
                 failure = failure_of(call)
                 if failure is None:
                     raise
+                if isinstance(failure, grpc.RpcError) and gave_no_answer(failure):
+                    raise self._late() from failure
                 raise failure from ended
             call.result()
         finally:
@@ -130,8 +133,11 @@ class RemoteShards:
         while not receiving.advance():
             self._require_wanted()
             if time.monotonic() > until:
-                raise StallError(f"{self._name} has not given its shards within {self._timeout_s:g} s")
+                raise self._late()
         self._require_wanted()
+
+    def _late(self) -> StallError:
+        return StallError(f"{self._name} has not given its shards within {self._timeout_s:g} s")
 
     def kept(self, ranks: Sequence[int]) -> dict[int, list[LoopState]]:
         """What the owner keeps of these ranks' loops, by rank; blocks."""
