@@ -16,11 +16,20 @@ from rayzero.security.credentials import OWNER, Identity, name_of_rank
 from rayzero.store.owner.calls import allowance
 from rayzero.store.owner.calls.allowance import BODIES, CALLS, UPLOADS, WAITING, Allowance, Allowances
 from rayzero.store.owner.server import OwnerServer
-from rayzero.store.wire.rpc import STORE_SERVICE, from_status, life_metadata, methods, open_channel, token_metadata
+from rayzero.store.wire.rpc import (
+    STORE_SERVICE,
+    from_status,
+    life_metadata,
+    methods,
+    open_channel,
+    stream_metadata,
+    token_metadata,
+)
 from rayzero.telemetry.names import REFUSED
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.stores import TOKEN
 from store.test_grpc import serving
+from store.test_tensor_streams import member
 from store.toy import WAIT
 
 METADATA = (*token_metadata(TOKEN), *life_metadata(3, 0))
@@ -109,10 +118,14 @@ def test_a_body_that_does_not_come_is_cut_and_counted(monkeypatch: pytest.Monkey
     monkeypatch.setattr(allowance, "BODY_S", 0.3)
     recorder = MemoryRecorder()
     service = ShardService(0, 1, recorder=recorder)
-    with OwnerServer(service, token=TOKEN) as server, open_channel(server.address, None) as channel:
+    with (
+        OwnerServer(service, token=TOKEN) as server,
+        member(server, rank=3) as (number, _),
+        open_channel(server.address, None) as channel,
+    ):
         call: Any = channel.stream_unary(methods(STORE_SERVICE)[method].path)
         with pytest.raises(grpc.RpcError) as refused:
-            call(silent(), metadata=METADATA, timeout=WAIT)
+            call(silent(), metadata=(*METADATA, *stream_metadata(number)), timeout=WAIT)
         said = from_status(refused.value, "the owner")
         assert isinstance(said, TransferError)
         assert "rank 3 (ipv4:127.0.0.1) has sent no whole message within 0.3 s" in str(said)
@@ -149,9 +162,10 @@ def test_who_is_refused_or_cut_is_counted_by_reason(
     recorder = MemoryRecorder()
     service = ShardService(0, 1, recorder=recorder)
     with OwnerServer(service, token=TOKEN, tls=owner) as server, open_channel(server.address, rank) as channel:
-        push: Any = channel.stream_unary(methods(STORE_SERVICE)["Push"].path)
+        method = "Attach" if reason == "slow" else "Push"
+        call: Any = channel.stream_unary(methods(STORE_SERVICE)[method].path)
         with pytest.raises(grpc.RpcError) as refused:
-            push(silent(), metadata=metadata, timeout=WAIT)
+            call(silent(), metadata=metadata, timeout=WAIT)
     service.close()
     assert refused.value.code() is code
     assert {why: recorder.total(REFUSED, door="owner", reason=why) for why in ("token", "role", "limit", "slow")} == {

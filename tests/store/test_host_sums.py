@@ -35,6 +35,7 @@ from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 
 from .proxy import Proxy
+from .test_tensor_streams import over
 from .toy import WAIT, Grads, Rank, equal, make_spec, masters, random_grads, start, until
 
 pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
@@ -408,10 +409,8 @@ def test_sums_whose_links_are_cut_and_whose_bytes_are_damaged_are_sent_again(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = train(Place(stack, [0, 0]).start(make_spec(2)))
-    place = Place(stack, [0, 0])
-    proxies = [stack.enter_context(Proxy(address)) for address in place.addresses]
-    place.addresses = [proxy.address for proxy in proxies]
-    ranks = place.start(make_spec(2, run="toy cut"))
+    proxies = stack.enter_context(over(Proxy))
+    ranks = Place(stack, [0, 0]).start(make_spec(2, run="toy cut"))
     for proxy in proxies:
         proxy.cut_after(30_000, 20_000, 25_000)
     struck = flipping(monkeypatch, {1, 4, 6})

@@ -242,7 +242,7 @@ def test_a_call_whose_time_is_over_before_the_owner_has_sent_is_named_so() -> No
 
     late = "optimizer 0 at .* has not given its shards within 0.2 s"
     with owner() as there, patch.object(OwnerStream, "send", never), pytest.raises(StallError, match=late):
-        check_given(there, stream_bytes=BESIDE, timeout_s=0.2)
+        check_given(there, timeout_s=0.2)
 
 
 def asked_by_owner(there: Owner, method: str, request: Any, number: int = 0) -> Any:

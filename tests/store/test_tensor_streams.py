@@ -312,6 +312,22 @@ def test_bytes_that_are_damaged_are_sent_again(shown: Identity | None) -> None:
     assert equal(found, expected())
 
 
+@pytest.mark.parametrize("verb", ["push", "fetch"])
+def test_damage_that_does_not_end_is_an_error_that_names_the_shard(verb: str) -> None:
+    spec = make_spec(1)
+    with (
+        serving() as servers,
+        over(lambda target: Spoils(target, every=1, most=0)) as proxies,
+        connected(servers) as stores,
+    ):
+        (rank,) = start(stores, spec)
+        for proxy in proxies:
+            proxy._most = 1_000_000  # type: ignore[attr-defined]
+        moving = rank.push_unit(0, random_grads(spec, 1)) if verb == "push" else rank.fetch_unit(0)[0]
+        with pytest.raises(TransferError, match=r"shard 0 bytes 0\.\..*checksum"):
+            moving.result(WAIT)
+
+
 def test_a_protected_runs_values_are_not_on_the_wire() -> None:
     spec = make_spec(1)
     values = next(iter(initial_values(spec).values()))

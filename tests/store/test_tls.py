@@ -55,7 +55,7 @@ def refusal(
     """The error of a call to one method. ``sent``: its request; None: an empty one."""
     method = methods(service)[name]
     with open_channel(server.address, shown) as channel:
-        request: Any = iter([b""]) if method.client_streaming else sent or method.request()
+        request: Any = iter([method.request()]) if method.client_streaming else sent or method.request()
         try:
             answer = method.bind(channel)(request, metadata=metadata, timeout=WAIT)
             list(answer if method.server_streaming else [])
