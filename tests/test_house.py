@@ -69,9 +69,8 @@ def test_what_readmes_tree_names_exists(path: str) -> None:
 
 
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
-TO_BE_REBUILT = ("On one host", "Between hosts", "Links", "Frozen parameters, encoded")  # too long until then
 SECTIONS = {text.partition("\n")[0]: text for text in ARCHITECTURE.split("\n## ")}
-READMES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.glob("*/README.md"))
+READMES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("README.md"))
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", ARCHITECTURE))))
@@ -90,7 +89,7 @@ def test_folders_among_the_rooms_exist(folder: str) -> None:
 
 
 def test_architecture_can_be_read_at_one_sitting() -> None:
-    assert sum(len(text.encode()) for name, text in SECTIONS.items() if name not in TO_BE_REBUILT) <= 25 * 1024
+    assert len(ARCHITECTURE.encode()) <= 25 * 1024
 
 
 @pytest.mark.parametrize("readme", READMES)
@@ -102,7 +101,7 @@ def test_a_room_tells_of_itself_on_a_page(readme: str) -> None:
 
 
 def test_rooms_tell_of_themselves_on_few_pages() -> None:
-    assert sum((ROOT / readme).stat().st_size for readme in READMES) <= 45 * 1024
+    assert sum((ROOT / readme).stat().st_size for readme in READMES) <= 64 * 1024
 
 
 def _uses_nn(module: Path) -> bool:
