@@ -268,7 +268,7 @@ class FakeRank:
             for index, values in shards:
                 beside.stream.pass_all(Sent(beside.stream, index, byte_view(values).data))
 
-        await asyncio.gather(asyncio.to_thread(send), call)
+        await self._both(beside, send, call)
 
     async def published(self, version: int) -> None:
         """Wait until every shard of the owner has a version."""
@@ -290,7 +290,15 @@ class FakeRank:
                 beside.stream.pass_all(Receiving(beside.stream, assembly))
                 self.received += values.nbytes
 
-        await asyncio.gather(asyncio.to_thread(receive), call)
+        await self._both(beside, receive, call)
+
+    async def _both(self, beside: OpenStream, move: Callable[[], None], call: Awaitable[Any]) -> None:
+        """Make a call and move its bytes, in a thread, which ends if the call fails."""
+        try:
+            await asyncio.gather(asyncio.to_thread(move), call)
+        except BaseException:
+            beside.stream.abort()
+            raise
 
     async def push(self, step: int) -> None:
         """Push a gradient for every unit, in one call, as small ones go."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["interruptible", "postponed", "shielded"]
+__all__ = ["delayed", "interruptible", "postponed", "shielded"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME_S = 0.5  # timeout(1) signals a process and then its whole group, so one stop brings two signals
@@ -58,6 +58,17 @@ def postponed() -> Iterator[None]:
         yield
     if came:
         _raise(came[0])
+
+
+@contextmanager
+def delayed() -> Iterator[None]:
+    """A signal that comes in the block does at its end what it would have done at once. The exception that it raises
+    there takes the place of none: one from the block goes first."""
+    came: list[int] = []
+    with _handlers(dict.fromkeys(_SIGNALS, lambda number, frame: came.append(number))):
+        yield
+    for number in came:
+        signal.raise_signal(number)
 
 
 @contextmanager

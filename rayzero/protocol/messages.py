@@ -93,7 +93,7 @@ class Summand(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """The header of one push of one rank for one unit; the gradient bytes travel beside it.
+    """One push of one rank for one unit, without the gradient's bytes, which travel beside it.
 
     With ``summands``, the bytes are the fp32 sum over these ranks, ``rank`` is the first of them, ``presence`` has the
     parameters of which any of them has a gradient, and ``attempt`` and ``seq`` are 0."""

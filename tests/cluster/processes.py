@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -86,10 +87,22 @@ def listens(address: str) -> bool:
 
 
 def shared_memory() -> set[str]:
-    """Files in /dev/shm, without the slabs of processes that live, and without the folders of the store's tests
-    (tests/store/conftest.py): others may train or test on this machine."""
+    """Files in /dev/shm, without the slabs and holds of processes that live, and without the folders of the store's
+    tests (tests/store/conftest.py): others may train or test on this machine."""
     alive = {slab.path.name for slab in list_slabs() if slab.alive}
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("test-")} - alive
+    found = {name for name in os.listdir("/dev/shm") if not name.startswith("test-")} - alive
+    return {name for name in found if not (name.endswith(".hold") and _is_held(Path("/dev/shm") / name))}
+
+
+def _is_held(hold: Path) -> bool:
+    try:
+        with hold.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        pass
+    return False
 
 
 def left_in_shared_memory(before: set[str], timeout_s: float = 20.0) -> set[str]:

@@ -286,7 +286,7 @@ def test_a_call_that_breaks_or_is_damaged_is_made_again(method: str, damage: boo
     found, retries = train(Meddler(method, 2, damage=damage))
     assert equal(found, expected)
     assert none == 0
-    assert retries >= 2, "a link that breaks may carry two calls"
+    assert retries == 2 if damage and method != "Fetch" else retries >= 2  # a link that breaks may carry two calls
 
 
 def test_a_fetch_can_be_cancelled_until_its_bytes_come(caplog: pytest.LogCaptureFixture) -> None:
@@ -590,12 +590,13 @@ def test_a_load_that_brings_nothing_is_answered_where_nothing_is_wanted() -> Non
         yield
 
     state: Any = SimpleNamespace(
+        number=0,
         service=SimpleNamespace(is_loaded=True, owner=0),  # an owner without shards
         compute=compute,
         tensors=SimpleNamespace(of=lambda number, client: SimpleNamespace(transfer=transfer)),
     )
     call = SimpleNamespace(invocation_metadata=lambda: (*life_metadata(0, 0), *rpc.stream_metadata(1)))
-    assert asyncio.run(RankCalls(state).load(nothing(), call)) == pb.LoadResponse()
+    assert asyncio.run(RankCalls(state).load(nothing(), call)) == pb.LoadResponse(announced=1)
 
 
 def test_the_same_message_to_another_method_is_another_call() -> None:

@@ -363,21 +363,21 @@ def test_no_stream_is_opened_to_send_again_what_needs_not_go_any_more(stack: Exi
 def flipping(monkeypatch: pytest.MonkeyPatch, sums: set[int]) -> list[int]:
     """Change a bit in one chunk of some of the sums that are sent; returns the numbers of those that were."""
     struck: list[int] = []
-    marked: set[int] = set()  # addresses of chunks
+    marked: dict[int, int] = {}  # sums by addresses of chunks
     contents, next_chunk, count = Sending.contents, Sent._next_chunk, itertools.count()
 
     def counted(part: Sending) -> Iterator[tuple[Shard, torch.Tensor]]:
         number = next(count)
         for shard, content in contents(part):
-            if number in sums and number not in struck and content.nbytes > 500:
-                struck.append(number)
-                marked.add(content.data_ptr())
+            if number in sums and number not in {*struck, *marked.values()} and content.nbytes > 500:
+                marked[content.data_ptr()] = number
             yield shard, content
 
     def flipped(sent: Sent) -> list[memoryview]:
         head, payload = next_chunk(sent)
-        if np.frombuffer(payload, np.uint8).ctypes.data in marked:
-            marked.clear()
+        number = marked.pop(np.frombuffer(payload, np.uint8).ctypes.data, None)
+        if number is not None:
+            struck.append(number)
             payload = memoryview(bytes(payload[:300]) + bytes([payload[300] ^ 4]) + bytes(payload[301:]))
         return [head, payload]
 

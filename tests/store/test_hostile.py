@@ -8,7 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from rayzero.store.wire.rpc import (
     life_metadata,
     methods,
     open_channel,
+    stream_metadata,
     token_metadata,
 )
 from rayzero.store.wire.seal import seal
@@ -37,6 +38,7 @@ from store.fuzz import MOST_GROWTH, attackers, filled, fuzz, stream_of
 from store.http2 import ACK, END_HEADERS, END_STREAM, HEADERS, OPENING, RESET, SETTINGS, frame, headers
 from store.stores import TOKEN
 from store.test_grpc import connected, serving
+from store.test_tensor_streams import member
 from store.toy import initial_values, make_spec, masters, random_grads, start, take_step
 
 SHOWN = Identity(Authority("hostile", on_loopback=True).issue("all", [OWNER, "rank-0.rayzero"]))
@@ -223,6 +225,9 @@ def test_what_a_rank_asks_for_in_vain_is_refused_soon(method: str, taken: int) -
         assert all(each.__context__ is None for each in kept), "grpc keeps them, and so it would keep what was refused"
 
 
+MOVES = ("Push", "Load", "Stage", "Fetch")  # tensors, over a connection
+
+
 @pytest.mark.promise("safe", "transports")
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_a_member_sends_is_answered_by_name(
@@ -230,7 +235,7 @@ def test_whatever_a_member_sends_is_answered_by_name(
 ) -> None:
     """With the token and the certificate of an owner and a rank. What it says may end the run, in words."""
     monkeypatch.chdir(tmp_path)  # where it may have checkpoints written
-    draws, unnamed = random.Random(seed), []
+    draws, unnamed = random.Random(seed), list[Any]()
     ends = {"Notices", "Leave", "Abort"}
     with serving() as (server,), connected([server]) as stores:
         start(stores, make_spec(1))
@@ -247,7 +252,12 @@ def test_whatever_a_member_sends_is_answered_by_name(
                 one = [seal(filled(method.request(), draws))]
                 sent = stream_of(method, draws) if method.client_streaming else one
                 try:
-                    call(iter(sent), metadata=metadata, timeout=0.3)
+                    with member(server) if name in MOVES else nullcontext() as opened:
+                        if opened is not None:
+                            number, connection = opened
+                            metadata += stream_metadata(number)
+                            connection.sendall(draws.randbytes(draws.choice([0, 24, 4096])))
+                        call(iter(sent), metadata=metadata, timeout=0.3)
                 except grpc.RpcError as error:
                     named = "rayzero-error" in dict(error.trailing_metadata() or ())
                     if not named and error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:

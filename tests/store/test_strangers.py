@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ import psutil
 import pytest
 from forked import forked
 
-from rayzero.store.owner.calls.allowance import BODIES
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner.calls.allowance import BODIES, UPLOADS, WAITING
 from rayzero.store.owner.calls.allowance import CALLS as CALLS_AT_ONCE
 from rayzero.store.owner.health import SERVICE
 from rayzero.store.wire.rpc import (
@@ -19,8 +21,11 @@ from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
     life_metadata,
+    methods,
+    stream_metadata,
     token_metadata,
 )
+from rayzero.store.wire.tensor_stream import WELCOME
 from store.http2 import UnendedCalls
 from store.stores import TOKEN
 from store.toy import WAIT
@@ -132,17 +137,25 @@ def test_only_so_many_watch_an_owners_health(owner: tuple[str, int]) -> None:
 # ---- members, who have the token
 
 
-@pytest.mark.parametrize(("method", "unread"), [("Push", 0), ("Attach", CALLS_AT_ONCE)], ids=["Push", "Attach"])
+@pytest.mark.parametrize(
+    ("method", "unread"), [("Push", UPLOADS + WAITING), ("Attach", CALLS_AT_ONCE)], ids=["Push", "Attach"]
+)
 def test_a_member_that_ends_none_of_a_thousand_messages_fills_no_memory(
     owner: tuple[str, int], method: str, unread: int
 ) -> None:
-    """Each of 2 MiB: few are read, the others may send what HTTP/2's window lets through, and the rest is refused, as
-    are pushes that name no connection for tensors."""
+    """Each of 2 MiB: few are read, the others may send what HTTP/2's window lets through, and the rest is refused."""
     address, pid = owner
     forget_peak(pid)
     before = peak(pid)
     room = BODIES * 2 * MIB + unread * WINDOW + 200 * MIB  # and gRPC's own for 1,000 calls
     metadata = (*token_metadata(TOKEN), *life_metadata(0, 0))
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        ask = methods(STORE_SERVICE)["OpenTensorStream"].bind(channel)
+        opening = ask(pb.OpenTensorStreamRequest(rank=0, host="127.0.0.1"), metadata=metadata, timeout=WAIT)
+    connection = socket.create_connection(("127.0.0.1", opening.port), timeout=WAIT)
+    connection.sendall(opening.ticket)
+    assert connection.recv(1) == WELCOME
+    metadata = (*metadata, *stream_metadata(opening.number))
     calls = UnendedCalls(address, f"/{STORE_SERVICE}/{method}", metadata, 1000, 2 * MIB)
     try:
         most = min(4 * room, 1_800 * MIB)  # calls may have sent much when they are refused; all of them have more
@@ -152,6 +165,7 @@ def test_a_member_that_ends_none_of_a_thousand_messages_fills_no_memory(
         assert len(calls.ended) == 1000 - unread
     finally:
         calls.close()
+        connection.close()
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:  # it goes on
         check = channel.unary_unary(f"/{SERVICE}/Check")
         assert check(b"", timeout=WAIT) == b"\x08\x01"

@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
@@ -32,6 +32,7 @@ from rayzero.store.owner.calls.refused import TooManyCallsError
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING, TensorPort
 from rayzero.store.rank.transfers import wire as wire_transfers
+from rayzero.store.rank.transfers.parts import Sending
 from rayzero.store.wire import tensor_streams
 from rayzero.store.wire.payload import CHUNK_BYTES, Assembly
 from rayzero.store.wire.rpc import (
@@ -59,7 +60,7 @@ from rayzero.telemetry.recorder import MemoryRecorder
 from store.proxy import Proxy
 from store.stores import TOKEN, inprocess
 from store.test_grpc import connected, serving
-from store.toy import WAIT, equal, initial_values, make_spec, masters, random_grads, start, take_step
+from store.toy import WAIT, equal, initial_values, make_spec, masters, random_grads, start, take_step, until
 
 SHOWN = Identity(Authority("streams", on_loopback=True).issue("all", [OWNER, "rank-0.rayzero", "rank-1.rayzero"]))
 HEAD = 24  # bytes
@@ -326,6 +327,72 @@ def test_damage_that_does_not_end_is_an_error_that_names_the_shard(verb: str) ->
         moving = rank.push_unit(0, random_grads(spec, 1)) if verb == "push" else rank.fetch_unit(0)[0]
         with pytest.raises(TransferError, match=r"shard 0 bytes 0\.\..*checksum"):
             moving.result(WAIT)
+
+
+class Loses(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Loses all but the first message of a push, the first ``times`` times that there is one more."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if not details.method.endswith("/Push"):
+            return handler
+
+        async def some(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            yield await anext(requests)
+            async for request in requests:
+                if self.left:
+                    self.left -= 1
+                    return
+                yield request
+
+        async def push(requests: AsyncIterator[Any], context: Any) -> Any:
+            return await handler.stream_unary(some(requests), context)
+
+        return grpc.stream_unary_rpc_method_handler(push, handler.request_deserializer, handler.response_serializer)
+
+
+def test_a_message_that_is_lost_with_its_bytes_is_sent_again() -> None:
+    spec, recorder, losing = make_spec(1), MemoryRecorder(), Loses(1)
+    with serving(interceptors=[losing]) as servers, connected(servers, recorder=recorder) as stores:
+        (rank,) = start(stores, spec)
+        grads = random_grads(spec, 1)
+        wire = stores[0].connection._ways.wires[0]  # type: ignore[attr-defined]
+        with wire._pushes._lock:  # what waits for a thread goes together
+            wire._pushes._under_way = wire._pushes._at_once
+        pushes = [rank.push_unit(unit.index, grads) for unit in spec.layout.units]
+        wire._pushes._run()
+        for push in pushes:
+            push.result(WAIT)
+        rank.finish(0.5).result(WAIT)
+        found = masters(rank)
+    assert losing.left == 0
+    assert recorder.total(TRANSFER_RETRIES, direction="push", transport="grpc") == 1
+    with inprocess(1, 1) as stores:
+        (rank,) = start(stores, spec)
+        take_step([rank], [grads], 0.5)
+        assert equal(found, masters(rank))
+
+
+def test_an_upload_that_cannot_go_on_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which waits for memory that the owner would keep for it."""
+    spec = make_spec(1)
+    monkeypatch.setattr(wire_transfers, "_bulk_deadline_s", lambda size: 100 * WAIT)
+    with serving() as (server,), connected([server]) as stores:
+        (rank,) = start(stores, spec)
+
+        def contents(part: Sending) -> Iterator[Any]:
+            yield from ()
+            raise MemoryError("no room to encode")
+
+        monkeypatch.setattr(Sending, "contents", contents)
+        model = server._models.made[0].model
+        monkeypatch.setattr(model.service, "reserve_when_free", lambda *_: Future[Any]())
+        with pytest.raises(MemoryError):
+            rank.push_unit(0, random_grads(spec, 1)).result(WAIT)
+        until(lambda: sum(map(len, model.calls._tasks.values())) == 1)  # the rank's notices
 
 
 def test_a_protected_runs_values_are_not_on_the_wire() -> None:
@@ -740,7 +807,7 @@ def test_a_call_that_is_cancelled_lets_go_of_memory_before_it_ends() -> None:
         port.listen("127.0.0.1")
         opening = port.expect("rank 0", "127.0.0.1", protected=False)
         with closing(socket.create_connection(("127.0.0.1", opening.port))) as connection:
-            connection.sendall(opening.ticket)
+            connection.sendall(opening.ticket + b"\0")  # a part of a head: its thread waits for the rest
             while port._streams.get(opening.number) is None:
                 await asyncio.sleep(0.01)
             stream = port.of(opening.number, "rank 0")

@@ -16,7 +16,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from rayzero.cluster.forks.worker_fork import fork_token
-from rayzero.cluster.interrupts import shielded
+from rayzero.cluster.interrupts import delayed, shielded
 from rayzero.concurrency.survivor import with_own_path
 from rayzero.errors import RunFailedError
 
@@ -36,18 +36,18 @@ class LocalRay:
         module = "rayzero.cluster.nodes.local_ray_process"
         # -P: a folder called rayzero in the current one is not imported; the driver refuses it by name
         command = [sys.executable, "-P", "-m", module, str(os.getpid()), fork_token()]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_RAY)  # which it has until it can ignore them
         try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=with_own_path()
-            )
+            with delayed():  # a signal, which any thread may be given, ends what has begun
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_RAY)  # until it can ignore them
+                try:
+                    self._process = subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=with_own_path()
+                    )
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
         except BaseException:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            raise
-        try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        except BaseException:  # of a signal that came meanwhile
-            self.close()
+            if hasattr(self, "_process"):
+                self.close()
             raise
 
     def address(self) -> str | None:

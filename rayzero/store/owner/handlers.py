@@ -199,11 +199,15 @@ class RankCalls:
         self, request: pb.OpenTensorStreamRequest, context: Context
     ) -> pb.OpenTensorStreamResponse:
         """Let the rank open a connection for tensors."""
-        return open_connection(self._model.tensors, _rank_name(request.rank), request.host, context)
+        return open_connection(self._model.tensors, self._client(request.rank), request.host, context)
+
+    def _client(self, rank: int) -> str:
+        """A rank as the one that connections for tensors are of: each model of its has its own."""
+        return f"rank {rank}" if not self._model.number else f"rank {rank} of model {self._model.number}"
 
     def _tensors_of(self, context: Context) -> AbstractAsyncContextManager[OwnerStream]:
         """A context in which a call has its connection for tensors."""
-        return connection_of(self._model.tensors, _rank_name(_rank_of(context)), context)
+        return connection_of(self._model.tensors, self._client(_rank_of(context)), context)
 
     @asynccontextmanager
     async def _upload(self, requests: Requests, context: Context) -> AsyncIterator[UploadStream]:
@@ -216,7 +220,7 @@ class RankCalls:
         async with self._upload(requests, context) as upload:
             async for request in upload.announced():
                 await receive_push(self._model, request, upload, _rank_of(context))
-        return pb.PushResponse()
+        return pb.PushResponse(announced=upload.came)
 
     async def load(self, requests: Requests, context: Context) -> pb.LoadResponse:
         """Receive initial weights, one shard at a time."""
@@ -228,7 +232,7 @@ class RankCalls:
                     await self._model.compute(self._model.service.load, index, await values)
         if self._model.service.is_loaded:  # free the received copies, which are as large as the weights
             await self._model.compute(give_back_freed)
-        return pb.LoadResponse()
+        return pb.LoadResponse(announced=upload.came)
 
     async def stage(self, requests: Requests, context: Context) -> pb.StageResponse:
         """Receive the values of a write and keep them until the write."""
@@ -238,7 +242,7 @@ class RankCalls:
                     shard, unit = self._model.shard(index, request.unit)
                     values = upload.values(shard, unit.dtype if request.kind == COMPUTE else torch.float32)
                     self._model.service.stage(index, request.version, request.kind, await values)
-        return pb.StageResponse()
+        return pb.StageResponse(announced=upload.came)
 
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """Say what this owner does for a shard or, with ``step``, what the lead waits for."""
@@ -330,10 +334,6 @@ def _rank_of(context: Context) -> int:
     caller = caller_of(context.invocation_metadata() or ())
     assert caller is not None, "the door lets nobody in who does not say which rank it is"
     return caller[0]
-
-
-def _rank_name(rank: int) -> str:
-    return f"rank {rank}"
 
 
 def _owner_name(owner: int) -> str:

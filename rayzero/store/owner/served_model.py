@@ -74,7 +74,7 @@ class ServedModel:
         self.voices = Voices()  # which rank may speak for which
         self.calls = RunningCalls(self.service.owner)
         self.ranks = RankLinks(self.service.owner, self._loop, self.service.recorder, self._gone)
-        self._number, self._terms = number, terms
+        self.number, self._terms = number, terms
         self._epoch = 0 if self.service.ownership is None else self.service.ownership.epoch
         self._peers: list[RemotePeer] = []
         self._pool = ThreadPoolExecutor(2, "rayzero-owner-work", initializer=use_torch_threads, initargs=(1,))
@@ -97,7 +97,7 @@ class ServedModel:
                 token=terms.token,
                 tls=terms.tls,
                 timeout_s=terms.peer_timeout_s,
-                model=self._number,
+                model=self.number,
                 epoch=self._epoch,
                 recorder=service.recorder,
             )

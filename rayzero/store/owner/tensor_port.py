@@ -121,7 +121,9 @@ class OwnerStream:
     async def _move(self, work: StreamWork, *, to_write: bool) -> None:
         loop = asyncio.get_running_loop()
         passed, until = work.chunks, loop.time() + BODY_S
-        while not await self._advance(work):
+        comes = to_write or self._stream.has_bytes  # else a thread would wait for what the call has only announced
+        while not (comes and await self._advance(work)):
+            comes = True
             if work.chunks > passed:
                 passed, until = work.chunks, loop.time() + BODY_S
             verb = "taken" if to_write else "sent"

@@ -83,11 +83,6 @@ class Method:
     request: type[Any]
     response: type[Any]
 
-    @property
-    def streams(self) -> bool:
-        """True: one side sends more than one message."""
-        return self.client_streaming or self.server_streaming
-
     def handler(self, behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
         """The server's entry for this method; ``behaviour`` is an async function of (requests, context), also where
         there is one request: gRPC has read nothing of it then. A request that was damaged on the way is a

@@ -1,4 +1,4 @@
-"""A checksum on every message that carries no tensor: norms, decisions, hyper-parameters, reports, headers.
+"""A checksum on every message: norms, decisions, hyper-parameters, reports, what transfers announce.
 
 It is one more field at the message's end, which protobuf skips as unknown: field 20001, fixed64, the xxh3_64 of all
 bytes before it. TCP's own checksum misses one damaged packet in 65,536.

@@ -124,6 +124,11 @@ class TensorStream:
         return self._polled(select.POLLRDHUP)
 
     @property
+    def has_bytes(self) -> bool:
+        """Whether something can be read, or the connection has ended."""
+        return self._polled(select.POLLIN)
+
+    @property
     def is_quiet(self) -> bool:
         """Whether the connection is open and nothing has come: another transfer may use it."""
         return not self._polled(select.POLLRDHUP | select.POLLIN)

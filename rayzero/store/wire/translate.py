@@ -91,7 +91,7 @@ def spec_from_bytes(described: bytes) -> ModelSpec:
 
 
 def contribution_to_pb(c: Contribution) -> pb.Contribution:
-    """The header of a push."""
+    """What a push is."""
     return pb.Contribution(
         step=c.step,
         attempt=c.attempt,

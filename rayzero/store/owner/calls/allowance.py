@@ -45,7 +45,7 @@ class Allowance:
         self._asking += 1
         try:
             async with self._bodies:
-                found = await self.next_message(requests)
+                found = await self._next_message(requests)
         finally:
             self._asking -= 1
         if found is None:
@@ -63,30 +63,21 @@ class Allowance:
         self._uploading += 1
         try:
             async with self._uploads:
-                yield _Messages(self, requests)
+                yield self._messages(requests)
         finally:
             self._uploading -= 1
 
-    async def next_message(self, requests: AsyncIterator[Any]) -> Any:
+    async def _messages(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        while (found := await self._next_message(requests)) is not None:
+            yield found
+
+    async def _next_message(self, requests: AsyncIterator[Any]) -> Any:
         """The next message of a call; None: there is none. Raises TransferError if it does not come."""
         try:
             async with asyncio.timeout(BODY_S):
                 return await anext(requests, None)
         except TimeoutError:
             raise SlowBodyError(f"{self._caller} has sent no whole message within {BODY_S:g} s") from None
-
-
-class _Messages(AsyncIterator[Any]):
-    """The messages of an upload. It keeps none, as a generator would while it waits for the next one."""
-
-    def __init__(self, allowance: Allowance, requests: AsyncIterator[Any]) -> None:
-        self._allowance, self._requests = allowance, requests
-
-    async def __anext__(self) -> Any:
-        found = await self._allowance.next_message(self._requests)
-        if found is None:
-            raise StopAsyncIteration
-        return found
 
 
 class Allowances:

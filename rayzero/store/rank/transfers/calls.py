@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
+from rayzero.errors import TransferError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.links.channel import Channel
 from rayzero.store.rank.transfers.parts import Sending
@@ -34,12 +35,14 @@ def upload(move: Move, method: str, parts: Iterator[Sending]) -> None:
     """Send parts, of which each is made when its turn comes; blocks until the owner has them. Raises as
     ``Channel.answer`` and ``Channel.beside`` do."""
     requests: SimpleQueue[Any] = SimpleQueue()  # each before its bytes; None: there are no more
+    announced = 0
     with move.channel.beside() as beside:
         call = move.channel.start(method, iter(requests.get, None), move.deadline_s, beside)
         move.moving.add_done_callback(lambda _: call.cancel())  # which ends the connection
         try:
             for part in parts:
                 requests.put(part.request)
+                announced += 1
                 for shard, content in part.contents():
                     memory = byte_view(content).data
                     beside.stream.pass_all(Sent(beside.stream, shard.index, memory, move.moved))
@@ -47,9 +50,14 @@ def upload(move: Move, method: str, parts: Iterator[Sending]) -> None:
             requests.put(None)
             why = move.channel.why_ended(call, ended)
             raise why from why.__cause__
+        except BaseException:
+            call.cancel()  # else the owner would keep memory for bytes that do not come
+            raise
         finally:
             requests.put(None)
-        move.channel.answer(call)
+        took = move.channel.answer(call).announced
+        if took != announced:  # a message was lost as a whole; its bytes are still on the connection
+            raise TransferError(f"{move.channel.peer} took {took} of the {announced} units of a {method}")
 
 
 @contextmanager

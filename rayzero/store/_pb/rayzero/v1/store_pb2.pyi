@@ -380,8 +380,10 @@ class LoadRequest(_message.Message):
     def __init__(self, unit: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LoadResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("announced",)
+    ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    announced: int
+    def __init__(self, announced: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("rank", "shards", "version", "kind")
@@ -410,8 +412,10 @@ class PushRequest(_message.Message):
     def __init__(self, contribution: _Optional[_Union[Contribution, _Mapping]] = ..., shards: _Optional[_Iterable[int]] = ..., format: _Optional[_Union[WireFormat, str]] = ...) -> None: ...
 
 class PushResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("announced",)
+    ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    announced: int
+    def __init__(self, announced: _Optional[int] = ...) -> None: ...
 
 class Write(_message.Message):
     __slots__ = ("version", "unit", "kind", "digest")
@@ -438,8 +442,10 @@ class StageRequest(_message.Message):
     def __init__(self, unit: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...
 
 class StageResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("announced",)
+    ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    announced: int
+    def __init__(self, announced: _Optional[int] = ...) -> None: ...
 
 class WriteRequest(_message.Message):
     __slots__ = ("rank", "write", "number")
