@@ -75,10 +75,14 @@ class Net:
 
 @contextmanager
 def net(
-    spec: ModelSpec, shares: Sequence[int] = (), proxy: Callable[[str], Proxy] = Proxy, **options: Any
+    spec: ModelSpec,
+    shares: Sequence[int] = (),
+    proxy: Callable[[str], Proxy] = Proxy,
+    beside: Callable[[str], Proxy] = Proxy,
+    **options: Any,
 ) -> Iterator[Net]:
-    """Servers and their proxies. ``shares``: owners that share memory. ``proxy``: makes what is before an address.
-    ``options``: of the servers."""
+    """Servers and their proxies. ``shares``: owners that share memory. ``proxy``, ``beside``: make what is before an
+    address of calls, and of tensors. ``options``: of the servers."""
     with ExitStack() as stack:
         servers, recorder = [], MemoryRecorder()
         for owner in range(OWNERS):
@@ -88,7 +92,7 @@ def net(
             servers.append(stack.enter_context(serve_models(models, token=TOKEN, **options)))
         for_ranks = [stack.enter_context(proxy(server.address)) for server in servers]
         for_lead = [stack.enter_context(proxy(server.address)) for server in servers]
-        for_tensors = [stack.enter_context(Proxy(server.tensor_address(server.address))) for server in servers]
+        for_tensors = [stack.enter_context(beside(server.tensor_address(server.address))) for server in servers]
         for server in servers:
             server.connect_peers([proxy.address for proxy in for_lead])
         made = Net(servers, for_ranks, for_lead, for_tensors, owner_map(spec, OWNERS).owner(0), recorder)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import random
 import socket
+import struct
 from collections.abc import Callable
 
+from rayzero.security.chunk_cipher import TAG_BYTES
+from rayzero.store.wire.tensor_stream import TICKET_BYTES
 from store.http2 import DATA, OPENING
 from store.proxy import Proxy
 
+_HEAD = struct.Struct("<IIQQ")  # of a chunk: shard, bytes, offset, checksum
 KINDS = ("flips", "truncates", "duplicates", "replays")
 
 
@@ -78,3 +82,45 @@ def _exactly(source: socket.socket, size: int) -> bytes:
     while len(found) < size and (more := source.recv(size - len(found))):
         found += more
     return found
+
+
+class ChunkSpoiler(Spoiler):
+    """The same of the chunks on connections for tensors; one that is truncated is the connection's last. It spoils no
+    chunk's size: bytes that do not come are those of a slow peer, until the wait for them ends."""
+
+    def _reader(self, source: socket.socket) -> Callable[[], bytes]:
+        former: list[bytes] = []
+        opened = ended = False
+
+        def read() -> bytes:
+            nonlocal opened, ended
+            if not opened:  # a ticket one way, a byte the other
+                opened = True
+                return source.recv(TICKET_BYTES)
+            if ended:
+                return b""
+            head = _exactly(source, _HEAD.size)
+            if len(head) < _HEAD.size:
+                return head
+            tag = TAG_BYTES if self._tls else 0
+            whole = head + _exactly(source, _HEAD.unpack(head)[1] + tag)
+            passed = self._spoil_chunk(whole, former)
+            ended = len(passed) < len(whole)
+            return passed
+
+        return read
+
+    def _spoil_chunk(self, chunk: bytes, former: list[bytes]) -> bytes:
+        former.append(chunk)
+        if self.spoilt >= self._most or self._draws.randrange(self._every):
+            return chunk
+        self.spoilt += 1
+        if self._kind == "duplicates":
+            return chunk + chunk
+        if self._kind == "replays":
+            return self._draws.choice(former) + chunk
+        if self._kind == "truncates":
+            return chunk[: self._draws.randrange(len(chunk))]
+        spoilt = bytearray(chunk)
+        spoilt[self._draws.randrange(8, len(spoilt))] ^= 1 << self._draws.randrange(8)
+        return bytes(spoilt)

@@ -13,8 +13,9 @@ from rayzero.errors import RayZeroError
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import ANY_RANK, OWNER, Identity
 from store.faults import Net, difference, make_spec, net, outcome, ranks_of, undisturbed
-from store.spoiler import KINDS, Spoiler
+from store.spoiler import KINDS, ChunkSpoiler, Spoiler
 
+EVERY_CHUNK = 20  # chunks a spoilt one
 EVERY = {True: 40, False: 10}  # units a spoilt one, with TLS and without: there are more records than messages
 
 RUN = Authority("spoilt", on_loopback=True)
@@ -25,13 +26,19 @@ OWNERS, RANKS = Identity(RUN.issue("optimizers", [OWNER])), Identity(RUN.issue("
 def spoilt(kind: str, *, tls: bool, most: int) -> Iterator[Net]:
     """Owners behind proxies each of which spoils so many units, and has spoilt some in all."""
     made: list[Spoiler] = []
+    chunks: list[ChunkSpoiler] = []
 
     def proxy(target: str) -> Spoiler:
         made.append(Spoiler(target, kind, tls=tls, seed=len(made), every=EVERY[tls], most=most))
         return made[-1]
 
-    with net(make_spec(), proxy=proxy, poll_s=1.0, **{"tls": OWNERS} if tls else {}) as owners:
+    def beside(target: str) -> Spoiler:
+        chunks.append(ChunkSpoiler(target, kind, tls=tls, seed=len(chunks), every=EVERY_CHUNK, most=2))
+        return chunks[-1]
+
+    with net(make_spec(), proxy=proxy, beside=beside, poll_s=1.0, **{"tls": OWNERS} if tls else {}) as owners:
         yield owners
+    assert sum(each.spoilt for each in chunks) >= (3 if tls else 0)
     assert sum(each.spoilt for each in made) >= (3 if tls else 1), "in the clear, the first may end the run"
 
 
