@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from rayzero.errors import TransferError
+from rayzero.quantities import count
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.links.channel import Channel
 from rayzero.store.rank.transfers.parts import Sending
@@ -57,7 +58,7 @@ def upload(move: Move, method: str, parts: Iterator[Sending]) -> None:
             requests.put(None)
         took = move.channel.answer(call).announced
         if took != announced:  # a message was lost as a whole; its bytes are still on the connection
-            raise TransferError(f"{move.channel.peer} took {took} of the {announced} units of a {method}")
+            raise TransferError(f"{move.channel.peer} took {took} of {count(announced, 'unit')} of a {method}")
 
 
 @contextmanager
