@@ -119,8 +119,20 @@ def test_bytes_arrive_as_they_were_sent(keys: StreamKeys | None, chunk_bytes: in
 
 def test_a_plain_chunk_is_a_head_and_its_bytes() -> None:
     wire = on_the_wire(b"abcde", 3, None, shard=7)
-    heads = [struct.pack("<IIQQ", 7, 3, 0, checksum(b"abc")), struct.pack("<IIQQ", 7, 2, 3, checksum(b"de"))]
+    heads = [struct.pack("<IIQQ", 7, 3, 0, checksum(b"abc", 1)), struct.pack("<IIQQ", 7, 2, 3, checksum(b"de", 2))]
     assert wire == heads[0] + b"abc" + heads[1] + b"de"
+
+
+@pytest.mark.parametrize("keys", KEYS, ids=["plain", "encrypted"])
+def test_a_chunk_that_comes_again_is_refused(keys: StreamKeys | None) -> None:
+    """In place of the same shard's next bytes."""
+    out = np.zeros(5, dtype=np.uint8)
+    wire = on_the_wire(b"abcde", 4096, keys)
+    with wired(keys) as (_, _, receiver, before):
+        before.sendall(wire + wire)
+        receiver.pass_all(Receiving(receiver, Assembly(3, 5, out)))
+        with pytest.raises(TransferError, match="damaged on the way, or are not the next ones"):
+            receiver.pass_all(Receiving(receiver, Assembly(3, 5, out)))
 
 
 def test_a_chunk_that_is_larger_than_any_is_refused_at_its_head() -> None:

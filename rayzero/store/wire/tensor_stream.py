@@ -82,6 +82,7 @@ class TensorStream:
         self.connection = connection
         self.sending = None if keys is None else ChunkCipher(keys.sending)
         self.receiving = None if keys is None else ChunkCipher(keys.receiving)
+        self.sent = self.received = 0  # chunks that have a checksum, which their number is a part of
         self._scratch = bytearray()  # an encrypted chunk
         self._ending = threading.Lock()  # a connection that is closed may be another one's number
         _set_up(connection)
@@ -198,11 +199,12 @@ class Receiving:
         shard, size, offset, digest = _HEAD.unpack(self._head)
         cipher = self._stream.receiving
         if cipher is None:
-            came = checksum(payload)
+            self._stream.received += 1
+            came = checksum(payload, self._stream.received)
             if came != digest:
                 raise TransferError(
                     f"shard {shard} bytes {offset:,}..{offset + size:,}: checksum {came:016x}, sent as {digest:016x}; "
-                    "the bytes were damaged on the way"
+                    "the bytes were damaged on the way, or are not the next ones"
                 )
         elif not cipher.decrypt(bytes(self._head), self._coming, payload):
             raise TransferError(
@@ -271,7 +273,9 @@ class Sent:
         self._offset += len(payload)
         cipher = self._stream.sending
         if cipher is None:
-            return [memoryview(_HEAD.pack(self._shard, len(payload), offset, checksum(payload))), payload]
+            self._stream.sent += 1
+            digest = checksum(payload, self._stream.sent)
+            return [memoryview(_HEAD.pack(self._shard, len(payload), offset, digest)), payload]
         head = _HEAD.pack(self._shard, len(payload), offset, 0)  # the tag covers what a checksum does
         sealed = self._stream.scratch(len(payload) + TAG_BYTES)
         cipher.encrypt(head, payload, sealed)
