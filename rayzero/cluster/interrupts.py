@@ -62,8 +62,8 @@ def postponed() -> Iterator[None]:
 
 @contextmanager
 def delayed() -> Iterator[None]:
-    """A signal that comes in the block does at its end what it would have done at once. The exception that it raises
-    there takes the place of none: one from the block goes first."""
+    """A signal that comes in the block does at its end what it would have done at once. If the block raises, the signal
+    is dropped."""
     came: list[int] = []
     with _handlers(dict.fromkeys(_SIGNALS, lambda number, frame: came.append(number))):
         yield

@@ -107,7 +107,8 @@ def test_a_signal_that_comes_as_it_begins_ends_it(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_python_prints_as_it_starts_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("print('Welcome to this cluster.', flush=True)")
+    greeting = "import sys; sys.stdout.buffer.write(b'Willkommen, Gr\\xfc\\xdfe\\n'); sys.stdout.flush()"  # Latin-1
+    (tmp_path / "sitecustomize.py").write_text(greeting)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("RAY_ADDRESS", "nonsense")
     with LocalRay() as local:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import psutil
 import pytest
 from forked import forked
 
-from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.allowance import BODIES, UPLOADS, WAITING
 from rayzero.store.owner.calls.allowance import CALLS as CALLS_AT_ONCE
 from rayzero.store.owner.health import SERVICE
@@ -21,13 +20,12 @@ from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
     life_metadata,
-    methods,
     stream_metadata,
     token_metadata,
 )
-from rayzero.store.wire.tensor_stream import WELCOME
 from store.http2 import UnendedCalls
 from store.stores import TOKEN
+from store.test_tensor_streams import member
 from store.toy import WAIT
 
 MIB = 1 << 20
@@ -148,24 +146,17 @@ def test_a_member_that_ends_none_of_a_thousand_messages_fills_no_memory(
     forget_peak(pid)
     before = peak(pid)
     room = BODIES * 2 * MIB + unread * WINDOW + 200 * MIB  # and gRPC's own for 1,000 calls
-    metadata = (*token_metadata(TOKEN), *life_metadata(0, 0))
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        ask = methods(STORE_SERVICE)["OpenTensorStream"].bind(channel)
-        opening = ask(pb.OpenTensorStreamRequest(rank=0, host="127.0.0.1"), metadata=metadata, timeout=WAIT)
-    connection = socket.create_connection(("127.0.0.1", opening.port), timeout=WAIT)
-    connection.sendall(opening.ticket)
-    assert connection.recv(1) == WELCOME
-    metadata = (*metadata, *stream_metadata(opening.number))
-    calls = UnendedCalls(address, f"/{STORE_SERVICE}/{method}", metadata, 1000, 2 * MIB)
-    try:
-        most = min(4 * room, 1_800 * MIB)  # calls may have sent much when they are refused; all of them have more
-        calls.send(most, 1.0)
-        assert peak(pid) - before < room
-        assert calls.sent < most < 1000 * 2 * MIB, "the server takes ever more"
-        assert len(calls.ended) == 1000 - unread
-    finally:
-        calls.close()
-        connection.close()
+    with member(SimpleNamespace(address=address)) as (number, _):
+        metadata = (*token_metadata(TOKEN), *life_metadata(0, 0), *stream_metadata(number))
+        calls = UnendedCalls(address, f"/{STORE_SERVICE}/{method}", metadata, 1000, 2 * MIB)
+        try:
+            most = min(4 * room, 1_800 * MIB)  # calls may have sent much when they are refused; all of them have more
+            calls.send(most, 1.0)
+            assert peak(pid) - before < room
+            assert calls.sent < most < 1000 * 2 * MIB, "the server takes ever more"
+            assert len(calls.ended) == 1000 - unread
+        finally:
+            calls.close()
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:  # it goes on
         check = channel.unary_unary(f"/{SERVICE}/Check")
         assert check(b"", timeout=WAIT) == b"\x08\x01"

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import grpc
@@ -453,7 +453,7 @@ def test_a_port_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch)
         trained(servers)
     assert re.search(
         r"cannot open a connection for tensors to 127.0.0.1, port \d+: Connection refused; "
-        r".* open every port .*",
+        r".* open every port of the optimizer actors' hosts to them: owners take free ones$",
         str(refused.value),
     )
 
@@ -646,25 +646,33 @@ def test_many_members_come_in_at_once() -> None:
         assert all(connection.recv(1) == WELCOME for connection in connections)
 
 
-def call(server: OwnerServer | Proxy, rank: int, method: str, request: Any, number: int | None = None) -> Any:
+class Listener(Protocol):
+    """Where an owner's calls go."""
+
+    @property
+    def address(self) -> str: ...
+
+
+def call(
+    server: Listener, rank: int, method: str, request: Any, number: int | None = None, shown: Identity | None = None
+) -> Any:
     """A call of a rank; ``request``: a message, or those of an upload."""
     named = () if number is None else stream_metadata(number)
     metadata = (*token_metadata(TOKEN), *life_metadata(rank, 0), *named)
-    with open_channel(server.address, None) as channel:
+    with open_channel(server.address, shown) as channel:
         return methods(STORE_SERVICE)[method].bind(channel)(request, metadata=metadata, timeout=WAIT)
 
 
-def expect(server: OwnerServer | Proxy, rank: int = 0) -> pb.OpenTensorStreamResponse:
-    found: pb.OpenTensorStreamResponse = call(
-        server, rank, "OpenTensorStream", pb.OpenTensorStreamRequest(rank=rank, host="127.0.0.1")
-    )
+def expect(server: Listener, rank: int = 0, shown: Identity | None = None) -> pb.OpenTensorStreamResponse:
+    asked = pb.OpenTensorStreamRequest(rank=rank, host="127.0.0.1")
+    found: pb.OpenTensorStreamResponse = call(server, rank, "OpenTensorStream", asked, shown=shown)
     return found
 
 
 @contextmanager
-def member(server: OwnerServer | Proxy, rank: int = 0) -> Iterator[tuple[int, socket.socket]]:
+def member(server: Listener, rank: int = 0, shown: Identity | None = None) -> Iterator[tuple[int, socket.socket]]:
     """The number of a connection that is open, and the connection."""
-    opening = expect(server, rank)
+    opening = expect(server, rank, shown)
     with closing(socket.create_connection(("127.0.0.1", opening.port), timeout=WAIT)) as connection:
         connection.sendall(opening.ticket)
         assert connection.recv(1) == WELCOME

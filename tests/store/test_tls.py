@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,12 +31,12 @@ from rayzero.store.wire.rpc import (
     stream_metadata,
     token_metadata,
 )
-from rayzero.store.wire.tensor_stream import WELCOME
 from rayzero.telemetry.names import LINK_RECONNECTS
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.proxy import Proxy
 from store.stores import TOKEN
 from store.test_grpc import connected, serving
+from store.test_tensor_streams import member
 from store.toy import WAIT, make_spec, masters, random_grads, start, take_step, until
 
 RUN = Authority("this one", on_loopback=True)
@@ -187,8 +186,7 @@ def test_what_a_rank_pushes_has_gradients_of_its_own(caplog: pytest.LogCaptureFi
     """Also a host's sum, which any of its ranks may send."""
     summands = [pb.Summand(rank=rank, attempt=0, pushes=1) for rank in (1, 2)]
     metadata = (*token_metadata(TOKEN), *life_metadata(0, 0))
-    push, expect = methods(STORE_SERVICE)["Push"], methods(STORE_SERVICE)["OpenTensorStream"]
-    asked = pb.OpenTensorStreamRequest(rank=0, host="127.0.0.1")
+    push = methods(STORE_SERVICE)["Push"]
     with (
         serving(tls=OWN) as servers,
         one_step_goes_on(servers),
@@ -199,12 +197,9 @@ def test_what_a_rank_pushes_has_gradients_of_its_own(caplog: pytest.LogCaptureFi
             (pb.Contribution(rank=1, presence=b"\1", summands=summands), "rank 1, rank 2"),
             (pb.Contribution(rank=0, presence=b"\1", summands=summands), "rank 1, rank 2"),
         ):
-            opening = expect.bind(channel)(asked, metadata=metadata, timeout=WAIT)
             request = pb.PushRequest(contribution=contribution, shards=[0])
-            numbered = (*metadata, *stream_metadata(opening.number))
-            with socket.create_connection(("127.0.0.1", opening.port), timeout=WAIT) as connection:
-                connection.sendall(opening.ticket)
-                assert connection.recv(1) == WELCOME
+            with member(servers[0], shown=of_rank(0)) as (number, _):
+                numbered = (*metadata, *stream_metadata(number))
                 with pytest.raises(grpc.RpcError) as refused:
                     push.bind(channel)(iter([request]), metadata=numbered, timeout=WAIT)
             said = from_status(refused.value, "the owner")

@@ -55,9 +55,8 @@ class LocalRay:
 
         Sets what a process needs to join it. Raises RunFailedError if it does not start."""
         assert self._process.stdout is not None
-        lines = map(bytes.decode, self._process.stdout)
-        mark = fork_token()  # Python's own start may print lines, too (sitecustomize)
-        answer = next((line.removeprefix(mark) for line in lines if line.startswith(mark)), None)
+        mark = fork_token().encode()  # Python's own start may print lines, too (sitecustomize)
+        answer = next((line.removeprefix(mark) for line in self._process.stdout if line.startswith(mark)), None)
         if answer is None:
             raise RunFailedError(f"cannot start Ray on this machine: its process ended ({self._process.wait()})")
         said = json.loads(answer)
