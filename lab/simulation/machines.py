@@ -93,7 +93,7 @@ class Options:
     push_once_per_host: bool = False  # ranks of a host add up their gradients, in fp32, before they send them
     fan_out: int = 0  # of a tree of owners through which the lead asks them; 0: it asks each of them itself
     encrypted: bool = False  # what travels beside gRPC's calls, as between hosts by default
-    most_streams: int = 8  # of one rank in each direction; see transfer_threads (store/rank/transfers/wire.py)
+    most_streams: int = 8  # of one rank in each direction; see transfer_threads (store/host/transfers/wire.py)
     compute_threads: float = 1.0  # of a rank on CPUs
     compute_memory: float = 0.0  # bytes of host memory per second that a rank's computing takes
 

@@ -5,8 +5,8 @@ A connection that cannot be opened in the middle of training looks like a broken
 
 from __future__ import annotations
 
+from rayzero.store.host.transfers.fetches import most_transfers
 from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING
-from rayzero.store.rank.transfers.wire import most_transfers
 
 PROCESS = 192
 """Of a process alone: Ray's, gRPC's and torch's own (about 60), exporter, trace, checkpoint, the loop's data."""

@@ -40,12 +40,12 @@ from rayzero.protocol.messages import (
     StepInputs,
     Write,
 )
+from rayzero.store.host.stall import StallWatch
 from rayzero.store.owner.memory.slabs import OwnerSlabs
 from rayzero.store.rank.connection import Joined
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
 from rayzero.store.rank.memory.unit_windows import UnitWindows
-from rayzero.store.rank.stall import StallWatch
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.traffic import count_bytes
 from rayzero.telemetry.recorder import NullRecorder, Recorder
@@ -306,7 +306,7 @@ class LocalConnection:
         self.epochs = Epochs(change=False)
         self.recorder = recorder or NullRecorder()
         self.stall_timeout = stall_timeout
-        self._watch = StallWatch(rank, stall_timeout)
+        self._watch = StallWatch(f"rank {rank}", stall_timeout)
         self._copies = ThreadPoolExecutor(
             _POOL, thread_name_prefix=f"store-{rank}", initializer=use_torch_threads, initargs=(1,)
         )

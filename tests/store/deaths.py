@@ -45,8 +45,10 @@ def serve(directory: Path, owner: int, num_owners: int, told: Connection, succee
 class Owners:
     """The owners' processes, each replaced when it is killed."""
 
-    def __init__(self, directory: Path, num_owners: int) -> None:
-        self.directory, self.num = directory, num_owners
+    def __init__(self, directory: Path, num_owners: int, elsewhere: Path | None = None) -> None:
+        """``elsewhere``: the memory of another host, on which all owners but the first are."""
+        self._directories = [directory, *[elsewhere or directory] * (num_owners - 1)]
+        self.num = num_owners
         self.stores: list[RankStore] = []
         self._server = multiprocessing.get_context("forkserver")
         self._server.set_forkserver_preload(PRELOADED)
@@ -57,7 +59,7 @@ class Owners:
 
     def _start(self, owner: int, *, succeeds: bool) -> tuple[Any, Connection]:
         ours, theirs = self._server.Pipe()
-        process = self._server.Process(target=serve, args=(self.directory, owner, self.num, theirs, succeeds))
+        process = self._server.Process(target=serve, args=(self._directories[owner], owner, self.num, theirs, succeeds))
         process.start()
         theirs.close()
         return process, ours
@@ -156,11 +158,12 @@ def disturbed(
     *,
     num_owners: int = 2,
     shares: Sequence[bool] = (False,) * RANKS,
+    elsewhere: Path | None = None,
     **options: Any,
 ) -> Run:
     """The same over owners that are killed. ``shares``: by rank, whether it shares memory with them; it uses gRPC else.
-    ``options``: of every rank's connection."""
-    owners = Owners(directory, num_owners)
+    ``elsewhere``: see ``Owners``. ``options``: of every rank's connection."""
+    owners = Owners(directory, num_owners, elsewhere)
     pauses: list[float] = []
     with ExitStack() as stack:
         stack.callback(owners.close)

@@ -42,7 +42,8 @@ from store.toy import make_spec as toy_spec
 
 FAULTS = ("cut", "reset", "refuse", "black_hole")
 LINKS = ("rank-owner", "rank-lead", "lead-owner", "all")
-WAYS = ("grpc", *(["mixed"] if why_no_sharing() is None else []))  # mixed: owner 0 shares memory
+WAYS = ("grpc", *(["mixed", "mirrored"] if why_no_sharing() is None else []))
+"""mixed: owner 0 shares memory; mirrored: and copies what the others publish"""
 STEPS, RANKS, OWNERS = 4, 2, 3
 
 
@@ -100,12 +101,21 @@ def net(
             yield made
 
 
+def sharing(way: str) -> list[int]:
+    """The owners that share memory with the ranks."""
+    return [] if way == "grpc" else [0]
+
+
 @contextmanager
 def ranks_of(made: Net, spec: ModelSpec, way: str = "grpc", **options: Any) -> Iterator[list[Rank]]:
     """Ranks that have attached through the proxies."""
     addresses = [proxy.address for proxy in made.for_ranks]
     terms = {"token": TOKEN, "stall_timeout": 60.0, "recorder": made.recorder}
-    terms |= {"grpc": {}, "mixed": {"share": SHARED_MEMORY}}[way]
+    terms |= {
+        "grpc": {},
+        "mixed": {"share": SHARED_MEMORY},
+        "mirrored": {"share": SHARED_MEMORY, "host_fetch": "always"},
+    }[way]
     with ExitStack() as stack:
         stores = [RankStore(RemoteConnection(rank, addresses, **terms | options)) for rank in range(RANKS)]
         for store in stores:
@@ -181,8 +191,7 @@ def difference(found: tuple[list[Any], dict[str, Tensor]], expected: tuple[list[
 def undisturbed(way: str) -> tuple[tuple[list[Any], dict[str, Tensor]], dict[str, list[int]]]:
     """What a run without faults ends with, and the bytes that pass each link in it, by ``LINKS``."""
     spec = make_spec()
-    shares = [0] if way == "mixed" else []
-    with tempfile.TemporaryDirectory() as folder, net(spec, shares) as made, ranks_of(made, spec, way) as ranks:
+    with tempfile.TemporaryDirectory() as folder, net(spec, sharing(way)) as made, ranks_of(made, spec, way) as ranks:
         found = outcome(ranks, Path(folder))
         return found, {which: [proxy.passed for proxy in made.links(which)] for which in LINKS}
 
@@ -193,7 +202,7 @@ def run(seed: int, fault: str | None = None, which: str | None = None, way: str 
     rng, spec = random.Random(seed), make_spec()
     fault, which, way = fault or rng.choice(FAULTS), which or rng.choice(LINKS), way or rng.choice(WAYS)
     expected, bytes_of = undisturbed(way)
-    with tempfile.TemporaryDirectory() as folder, net(spec, [0] if way == "mixed" else []) as made:
+    with tempfile.TemporaryDirectory() as folder, net(spec, sharing(way)) as made:
         proxies = made.links(which)
         for _ in range(rng.randint(1, 4)):
             at = rng.randrange(len(proxies))

@@ -39,11 +39,11 @@ from rayzero.errors import (
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import COMPUTE, MASTER, PROTOCOL_VERSION, FinishReport, ModelSpec, StepInputs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.owner.calls.long_polls import WAITING_CALLS, Repeats
 from rayzero.store.owner.handlers import RankCalls
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.lead_line import RemoteLead
-from rayzero.store.rank.links.owner_link import OwnerLink
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection

@@ -8,8 +8,9 @@ import pytest
 
 from rayzero.concurrency.processes import ProcessIdentity
 from rayzero.errors import HandshakeError, StateLostError
+from rayzero.store.host.links import owner_link
 from rayzero.store.owner import handlers
-from rayzero.store.rank.links import handshake, owner_link
+from rayzero.store.rank import handshake
 from store.proxy import Proxy
 from store.test_grpc import connected, serving
 from store.toy import make_spec, masters, random_grads, start, take_step

@@ -11,9 +11,9 @@ from rayzero.concurrency.futures import settled
 from rayzero.errors import HandshakeError, StateLostError
 from rayzero.protocol.messages import SharedPaths
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.links.channel import Channel
-from rayzero.store.rank.links.handshake import Handshake
-from rayzero.store.rank.links.owner_link import OwnerLink
+from rayzero.store.host.links.channel import Channel
+from rayzero.store.host.links.owner_link import OwnerLink
+from rayzero.store.rank.handshake import Handshake
 
 from .toy import make_spec
 
@@ -101,7 +101,7 @@ def test_memory_is_shared_with_owners_that_offer_theirs_and_with_their_successor
     elsewhere, here = Owner(0, answer()), Owner(1, answer(shared=HERE))
     handshake = shaken(elsewhere, here)
     assert handshake.offers == {1: SharedPaths("/dev/shm/control", ("/dev/shm/params",))}
-    handshake.share(SharedPaths("/dev/shm/rank", ("/dev/shm/grads",)), back_at=7)
+    handshake.share(SharedPaths("/dev/shm/rank", ("/dev/shm/grads",)), back_at=7, mirrored=())
     assert [method for method, _ in elsewhere.asked] == ["open", "Attach"]
     _, shared = here.asked[-1]
     assert (dict(shared.controls), shared.files.control, shared.back_at) == ({1: HERE.control}, "/dev/shm/rank", 7)
@@ -138,7 +138,7 @@ OTHER = pb.SharedFiles(control="/dev/shm/other")
 )
 def test_a_successor_without_what_its_predecessor_had_is_the_end(now: pb.AttachResponse) -> None:
     handshake = shaken(Owner(0, answer(shared=HERE)))
-    handshake.share(SharedPaths("/dev/shm/rank", ()), back_at=None)
+    handshake.share(SharedPaths("/dev/shm/rank", ()), back_at=None, mirrored=())
     with pytest.raises(StateLostError, match=r"rank 1: optimizer 0 has died before .* start the run again"):
         meet(handshake, 0, Owner(0, now))
     with pytest.raises(StateLostError, match="optimizer 0 has died"):

@@ -21,13 +21,13 @@ from rayzero.errors import ConfigError, HandshakeError
 from rayzero.layout.model_layout import Shard
 from rayzero.protocol.messages import Contribution, ModelSpec, pack_presence
 from rayzero.slabs.sweep import SHARED_MEMORY
+from rayzero.store.host.transfers.parts import Sending
+from rayzero.store.host.transfers.wire import PushedUnit
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.memory import rank_memory
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
-from rayzero.store.rank.transfers.parts import Sending
-from rayzero.store.rank.transfers.wire import PushedUnit
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available
 from rayzero.store.wire.tensor_stream import Sent

@@ -24,7 +24,7 @@ from rayzero.errors import RankLeftError, StallError, StoreClosedError, StoreErr
 from rayzero.store.owner.calls.running_calls import RunningCalls
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
-from rayzero.store.rank.links import handshake
+from rayzero.store.rank import handshake
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
@@ -32,7 +32,7 @@ from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.store.wire.payload import CHUNK_BYTES
 from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, LinkNumber, break_of, link_of, methods
 from rayzero.telemetry.names import LINK_DOWN_SECONDS, LINK_RECONNECTS, TRANSFER_RETRIES
-from store.faults import FAULTS, LINKS, difference, make_spec, net, outcome, ranks_of, run, undisturbed
+from store.faults import FAULTS, LINKS, difference, make_spec, net, outcome, ranks_of, run, sharing, undisturbed
 from store.proxy import Proxy, all_of
 from store.stores import TOKEN
 from store.toy import WAIT, equal, make_large_spec, masters, random_grads, start, take_step
@@ -96,17 +96,18 @@ _REPEATED = sorted(methods(STORE_SERVICE).keys() | methods(OWNER_SERVICE).keys()
 _NEVER = ("Notices", "Describe", "Leave", "Abort", "GetDecision", "Redo", "Keep", "GetKept")
 _NEVER += ("DescribeEpoch", "GiveShards", "Speak", "Mute")  # tests/store/test_next_epoch.py, test_voice*.py
 # no answer to lose, or not in the run
+_HERE = ("Share", "Bring")  # what a rank asks owners of its host
 
 
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("method", [method for method in _REPEATED if method not in _NEVER])
 def test_a_call_whose_answer_is_lost_is_repeated_and_counts_once(method: str, tmp_path: Path) -> None:
-    if method == "Share" and not SHARES:
+    if method in _HERE and not SHARES:
         pytest.skip("no shared memory here")
-    way = "mixed" if method == "Share" else "grpc"
+    way = "mirrored" if method in _HERE else "grpc"
     expected, _ = undisturbed(way)
     loses, spec = LosesAnswers(method, 3), make_spec()
-    with net(spec, [0] if way == "mixed" else [], interceptors=[loses]) as made:
+    with net(spec, sharing(way), interceptors=[loses]) as made:
         loses.proxies = made.links("all")
         with ranks_of(made, spec, way) as ranks:
             found = outcome(ranks, tmp_path)
@@ -307,7 +308,7 @@ def test_an_owner_that_was_never_there_is_not_waited_for() -> None:
 def test_an_owner_that_dies_before_a_rank_has_met_it_is_waited_for_if_it_gets_a_successor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rayzero.store.rank.links.owner_link._FIRST_S", 0.1)
+    monkeypatch.setattr("rayzero.store.host.links.owner_link._FIRST_S", 0.1)
     spec = toy_spec(1)
     with net(spec) as made:
         addresses = [proxy.address for proxy in made.for_ranks]
@@ -446,7 +447,7 @@ def test_an_owner_that_dies_while_a_rank_attaches_is_not_waited_for() -> None:
 
 
 def test_the_lead_names_an_owner_that_dies_to_ranks_that_cannot_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayzero.store.rank.links.owner_link.SeenProcess.open", lambda _: None)
+    monkeypatch.setattr("rayzero.store.host.links.owner_link.SeenProcess.open", lambda _: None)
     spec = toy_spec(1)
     with forked(OWNER.format(owner=0, token=TOKEN)) as zero, forked(OWNER.format(owner=1, token=TOKEN)) as one:
         addresses = [zero.said(), one.said()]

@@ -16,9 +16,9 @@ from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, LoopState, MeanInpu
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.host.links.channel import Channel
+from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.rank.history.loop_history import LoopHistory, newest
-from rayzero.store.rank.links.channel import Channel
-from rayzero.store.rank.links.owner_link import OwnerLink
 from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.shm import loop_slab
 from rayzero.store.shm.former_ranks import remove_former_lives

@@ -13,7 +13,7 @@ from forked import forked
 from rayzero.concurrency.processes import this_process
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.file_counts import PROCESS, files_of_owner, files_of_rank, most_ranks, tensor_connections
-from rayzero.store.rank.transfers import wire as wire_transfers
+from rayzero.store.host.transfers import fetches
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import STORE_SERVICE, life_metadata, methods, open_channel, token_metadata
@@ -96,9 +96,9 @@ def test_a_rank_has_as_many_files_open_as_owners_make() -> None:
 
 @pytest.mark.parametrize("num_owners", [1, 2, 3, 4, 7, 8, 64, 256])
 def test_a_rank_has_no_more_transfers_with_an_owner_than_threads_for_it(num_owners: int) -> None:
-    pool, streams = wire_transfers.transfer_threads(num_owners, 0, "push")
+    pool, streams = fetches.transfer_threads(num_owners, "rank 0", "push")
     pool.shutdown()
-    assert wire_transfers.most_transfers(num_owners) == streams + min(3 * streams, pool._max_workers)
+    assert fetches.most_transfers(num_owners) == streams + min(3 * streams, pool._max_workers)
     assert tensor_connections(num_owners) <= 4
 
 

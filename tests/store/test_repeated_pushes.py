@@ -13,12 +13,12 @@ from rayzero.concurrency.futures import failed, settled
 from rayzero.errors import StallError
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import Contribution, Published, Pushed
+from rayzero.store.host.links.channel import BrokenLinkError, Channel
+from rayzero.store.host.publish_board import PublishBoard
+from rayzero.store.host.push_order import PushOrder
+from rayzero.store.host.transfers.wire import PushedUnit, WireTransfers
 from rayzero.store.rank.history.repeated_pushes import NOTHING, RepeatedPushes
-from rayzero.store.rank.links.channel import BrokenLinkError, Channel
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
-from rayzero.store.rank.publish_board import PublishBoard
-from rayzero.store.rank.push_order import PushOrder
-from rayzero.store.rank.transfers.wire import PushedUnit, WireTransfers
 from rayzero.store.shm.shared_plan import SharedPlan
 
 from .toy import WAIT, make_spec
@@ -79,7 +79,7 @@ class Rank:
     def publish(self, unit: int, version: int) -> None:
         for owner in range(OWNERS):
             shards = [shard.index for shard in PLAN.shards_of(owner) if shard.unit == unit]
-            self.board.publish(owner, [Published(shard, version, version) for shard in shards])
+            self.board.publish([Published(shard, version, version) for shard in shards])
 
     def send(self, owner: int) -> list[tuple[int, int]]:
         """(step, unit) of what goes there."""

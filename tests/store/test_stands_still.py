@@ -152,9 +152,10 @@ ASKS = """
     import sys
     from rayzero.errors import RayZeroError
     from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-    from rayzero.store.rank.links.channel import Channel
+    from rayzero.store.host.links.caller import Caller
+    from rayzero.store.host.links.channel import Channel
     from rayzero.store.wire.rpc import LinkNumber
-    channel = Channel(0, "optimizer 0", ":".join(sys.argv[1:]), LinkNumber("rank 0", 1), (), None)
+    channel = Channel(Caller.rank(0), "optimizer 0", ":".join(sys.argv[1:]), LinkNumber("rank 0", 1), (), None)
     call = channel.start("Describe", pb.DescribeRequest(shard=0), 1.5)
     print("asked", flush=True)
     try:

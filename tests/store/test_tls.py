@@ -300,7 +300,7 @@ def test_a_link_that_is_cut_when_certificates_have_ended_is_opened_with_new_ones
         rank.renew(RUN.issue("rank 0", [name_of_rank(0)], timedelta(seconds=-1)))
         proxy.cut()
         (link,) = stores[0].connection._links
-        until(lambda: "; this rank's certificate ended at 2" in str(link.down()))
+        until(lambda: "; the certificate of rank 0 ended at 2" in str(link.down()))
         rank.renew(RUN.issue("rank 0", [name_of_rank(0)]))
         take_step(ranks, [random_grads(spec, 2)], 0.5)
         assert masters(ranks[0])

@@ -16,8 +16,8 @@ from rayzero.errors import HandshakeError, StallError, StepMismatchError, StoreE
 from rayzero.protocol.messages import MeanInput, StepInputs
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.owner.calls.spoken import Voices, answers_to, begin_said
-from rayzero.store.rank.links.owner_link import OwnerLink
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.voice import line as voice_line

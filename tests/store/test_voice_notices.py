@@ -16,9 +16,10 @@ from rayzero.concurrency.futures import settled
 from rayzero.errors import RayZeroError, StoreError, TransferError
 from rayzero.protocol.messages import Published
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.host.links.caller import Caller
+from rayzero.store.host.links.owner_link import OwnerLink
+from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.owner.publish_streams import PublishStream, PublishStreams
-from rayzero.store.rank.links.owner_link import OwnerLink
-from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.remote import RemoteConnection
 from rayzero.store.rank.voice import line as voice_line
 from rayzero.store.rank.voice import notices as voice_notices
@@ -51,8 +52,9 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Keep every owner's newest stream to each rank in ``STREAMS``."""
     open_one = PublishStreams.open
 
-    def opened(self: PublishStreams, rank: int) -> PublishStream:
-        STREAMS[id(self), rank] = open_one(self, rank)
+    def opened(self: PublishStreams, listener: str) -> PublishStream:
+        rank = int(listener.removeprefix("rank "))
+        STREAMS[id(self), rank] = open_one(self, listener)
         return STREAMS[id(self), rank]
 
     monkeypatch.setattr(PublishStreams, "open", opened)
@@ -215,16 +217,16 @@ def v(version: int, content: int | None = None, shard: int = 0) -> Published:
 def test_a_muted_stream_says_everything_once_more_and_then_nothing() -> None:
     streams = PublishStreams(cast(Any, Now()))
     streams.publish([v(0), v(0, shard=1)])
-    stream = streams.open(3)
+    stream = streams.open("rank 3")
     assert news(stream) == ([v(0), v(0, shard=1)], None)
     streams.publish([v(1)])
-    streams.mute(3, 1, muted=True)
+    streams.mute("rank 3", 1, muted=True)
     assert news(stream) == ([v(1), v(0, shard=1)], None)
     streams.publish([v(2)])
     assert news(stream) is None
-    streams.mute(3, 3, muted=False)
+    streams.mute("rank 3", 3, muted=False)
     assert news(stream) == ([v(2), v(0, shard=1)], None)
-    streams.mute(3, 2, muted=True)  # it has come late
+    streams.mute("rank 3", 2, muted=True)  # it has come late
     assert news(stream) is None
     streams.publish([v(3)])
     assert news(stream) == ([v(3)], None)
@@ -232,27 +234,27 @@ def test_a_muted_stream_says_everything_once_more_and_then_nothing() -> None:
 
 def test_a_new_stream_is_not_muted_and_the_end_of_a_run_is_told_to_all() -> None:
     streams = PublishStreams(cast(Any, Now()))
-    old = streams.open(3)
-    streams.mute(3, 1, muted=True)
-    new = streams.open(3)
+    old = streams.open("rank 3")
+    streams.mute("rank 3", 1, muted=True)
+    new = streams.open("rank 3")
     streams.close(old)
     streams.publish([v(0)])
     assert news(new) == ([v(0)], None)
-    streams.mute(3, 2, muted=True)
+    streams.mute("rank 3", 2, muted=True)
     assert news(new) == ([v(0)], None)
     streams.publish([v(1)])
     streams.abort(StoreError("it is over"))
     published, error = news(new) or ([], None)
     assert (published, str(error)) == ([v(1)], "it is over")
     streams.close(new)
-    streams.mute(3, 3, muted=True)  # of a rank whose link has just broken
+    streams.mute("rank 3", 3, muted=True)  # of a rank whose link has just broken
 
 
 def test_a_rank_has_one_stream() -> None:
     """Each holds a word of every shard, and a rank could open any number of them."""
     streams = PublishStreams(cast(Any, Now()))
-    old, others = streams.open(3), streams.open(4)
-    new = streams.open(3)
+    old, others = streams.open("rank 3"), streams.open("rank 4")
+    new = streams.open("rank 3")
     streams.publish([v(0)])
     with pytest.raises(TransferError, match="rank 3 has opened a newer stream of notices"):
         news(old)
@@ -262,20 +264,20 @@ def test_a_rank_has_one_stream() -> None:
 
 def test_what_comes_late_from_another_one_changes_nothing() -> None:
     board = PublishBoard()
-    board.publish(0, [v(5, content=5)])
-    board.publish(0, [v(5, content=2), v(4)])  # before a write changed the shard, and of the version before
+    board.publish([v(5, content=5)])
+    board.publish([v(5, content=2), v(4)])  # before a write changed the shard, and of the version before
     assert board.content([0], 5) == 5
     assert board.are_at([0], 5)
 
 
 def test_a_board_knows_who_is_waited_for() -> None:
     board = PublishBoard()
-    board.publish(0, [v(1)])
+    board.publish([v(1)])
     board.when(0, [0], 1)
     waits = board.when(1, [1], 1)
     assert board.waited_for(-1.0) == {1}
     assert board.waited_for(60.0) == set()
-    board.publish(1, [v(1, shard=1)])
+    board.publish([v(1, shard=1)])
     assert waits.done()
     assert board.waited_for(-1.0) == set()
 
@@ -283,7 +285,7 @@ def test_a_board_knows_who_is_waited_for() -> None:
 class SlowSteps:
     """A board whose rank waits for owner 0 for some seconds in each step; and the link to it, which counts requests."""
 
-    rank = 1
+    caller = Caller.rank(1)
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._since = clock, clock.now
@@ -323,14 +325,14 @@ class Network:
     """One owner with two ranks of a host, of which rank 0 is the voice. Whatever is on its way is here, and moves only
     when it is told to; requests overtake each other."""
 
-    rank = 1  # as an OwnerLink
+    caller = Caller.rank(1)  # as an OwnerLink
 
     def __init__(self) -> None:
         self.owner, self.board = PublishStreams(cast(Any, Now())), PublishBoard()
         self.ear = HostNotices({0: cast(Any, self)}, self.board)
         self.requests: list[Any] = []
         self.line: list[Any] | None = None  # from the voice to the rank
-        self.streams: dict[int, PublishStream | None] = {0: self.owner.open(0), 1: self.owner.open(1)}
+        self.streams: dict[int, PublishStream | None] = {0: self.owner.open("rank 0"), 1: self.owner.open("rank 1")}
         self.version = -1
 
     def ask(self, method: str, request: pb.MuteRequest) -> Future[None]:
@@ -347,7 +349,7 @@ class Network:
     def request_arrives(self, draws: random.Random) -> None:
         if self.requests and self.streams[1] is not None:
             request = self.requests.pop(draws.randrange(len(self.requests)))
-            self.owner.mute(1, request.number, muted=request.muted)
+            self.owner.mute("rank 1", request.number, muted=request.muted)
             if draws.random() < 0.2:  # its answer is lost
                 self.requests.append(request)
 
@@ -355,7 +357,7 @@ class Network:
         stream = self.streams[rank]
         found = None if stream is None else news(stream)
         if found is not None and rank == 1:
-            self.board.publish(0, found[0])
+            self.board.publish(found[0])
         elif found is not None and self.line is not None:
             told = [pb.NoticesResponse.Published(shard=e.shard, version=e.version, content=e.content) for e in found[0]]
             self.line.append(pb.NoticesResponse(published=told).SerializeToString())
@@ -367,7 +369,7 @@ class Network:
 
     def opens(self, rank: int) -> None:
         if self.streams[rank] is None:
-            self.streams[rank] = self.owner.open(rank)
+            self.streams[rank] = self.owner.open(f"rank {rank}")
             self.notice_arrives(rank)
             if rank == 1:
                 self.ear.reopened(0)

@@ -13,8 +13,9 @@ import pytest
 from rayzero.config.zero import HostVoice
 from rayzero.protocol.messages import ModelSpec
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.links.owner_link import OwnerLink
-from rayzero.store.rank.publish_board import PublishBoard
+from rayzero.store.host.links.caller import Caller
+from rayzero.store.host.links.owner_link import OwnerLink
+from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.rank.voice.participant import VoiceParticipant
 from rayzero.store.shm.same_host import why_no_sharing
 
@@ -30,7 +31,7 @@ class Link:
     """A link that is open, over which nobody answers."""
 
     def __init__(self, owner: int, rank: int) -> None:
-        self.owner, self.rank = owner, rank
+        self.owner, self.caller = owner, Caller.rank(rank)
         self.asked: list[Any] = []
 
     def channel(self) -> Any:

@@ -14,9 +14,10 @@ import torch
 from rayzero.concurrency.gather import Gather
 from rayzero.errors import EpochOverError, StoreClosedError
 from rayzero.protocol.messages import COMPUTE, Contribution, Published
+from rayzero.store.host.links.caller import Caller
+from rayzero.store.host.publish_board import PublishBoard
+from rayzero.store.host.stall import StallWatch
 from rayzero.store.rank.memory.relay_memory import RelayMemory
-from rayzero.store.rank.publish_board import PublishBoard
-from rayzero.store.rank.stall import StallWatch
 from rayzero.store.rank.ways import Ways
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available
@@ -37,8 +38,8 @@ def board() -> PublishBoard:
 
 @pytest.fixture
 def ways(board: PublishBoard) -> Iterator[Ways]:
-    links = [SimpleNamespace(owner=owner, rank=0, name=f"optimizer {owner}") for owner in range(OWNERS)]
-    watch = StallWatch(0, WAIT)
+    links = [SimpleNamespace(owner=owner, caller=Caller.rank(0), name=f"optimizer {owner}") for owner in range(OWNERS)]
+    watch = StallWatch("rank 0", WAIT)
     said: Any = {"board": board, "watch": watch, "lead_says": None, "recorder": NullRecorder()}
     made = Ways(0, cast(Any, links), "none", **said)
     yield made
@@ -72,7 +73,7 @@ def test_owners_are_reached_over_grpc_until_they_share_memory(ways: Ways, board:
     assert (ways.transport, sorted(ways.senders)) == ("shm+grpc", [0, 2])
     assert [way.owner for way in ways.transfers] == [0, 1, 2]
     gather, out = fetch(ways, 1)
-    board.publish(1, [Published(shard.index, 0, 0) for shard in shards_of(1)])
+    board.publish([Published(shard.index, 0, 0) for shard in shards_of(1)])
     gather.future.result(WAIT)
     assert out.sum() == sum(shard.numel for shard in shards_of(1))
     ways.share([0, 2], cast(Any, Mapped()))
@@ -97,7 +98,7 @@ def test_owners_elsewhere_are_relayed_and_others_are_not(ways: Ways, board: Publ
         assert [ways.senders[owner] is ways.wires[owner] for owner in (0, 2)] == [True, True]
         ways.end(OVER)
         gather, _ = fetch(ways, 2)
-        board.publish(2, [Published(shard.index, 0, 0) for shard in shards_of(2)])
+        board.publish([Published(shard.index, 0, 0) for shard in shards_of(2)])
         with pytest.raises(EpochOverError, match="other owners"):
             gather.future.result(WAIT)
         ways.close()

@@ -21,6 +21,7 @@ from rayzero.concurrency.processes import this_process
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
 from rayzero.lead.lead import StepLead
 from rayzero.memory.malloc import give_back_freed
+from rayzero.owner.service import ShardService
 from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Published
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -28,6 +29,7 @@ from rayzero.store.owner.calls.long_polls import Repeats, ended, result_of
 from rayzero.store.owner.calls.spoken import answers_to, begin_said
 from rayzero.store.owner.known_specs import KnownSpecs
 from rayzero.store.owner.memory.shared_owner import SharedOwner
+from rayzero.store.owner.publish_streams import PublishStream
 from rayzero.store.owner.pushes import receive_push
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.owner.tensor_port import OwnerStream
@@ -115,7 +117,22 @@ class RankCalls:
         paths = translate.paths_from_pb(request.files)
         back_at = request.back_at if request.HasField("back_at") else None
         await self._model.compute(self._model.shared.join, request.rank, paths, dict(request.controls), back_at)
-        return pb.ShareResponse()
+        if not request.mirrored:
+            return pb.ShareResponse()
+        try:
+            mirrors = await self._model.compute(self._model.mirror, tuple(request.mirrored))
+        except (RayZeroError, OSError) as error:  # each rank of this host fetches for itself, and says why
+            refused = error if isinstance(error, RayZeroError) else StoreError(str(error))
+            return pb.ShareResponse(unmirrored=to_failure(refused))
+        return pb.ShareResponse(mirror=mirrors.offer)
+
+    async def bring(self, request: pb.BringRequest, context: Context) -> pb.BringResponse:
+        """Fetch a unit, which a write has changed, again for this host."""
+        mirrors = self._model.mirrors
+        if mirrors is None:
+            raise StoreError(f"optimizer {self._model.service.owner} keeps no copy for its host")
+        await result_of(mirrors.bring(translate.write_from_pb(request.write)))
+        return pb.BringResponse()
 
     async def keep(self, request: pb.KeepRequest, context: Context) -> pb.KeepResponse:
         """Keep a state of the rank's loop, or the slab that the rank writes it into."""
@@ -156,11 +173,9 @@ class RankCalls:
     async def notices(self, request: pb.NoticesRequest, context: Context) -> None:
         """Tell the rank what is published until it leaves. The first notice comes at once."""
         model = self._model
-        stream, opened = model.published.open(request.rank), model.ranks.opened(request.rank)
+        stream, opened = model.published.open(f"rank {request.rank}"), model.ranks.opened(request.rank)
         try:
-            first = _notice(*await stream.next())
-            first.process.CopyFrom(translate.process_to_pb(this_process()))
-            await context.write(first)
+            await context.write(await _first_notice(stream))
             while True:
                 published, error = await stream.next()
                 if error is not None or model.shared is None or not model.shared.shares_with(request.rank):
@@ -171,7 +186,7 @@ class RankCalls:
 
     async def mute(self, request: pb.MuteRequest, context: Context) -> pb.MuteResponse:
         """The rank hears from another one of its host what is published, or does so no more."""
-        self._model.published.mute(request.rank, request.number, muted=request.muted)
+        self._model.published.mute(f"rank {request.rank}", request.number, muted=request.muted)
         return pb.MuteResponse()
 
     async def leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
@@ -182,17 +197,9 @@ class RankCalls:
     # ---- bytes
 
     async def fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
-        """Send shards at the requested version, each as soon as it is published: a thread is sent for once for several
-        that are."""
-        ready: list[tuple[int, memoryview]] = []
+        """Send published shards."""
         async with self._tensors_of(context) as stream:
-            for index in request.shards:
-                read = self._model.service.read(index, request.version, request.kind)
-                if ready and (not read.done() or sum(len(content) for _, content in ready) >= _TOGETHER_BYTES):
-                    await stream.send(ready)
-                    ready = []
-                ready.append((index, byte_view(await result_of(read)).data))
-            await stream.send(ready)
+            await _send_shards(self._model.service, request, stream)
         return pb.FetchResponse()
 
     async def open_tensor_stream(
@@ -202,8 +209,7 @@ class RankCalls:
         return open_connection(self._model.tensors, self._client(request.rank), request.host, context)
 
     def _client(self, rank: int) -> str:
-        """A rank as the one that connections for tensors are of: each model of its has its own."""
-        return f"rank {rank}" if not self._model.number else f"rank {rank} of model {self._model.number}"
+        return _client(f"rank {rank}", self._model)
 
     def _tensors_of(self, context: Context) -> AbstractAsyncContextManager[OwnerStream]:
         """A context in which a call has its connection for tensors."""
@@ -330,24 +336,46 @@ def _notice(published: Sequence[Published], error: RayZeroError | None) -> pb.No
     return pb.NoticesResponse(published=told, abort=to_failure(error) if error is not None else None)
 
 
+async def _first_notice(stream: PublishStream) -> pb.NoticesResponse:
+    """What a link begins with: what is published by now, and which process says so."""
+    first = _notice(*await stream.next())
+    first.process.CopyFrom(translate.process_to_pb(this_process()))
+    return first
+
+
+async def _send_shards(service: ShardService, request: pb.FetchRequest, stream: OwnerStream) -> None:
+    """Send shards at the requested version, each as soon as it is published: a thread is sent for once for several that
+    are."""
+    ready: list[tuple[int, memoryview]] = []
+    for index in request.shards:
+        read = service.read(index, request.version, request.kind)
+        if ready and (not read.done() or sum(len(content) for _, content in ready) >= _TOGETHER_BYTES):
+            await stream.send(ready)
+            ready = []
+        ready.append((index, byte_view(await result_of(read)).data))
+    await stream.send(ready)
+
+
+def _client(name: str, model: ServedModel) -> str:
+    """A process as the one that connections for tensors are of: each model of its has its own."""
+    return name if not model.number else f"{name} of model {model.number}"
+
+
 def _rank_of(context: Context) -> int:
     caller = caller_of(context.invocation_metadata() or ())
     assert caller is not None, "the door lets nobody in who does not say which rank it is"
     return caller[0]
 
 
-def _owner_name(owner: int) -> str:
-    """Of an owner by its number in the next epoch."""
-    return f"optimizer {owner}"
-
-
 _LEAD = -1  # the lead, where ranks have their numbers
 
 
-class LeadCalls:
-    """OwnerService: the lead's calls to this owner."""
+class OwnerCalls:
+    """OwnerService: calls of the lead, of owners that copy this one's parameters for their hosts, and of those of the
+    next epoch."""
 
     def __init__(self, model: ServedModel) -> None:
+        self._model = model
         self._service, self._steps, self._shared = model.service, model.steps, model.shared
         self._tensors = model.tensors
         self._repeats = Repeats()
@@ -361,15 +389,40 @@ class LeadCalls:
         """Send all of some shards. Nothing changes them: the owners stand still."""
         shared = self._require_shared()
         going = [(index, tensor) for index in request.shards for tensor in shared.carried(self._service.shard(index))]
-        async with connection_of(self._tensors, _owner_name(request.owner), context) as stream:
+        async with connection_of(self._tensors, self._client(request.owner), context) as stream:
             await stream.send((index, byte_view(tensor).data) for index, tensor in going)
         return pb.GiveShardsResponse()
 
     async def open_tensor_stream(
         self, request: pb.OpenTensorStreamRequest, context: Context
     ) -> pb.OpenTensorStreamResponse:
-        """Let an owner of the next epoch open a connection for tensors."""
-        return open_connection(self._tensors, _owner_name(request.owner), request.host, context)
+        """Let an owner open a connection for tensors."""
+        return open_connection(self._tensors, self._client(request.owner), request.host, context)
+
+    def _client(self, owner: int) -> str:
+        """``owner``: by its number in the present epoch or, of one that takes shards over, in the next."""
+        return _client(f"optimizer {owner}", self._model)
+
+    async def notices(self, request: pb.NoticesRequest, context: Context) -> None:
+        """Tell an owner that keeps a copy what is published. The first notice comes at once."""
+        stream = self._model.published.open(f"optimizer {request.owner}")
+        try:
+            await context.write(await _first_notice(stream))
+            while True:
+                await context.write(_notice(*await stream.next()))
+        finally:
+            self._model.published.close(stream)
+
+    async def fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
+        """Send published shards to an owner that keeps a copy."""
+        async with connection_of(self._tensors, self._client(request.owner), context) as stream:
+            await _send_shards(self._service, request, stream)
+        return pb.FetchResponse()
+
+    async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
+        """Say what this owner does for a shard."""
+        self._model.shard(request.shard)
+        return pb.DescribeResponse(text=self._service.describe(request.shard))
 
     def _require_shared(self) -> SharedOwner:
         if self._shared is None:
@@ -424,9 +477,9 @@ class ModelCalls:
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
-        self._services: dict[str, RankCalls | LeadCalls] = {
+        self._services: dict[str, RankCalls | OwnerCalls] = {
             STORE_SERVICE: RankCalls(model),
-            OWNER_SERVICE: LeadCalls(model),
+            OWNER_SERVICE: OwnerCalls(model),
         }
 
     async def answer(self, service: str, method: str, request: Any, context: Context) -> Any:

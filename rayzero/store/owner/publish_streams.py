@@ -1,4 +1,4 @@
-"""Streams what an owner has published to every rank that listens over gRPC."""
+"""Streams what an owner has published to ranks, and to optimizer actors that copy it for their hosts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rayzero.protocol.messages import Published
 class PublishStream:
     """What one listener has yet to hear: only the newest version per shard, so a slow reader costs no memory."""
 
-    def __init__(self, rank: int, known: dict[int, Published], error: RayZeroError | None) -> None:
-        self.rank = rank
+    def __init__(self, listener: str, known: dict[int, Published], error: RayZeroError | None) -> None:
+        self.listener = listener
         self._pending = dict(known)
         self._error = error
         self._muted, self._number, self._is_over = False, 0, False
@@ -46,11 +46,11 @@ class PublishStream:
         self._news.set()
 
     async def next(self) -> tuple[Sequence[Published], RayZeroError | None]:
-        """Wait for news. An error ends the run: it comes with the last news. Raises TransferError if the rank has
-        opened another stream."""
+        """Wait for news. An error ends the run: it comes with the last news. Raises TransferError if the
+        listener has opened another stream."""
         await self._news.wait()
         if self._is_over:
-            raise TransferError(f"rank {self.rank} has opened a newer stream of notices")
+            raise TransferError(f"{self.listener} has opened a newer stream of notices")
         self._news.clear()
         published, self._pending = list(self._pending.values()), {}
         return published, self._error
@@ -66,7 +66,7 @@ class PublishStreams:
         self._known: dict[int, Published] = {}  # by shard
         self._error: RayZeroError | None = None
         self._streams: set[PublishStream] = set()
-        self._newest: dict[int, PublishStream] = {}  # by rank, while it is open
+        self._newest: dict[str, PublishStream] = {}  # by listener, while it is open
 
     @property
     def aborted(self) -> bool:
@@ -81,28 +81,28 @@ class PublishStreams:
         """Tell every listener that the run has failed; the first error wins."""
         self._loop.call_soon_threadsafe(self._fail, error)
 
-    def open(self, rank: int) -> PublishStream:
-        """Add a listener, which first hears of everything published so far. It ends the rank's older one, because each
-        remembers all shards."""
-        older = self._newest.get(rank)
+    def open(self, listener: str) -> PublishStream:
+        """Add a listener ("rank 3"), which first hears of everything published so far. It ends the older stream of the
+        same name, because each remembers all shards."""
+        older = self._newest.get(listener)
         if older is not None:
             self._streams.discard(older)
             older.end()
-        stream = self._newest[rank] = PublishStream(rank, self._known, self._error)
+        stream = self._newest[listener] = PublishStream(listener, self._known, self._error)
         self._streams.add(stream)
         return stream
 
-    def mute(self, rank: int, number: int, *, muted: bool) -> None:
-        """See ``PublishStream.mute``. No effect on a rank whose link has broken: its next stream is not muted."""
-        stream = self._newest.get(rank)
+    def mute(self, listener: str, number: int, *, muted: bool) -> None:
+        """See ``PublishStream.mute``. No effect on a listener whose link has broken: its next stream is not muted."""
+        stream = self._newest.get(listener)
         if stream is not None:
             stream.mute(number, self._known, muted=muted)
 
     def close(self, stream: PublishStream) -> None:
         """Remove a listener."""
         self._streams.discard(stream)
-        if self._newest.get(stream.rank) is stream:
-            del self._newest[stream.rank]
+        if self._newest.get(stream.listener) is stream:
+            del self._newest[stream.listener]
 
     def _tell(self, published: Sequence[Published]) -> None:
         self._known.update((each.shard, each) for each in published)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 from rayzero.concurrency.event_loop import shared_loop
 from rayzero.concurrency.futures import fail, settle
 from rayzero.concurrency.threads import use_torch_threads
-from rayzero.errors import ConfigError, EpochOverError, StoreClosedError, StoreError
+from rayzero.errors import ConfigError, EpochOverError, HandshakeError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.lead.lead import StepLead
 from rayzero.owner.loop_states import LoopStates
@@ -24,6 +25,9 @@ from rayzero.protocol.owner import OwnerPeer
 from rayzero.protocol.ownership import owner_map
 from rayzero.quantities import count
 from rayzero.security.credentials import Identity
+from rayzero.store.host.links.caller import Caller
+from rayzero.store.host.mirror_memory import MirrorMemory
+from rayzero.store.host.mirrors import Mirrors
 from rayzero.store.owner.calls.rank_links import RankLinks
 from rayzero.store.owner.calls.running_calls import RunningCalls
 from rayzero.store.owner.calls.spoken import Voices
@@ -33,6 +37,7 @@ from rayzero.store.owner.peers.wire_peer import RemotePeer
 from rayzero.store.owner.publish_streams import PublishStreams
 from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.owner.tensor_port import TensorPort
+from rayzero.store.shm.shared_plan import SharedPlan
 
 T = TypeVar("T")
 
@@ -77,6 +82,9 @@ class ServedModel:
         self.number, self._terms = number, terms
         self._epoch = 0 if self.service.ownership is None else self.service.ownership.epoch
         self._peers: list[RemotePeer] = []
+        self._addresses: list[str] = []  # of all owners, once peers are connected
+        self.mirrors: Mirrors | None = None  # what this owner copies for its host. freed by: close()
+        self._mirroring = threading.Lock()
         self._pool = ThreadPoolExecutor(2, "rayzero-owner-work", initializer=use_torch_threads, initargs=(1,))
         if self.shared is not None:  # first: a version is in the owner's slabs before a rank learns of it over gRPC
             self.shared.serve(self.service, self.steps)
@@ -90,6 +98,7 @@ class ServedModel:
             raise ConfigError(
                 f"connect_peers() got {len(addresses)} addresses, but the run has {count(service.num_owners, 'owner')}"
             )
+        self._addresses = list(addresses)
         self._peers = [
             RemotePeer(
                 owner,
@@ -110,6 +119,11 @@ class ServedModel:
 
     def succeed(self, owner: int, address: str) -> None:
         """Another owner has died; its successor is at ``address``."""
+        with self._mirroring:
+            if self._addresses:
+                self._addresses[owner] = address
+            if self.mirrors is not None:
+                self.mirrors.succeed(owner, address)
         for peer in self._peers:
             if peer.owner != owner:
                 continue
@@ -158,6 +172,39 @@ class ServedModel:
         if not 0 <= index < len(shards) or unit not in (None, shards[index].unit):
             raise StoreError(f"optimizer {self.service.owner}: there is no shard {index} in unit {unit}")
         return shards[index], self.spec.layout.units[shards[index].unit]
+
+    def mirror(self, owners: tuple[int, ...]) -> Mirrors:
+        """Keep a copy, for the ranks of this host, of what ``owners`` of other hosts publish; blocks. Call it off the
+        event loop, after a rank has shared memory. Raises MemoryPlanError if there is no room, StoreError if another
+        process keeps it, HandshakeError for other owners than those that it is kept of."""
+        assert self.spec is not None
+        assert self.shared is not None
+        with self._mirroring:
+            if self.mirrors is None:
+                service, terms = self.service, self._terms
+                plan = SharedPlan.of(self.spec, service.num_owners, service.ownership)
+                copied = sorted((s for owner in owners for s in plan.shards_of(owner)), key=lambda shard: shard.index)
+                memory = MirrorMemory.open(plan, copied, terms.token, self.number, self.shared.directory)
+                self.mirrors = Mirrors(
+                    Caller.optimizer(service.owner),
+                    plan,
+                    owners,
+                    memory,
+                    self._addresses,
+                    token=terms.token,
+                    tls=terms.tls,
+                    model=self.number,
+                    succeeds=terms.replaces_owners,
+                    stall_timeout=terms.peer_timeout_s,
+                    show=self.shared.ring,
+                    recorder=service.recorder,
+                )
+            if self.mirrors.owners != owners:
+                raise HandshakeError(
+                    f"optimizer {self.service.owner} copies the parameters of optimizers {self.mirrors.owners} for its "
+                    f"host, and a rank asks for those of {owners}: ranks that share its memory must be on one host"
+                )
+            return self.mirrors
 
     def push_dtype(self, push: Contribution, unit: UnitLayout) -> torch.dtype:
         """The dtype in which the bytes of a push come, before they are encoded."""
@@ -212,6 +259,8 @@ class ServedModel:
         ``SharedOwner.close``."""
         for peer in self._peers:
             peer.close()
+        if self.mirrors is not None:
+            self.mirrors.close(retires=retires)
         if self.shared is not None:
             self.shared.close(retires=retires)
         self._pool.shutdown(wait=True)

@@ -143,6 +143,7 @@ class Joined:
     lead: LeadLine
     windows: UnitWindows | None  # over the owners' parameters, where memory is shared
     fetches: HostFetches | None = None  # what this host's ranks fetch once for all of them
+    bring: Callable[[Write], Future[None]] | None = None  # lets this host's copy of a unit have what was written
     host: HostRanks | None = None  # this host's ranks whose gradients senders get as one sum
     gradients: GradientRegion | None  # this rank's, if owners read gradients in its memory, or it keeps what it pushed
     keeps_pushed: bool = False  # also what senders send goes through that memory: a successor of an owner needs it

@@ -22,12 +22,12 @@ from rayzero.protocol.messages import (
     Write,
 )
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.host.links.long_poll import LongPoll
+from rayzero.store.host.links.owner_link import OwnerLink
+from rayzero.store.host.stall import StallWatch
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.history.lead_history import LeadHistory
-from rayzero.store.rank.links.long_poll import LongPoll
-from rayzero.store.rank.links.owner_link import OwnerLink
 from rayzero.store.rank.memory.shared_memory import SharedRank
-from rayzero.store.rank.stall import StallWatch
 from rayzero.store.rank.voice.line import UnheardError, VoiceLine
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import STORE_SERVICE, methods
@@ -45,10 +45,10 @@ class RemoteLead:
         """``shared``: this rank's shared memory, which may reach the lead; None: it has none."""
         self._link, self._shared, self._watch, self._epochs = link, shared, watch, epochs
         self._voice: VoiceLine | None = None  # to the rank of this host that asks for all of them
-        self._rank = link.rank
+        self._rank = link.caller.number
         self._writes = 0  # calls so far
         self._history = LeadHistory()
-        self._answers = ThreadPoolExecutor(1, f"rayzero-rank{link.rank}-answers")  # freed by: close()
+        self._answers = ThreadPoolExecutor(1, f"rayzero-rank{link.caller.number}-answers")  # freed by: close()
 
     def enter(self, link: OwnerLink, shared: SharedRank | None, watch: StallWatch) -> None:
         """Ask the lead of the next epoch from now on; see ``__init__``."""

@@ -434,7 +434,7 @@ class RankStore:
             chain(self._ask_lead(lambda lead: lead.write(awaited, write)), done)
 
         when_all([staged], ask, partial(fail, done))
-        return self._seen_here(done, unit, version)
+        return self._seen_here(done, write)
 
     def _forget_here(self, unit: int, made: Future[None]) -> None:
         """Fetch nothing of a unit for this host until the write is made."""
@@ -449,17 +449,30 @@ class RankStore:
         joined.fetches.forget(shards)
         made.add_done_callback(allow)
 
-    def _seen_here(self, made: Future[None], unit: int, version: int) -> Future[None]:
-        """Done once what was written is also where this rank has the unit mapped."""
+    def _seen_here(self, made: Future[None], write: Write) -> Future[None]:
+        """Done once what was written is also where this rank reads the unit."""
+        if self._joined is not None and self._joined.bring is not None:
+            return self._brought(made, write)
         if self._joined is None or self._joined.fetches is None:
             return made
         seen = Future[None]()
 
         def look(_: object) -> None:
-            chain(then(self.published(unit, version), lambda _: None), seen)
+            chain(then(self.published(write.unit, write.version), lambda _: None), seen)
 
         when_all([made], look, partial(fail, seen))
         return seen
+
+    def _brought(self, made: Future[None], write: Write) -> Future[None]:
+        """Done once this host's copy has what was written."""
+        brought = Future[None]()
+
+        def bring() -> Future[None]:
+            joined = self._require_attached()  # to other owners by now, perhaps
+            return DONE if joined.bring is None else joined.bring(write)
+
+        when_all([made], lambda _: chain(self._epochs.make(bring), brought), partial(fail, brought))
+        return brought
 
     def _stage(self, unit: int, version: int, kind: str, values: Tensor, made: Future[None]) -> Future[None]:
         parts = self._routes[unit].parts

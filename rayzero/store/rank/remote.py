@@ -10,26 +10,27 @@ from pathlib import Path
 
 import torch
 
-from rayzero.concurrency.futures import settled
+from rayzero.concurrency.futures import settled, then
 from rayzero.config.zero import HostFetch, HostPush, HostVoice
 from rayzero.errors import ConfigError, EpochOverError, RayZeroError, UnsupportedError
 from rayzero.protocol.gradient_sum import FormerRank
-from rayzero.protocol.messages import Attached, LoopState, ModelSpec, Pushed
+from rayzero.protocol.messages import Attached, LoopState, ModelSpec, Pushed, SharedPaths, Write
 from rayzero.protocol.ownership import Ownership
 from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.host.links.caller import Caller
+from rayzero.store.host.links.channel import QUICK_S, Channel
+from rayzero.store.host.links.owner_link import OwnerLink, say_goodbye
+from rayzero.store.host.publish_board import PublishBoard
+from rayzero.store.host.stall import StallWatch
 from rayzero.store.rank.connection import Joined
 from rayzero.store.rank.epochs import Epochs
+from rayzero.store.rank.handshake import Handshake
 from rayzero.store.rank.history.loop_history import LoopHistory
 from rayzero.store.rank.history.repeated_pushes import NOTHING, RepeatedPushes
 from rayzero.store.rank.lead_line import RemoteLead
-from rayzero.store.rank.links.channel import QUICK_S, Channel
-from rayzero.store.rank.links.handshake import Handshake
-from rayzero.store.rank.links.owner_link import OwnerLink, say_goodbye
 from rayzero.store.rank.memory.rank_memory import RankMemory
-from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.rank_store import closed_error
-from rayzero.store.rank.stall import StallWatch
 from rayzero.store.rank.voice.participant import VoiceParticipant
 from rayzero.store.rank.ways import Ways
 from rayzero.store.shm.shared_plan import SharedPlan
@@ -108,14 +109,13 @@ class RemoteConnection:
         )
         self._links = [  # freed by: leave() and free()
             OwnerLink(
-                rank,
+                Caller.rank(rank, life),
                 owner,
                 address,
                 token=token,
                 tls=tls,
                 model=model,
                 epoch=epoch,
-                life=life,
                 recorder=self.recorder,
                 hear=self._hear,
                 over=self._lost,
@@ -126,7 +126,7 @@ class RemoteConnection:
         self._handshake = Handshake(rank, self._links, stall_timeout)
         self._outlives_owners = outlives_owners
         self._board = PublishBoard()
-        self._watch = StallWatch(rank, stall_timeout)
+        self._watch = StallWatch(f"rank {rank}", stall_timeout)
         self._ways = Ways(  # freed by: retire() and free()
             rank,
             self._links,
@@ -164,6 +164,7 @@ class RemoteConnection:
         self._plan: SharedPlan | None = None  # after attach
         self._repeats: RepeatedPushes | None = None  # after attach, if this rank keeps what it pushes
         self._loop: LoopHistory | None = None  # after attach
+        self._bring: Callable[[Write], Future[None]] | None = None  # after attach, if this host has a copy
 
     # ---- handshake
 
@@ -203,16 +204,31 @@ class RemoteConnection:
             said = ", ".join(f"{way} to optimizers {owners}" for way, owners in ways.items() if owners)
             log.info("rank %d: %s", self.rank, said)
         self._memory.meet(plan, offers, away, page_lock)
-        self._share_memory(plan)
+        self._share_memory(plan, away)
         self._memory.open(plan, away, self._board, page_lock)
         self._relay(plan)
 
-    def _share_memory(self, plan: SharedPlan) -> None:
-        """Reach the owners of this host through shared memory, and let them map this rank's."""
+    def _share_memory(self, plan: SharedPlan, away: Sequence[int]) -> None:
+        """Reach the owners of this host through shared memory, and let them map this rank's. One of them copies what
+        the owners ``away`` publish."""
         shared = self._memory.shared
-        if shared is not None:
-            self._ways.share(self._handshake.offers, shared)
-            self._handshake.share(shared.offer(), back_at=self._open_step(plan) if self.life else None)
+        if shared is None:
+            return
+        self._ways.share(self._handshake.offers, shared)
+        back_at = self._open_step(plan) if self.life else None
+        mirror = self._handshake.share(shared.offer(), back_at, self._memory.mirrored(away))
+        self._bring = None
+        if isinstance(mirror, SharedPaths):  # first: what is in the copy must not be missed
+            self._board.copied(shard.index for owner in away for shard in plan.shards_of(owner))
+        if self._memory.meet_mirror(mirror):
+            self._ways.mirror(away, shared)
+            self._bring = self._bring_written
+
+    def _bring_written(self, write: Write) -> Future[None]:
+        """Let this host's copy have what was written; done once it has."""
+        request = pb.BringRequest(rank=self.rank, write=translate.write_to_pb(write))
+        asked = self._handshake.mirror_link.ask("Bring", request, max(QUICK_S, self.stall_timeout))
+        return then(asked, lambda _: None)
 
     def _relay(self, plan: SharedPlan) -> None:
         """Fetch what owners elsewhere publish once for this host, if it has memory for that."""
@@ -264,6 +280,7 @@ class RemoteConnection:
             lead=self._lead,
             windows=self._memory.windows,
             fetches=self._ways.fetches,
+            bring=self._bring,
             host=self._memory.host,
             gradients=self._memory.gradients,
             keeps_pushed=self._outlives_owners and bool(self._ways.senders),
@@ -319,7 +336,8 @@ class RemoteConnection:
         offers = self._handshake.offers
         away = [link.owner for link in self._links if link.owner not in offers]
         self._memory.enter(plan, offers, away, self._board)
-        self._share_memory(plan)
+        self._share_memory(plan, away)
+        self._memory.enter_windows(plan, away)
         self._relay(plan)
         self._open_voice(plan)
         self._repeats, self._plan = self._repeated(plan), plan
@@ -423,7 +441,7 @@ class RemoteConnection:
 
     def _hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
         self._voice.pass_on(link, notice)  # first: what follows here may take a while
-        self._board.publish(link.owner, translate.published_from_pb(notice))
+        self._board.publish(translate.published_from_pb(notice))
         self._voice.heard(link, notice)
         if notice.HasField("abort"):
             log.debug("rank %d: %s ends the run: %s", self.rank, link.name, notice.abort.message)

@@ -7,18 +7,19 @@ from collections.abc import Iterable, Sequence
 
 from rayzero.errors import RayZeroError
 from rayzero.layout.model_layout import UnitLayout
+from rayzero.store.host.links.owner_link import OwnerLink
+from rayzero.store.host.publish_board import PublishBoard
+from rayzero.store.host.push_order import PushOrder
+from rayzero.store.host.stall import Describe, StallWatch
+from rayzero.store.host.transfers.fetches import transfer_threads
+from rayzero.store.host.transfers.wire import WireTransfers
 from rayzero.store.rank.connection import GradientSender, Transfers
-from rayzero.store.rank.links.owner_link import OwnerLink
 from rayzero.store.rank.memory.relay_memory import RelayMemory
 from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.rank.memory.unit_windows import UnitWindows
-from rayzero.store.rank.publish_board import PublishBoard
-from rayzero.store.rank.push_order import PushOrder
-from rayzero.store.rank.stall import Describe, StallWatch
 from rayzero.store.rank.transfers.host_fetches import HostFetches
 from rayzero.store.rank.transfers.relayed import RelayedTransfers
 from rayzero.store.rank.transfers.shared import SharedTransfers
-from rayzero.store.rank.transfers.wire import WireTransfers, transfer_threads
 from rayzero.telemetry.recorder import Recorder
 
 
@@ -42,8 +43,8 @@ class Ways:
         for."""
         self._rank, self._board, self._watch, self._recorder = rank, board, watch, recorder
         self._closing = threading.Event()
-        self._fetches, streams = transfer_threads(len(links), rank, "fetch")
-        self.pushes, _ = transfer_threads(len(links), rank, "push")
+        self._fetches, streams = transfer_threads(len(links), f"rank {rank}", "fetch")
+        self.pushes, _ = transfer_threads(len(links), f"rank {rank}", "push")
         self.order = PushOrder()
         self.wires = [
             WireTransfers(
@@ -76,6 +77,19 @@ class Ways:
                 board=self._board,
                 copies=self._fetches,
                 recorder=self._recorder,
+            )
+
+    def mirror(self, owners: Iterable[int], shared: SharedRank) -> None:
+        """Read what owners on other hosts publish in this host's copy."""
+        for owner in owners:
+            self.transfers[owner] = SharedTransfers(
+                owner,
+                shared,
+                self.wires[owner],
+                board=self._board,
+                copies=self._fetches,
+                recorder=self._recorder,
+                copied=True,
             )
 
     def relay(self, memory: RelayMemory, units: Sequence[UnitLayout], windows: UnitWindows | None) -> None:

@@ -309,6 +309,10 @@ class SharedOwner:
         self._free_moved(published)
         for each in published:
             self._lines.publish(each)
+        self.ring()
+
+    def ring(self) -> None:
+        """Wake every rank of this host: there are newer versions in memory. Any thread may call it."""
         for rank in list(self._ranks.values()):
             rank.bell.ring()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from rayzero.concurrency.futures import DONE, then
 from rayzero.protocol.messages import LOOP_STEPS, LoopState
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.links.channel import Channel
-from rayzero.store.rank.links.owner_link import OwnerLink
+from rayzero.store.host.links.channel import Channel
+from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.shm.loop_slab import loop_slabs
 from rayzero.store.shm.shared_plan import SharedPlan

@@ -12,13 +12,13 @@ from torch import Tensor
 from rayzero.layout.model_layout import Shard
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import Contribution, Pushed
-from rayzero.store.rank.links.channel import QUICK_S, BrokenLinkError, Channel
-from rayzero.store.rank.links.owner_link import OwnerLink, answers_of
+from rayzero.store.host.links.channel import QUICK_S, BrokenLinkError, Channel
+from rayzero.store.host.links.owner_link import OwnerLink, answers_of
+from rayzero.store.host.publish_board import PublishBoard
+from rayzero.store.host.push_order import PushOrder
+from rayzero.store.host.transfers.wire import PushedUnit, WireTransfers
 from rayzero.store.rank.memory.gradient_region import GradientRegion
 from rayzero.store.rank.memory.host_ranks import HostRanks
-from rayzero.store.rank.publish_board import PublishBoard
-from rayzero.store.rank.push_order import PushOrder
-from rayzero.store.rank.transfers.wire import PushedUnit, WireTransfers
 from rayzero.store.shm.shared_plan import SharedPlan
 
 NOTHING = FormerRank({}, ())

@@ -13,8 +13,8 @@ from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import StoreClosedError, StoreError
 from rayzero.protocol.messages import Contribution, Pushed
 from rayzero.protocol.scattered import ScatteredUnit
+from rayzero.store.host.push_order import PushOrder
 from rayzero.store.rank.memory.gradient_region import GradientRegion
-from rayzero.store.rank.push_order import PushOrder
 
 
 class GradientReaders(Protocol):

@@ -17,12 +17,12 @@ from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import SharedPaths
 from rayzero.quantities import format_bytes
 from rayzero.slabs.arena import Arena
+from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
 from rayzero.store.rank.memory.host_ranks import HostRanks
 from rayzero.store.rank.memory.relay_memory import RelayMemory, join_memory
 from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
-from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.shm.former_ranks import former_ranks
 from rayzero.store.shm.host_sums import GradientBytes, adding_threads
 from rayzero.store.shm.same_host import host_identity
@@ -68,6 +68,7 @@ class RankMemory:
         self.shared: SharedRank | None = None  # with owners, or other ranks. freed by: close()
         self.relay: RelayMemory | None = None  # if this host keeps what comes from elsewhere. freed by: close()
         self.windows: UnitWindows | None = None  # freed by: close()
+        self._copy: Arena | None = None  # of what owners on other hosts publish
         self.host: HostRanks | None = None  # those of ``summed``. freed by: close()
         self.gradients: GradientRegion | None = None
 
@@ -114,16 +115,17 @@ class RankMemory:
         if self._directory is None:
             return
         who = f"rank {self._rank}"
-        self.relay = join_memory(
-            self._host_fetch,
-            plan,
-            away,
-            self._key,
-            self._model,
-            self._directory,
-            who=who,
-            patience_s=self._patience_s,
-        )
+        if not offers:
+            self.relay = join_memory(
+                self._host_fetch,
+                plan,
+                away,
+                self._key,
+                self._model,
+                self._directory,
+                who=who,
+                patience_s=self._patience_s,
+            )
         if not offers and not self.summed:
             return
         pooled = not away
@@ -135,6 +137,22 @@ class RankMemory:
         for owner, memory in offers.items():
             self.shared.meet(owner, memory)
         self.shares = bool(offers)
+
+    def mirrored(self, away: Sequence[int]) -> Sequence[int]:
+        """The owners of other hosts of whose parameters an optimizer actor of this host is to keep a copy."""
+        return away if self.shares and self.relay is None and self._host_fetch != "never" else ()
+
+    def meet_mirror(self, memory: SharedPaths | RayZeroError | None) -> bool:
+        """Map this host's copy; whether there is one. ``memory``: where it is, or why there is none. Raises that error
+        with host_fetch="always" only."""
+        self._copy = None
+        if isinstance(memory, RayZeroError):
+            if self._host_fetch == "always":
+                raise memory
+            log.warning("rank %d fetches parameters for itself, not once for its host: %s", self._rank, memory)
+        elif memory is not None and self.shared is not None:
+            self._copy = self.shared.meet_mirror(memory)
+        return self._copy is not None
 
     def open(self, plan: SharedPlan, away: Sequence[int], board: PublishBoard, page_lock: torch.device | None) -> None:
         """Begin to use what ``meet`` has mapped, once the owners of this host have mapped this rank's. ``board``: hears
@@ -159,17 +177,24 @@ class RankMemory:
     def enter(
         self, plan: SharedPlan, offers: Mapping[int, SharedPaths], away: Sequence[int], board: PublishBoard
     ) -> None:
-        """Go on with the owners of the next epoch; see ``meet`` and ``open``."""
+        """Go on with the owners of the next epoch; see ``meet``. ``enter_windows`` comes once they know of this rank's
+        memory."""
+        if self.shared is not None:
+            self.shared.enter(plan, offers, board)
+        self._want_sums(away)
+
+    def enter_windows(self, plan: SharedPlan, away: Sequence[int]) -> None:
+        """Let windows show the owners of this epoch; see ``open``."""
         elsewhere = {} if self.windows is None or self.windows.page_locked else self._elsewhere(away)
         if self.shared is not None:
-            self.shared.enter(plan, offers, board, elsewhere)
+            self.shared.enter_windows(elsewhere)
         elif self.windows is not None:
             self.windows.enter(plan, elsewhere)
-        self._want_sums(away)
 
     def _elsewhere(self, away: Sequence[int]) -> dict[int, Arena]:
         """What this host has of the parameters of the owners ``away``, by owner."""
-        return {} if self.relay is None else dict.fromkeys(away, self.relay.shards)
+        copy = self._copy if self.relay is None else self.relay.shards
+        return {} if copy is None else dict.fromkeys(away, copy)
 
     def _want_sums(self, away: Sequence[int]) -> None:
         """Let the ranks of this host whose gradients leave it as one sum find each other, if any leave it."""

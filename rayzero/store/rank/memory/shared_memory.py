@@ -23,8 +23,9 @@ from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import SHARED_MEMORY
+from rayzero.store.host.mirror_memory import MirrorLines
+from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.rank.memory.unit_windows import UnitWindows
-from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.shm.former_ranks import remove_former_lives
 from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.loop_slab import LoopSlab
@@ -110,6 +111,7 @@ class SharedRank:
         self._arrivals = Arrivals(self._control)
         self.on_bell: Callable[[], None] = lambda: None  # also called when the bell rings, and at least once a second
         self._owners: dict[int, _Owner] = {}
+        self._mirror: MirrorLines | None = None  # this host's copy of what other owners publish
         self._windows: UnitWindows | None = None
         self._lead: Asker | None = None
         self._taking = threading.RLock()  # held while the lead's answers are taken, each once
@@ -169,26 +171,32 @@ class SharedRank:
             self._lead = Asker(questions, answers, bell_of(control))
         return _Owner(owner, control, params, plan)
 
-    def enter(
-        self,
-        plan: SharedPlan,
-        memories: Mapping[int, SharedPaths],
-        board: PublishBoard,
-        elsewhere: Mapping[int, Arena],
-    ) -> None:
-        """Go on with the owners of the next epoch. ``memories``: of those of this host. ``elsewhere``: what this host
-        has of the others' parameters, by owner. Questions to the lead that have
-        no answer must be asked again. Raises HandshakeError as ``meet`` does."""
+    def meet_mirror(self, memory: SharedPaths) -> Arena:
+        """Map this host's copy of what owners on other hosts publish; returns its shards. Raises as ``meet`` does."""
+        writes = self._page_lock is not None  # CUDA locks only what may be written
+        before = self._mirror
+        self._mirror = MirrorLines.attach(self._plan, memory, f"rank {self.rank}", writable=writes)
+        if before is not None:
+            before.close()
+        self._bell.ring()
+        return self._mirror.shards
+
+    def enter(self, plan: SharedPlan, memories: Mapping[int, SharedPaths], board: PublishBoard) -> None:
+        """Go on with the owners of the next epoch; ``enter_windows`` comes later. ``memories``: of those of this host.
+        Questions to the lead that have no answer must be asked again. Raises HandshakeError as ``meet`` does."""
         before, self._plan, self._board = self._owners, plan, board
         lead, self._lead = self._lead, None
         if lead is not None:
             lead.close(EpochOverError(f"rank {self.rank}: the lead was another one before"))
         self._owners = {owner: self._met(owner, memory) for owner, memory in memories.items()}
-        if self._windows is not None:
-            self._windows.enter(plan, {**elsewhere, **self._params()})
         for each in before.values():
             each.close()
         self._bell.ring()
+
+    def enter_windows(self, elsewhere: Mapping[int, Arena]) -> None:
+        """Let windows show the owners of this epoch; see ``windows``."""
+        if self._windows is not None:
+            self._windows.enter(self._plan, {**elsewhere, **self._params()})
 
     def listen(self, board: PublishBoard) -> None:
         """Start the thread that brings published versions to ``board`` and takes in the lead's answers."""
@@ -208,7 +216,9 @@ class SharedRank:
         for owner in self._owners.values():
             published = owner.lines.news()
             if published:
-                self._board.publish(owner.owner, published)
+                self._board.publish(published)
+        if self._mirror is not None and (arrived := self._mirror.lines.news()):
+            self._board.arrived(arrived)
         self.take_answers()
         self.on_bell()
 
@@ -288,9 +298,12 @@ class SharedRank:
     # ---- parameters
 
     def shard(self, owner: int, shard: int) -> Tensor:
-        """A shard's published parameters where its owner has them: 1D, the unit's dtype, or a record
-        (codecs/record.py). Do not write to it."""
-        return self._owners[owner].params.tensor(shard)
+        """A shard's published parameters where its owner has them, or in this host's copy: 1D, the unit's dtype, or a
+        record (codecs/record.py). Do not write to it."""
+        if owner in self._owners:
+            return self._owners[owner].params.tensor(shard)
+        assert self._mirror is not None
+        return self._mirror.shards.tensor(shard)
 
     # ---- the end
 
@@ -304,6 +317,8 @@ class SharedRank:
             lock.release()
         for owner in self._owners.values():
             owner.close()
+        if self._mirror is not None:
+            self._mirror.close()
         if self._loop is not None:
             self._loop.close()
         self._control.close()

@@ -1,1 +1,1 @@
-"""Transfers between one rank and one owner: over gRPC, or by a copy within the host."""
+"""Transfers between a rank and owners of its host, and what the ranks of a host send once."""

@@ -21,9 +21,9 @@ from rayzero.concurrency.gather import Gather
 from rayzero.errors import RayZeroError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.quantities import count
+from rayzero.store.host.stall import StallWatch
+from rayzero.store.host.transfers.wire import WireTransfers
 from rayzero.store.rank.memory.relay_memory import RelayMemory
-from rayzero.store.rank.stall import StallWatch
-from rayzero.store.rank.transfers.wire import WireTransfers
 from rayzero.store.shm.claims import Move, next_move
 from rayzero.store.shm.listener import Listener
 from rayzero.store.wire.payload import CHUNK_BYTES

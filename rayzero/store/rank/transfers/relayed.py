@@ -14,10 +14,10 @@ from rayzero.concurrency.gather import Gather
 from rayzero.errors import StoreClosedError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import COMPUTE
+from rayzero.store.host.publish_board import PublishBoard
+from rayzero.store.host.transfers.wire import WireTransfers
 from rayzero.store.rank.memory.unit_windows import UnitWindows
-from rayzero.store.rank.publish_board import PublishBoard
 from rayzero.store.rank.transfers.host_fetches import HostFetches
-from rayzero.store.rank.transfers.wire import WireTransfers
 from rayzero.store.traffic import count_bytes
 from rayzero.telemetry.recorder import Recorder
 

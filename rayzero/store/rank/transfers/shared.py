@@ -1,5 +1,5 @@
-"""Moves bytes between a rank and an owner of its host: copies parameters out of the owner's memory, and sends all else
-over gRPC."""
+"""Moves bytes between a rank and an owner: copies parameters out of the owner's memory, or its host's copy of that, and
+sends all else over gRPC."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rayzero.concurrency.gather import Gather
 from rayzero.errors import StoreClosedError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import COMPUTE
+from rayzero.store.host.publish_board import PublishBoard
+from rayzero.store.host.transfers.wire import WireTransfers
 from rayzero.store.rank.memory.shared_memory import SharedRank
-from rayzero.store.rank.publish_board import PublishBoard
-from rayzero.store.rank.transfers.wire import WireTransfers
 from rayzero.store.traffic import count_bytes
 from rayzero.telemetry.recorder import Recorder
 
@@ -24,7 +24,7 @@ _COPIERS = 2  # threads that copy one fetch
 
 
 class SharedTransfers:
-    """``Transfers`` for an owner of this host, which reads gradients in the rank's memory.
+    """``Transfers`` for an owner of this host, or one whose parameters have a copy here.
 
     Knows where the owner's shards are mapped; not units of several owners, or pushes."""
 
@@ -37,10 +37,12 @@ class SharedTransfers:
         board: PublishBoard,
         copies: ThreadPoolExecutor,
         recorder: Recorder,
+        copied: bool = False,
     ) -> None:
-        """``wire``: carries initial values, writes and states. ``copies``: the threads that copy."""
-        self._board = board
-        self.transport = "shm"
+        """``wire``: carries initial values, writes and states. ``copies``: the threads that copy. ``copied``: the owner
+        is on another host."""
+        self._board, self._counted = board, "host" if copied else "shm"
+        self.transport = wire.transport if copied else "shm"
         self.owner, self._shared, self._wire, self._copies, self._recorder = owner, shared, wire, copies, recorder
 
     def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
@@ -112,4 +114,4 @@ class SharedTransfers:
                 values.copy_(kept)
                 size += kept.nbytes
         numel = sum(shard.numel for shard in shards)
-        count_bytes(self._recorder, "fetch", "shm", numel, out.dtype, size=size, codec=codec_of(unit))
+        count_bytes(self._recorder, "fetch", self._counted, numel, out.dtype, size=size, codec=codec_of(unit))

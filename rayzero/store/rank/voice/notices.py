@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.links.owner_link import OwnerLink
-from rayzero.store.rank.publish_board import PublishBoard
+from rayzero.store.host.links.owner_link import OwnerLink
+from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.rank.voice.line import LONGEST_S
 from rayzero.store.wire import translate
 
@@ -43,7 +43,7 @@ class HostNotices:
 
     def notice(self, owner: int, message: bytes) -> None:
         """See ``Ear.notice``."""
-        self._board.publish(owner, translate.published_from_pb(pb.NoticesResponse.FromString(message)))
+        self._board.publish(translate.published_from_pb(pb.NoticesResponse.FromString(message)))
 
     def follow(self, owners: frozenset[int]) -> None:
         """See ``Ear.follow``. A rank that has waited for an owner for long has it tell the rank itself, whatever the
@@ -69,4 +69,4 @@ class HostNotices:
         with self._lock:
             self._numbers[owner] += 1
             number, muted = self._numbers[owner], owner in self._muted
-        link.ask("Mute", pb.MuteRequest(rank=link.rank, number=number, muted=muted))
+        link.ask("Mute", pb.MuteRequest(rank=link.caller.number, number=number, muted=muted))

@@ -9,8 +9,8 @@ from pathlib import Path
 from rayzero.config.zero import HostVoice, speaks_for_host
 from rayzero.protocol.messages import ModelSpec
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.links.owner_link import OwnerLink
-from rayzero.store.rank.publish_board import PublishBoard
+from rayzero.store.host.links.owner_link import OwnerLink
+from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.rank.voice.line import VoiceLine, voice_address
 from rayzero.store.rank.voice.notices import HostNotices
 from rayzero.store.rank.voice.speaker import Voice

@@ -29,8 +29,8 @@ from typing import Any
 from rayzero.concurrency.futures import fail
 from rayzero.errors import StoreError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.links.long_poll import LongPoll
-from rayzero.store.rank.links.owner_link import OwnerLink
+from rayzero.store.host.links.long_poll import LongPoll
+from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.rank.voice.line import (
     ANSWER,
     BEAT,

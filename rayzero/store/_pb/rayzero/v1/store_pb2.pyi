@@ -310,7 +310,7 @@ class AttachResponse(_message.Message):
     def __init__(self, version: _Optional[int] = ..., needs_load: bool = ..., kernel: _Optional[str] = ..., shared: _Optional[_Union[SharedFiles, _Mapping]] = ..., step: _Optional[int] = ..., needs_spec: bool = ...) -> None: ...
 
 class ShareRequest(_message.Message):
-    __slots__ = ("rank", "files", "controls", "back_at")
+    __slots__ = ("rank", "files", "controls", "back_at", "mirrored")
     class ControlsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -322,21 +322,41 @@ class ShareRequest(_message.Message):
     FILES_FIELD_NUMBER: _ClassVar[int]
     CONTROLS_FIELD_NUMBER: _ClassVar[int]
     BACK_AT_FIELD_NUMBER: _ClassVar[int]
+    MIRRORED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     files: SharedFiles
     controls: _containers.ScalarMap[int, str]
     back_at: int
-    def __init__(self, rank: _Optional[int] = ..., files: _Optional[_Union[SharedFiles, _Mapping]] = ..., controls: _Optional[_Mapping[int, str]] = ..., back_at: _Optional[int] = ...) -> None: ...
+    mirrored: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, rank: _Optional[int] = ..., files: _Optional[_Union[SharedFiles, _Mapping]] = ..., controls: _Optional[_Mapping[int, str]] = ..., back_at: _Optional[int] = ..., mirrored: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ShareResponse(_message.Message):
+    __slots__ = ("mirror", "unmirrored")
+    MIRROR_FIELD_NUMBER: _ClassVar[int]
+    UNMIRRORED_FIELD_NUMBER: _ClassVar[int]
+    mirror: SharedFiles
+    unmirrored: Failure
+    def __init__(self, mirror: _Optional[_Union[SharedFiles, _Mapping]] = ..., unmirrored: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class BringRequest(_message.Message):
+    __slots__ = ("rank", "write")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WRITE_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    write: Write
+    def __init__(self, rank: _Optional[int] = ..., write: _Optional[_Union[Write, _Mapping]] = ...) -> None: ...
+
+class BringResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class NoticesRequest(_message.Message):
-    __slots__ = ("rank",)
+    __slots__ = ("rank", "owner")
     RANK_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     rank: int
-    def __init__(self, rank: _Optional[int] = ...) -> None: ...
+    owner: int
+    def __init__(self, rank: _Optional[int] = ..., owner: _Optional[int] = ...) -> None: ...
 
 class NoticesResponse(_message.Message):
     __slots__ = ("published", "abort", "process")
@@ -386,16 +406,18 @@ class LoadResponse(_message.Message):
     def __init__(self, announced: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("rank", "shards", "version", "kind")
+    __slots__ = ("rank", "owner", "shards", "version", "kind")
     RANK_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     rank: int
+    owner: int
     shards: _containers.RepeatedScalarFieldContainer[int]
     version: int
     kind: str
-    def __init__(self, rank: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., owner: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ()

@@ -12,12 +12,13 @@ from concurrent.futures import Future
 
 from rayzero.concurrency.futures import chain
 from rayzero.concurrency.processes import this_process
-from rayzero.errors import HandshakeError, StateLostError
+from rayzero.errors import HandshakeError, RayZeroError, StateLostError
 from rayzero.protocol.messages import PROTOCOL_VERSION, ModelSpec, SharedPaths
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.links.channel import QUICK_S, Channel
-from rayzero.store.rank.links.owner_link import OwnerLink, answers_of
+from rayzero.store.host.links.channel import QUICK_S, Channel
+from rayzero.store.host.links.owner_link import OwnerLink, answers_of
 from rayzero.store.wire import translate
+from rayzero.store.wire.rpc import from_failure
 
 _LEASE = 0.5
 """Of ``stall_timeout``: how long a rank's link may be down before owners that cannot see its process take it for gone.
@@ -37,8 +38,9 @@ class Handshake:
         self._lease_s, self._deadline_s = stall_timeout * _LEASE, max(QUICK_S, stall_timeout)
         self._spec = b""  # the model's, as JSON; it is sent only where an owner needs it
         self._asked: pb.AttachRequest | None = None  # what every owner, and every successor, is asked
-        self._sharing: pb.ShareRequest | None = None  # the same, of those that offer memory
+        self._sharing: dict[int, pb.ShareRequest] = {}  # by owner, the same of those that offer memory
         self._shared: dict[int, pb.SharedFiles] = {}  # by owner, what those had offered that know of this rank's memory
+        self._mirror: pb.SharedFiles | None = None  # this host's copy of the others' parameters
         self._successors: dict[int, pb.AttachResponse] = {}  # by owner, what its last successor has answered
         self.answers: Sequence[pb.AttachResponse] = ()  # by owner, what this rank goes on with
 
@@ -122,15 +124,37 @@ class Handshake:
         found = {owner: answer.shared for owner, answer in enumerate(self.answers) if answer.shared.control}
         return {owner: translate.paths_from_pb(files) for owner, files in found.items()}
 
-    def share(self, memory: SharedPaths, back_at: int | None) -> None:
-        """Let every owner that offers memory map this rank's, too; blocks. ``back_at``: the step with which a rank goes
-        on that has come back."""
+    def share(
+        self, memory: SharedPaths, back_at: int | None, mirrored: Sequence[int]
+    ) -> SharedPaths | RayZeroError | None:
+        """Let every owner that offers memory map this rank's, too; blocks. The first of them keeps a copy of what the
+        owners ``mirrored`` publish: returns where it is, why there is none, or None without such owners. ``back_at``:
+        the step with which a rank goes on that has come back."""
         offers, files = self.offers, translate.paths_to_pb(memory)
         controls = {owner: offered.control for owner, offered in offers.items()}
         request = pb.ShareRequest(rank=self._rank, files=files, controls=controls, back_at=back_at)
-        self._sharing, self._shared = request, {owner: self.answers[owner].shared for owner in offers}
+        self._sharing = dict.fromkeys(offers, request)
+        self._shared = {owner: self.answers[owner].shared for owner in offers}
+        if mirrored and offers:
+            asked_first = pb.ShareRequest(mirrored=mirrored)
+            asked_first.MergeFrom(request)
+            self._sharing[min(offers)] = asked_first
         links = [self._links[owner] for owner in offers]
-        answers_of({link: link.ask("Share", request, self._deadline_s) for link in links}, self._deadline_s)
+        asked = {link: link.ask("Share", self._sharing[link.owner], self._deadline_s) for link in links}
+        answers = dict(zip(offers, answers_of(asked, self._deadline_s), strict=True))
+        if not mirrored or not offers:
+            return None
+        answer = answers[min(offers)]
+        if answer.HasField("unmirrored"):
+            del self._sharing[min(offers)].mirrored[:]  # a successor is not asked for it
+            return from_failure(answer.unmirrored)
+        self._mirror = answer.mirror
+        return translate.paths_from_pb(answer.mirror)
+
+    @property
+    def mirror_link(self) -> OwnerLink:
+        """To the owner that keeps a copy of what others publish."""
+        return self._links[min(self._sharing)]
 
     def admit_loss(self, owners: Iterable[int], before: int) -> None:
         """Tell owners that this rank has nothing any more of what it pushed of steps before ``before``; blocks."""
@@ -162,9 +186,18 @@ class Handshake:
             raise self.lost_values(link)
 
     def share_again(self, link: OwnerLink, channel: Channel) -> None:
-        """Let a successor that was greeted map this rank's memory, if its predecessor had; blocks."""
-        if link.owner in self._shared:
-            channel.answer(channel.start("Share", self._sharing, self._deadline_s))
+        """Let a successor that was greeted map this rank's memory, if its predecessor had; blocks. Raises
+        StateLostError if it does not go on with the copy that its predecessor kept."""
+        if link.owner not in self._shared:
+            return
+        request = self._sharing[link.owner]
+        answer = channel.answer(channel.start("Share", request, self._deadline_s))
+        if request.mirrored and answer.mirror != self._mirror:
+            why = f" ({from_failure(answer.unmirrored)})" if answer.HasField("unmirrored") else ""
+            raise StateLostError(
+                f"rank {self._rank}: {link.name} has died, and its successor does not go on with the copy of other "
+                f"hosts' parameters that it kept{why}: start the run again"
+            )
 
     def check_successors(self) -> None:
         """Raise StateLostError if an owner has died since it answered, and its successor has other memory.

@@ -61,16 +61,16 @@ class StallWatch:
 
     def __init__(
         self,
-        rank: int,
+        who: str,
         stall_timeout: float,
         clock: Callable[[], float] = time.monotonic,
         *,
         poll_s: float | None = 0.0,
     ) -> None:
-        """``stall_timeout``: seconds. ``rank``: who waits, for messages. ``poll_s``: seconds between two checks, and
-        how old a wait is before its peer is asked; 0: an eighth of the timeout, at most 5; None: there is no thread,
+        """``who``: waits, for messages ("rank 3"). ``stall_timeout``: seconds. ``poll_s``: seconds between two checks,
+        and how old a wait is before its peer is asked; 0: an eighth of the timeout, at most 5; None: without a thread,
         the caller calls ``check_all``, which asks about every wait."""
-        self._rank = rank
+        self._who = who
         self._timeout = stall_timeout
         self._clock = clock
         self._poll_s = min(stall_timeout / 8, _POLL_S) if poll_s == 0.0 else poll_s
@@ -101,7 +101,7 @@ class StallWatch:
             if not self._closed:
                 self._waits[number] = wait
                 if self._thread is None and self._poll_s is not None:
-                    self._thread = threading.Thread(target=self._run, name=f"stall-watch-{self._rank}", daemon=True)
+                    self._thread = threading.Thread(target=self._run, name=f"stall-watch-{self._who}", daemon=True)
                     self._thread.start()
         if error is not None:
             fail(future, error)
@@ -155,7 +155,7 @@ class StallWatch:
         wait.take(answer, now)
         if now - wait.since >= self._timeout:
             waited = f"{now - wait.began:.3g} s"
-            fail(wait.future, StallError(f"rank {self._rank} waits {waited} for {wait.what}: {wait.account()}"))
+            fail(wait.future, StallError(f"{self._who} waits {waited} for {wait.what}: {wait.account()}"))
 
     def _forget(self, number: int) -> None:
         with self._changed:

@@ -14,8 +14,8 @@ from typing import Any
 from rayzero.errors import TransferError
 from rayzero.quantities import count
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.links.channel import Channel
-from rayzero.store.rank.transfers.parts import Sending
+from rayzero.store.host.links.channel import Channel
+from rayzero.store.host.transfers.parts import Sending
 from rayzero.store.wire.payload import Assembly, byte_view
 from rayzero.store.wire.tensor_stream import Receiving, Sent, StreamEndedError
 

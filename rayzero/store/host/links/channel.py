@@ -14,8 +14,8 @@ import grpc
 from rayzero.errors import RayZeroError, StallError, StoreClosedError, TransferError
 from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.host.links.caller import Caller
 from rayzero.store.wire.rpc import (
-    STORE_SERVICE,
     LinkNumber,
     Metadata,
     from_status,
@@ -57,7 +57,7 @@ class Channel:
 
     def __init__(
         self,
-        rank: int,
+        caller: Caller,
         peer: str,
         address: str,
         link: LinkNumber,
@@ -66,16 +66,16 @@ class Channel:
     ) -> None:
         """``peer``: the owner, for messages. ``shown``: None: without TLS."""
         self.link = link
-        self._rank, self.peer = rank, f"rank {rank}, {peer}"
+        self._caller, self.peer = caller, f"{caller.name}, {peer}"
         self._metadata = (*metadata, *link.metadata)
         self._channel = open_channel(address, shown)
         self._is_protected = shown is not None and shown.protects(address)
-        self._calls = {name: method.bind(self._channel) for name, method in methods(STORE_SERVICE).items()}
+        self._calls = {name: method.bind(self._channel) for name, method in methods(caller.service).items()}
         self._given_up = False
         self.met = False  # the owner has answered, or it may get a successor
         self._tensors = TensorStreams(address, self._expect)
         self._deadlines = WeakKeyDictionary[Any, float]()  # of calls, which are their own errors: monotonic seconds
-        self.notices: Any = self._begin(self._calls["Notices"], pb.NoticesRequest(rank=rank), None, None)
+        self.notices: Any = self._begin(self._calls["Notices"], pb.NoticesRequest(**caller.signature), None, None)
 
     def start(self, method: str, request: Any, timeout_s: float, beside: OpenStream | None = None) -> Any:
         """Start a call that has one answer: ``request`` is a message, or an iterator of messages, which grpc draws in
@@ -96,7 +96,7 @@ class Channel:
         return begun
 
     def _expect(self, host: str) -> Opening:
-        asked = pb.OpenTensorStreamRequest(rank=self._rank, host=host)
+        asked = pb.OpenTensorStreamRequest(host=host, **self._caller.signature)
         answer = self.answer(self.start("OpenTensorStream", asked, QUICK_S))
         return Opening.of(answer, protected=self._is_protected)
 

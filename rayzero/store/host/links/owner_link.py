@@ -1,4 +1,4 @@
-"""A rank's link to one owner, and the calls over it.
+"""A link to one owner, and the calls over it.
 
 [Note: a broken link] A connection that is cut, reset or refused says nothing about the process at its other end. So a
 link that breaks is opened again, with back-off, and every call that had no answer is repeated: the owner executes a
@@ -28,13 +28,13 @@ from rayzero.concurrency.processes import ProcessIdentity, SeenProcess
 from rayzero.errors import RayZeroError, StallError, StateLostError, StoreClosedError, StoreError
 from rayzero.security.credentials import Identity, utc
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.links.channel import QUICK_S, BrokenLinkError, Channel, NoAnswerError
+from rayzero.store.host.links.caller import Caller
+from rayzero.store.host.links.channel import QUICK_S, BrokenLinkError, Channel, NoAnswerError
 from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import (
     LinkNumber,
     break_of,
-    life_metadata,
     token_metadata,
 )
 from rayzero.store.wire.tensor_stream import StreamEndedError
@@ -60,7 +60,7 @@ class OwnerLink:
 
     def __init__(
         self,
-        rank: int,
+        caller: Caller,
         owner: int,
         address: str,
         *,
@@ -72,21 +72,19 @@ class OwnerLink:
         rejoin: Callable[[OwnerLink, Channel], None] | None = None,
         model: int = 0,
         epoch: int = 0,
-        life: int = 0,
     ) -> None:
         """``model``: the number of the prepared model that every call is about. ``epoch``: in which the owner is this
-        one. ``life``: how often the rank has died
-        and come back. ``hear`` is called with every notice, and ``over`` at most once, with why the owner will never
-        answer again, both in a thread of the link's. So is ``rejoin``, with a channel to a successor of the owner,
-        before any other call goes there; None: the death of the owner's process is the end of the link."""
+        one. ``hear`` is called with every notice, and ``over`` at most once, with why the owner will never answer
+        again, both in a thread of the link's. So is ``rejoin``, with a channel to a successor of the owner, before any
+        other call goes there; None: the death of the owner's process is the end of the link."""
         self._rejoin = rejoin
         self._met: ProcessIdentity | None = _NOBODY
-        self.owner, self.rank = owner, rank
+        self.owner, self.caller = owner, caller
         self.name = f"optimizer {owner} at {address}" + (f" for prepared model {model}" if model else "")
-        self._address, self._metadata = address, token_metadata(token, model, epoch) + life_metadata(rank, life)
+        self._address, self._metadata = address, token_metadata(token, model, epoch) + caller.metadata
         self._shown = tls
         self._hear, self._tell_over, self._recorder = hear, over, recorder
-        self._number = LinkNumber(f"rank {rank}", 0)
+        self._number = LinkNumber(caller.name, 0)
         self._lock = threading.Lock()
         self._trying: Channel | None = None  # the latest one. freed by: _follow
         self._broken: Channel | None = None  # the latest one that broke
@@ -110,7 +108,7 @@ class OwnerLink:
             if self._thread is not None or self._end is not None:
                 return
             self._down_since = time.monotonic()
-            name = f"rayzero-rank{self.rank}-notices{self.owner}"
+            name = f"rayzero-{self.caller.name.replace(' ', '')}-notices{self.owner}"
             self._thread = threading.Thread(target=self._keep_open, name=name, daemon=True)
         self._thread.start()
 
@@ -133,7 +131,7 @@ class OwnerLink:
     def _follow(self) -> RayZeroError:
         """Open the link and follow the owner's notices until they end; why they did."""
         self._number = self._number.next()
-        channel = Channel(self.rank, self.name, self._address, self._number, self._metadata, self._shown)
+        channel = Channel(self.caller, self.name, self._address, self._number, self._metadata, self._shown)
         channel.met = self._openings > 0 or self._rejoin is not None
         with self._lock:
             self._trying = channel
@@ -146,7 +144,7 @@ class OwnerLink:
                     self._meet(channel)
                     self._opened(channel)
                 self._hear(self, notice)
-            return StoreError(f"rank {self.rank}: {self.name} stopped")
+            return StoreError(f"{self.caller.name}: {self.name} stopped")
         except RayZeroError as error:
             if isinstance(error, BrokenLinkError):
                 self.broke(channel, error)
@@ -166,7 +164,7 @@ class OwnerLink:
             waiting, self._waiting = self._waiting, []
             down_s = time.monotonic() - self._down_since
         if again:
-            log.warning("rank %d: the link to %s is back after %.3g s", self.rank, self.name, down_s)
+            log.warning("%s: the link to %s is back after %.3g s", self.caller.name, self.name, down_s)
             count_reconnect(self._recorder, "optimizer", down_s)
         for wait in waiting:
             settle(wait, channel)
@@ -186,7 +184,7 @@ class OwnerLink:
             elif isinstance(cause, OSError | StreamEndedError):
                 self._why = str(error).removeprefix(f"{channel.peer}: ")
         if was_open:
-            log.warning("rank %d lost the link to %s: %s", self.rank, self.name, self._why)
+            log.warning("%s lost the link to %s: %s", self.caller.name, self.name, self._why)
             channel.give_up()
 
     def _ended_certificate(self) -> str:
@@ -194,7 +192,7 @@ class OwnerLink:
         shown = self._shown
         if shown is None or not shown.protects(self._address) or not shown.now.have_ended:
             return ""
-        return f"; this rank's certificate ended at {utc(shown.now.ends)}, and the run has not renewed it"
+        return f"; the certificate of {self.caller.name} ended at {utc(shown.now.ends)}, and the run has not renewed it"
 
     def when_open(self, after: Channel | None = None) -> Future[Channel]:
         """Done once a channel other than ``after`` is open; fails if there will be none."""
@@ -242,11 +240,11 @@ class OwnerLink:
         if self._met not in (_NOBODY, self._process):
             if self._rejoin is None:
                 raise StateLostError(
-                    f"rank {self.rank}: another process answers as {self.name}, which has nothing of what the one "
+                    f"{self.caller.name}: another process answers as {self.name}, which has nothing of what the one "
                     "before had: its host has come back, perhaps; resume from the newest checkpoint"
                 )
             self._rejoin(self, channel)
-            log.warning("rank %d: %s has a successor, and goes on", self.rank, self.name)
+            log.warning("%s: %s has a successor, and goes on", self.caller.name, self.name)
         self._met = self._process
 
     def succeed(self, address: str) -> None:
@@ -286,7 +284,7 @@ class OwnerLink:
         self._forget()
         with self._lock:
             self._why = f"its process, pid {process.pid}, has died; a successor is awaited"
-        log.warning("rank %d: optimizer %d (pid %d) has died", self.rank, self.owner, process.pid)
+        log.warning("%s: optimizer %d (pid %d) has died", self.caller.name, self.owner, process.pid)
 
     def _stop(self, error: RayZeroError) -> None:
         """The owner will never answer again; the first reason counts."""
@@ -306,7 +304,7 @@ class OwnerLink:
     def close(self) -> None:
         """End every call, and every wait for the link. Idempotent."""
         self._closed = True
-        self._stop(StoreClosedError(f"rank {self.rank}, {self.name}: the store was closed"))
+        self._stop(StoreClosedError(f"{self.caller.name}, {self.name}: the store was closed"))
 
     def join(self) -> None:
         """Wait for the link's thread, after ``close``."""
@@ -406,7 +404,7 @@ def say_goodbye(links: Sequence[OwnerLink], reason: str) -> None:
     """Tell all owners that can be reached now that this rank leaves. A failure is only logged: an owner that cannot be
     reached has gone itself, or notices that this rank has."""
     asked = [
-        (link, link.ask("Leave", pb.LeaveRequest(rank=link.rank, reason=reason), _LEAVE_S))
+        (link, link.ask("Leave", pb.LeaveRequest(rank=link.caller.number, reason=reason), _LEAVE_S))
         for link in links
         if link.channel() is not None
     ]
@@ -414,5 +412,5 @@ def say_goodbye(links: Sequence[OwnerLink], reason: str) -> None:
     for link, answer in asked:
         if not answer.done() or answer.exception() is not None:
             why = answer.exception() if answer.done() else link.down()
-            log.info("rank %d: %s did not hear the goodbye: %s", link.rank, link.name, why)
+            log.info("%s: %s did not hear the goodbye: %s", link.caller.name, link.name, why)
             answer.cancel()

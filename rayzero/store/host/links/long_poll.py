@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 
 from rayzero.concurrency.futures import fail, settle
 from rayzero.errors import StoreClosedError
-from rayzero.store.rank.links.channel import NoAnswerError
-from rayzero.store.rank.links.owner_link import OwnerLink
+from rayzero.store.host.links.channel import NoAnswerError
+from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.wire.rpc import POLL_MARGIN_S
 
 T = TypeVar("T")

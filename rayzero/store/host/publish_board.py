@@ -33,6 +33,7 @@ class PublishBoard:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[int, Published] = {}  # by shard
+        self._copied: frozenset[int] = frozenset()  # shards that are read in a copy of this host
         self._waits: set[_PublishWait] = set()
         self._released: dict[int, RayZeroError] = {}  # owners that are ending the run, and why
         self._error: RayZeroError | None = None
@@ -62,14 +63,30 @@ class PublishBoard:
         with self._lock:
             return all(shard in self._known and self._known[shard].version == version for shard in shards)
 
-    def publish(self, owner: int, published: Iterable[Published]) -> None:
-        """Note what ``owner`` has published, and end the waits for it."""
+    def copied(self, shards: Iterable[int]) -> None:
+        """These shards are read in a copy of this host: what counts is not what their owners publish, or have, but what
+        is in the copy (``arrived``)."""
+        with self._lock:
+            self._copied = frozenset(shards)
+            self._known = {shard: known for shard, known in self._known.items() if shard not in self._copied}
+
+    def publish(self, published: Iterable[Published]) -> None:
+        """Note what owners have published, and end the waits for it."""
+        self._note(published, copied=False)
+
+    def arrived(self, published: Iterable[Published]) -> None:
+        """Note which versions this host has copies of, and end the waits for them."""
+        self._note(published, copied=True)
+
+    def _note(self, published: Iterable[Published], *, copied: bool) -> None:
         with self._lock:
             for each in published:  # what comes over a new link, or from another rank, may be older than what is known
+                if (each.shard in self._copied) is not copied:
+                    continue
                 known = self._known.get(each.shard)
                 if known is None or (known.version, known.content) <= (each.version, each.content):
                     self._known[each.shard] = each
-            ready = self._take(lambda wait: wait.owner == owner and self._arrived(wait))
+            ready = self._take(self._arrived)
         for wait in ready:
             settle(wait.published, None)
 

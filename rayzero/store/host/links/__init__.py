@@ -1,0 +1,1 @@
+"""Links to owners: channels that break and are opened again."""

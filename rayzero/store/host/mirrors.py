@@ -1,0 +1,268 @@
+"""Keeps a copy of what owners on other hosts publish, once for all ranks of a host.
+
+An owner says what it has published; what has changed is fetched at once, in the order of the forward, and a shard's
+line is written behind its bytes. So a rank reads a copied shard as it reads one of an owner on its host: same memory,
+same line, same bell.
+
+[Note: one buffer] A copy is overwritten in place. An owner publishes a new content only once every rank has finished
+the step of the one before, and a rank finishes after its last read. Only a write by the user changes bytes within a
+version: then each rank, once the write is made, asks for the unit again (``bring``), and reads it after the answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+from rayzero.concurrency.futures import DONE, fail, settle, then, when_all
+from rayzero.concurrency.gather import Gather
+from rayzero.errors import RayZeroError, StallError, StoreClosedError, TransferError
+from rayzero.layout.model_layout import Shard, UnitLayout
+from rayzero.protocol.messages import Published, Write
+from rayzero.security.credentials import Identity
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.host.links.caller import Caller
+from rayzero.store.host.links.channel import Channel
+from rayzero.store.host.links.owner_link import OwnerLink
+from rayzero.store.host.mirror_memory import MirrorMemory
+from rayzero.store.host.publish_board import PublishBoard
+from rayzero.store.host.stall import StallWatch
+from rayzero.store.host.transfers.fetches import WireFetches, transfer_threads
+from rayzero.store.shm.shared_plan import SharedPlan
+from rayzero.store.wire import translate
+from rayzero.store.wire.rpc import from_failure
+from rayzero.telemetry.recorder import Recorder
+
+log = logging.getLogger(__name__)
+
+
+class _Mirror:
+    """The copies of one owner's shards. Thread-safe: notices come in the link's thread, bytes in those of the pool."""
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        units: Sequence[UnitLayout],
+        memory: MirrorMemory,
+        fetches: WireFetches,
+        show: Callable[[], None],
+    ) -> None:
+        """``shards``: ascending. ``show``: called when versions have been written into lines."""
+        self._shards, self._units, self._memory = {shard.index: shard for shard in shards}, units, memory
+        self._fetches, self._show = fetches, show
+        self._lock = threading.Lock()
+        self._heard: dict[int, Published] = {}  # by shard, the newest
+        self._here = {index: memory.former[index] for index in self._shards if index in memory.former}
+        self._coming: set[int] = set()  # shards whose bytes are under way
+        self._stale: set[int] = set()  # shards that have been written to since their bytes were asked for
+        self._waits: list[tuple[set[int], Future[None]]] = []  # for stale shards
+        self._end: RayZeroError | None = None
+
+    def hear(self, published: Iterable[Published]) -> None:
+        """The owner has published these versions, perhaps long ago."""
+        newer = list(published)
+        with self._lock:
+            self._heard.update((each.shard, each) for each in newer if each.shard in self._shards)
+        self._advance(each.shard for each in newer)
+
+    def bring(self, unit: int) -> Future[None]:
+        """Fetch the shards of a unit again; done once they are here."""
+        wanted = {index for index, shard in self._shards.items() if shard.unit == unit}
+        if not wanted:
+            return DONE
+        done: Future[None] = Future()
+        with self._lock:
+            end = self._end
+            if end is None:
+                self._stale |= wanted
+                self._waits.append((set(wanted), done))
+        if end is not None:
+            fail(done, end)
+        else:
+            self._advance(wanted)
+        return done
+
+    def _advance(self, indices: Iterable[int]) -> None:
+        """Fetch what has another content here, and show the others' versions."""
+        fetched: dict[tuple[int, int], list[Published]] = defaultdict(list)
+        shown = False
+        with self._lock:
+            for index in sorted(indices):
+                heard, here = self._heard.get(index), self._here.get(index)
+                if heard is None or index in self._coming or self._end is not None:
+                    continue
+                if here is None or here.content != heard.content or index in self._stale:
+                    if index in self._stale:
+                        self._stale.remove(index)
+                        self._here.pop(index, None)
+                        self._memory.forget(self._shards[index])
+                    self._coming.add(index)
+                    fetched[self._shards[index].unit, heard.version].append(heard)
+                elif here.version < heard.version:
+                    shown = True
+                    self._show_one(heard)
+        for (unit, version), wanted in fetched.items():
+            self._fetch(self._units[unit], version, wanted)
+        if shown:
+            self._show()
+
+    def _show_one(self, published: Published) -> None:
+        self._here[published.shard] = published
+        self._memory.show(published)
+
+    def _fetch(self, unit: UnitLayout, version: int, wanted: Sequence[Published]) -> None:
+        gather, shards = Gather(1), [self._shards[each.shard] for each in wanted]
+        gather.future.add_done_callback(partial(self._came, wanted))
+        self._fetches.fetch_kept(gather, unit, shards, version, self._memory.tensor)
+
+    def _came(self, wanted: Sequence[Published], done: Future[None]) -> None:
+        """Bytes are here, or do not come: then what the owner publishes next is fetched."""
+        error, ended = done.exception(), list[Future[None]]()
+        with self._lock:
+            for each in wanted:
+                self._coming.remove(each.shard)
+                if error is None:
+                    self._show_one(each)
+                    for left, _ in self._waits:
+                        left -= {each.shard} - self._stale
+            ended = [wait for left, wait in self._waits if not left]
+            self._waits = [(left, wait) for left, wait in self._waits if left]
+        if error is None:
+            self._show()
+        elif not isinstance(error, StoreClosedError):
+            log.warning("the copy of %s for this host has to wait: %s", self._units[self._unit(wanted)].name, error)
+        for wait in ended:
+            settle(wait, None)
+        if error is None or isinstance(error, StallError | TransferError):
+            self._advance(each.shard for each in wanted)
+
+    def _unit(self, wanted: Sequence[Published]) -> int:
+        return self._shards[wanted[0].shard].unit
+
+    def end(self, error: RayZeroError) -> None:
+        """Nothing comes any more: waits fail with ``error``. Idempotent."""
+        with self._lock:
+            self._end = self._end or error
+            waits, self._waits = self._waits, []
+        for _, wait in waits:
+            fail(wait, error)
+
+
+class Mirrors:
+    """The copies that one optimizer actor keeps for its host, and the links by which they come.
+
+    Knows which owners are on other hosts; not who reads what it keeps."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        plan: SharedPlan,
+        owners: Sequence[int],
+        memory: MirrorMemory,
+        addresses: Sequence[str],
+        *,
+        token: str,
+        tls: Identity | None,
+        model: int,
+        succeeds: bool,
+        stall_timeout: float,
+        show: Callable[[], None],
+        recorder: Recorder,
+    ) -> None:
+        """``owners``: those whose shards are copied. ``memory``: has places for them. ``addresses``: of all owners, by
+        index. ``succeeds``: an owner that dies gets a successor. ``show``: called in any thread when ``memory`` has
+        newer versions. The other arguments: see ``OwnerServer``."""
+        self.owners, self._memory = tuple(owners), memory
+        self._closing = threading.Event()
+        self._watch = StallWatch(caller.name, stall_timeout)
+        self._board = PublishBoard()
+        self._lock = threading.Lock()
+        self._brought: dict[int, tuple[Write, Future[None]]] = {}  # by unit, the last write
+        self._pool, streams = _threads(len(self.owners), caller.name)
+        self._mirrors: dict[int, _Mirror] = {}
+        self._links: dict[int, OwnerLink] = {}
+        for owner in self.owners:
+            link = self._links[owner] = OwnerLink(
+                caller,
+                owner,
+                addresses[owner],
+                token=token,
+                tls=tls,
+                model=model,
+                epoch=plan.ownership.epoch,
+                recorder=recorder,
+                hear=self._hear,
+                over=self._over,
+                rejoin=_greet if succeeds else None,
+            )
+            fetches = WireFetches(
+                link,
+                fetches=self._pool,
+                board=self._board,
+                watch=self._watch,
+                closing=self._closing,
+                recorder=recorder,
+                streams=streams,
+            )
+            self._mirrors[owner] = _Mirror(plan.shards_of(owner), plan.spec.layout.units, memory, fetches, show)
+        for link in self._links.values():
+            link.open()
+
+    @property
+    def offer(self) -> pb.SharedFiles:
+        """The files that ranks of this host map."""
+        return translate.paths_to_pb(self._memory.offer())
+
+    def bring(self, write: Write) -> Future[None]:
+        """Fetch again what a write, which is made, has changed; done once it is here. Each rank asks for each write."""
+        done: Future[None] = Future()
+        with self._lock:
+            before = self._brought.get(write.unit)
+            if before is not None and before[0] == write and (not before[1].done() or before[1].exception() is None):
+                return then(before[1], lambda _: None)  # one of its own: who gives up ends no other's wait
+            self._brought[write.unit] = write, done
+        brought = [mirror.bring(write.unit) for mirror in self._mirrors.values()]
+        when_all(brought, lambda _: settle(done, None), partial(fail, done))
+        return then(done, lambda _: None)
+
+    def succeed(self, owner: int, address: str) -> None:
+        """An owner's process has died; its successor is at ``address``."""
+        if owner in self._links:
+            self._links[owner].succeed(address)
+
+    def _hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
+        if notice.HasField("abort"):
+            self._board.release(link.owner, from_failure(notice.abort))
+        self._mirrors[link.owner].hear(translate.published_from_pb(notice))
+
+    def _over(self, link: OwnerLink, error: RayZeroError) -> None:
+        log.info("%s copies nothing of %s any more: %s", link.caller.name, link.name, error)  # ranks say the same
+        self._mirrors[link.owner].end(error)
+
+    def close(self, *, retires: bool) -> None:
+        """End links and threads. ``retires``: another epoch has begun, and its mirror goes on in the same memory.
+        Idempotent."""
+        self._closing.set()
+        closed = StoreClosedError("this host's copy was closed")
+        for link in self._links.values():
+            link.close()
+        for mirror in self._mirrors.values():
+            mirror.end(closed)
+        self._watch.close(closed)
+        self._pool.shutdown(wait=True)
+        for link in self._links.values():
+            link.join()
+        self._memory.close(unlink=not retires)
+
+
+def _threads(num_owners: int, who: str) -> tuple[ThreadPoolExecutor, int]:
+    pool, streams = transfer_threads(num_owners, who, "copy")
+    return pool, max(2, streams)  # while the bytes of one call come, the next one is asked
+
+
+def _greet(link: OwnerLink, channel: Channel) -> None:
+    """A successor publishes what it has, and needs nothing of a mirror."""

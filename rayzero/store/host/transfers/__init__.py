@@ -1,0 +1,1 @@
+"""Transfers to and from one owner over the network."""

@@ -1,0 +1,430 @@
+"""Parameters of owners on other hosts come once for a host, into memory that an optimizer actor of it writes."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from rayzero.concurrency.gather import Gather
+from rayzero.errors import MemoryPlanError, StateLostError, StoreError
+from rayzero.layout.model_layout import Shard, UnitLayout
+from rayzero.memory import planner
+from rayzero.protocol.messages import COMPUTE, ModelSpec, Published
+from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
+from rayzero.store.host import mirror_memory
+from rayzero.store.host.mirror_memory import MirrorMemory
+from rayzero.store.host.mirrors import _Mirror
+from rayzero.store.owner.hosted import HostedModels
+from rayzero.store.owner.server import OwnerServer, serve_models
+from rayzero.store.rank.rank_store import RankStore
+from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.shm.shared_plan import SharedPlan
+from rayzero.store.shm.signals import available
+from rayzero.telemetry.names import TRANSFER_BYTES
+from rayzero.telemetry.recorder import MemoryRecorder
+
+from .deaths import Owners, differing, disturbed, train, undisturbed
+from .stores import TOKEN
+from .test_succession import RANKS
+from .toy import WAIT, Rank, equal, make_spec, random_grads, start, take_step
+
+pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
+
+OWNERS = 3  # 0 is on the ranks' host
+
+
+class Place:
+    """A host of ranks with owner 0. The others are on other hosts."""
+
+    def __init__(self, stack: ExitStack, **options: Any) -> None:
+        self.directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-")))
+        self.token, self._stack, self._options = secrets.token_hex(), stack, options
+        self.recorders: list[MemoryRecorder] = []
+        self.at_owner = MemoryRecorder()  # of owner 0
+        self.servers = [self.serve(owner) for owner in range(OWNERS)]
+        self.addresses = [server.address for server in self.servers]
+        for server in self.servers:
+            server.connect_peers(self.addresses)
+
+    def serve(self, owner: int, **options: Any) -> OwnerServer:
+        share, recorder = (None, None) if owner else (self.directory, self.at_owner)
+        models = HostedModels(owner, OWNERS, share=share, recorder=recorder, **options)
+        self._stack.callback(models.close)
+        return self._stack.enter_context(serve_models(models, token=self.token, replaces_owners=True))
+
+    def store(self, rank: int, life: int = 0) -> RankStore:
+        recorder = MemoryRecorder()
+        self.recorders.append(recorder)
+        options = {"host_fetch": "auto", "stall_timeout": WAIT} | self._options
+        connection = RemoteConnection(
+            rank, self.addresses, token=self.token, share=self.directory, life=life, recorder=recorder, **options
+        )
+        store = RankStore(connection)
+        self._stack.callback(store.close)
+        return store
+
+    def start(self, spec: ModelSpec) -> list[Rank]:
+        return start([self.store(rank) for rank in range(spec.world_size)], spec)
+
+    def fetched(self, transport: str) -> list[int]:
+        """The bytes that each rank has fetched by a transport."""
+        return [int(each.total(TRANSFER_BYTES, direction="fetch", transport=transport)) for each in self.recorders]
+
+    @property
+    def crossed(self) -> int:
+        """The bytes that owner 0 has fetched for its host."""
+        return int(self.at_owner.total(TRANSFER_BYTES, direction="fetch", transport="grpc"))
+
+    @property
+    def files(self) -> list[str]:
+        found = (slab.header.facts.role for slab in list_slabs(self.directory) if slab.header is not None)
+        return sorted(role for role in found if role.startswith("mirror"))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def away_bytes(spec: ModelSpec) -> int:
+    """Of one version of what owners on other hosts publish."""
+    plan = SharedPlan.of(spec, OWNERS)
+    units = spec.layout.units
+    shards = [shard for owner in range(1, OWNERS) for shard in plan.shards_of(owner)]
+    return sum(shard.numel * units[shard.unit].dtype.itemsize for shard in shards)
+
+
+def step(ranks: list[Rank], seed: int) -> None:
+    take_step(ranks, [random_grads(ranks[0].spec, 10 * seed + rank.rank) for rank in ranks])
+
+
+@pytest.mark.promise("bounded", "hosts")
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_crosses_the_network_does_not_depend_on_the_ranks_of_a_host(stack: ExitStack, world_size: int) -> None:
+    place = Place(stack)
+    spec = make_spec(world_size)
+    ranks = place.start(spec)
+    for number in range(3):
+        step(ranks, number)
+        found = [rank.fetch() for rank in ranks for _ in range(2)]
+        assert all(equal(each, found[0]) for each in found)
+    assert place.crossed == 4 * away_bytes(spec), "each version once"
+    assert place.fetched("grpc") == [0] * world_size
+    assert place.fetched("host") == [3 * 3 * away_bytes(spec)] * world_size, "and for every use it is copied here"
+
+
+def test_a_version_that_changes_nothing_is_not_fetched_again(stack: ExitStack) -> None:
+    place = Place(stack)
+    ranks = place.start(make_spec(2))
+    step(ranks, 0)
+    first = [rank.fetch() for rank in ranks]
+    before = place.crossed
+    take_step(ranks, [{}, {}])
+    again = [rank.fetch() for rank in ranks]
+    assert all(equal(each, first[0]) for each in [*first, *again])
+    assert place.crossed == before
+
+
+def test_ranks_map_one_memory_and_see_each_version_there(stack: ExitStack) -> None:
+    place = Place(stack)
+    spec = make_spec(2, shard_numel=4096)
+    ranks = place.start(spec)
+    for number in range(3):
+        step(ranks, number)
+        for layout in spec.layout.units:
+            for rank in ranks:
+                rank.store.published(layout.index, rank.step).result(WAIT)
+            done, out = ranks[0].fetch_unit(layout.index)
+            done.result(WAIT)
+            for rank in ranks:
+                mapped = rank.store.mapped(layout.index)
+                assert mapped is None or torch.equal(mapped, out)
+    assert ranks[0].store.mapped(1) is not None
+    inodes = {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "mirrored" in line}
+    assert len(inodes) == 1
+
+
+@pytest.mark.parametrize("kind", [COMPUTE, "master"])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_what_was_written_is_here_when_the_write_is_done(stack: ExitStack, kind: str, mapped: bool) -> None:
+    place = Place(stack)
+    ranks = place.start(make_spec(2, shard_numel=4096))
+    for unit in ranks[0].spec.layout.units:
+        ranks[0].store.published(unit.index, 0).result(WAIT)
+    before = place.crossed
+    for unit in ranks[0].spec.layout.units:
+        values = torch.arange(unit.numel, dtype=torch.float32)
+        if kind == COMPUTE:
+            values = values.to(unit.dtype)
+        for write in [rank.store.write(unit.index, 0, kind, values.clone()) for rank in ranks]:
+            write.result(WAIT)
+        for rank in ranks:
+            out = rank.store.mapped(unit.index)
+            if out is None or not mapped:
+                done, out = rank.fetch_unit(unit.index, 0)
+                done.result(WAIT)
+            for slot in unit.slots:
+                assert torch.equal(out[slot.start : slot.stop], values.to(unit.dtype)[slot.start : slot.stop])
+    assert place.crossed - before == away_bytes(ranks[0].spec), "once, though each rank asks for it"
+
+
+# ---- deaths -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hosts(stack: ExitStack) -> tuple[Path, Path]:
+    """The memory of the ranks' host, and of another one."""
+    made = (tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix=f"test-{name}-") for name in ("host", "other"))
+    here, elsewhere = (Path(stack.enter_context(each)) for each in made)
+    return here, elsewhere
+
+
+@pytest.mark.promise("recoverable", "hosts")
+@pytest.mark.parametrize("owner", [0, 1])
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_lost_with_the_owner_that_keeps_it_or_one_that_publishes(
+    hosts: tuple[Path, Path], owner: int, seed: int
+) -> None:
+    here, elsewhere = hosts
+    spec, draws = make_spec(RANKS), random.Random(seed)
+    kills = [(step, draws.uniform(0.0, 0.02), owner) for step in (2, 5)]
+    terms: dict[str, Any] = {"shares": (True,) * RANKS, "elsewhere": elsewhere, "host_fetch": "always"}
+    found = disturbed(here, spec, 8, train, kills, num_owners=OWNERS, **terms)
+    assert not differing(spec, found, undisturbed(spec, 8, train))
+    assert [list(directory.iterdir()) for directory in hosts] == [[], []]
+
+
+def test_what_its_predecessor_had_does_not_come_again_and_stays_mapped(hosts: tuple[Path, Path]) -> None:
+    here, elsewhere = hosts
+    spec, owners = make_spec(1, shard_numel=4096), Owners(here, OWNERS, elsewhere)
+    connection = RemoteConnection(
+        0, owners.addresses, token=TOKEN, share=here, outlives_owners=True, host_fetch="always"
+    )
+    owners.stores.append(RankStore(connection))
+    with closing(owners), closing(owners.stores[0]):
+        ranks = start(owners.stores, spec)
+        for unit in spec.layout.units:
+            ranks[0].store.published(unit.index, 0).result(WAIT)
+        mapped = ranks[0].store.mapped(1)
+        assert mapped is not None
+        files = sorted(path.name for path in here.glob("*mirror*"))
+        owners.kill(0)
+        for number in range(2):
+            step(ranks, number)
+            done, out = ranks[0].fetch_unit(1)
+            done.result(WAIT)
+            assert torch.equal(mapped, out), "the successor writes into the same memory"
+        assert sorted(path.name for path in here.glob("*mirror*")) == files
+
+
+def test_a_successor_that_cannot_go_on_with_it_is_the_end(hosts: tuple[Path, Path]) -> None:
+    here, elsewhere = hosts
+    spec, owners = make_spec(1), Owners(here, OWNERS, elsewhere)
+    connection = RemoteConnection(
+        0, owners.addresses, token=TOKEN, share=here, outlives_owners=True, host_fetch="always"
+    )
+    owners.stores.append(RankStore(connection))
+    with closing(owners), closing(owners.stores[0]):
+        ranks = start(owners.stores, spec)
+        ranks[0].fetch()
+        for path in here.glob("*mirror*"):
+            path.unlink()
+        owners.kill(0)
+        with pytest.raises(StateLostError, match="does not go on with the copy of other hosts' parameters"):
+            ranks[0].store.published(0, 1).result(WAIT)
+
+
+# ---- the memory -------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_once_the_owner_has_stopped(stack: ExitStack) -> None:
+    place = Place(stack)
+    ranks = place.start(make_spec(2))
+    assert place.files == ["mirror", "mirrored"]
+    for rank in ranks:
+        rank.store.close()
+    assert place.files == ["mirror", "mirrored"], "a rank that comes back finds it"
+    for server in place.servers:
+        server.stop()
+    assert place.files == []
+
+
+def test_only_what_is_copied_takes_memory(stack: ExitStack) -> None:
+    place = Place(stack)
+    spec = make_spec(1, shard_numel=4096)
+    place.start(spec)
+    (shards,) = place.directory.glob("*mirrored*")
+    held, page = shards.stat().st_blocks * 512, 4096
+    plan = SharedPlan.of(spec, OWNERS)
+    pages = {
+        at // page
+        for owner in range(1, OWNERS)
+        for shard in plan.shards_of(owner)
+        for place in [plan.params_of(spec.layout.shards).places[shard.index]]
+        for at in range(place.offset, place.offset + place.bytes)
+    }
+    assert held == page * len(pages | {0}), "and the header"
+
+
+def no_room(size: int, directory: Path, **_: Any) -> None:
+    raise planner.no_room(size, directory, "too small")
+
+
+def test_without_room_each_rank_fetches_for_itself_and_says_so(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mirror_memory, "check_shared", no_room)
+    place = Place(stack)
+    ranks = place.start(make_spec(2))
+    step(ranks, 0)
+    for rank in ranks:
+        rank.fetch()
+    assert place.fetched("grpc") == [2 * away_bytes(ranks[0].spec)] * 2, "both versions"
+    said = [line for line in caplog.messages if "fetches parameters for itself, not once for its host" in line]
+    assert len(said) == 2
+    assert "shared memory needs" in said[0]
+
+
+def test_without_room_always_is_refused_with_the_sum(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror_memory, "check_shared", no_room)
+    place = Place(stack, host_fetch="always")
+    with pytest.raises(MemoryPlanError, match=r"shared memory needs .* but .* has .* free"):
+        place.store(0).attach(make_spec(2))
+
+
+def test_another_start_of_a_run_and_another_model_have_memory_of_their_own(stack: ExitStack) -> None:
+    place = Place(stack)
+    plan = SharedPlan.of(make_spec(2), OWNERS)
+    paths = set()
+    for key, model in (("one", 0), ("one", 1), ("another", 0)):
+        memory = MirrorMemory.open(plan, plan.shards_of(1), key, model, place.directory)
+        paths.add(memory.offer().control)
+        memory.close(unlink=False)
+    again = MirrorMemory.open(plan, plan.shards_of(1), "one", 0, place.directory)
+    assert len(paths) == 3
+    assert again.offer().control in paths
+
+
+def test_memory_that_another_process_still_writes_is_not_taken(stack: ExitStack) -> None:
+    place = Place(stack)
+    plan = SharedPlan.of(make_spec(2), OWNERS)
+    first = MirrorMemory.open(plan, plan.shards_of(1), "key", 0, place.directory)
+    with pytest.raises(StoreError, match="cannot be taken over: the process that made it still runs"):
+        MirrorMemory.open(plan, plan.shards_of(1), "key", 0, place.directory)
+    first.close(unlink=True)
+
+
+# ---- in every order -----------------------------------------------------------------------------------------------
+
+SPEC = make_spec(1)
+SHARDS = SPEC.layout.shards[:2]
+
+
+class Lines:
+    """The memory of a mirror: two shards of one element, and their lines."""
+
+    def __init__(self) -> None:
+        self.former: dict[int, Published] = {}
+        self.bytes = {shard.index: -1 for shard in SHARDS}
+
+    def show(self, published: Published) -> None:
+        self.former[published.shard] = published
+
+    def forget(self, shard: Shard) -> None:
+        self.former.pop(shard.index, None)
+
+    def tensor(self, shard: Shard) -> Tensor:
+        raise AssertionError("no bytes move in this test")
+
+
+class Owner:
+    """What an owner has, and what has been asked of it. A value is the number of its last change."""
+
+    def __init__(self) -> None:
+        self.values = {shard.index: 0 for shard in SHARDS}
+        self.published = {shard.index: Published(shard.index, 0, 0) for shard in SHARDS}
+        self.changes = 0
+        self.asked: list[tuple[list[Shard], int, Gather, dict[int, int]]] = []
+
+    def fetch_kept(self, gather: Gather, unit: UnitLayout, shards: Sequence[Shard], version: int, place: Any) -> None:
+        found = {shard.index: self.values[shard.index] for shard in shards}  # read at the earliest: the worst case
+        self.asked.append((list(shards), version, gather, found))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_a_line_shows_is_what_its_bytes_are_in_every_order(seed: int) -> None:
+    """A step at a time: the owner publishes or skips once the host has read, or the user writes; notices and bytes
+    arrive late, one by one; fetches fail, and the process that keeps the copy dies."""
+    draws = random.Random(seed)
+    owner, lines = Owner(), Lines()
+    rung: list[bool] = []
+
+    def begin() -> _Mirror:
+        return _Mirror(SHARDS, SPEC.layout.units, cast(Any, lines), cast(Any, owner), lambda: rung.append(True))
+
+    mirror, notices = begin(), [list(owner.published.values())]
+    brought: Future[None] | None = None
+    written = 0
+
+    def whole() -> bool:
+        return all(lines.former.get(s.index) == owner.published[s.index] for s in SHARDS) and brought is None
+
+    for _ in range(400):
+        for shard in SHARDS:
+            shown, now = lines.former.get(shard.index), owner.published[shard.index]
+            if shown == now and (brought is None or brought.done()):
+                assert lines.bytes[shard.index] == owner.values[shard.index]
+        move = draws.choice(("owner", "notice", "bytes", "bytes", "fail", "die"))
+        if move == "owner" and whole():
+            version = owner.published[SHARDS[0].index].version
+            what = draws.choice(("step", "skip", "write"))
+            if what == "write":
+                written += 1
+                owner.changes += 1
+                owner.values = dict.fromkeys(owner.values, owner.changes)
+                brought = mirror.bring(SHARDS[0].unit)
+                continue
+            for shard in SHARDS:
+                content = owner.published[shard.index].content
+                if what == "step":
+                    owner.changes += 1
+                    owner.values[shard.index] = owner.changes
+                    content = version + 1
+                owner.published[shard.index] = Published(shard.index, version + 1, content)
+                notices.append([owner.published[shard.index]])
+        elif move == "notice" and notices:
+            mirror.hear(notices.pop(0))
+        elif move == "bytes" and owner.asked:
+            shards, version, gather, found = owner.asked.pop(draws.randrange(len(owner.asked)))
+            if any(owner.published[shard.index].content > version for shard in shards):
+                gather.end(StoreError(f"v{version} is gone"))
+                continue
+            lines.bytes.update(found)
+            gather.end(None)
+            assert rung.pop()
+        elif move == "fail" and owner.asked and draws.random() < 0.3:
+            *_, gather, _ = owner.asked.pop()
+            gather.end(StoreError("a fetch failed"))
+            notices.append(list(owner.published.values()))  # over the next link
+        elif move == "die" and draws.random() < 0.1:
+            owner.asked = []
+            mirror, notices = begin(), [list(owner.published.values())]
+            if brought is not None and not brought.done():
+                brought = mirror.bring(SHARDS[0].unit)  # it had no answer, so the rank asks again
+        if brought is not None and brought.done():
+            brought.result()
+            assert all(lines.bytes[shard.index] == owner.values[shard.index] for shard in SHARDS)
+            brought = None
+    assert owner.changes > 3
+    assert written
