@@ -166,6 +166,8 @@ def format_plan(planned: RecipePlan) -> str:
         f"  at most {device.describe()}",
     ]
     lines += [f"optimizer {owner.owner}: {owner.describe()}" for owner in planned.bytes.owners]
+    owners, doors = len(planned.bytes.owners), planned.bytes.doors
+    lines += [f"optimizer {owners + i}: no shards, for the ranks of host {host}" for i, host in enumerate(doors)]
     lines += [f"host {host.host}: {host.describe()}" for host in planned.bytes.hosts]
     hosts = planned.hardware.hosts
     if idle := hosts.count - len(planned.bytes.hosts):
@@ -182,16 +184,16 @@ def format_plan(planned: RecipePlan) -> str:
         f"a step takes at least {bound.seconds:.4g} s (bound by {bound.binds}): at most "
         f"{recipe.tokens_per_step / bound.seconds:,.0f} tokens/s",
     ]
-    lines += ["", _describe_files(recipe, hosts.count)]
+    lines += ["", _describe_files(recipe, hosts.count, len(doors))]
     return "\n".join(lines)
 
 
-def _describe_files(recipe: RecipeConfig, hosts: int) -> str:
-    """How many files the run's processes may have open, for people."""
+def _describe_files(recipe: RecipeConfig, hosts: int, doors: int) -> str:
+    """How many files the run's processes may have open, for people. ``doors``: optimizer actors without shards."""
     from rayzero.protocol.ownership import device_owners
     from rayzero.store.file_counts import files_of_owner, files_of_rank
 
-    ranks, alone = recipe.scaling.num_workers, recipe.scaling.num_optimizers
+    ranks, alone = recipe.scaling.num_workers, recipe.scaling.num_optimizers + doors
     beside = device_owners(ranks, recipe.zero.host_fraction)
     neighbours = -(-(ranks + alone) // hosts) - 1
     of_owner = files_of_owner(ranks, alone + beside, neighbours)

@@ -121,7 +121,7 @@ def format_status(described: dict[str, Any]) -> str:
     lines += [f"logger      {_logger(one)}" for one in described["loggers"]]
     if described["state"] == "running":
         members = sorted(described["members"], key=lambda member: _by_index(str(member["who"])))
-        lines += [f"process     {who['who']}: pid {who['pid']} on {who['host']}" for who in members]
+        lines += [f"process     {who['who']}: pid {who['pid']} on {who['host']}{_without(who)}" for who in members]
         lines += [f"spare       pid {who['pid']} on {who['host']}" for who in described["spares"]]
         if described["telemetry"]:
             lines.append(f"metrics     {described['telemetry']['http_sd']} (Prometheus http_sd)")
@@ -130,6 +130,10 @@ def format_status(described: dict[str, Any]) -> str:
     if described["error"]:
         lines.append(f"error       {described['error'].partition(chr(10))[0]}")
     return "\n".join(map(plain, lines))
+
+
+def _without(member: Mapping[str, Any]) -> str:
+    return "" if member.get("has_shards", True) else ", without shards"
 
 
 def _logger(told: Mapping[str, Any]) -> str:

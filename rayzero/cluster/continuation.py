@@ -82,7 +82,7 @@ class Continuation:
     step: int  # that is open: as many are decided
     life: int  # of every rank
     repeats: bool  # ranks do the last decided iteration's end again
-    ownership: Ownership | None = None  # who owns what, if the optimizers have changed since the run began
+    ownership: Ownership | None = None  # who owns what, if the optimizers have changed, or some have no shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ def choose(left: Left, *, num_workers: int, num_owners: int) -> Continuation | L
         step=step,
         life=left.run.rank_life + 1,
         repeats=not all(_begun(left.run, step)),
-        ownership=ownership if ownership is not None and ownership.epoch else None,
+        ownership=ownership if ownership is not None and (ownership.epoch or ownership.doors) else None,
     )
 
 
@@ -163,10 +163,11 @@ def _refusals(left: Left, num_workers: int, num_owners: int) -> Iterator[str]:
     if run is None:
         yield "nothing of it is left in this host's shared memory"
         return
-    began = run.ownership.first if run.ownership is not None else run.num_owners  # whoever says that wants no others
-    if run.world_size != num_workers or num_owners not in (began, run.num_owners):
+    now, first = run.num_owners - len(run.doors), run.ownership
+    began = first.first - first.doors if first is not None else now  # whoever says that wants no others
+    if run.world_size != num_workers or num_owners not in (began, now):
         yield (
-            f"it had {count(run.world_size, 'rank')} and {count(run.num_owners, 'optimizer')}, and now there are to be "
+            f"it had {count(run.world_size, 'rank')} and {count(now, 'optimizer')}, and now there are to be "
             f"{num_workers} and {num_owners}"
         )
     if left.models > 1:
@@ -225,7 +226,8 @@ def read_left(run: str, lineage: str, directory: Path) -> Left:
 def what_is_left(run: str, lineage: str, directory: Path) -> Continuation | Lost:
     """How a run with the same counts would go on."""
     left = read_left(run, lineage, directory)
-    counts = (left.run.world_size, left.run.num_owners) if left.run is not None else (0, 0)
+    dead = left.run
+    counts = (dead.world_size, dead.num_owners - len(dead.doors)) if dead is not None else (0, 0)
     return choose(left, num_workers=counts[0], num_owners=counts[1])
 
 

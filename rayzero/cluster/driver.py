@@ -23,8 +23,8 @@ from rayzero.cluster.interrupts import postponed
 from rayzero.cluster.janitor import KeptStates
 from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.loggers.children import Loggers
-from rayzero.cluster.nodes.reservation import placed
-from rayzero.cluster.nodes.resources import Placement, ResourcePlan, plan_resources, rescaled
+from rayzero.cluster.nodes.reservation import Reservation, placed
+from rayzero.cluster.nodes.resources import Placement, plan_resources, rescaled
 from rayzero.cluster.nodes.session import alive_nodes, ray_session
 from rayzero.cluster.run import Recovery, RunState, rank_name
 from rayzero.cluster.supervision import Verdict, run_failed
@@ -66,7 +66,7 @@ def drive(request: RunRequest, journal: Journal) -> None:
 
 def _with_optimizers(request: RunRequest, ownership: Ownership | None) -> RunRequest:
     """The run, with the optimizers that it had."""
-    return request if ownership is None else replace(request, scaling=_of(request.scaling, ownership.num_owners))
+    return request if ownership is None else replace(request, scaling=_of(request.scaling, ownership.num_optimizers))
 
 
 def _of(scaling: ScalingConfig, num_optimizers: int) -> ScalingConfig:
@@ -140,7 +140,7 @@ def _attempt(request: RunRequest, journal: Journal) -> RunFailedError | None:
         tools,
         RunActors(run, placement, certificates, log, cpus_are_set=cpus_are_set) as actors,
     ):
-        _start(request, plan, actors, journal)
+        _start(request, placement, actors, journal)
         loggers.start(actors.coordinator.logged.remote)
         try:
             with _discoverable(request, actors):
@@ -162,8 +162,16 @@ def _loggers(request: RunRequest, journal: Journal) -> Loggers:
     return journal.loggers
 
 
-def _start(request: RunRequest, plan: ResourcePlan, actors: RunActors, journal: Journal) -> None:
-    former = _former(request.directory.start)
+def _start(request: RunRequest, placement: Reservation, actors: RunActors, journal: Journal) -> None:
+    former, plan = _former(request.directory.start), placement.plan
+    needed, goes_on = _nodes_of_doors(request, placement), ownership_of(request.directory.start)
+    ownership = goes_on or Ownership(plan.num_optimizers + len(needed), doors=len(needed))
+    doors = len(ownership.door_numbers)  # as many as before, if the run goes on from memory, where all is on one host
+    actors.places.add_doors([*needed, *[actors.driver_node] * doors][:doors])
+    if doors:
+        request.on_phase(
+            f"starting {count(doors, 'more optimizer actor')}, without shards, for ranks that have none near"
+        )
     owners = plan_owners(
         plan,
         actors.certificates,
@@ -174,7 +182,7 @@ def _start(request: RunRequest, plan: ResourcePlan, actors: RunActors, journal: 
         beside_ranks=_beside_ranks(request),
         replaces_members=request.run.max_failures > 0,
         succeeds=former is not None and former.continued,
-        ownership=ownership_of(request.directory.start),
+        ownership=ownership,
         remains=remains_of(request, actors),
     )
     journal.routing = actors.start(
@@ -231,6 +239,14 @@ def _kept(request: RunRequest) -> KeptStates | None:
 
 def _former(start: StartPoint) -> Former | None:
     return None if start.former is None else Former(start.former, start.continuation is not None)
+
+
+def _nodes_of_doors(request: RunRequest, placement: Reservation) -> list[str]:
+    """The nodes that get an optimizer actor without shards: owners beside ranks are on each, and without shared memory
+    it would be no nearer than the others."""
+    if request.zero.shared_directory is None or _beside_ranks(request) is not None:
+        return []
+    return placement.nodes_without_optimizer()
 
 
 def _beside_ranks(request: RunRequest) -> str | None:

@@ -78,6 +78,7 @@ class Member:
     node: str  # node id
     host: str  # node address
     open_files: int | None = None  # that it may have open at once; None: it has not said
+    has_shards: bool = True  # False: an optimizer that is there for the ranks of its host alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,7 +130,7 @@ class Controller:
         """``addresses``: by owner; the last ``beside`` are of those beside ranks. ``max_failures``: how many failures
         the run outlives in all; ``outlived``: how many it has outlived before. ``bound``: members whose states die with
         their process; after their death nobody can take their place. ``rank_life``: more than 0 in a run that continues
-        another one. ``ownership``: who owns what; None: it is the run's first epoch."""
+        another one. ``ownership``: who owns what; None: it is the run's first epoch, without doors."""
         self.addresses, self.epoch = tuple(addresses), 0
         on_host = len(self.addresses) - beside
         self.ownership = ownership or Ownership(on_host)
@@ -149,6 +149,10 @@ class Controller:
     def life(self, member: MemberId) -> int:
         """The present life of a member."""
         return self._places[member].life
+
+    def last_life(self, member: MemberId) -> int:
+        """The last life of a member so far, also of one that is to join; -1 if there has been none."""
+        return self._lives.get(member, -1)
 
     @property
     def running(self) -> tuple[MemberId, ...]:
@@ -313,7 +317,7 @@ class Controller:
         if self._wanted is None or self._unanswered or self.awaited:
             return []
         on_host = self.ownership.num_owners
-        change, self._wanted = reform.resolved(self._wanted, on_host), None
+        change, self._wanted = reform.resolved(self._wanted, self.ownership), None
         if change is None:
             return []
         new = [MemberId(MemberKind.OWNER, index) for index, former in enumerate(change.former) if former is None]
@@ -401,7 +405,7 @@ class Controller:
 
     def _next_life(self, member: MemberId) -> int:
         """A new one: also processes that were to join and never did had one."""
-        self._lives[member] = self._lives.get(member, -1) + 1
+        self._lives[member] = self.last_life(member) + 1
         return self._lives[member]
 
     def _process(self, member: MemberId) -> Process:

@@ -213,8 +213,9 @@ class Reform:
         return [Ask(step, asked, arguments)] if asked else self._next()
 
 
-def resolved(change: Rescale, num_owners: int) -> Rescale | None:
-    """A change that was asked for when there were other owners, as seen from ``num_owners``; None: it changes
+def resolved(change: Rescale, before: Ownership) -> Rescale | None:
+    """A change that was asked for when there were other owners, as seen from those ``before``; None: it changes
     nothing."""
+    num_owners, doors = before.num_owners, len(before.door_numbers)
     there = tuple(i if was is not None and i < num_owners else None for i, was in enumerate(change.former))
-    return None if there == tuple(range(num_owners)) else Rescale(there)
+    return None if (there, change.doors) == (tuple(range(num_owners)), doors) else Rescale(there, change.doors)

@@ -31,7 +31,7 @@ class ScaleRequest(ConfigModel):
     """Optimizer actors that the run is to have."""
 
     avoid: Several[str] = ()
-    """Nodes that no optimizer is to be on, by id or address."""
+    """Nodes that no optimizer with shards is to be on, by id or address."""
 
     placement: Placement | None = None
     """Where all of them are to be from now on; None: as before."""

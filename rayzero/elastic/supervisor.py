@@ -63,15 +63,14 @@ class Processes(Protocol):
     """The processes of a run. What comes of a method follows as events; none is ever about a process that nobody
     started."""
 
-    def start(self, process: Process, ownership: Ownership | None) -> None:
-        """Start a process in the place of a dead one; ``Serves`` or ``Died`` follows. ``ownership``: who owns what;
-        None: it is the run's first epoch."""
+    def start(self, process: Process, ownership: Ownership) -> None:
+        """Start a process in the place of a dead one; ``Serves`` or ``Died`` follows. ``ownership``: who owns what."""
 
     def join(self, process: Process, ownership: Ownership, addresses: Sequence[str]) -> None:
         """Start a process that is an owner in the epoch of ``ownership``, and none before; ``Serves``, ``Died`` or a
         refusal to ``Step.START`` follows. ``addresses``: of the owners before."""
 
-    def run(self, rank: Process, addresses: Sequence[str], ownership: Ownership | None) -> None:
+    def run(self, rank: Process, addresses: Sequence[str], ownership: Ownership) -> None:
         """Begin the loop of a rank; ``Ended`` or ``Died`` follows. ``addresses``: of the owners."""
 
     def call(self, processes: Sequence[Process], method: str, *arguments: Any) -> None:
@@ -131,9 +130,9 @@ class Supervisor:
         processes = self._processes
         match action:
             case Start(member, life):
-                processes.start(Process(member, life), self._ownership)
+                processes.start(Process(member, life), self.controller.ownership)
             case Run(rank, life, addresses):
-                processes.run(Process(MemberId(MemberKind.RANK, rank), life), addresses, self._ownership)
+                processes.run(Process(MemberId(MemberKind.RANK, rank), life), addresses, self.controller.ownership)
             case Lose(rank, life, owners):
                 processes.call(self._present(owners), "lose", rank, life)
             case Connect(owner, life, addresses):
@@ -158,8 +157,3 @@ class Supervisor:
 
     def _present(self, members: Sequence[MemberId]) -> tuple[Process, ...]:
         return tuple(Process(member, self.controller.life(member)) for member in members)
-
-    @property
-    def _ownership(self) -> Ownership | None:
-        """Who owns what; None in the first epoch."""
-        return self.controller.ownership if self.controller.ownership.epoch else None

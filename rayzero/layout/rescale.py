@@ -25,14 +25,18 @@ from rayzero.quantities import count
 @dataclass(frozen=True, slots=True)
 class Rescale:
     """One change of the owners that are not on a device: who each new owner was before; None: it is a new process that
-    has nothing. Former owners that are not named leave. Raises ConfigError if nobody is named, or somebody twice."""
+    has nothing. Former owners that are not named leave. The last ``doors`` of them have no shards afterwards. Raises
+    ConfigError if nobody is named, or somebody twice, or if there are only doors."""
 
     former: tuple[int | None, ...]
+    doors: int = 0
 
     def __post_init__(self) -> None:
         named = [owner for owner in self.former if owner is not None]
         if not self.former or len(named) != len(set(named)):
             raise ConfigError(f"a change of the owners names at least one, and nobody twice, got {self.former}")
+        if not 0 <= self.doors < len(self.former):
+            raise ConfigError(f"of {count(len(self.former), 'owner')}, {self.doors} cannot be without shards")
 
     @classmethod
     def to(cls, num_owners: int, former: int) -> Rescale:
@@ -48,33 +52,36 @@ def rescale(shard_map: ShardMap, change: Rescale) -> ShardMap:
     if any(owner is not None and not 0 <= owner < on_host for owner in change.former):
         raise ConfigError(f"a change of {count(on_host, 'owner')} names {change.former}")
     now = {owner: new for new, owner in enumerate(change.former) if owner is not None}
-    owners = [_now(shard_map, owner, now, len(change.former)) for owner in shard_map.owners]
+    num_sharded = len(change.former) - change.doors
+    owners = [_now(shard_map, owner, now, num_sharded, len(change.former)) for owner in shard_map.owners]
     return replace(
         shard_map,
-        owners=tuple(_balanced(owners, shard_map.sizes, len(change.former))),
+        owners=tuple(_balanced(owners, shard_map.sizes, num_sharded)),
         num_owners=len(change.former) + shard_map.num_device_owners,
+        num_doors=change.doors,
     )
 
 
-def _now(shard_map: ShardMap, owner: int, now: Mapping[int, int], num_host: int) -> int | None:
-    """What an owner is called after the change; None if it leaves."""
+def _now(shard_map: ShardMap, owner: int, now: Mapping[int, int], num_sharded: int, num_host: int) -> int | None:
+    """What an owner is called after the change; None if it leaves, or stays without shards."""
     if not shard_map.on_device(owner):
-        return now.get(owner)
+        number = now.get(owner)
+        return number if number is not None and number < num_sharded else None
     return num_host + owner - (shard_map.num_owners - shard_map.num_device_owners)
 
 
-def _balanced(owners: Sequence[int | None], sizes: Sequence[int], num_host: int) -> list[int]:
+def _balanced(owners: Sequence[int | None], sizes: Sequence[int], num_sharded: int) -> list[int]:
     """[Note: minimal moves]"""
-    loads, has, placed = [0] * num_host, [list[int]() for _ in range(num_host)], list[int]()
+    loads, has, placed = [0] * num_sharded, [list[int]() for _ in range(num_sharded)], list[int]()
     for owner, size in zip(owners, sizes, strict=True):
-        if owner is not None and owner < num_host:
+        if owner is not None and owner < num_sharded:
             loads[owner] += size
     for shard, owner in enumerate(owners):
         if owner is None:
             owner = loads.index(min(loads))
             loads[owner] += sizes[shard]
         placed.append(owner)
-        if owner < num_host and sizes[shard]:
+        if owner < num_sharded and sizes[shard]:
             has[owner].append(shard)
     largest = max((sizes[shard] for shards in has for shard in shards), default=0)
     while max(loads) - min(loads) > largest:

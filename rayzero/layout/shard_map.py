@@ -41,6 +41,7 @@ class ShardMap:
     sizes: tuple[int, ...]  # bytes, per item
     num_owners: int
     num_device_owners: int = 0  # the last so many owners: one beside each rank, with its states on the rank's device
+    num_doors: int = 0  # so many owners before those have nothing: each is on a host with ranks and no other owner
 
     def __post_init__(self) -> None:
         if self.num_owners < 1:
@@ -160,25 +161,30 @@ def shard_map_for(
     policy: str,
     *,
     num_device_owners: int = 0,
+    num_doors: int = 0,
     offload_fraction: float = 1.0,
 ) -> ShardMap:
     """The owner of every shard of ``layout``. Every rank and every owner computes the same map.
 
     A shard's bytes are those that its owner keeps for it under Adam (``resident_bytes``). The last
-    ``num_device_owners`` owners share ``device_shards``, and the other owners share the rest, both by ``policy``.
-    Raises ConfigError for an unknown policy, and if there is no other owner."""
+    ``num_device_owners`` owners share ``device_shards``, the ``num_doors`` owners before them get nothing, and the
+    other owners share the rest, by ``policy``. Raises ConfigError for an unknown policy, and if there is no other
+    owner."""
     sizes = [shard.numel * resident_bytes(layout.units[shard.unit]) for shard in layout.shards]
     units = [shard.unit for shard in layout.shards]
-    num_host_owners = _at_least_one(num_owners - num_device_owners)
+    num_host_owners = _at_least_one(num_owners - num_device_owners - num_doors)
     on_device = device_shards(layout, offload_fraction) if num_device_owners else range(0)
     on_host = [index for index in range(len(sizes)) if index not in set(on_device)]
     owners = [0] * len(sizes)
-    for indices, first, num in ((on_host, 0, num_host_owners), (on_device, num_host_owners, num_device_owners)):
+    for indices, first, num in (
+        (on_host, 0, num_host_owners),
+        (on_device, num_owners - num_device_owners, num_device_owners),
+    ):
         if num:
             part = _spread([sizes[i] for i in indices], [units[i] for i in indices], num, policy)
             for index, owner in zip(indices, part.owners, strict=True):
                 owners[index] = first + owner
-    return ShardMap(tuple(owners), tuple(sizes), num_owners, num_device_owners)
+    return ShardMap(tuple(owners), tuple(sizes), num_owners, num_device_owners, num_doors)
 
 
 def device_shards(layout: ModelLayout, offload_fraction: float) -> list[int]:

@@ -61,7 +61,7 @@ class CheckpointRequests:
     Knows which ranks asked, and owners as peers; not steps, or when the next decision may be made. Thread-safe."""
 
     def __init__(self, peers: Sequence[OwnerPeer], recorder: Recorder) -> None:
-        """``peers``: every owner, by owner index."""
+        """``peers``: every owner with shards, by owner index."""
         self._peers = peers
         self._recorder = recorder
         self._lock = threading.Lock()

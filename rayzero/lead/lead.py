@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -59,9 +59,13 @@ class StepLead:
         peers: Sequence[OwnerPeer],
         record: DecisionRecord | None = None,
         recorder: Recorder | None = None,
+        *,
+        doors: Collection[int] = (),
     ) -> None:
-        """``peers``: every owner, by index. ``record``: see ``DecisionJournal``."""
+        """``peers``: every owner, by index. ``record``: see ``DecisionJournal``. ``doors``: owners without shards,
+        which have no part in a step, and only hear of its failure."""
         self._peers = list(peers)
+        self._owners = [peer for owner, peer in enumerate(peers) if owner not in doors]
         self._lock = DeferringLock()
         self._spec: ModelSpec | None = None
         self._left: dict[int, str] = {}  # rank -> reason
@@ -76,7 +80,7 @@ class StepLead:
         # they cannot collect the next step until all of them have it
         self._told: tuple[Future[None], ...] = ()  # owners, by index, that the last decision was sent to
         self._recorder = recorder or NullRecorder()
-        self._checkpoints = CheckpointRequests(self._peers, self._recorder)
+        self._checkpoints = CheckpointRequests(self._owners, self._recorder)
         self._writes = WriteRequests()
         self._means = Means()
         self._failure: StoreError | None = None
@@ -147,7 +151,7 @@ class StepLead:
     def _redo(self, records: Sequence[Record]) -> None:
         """Let every owner act on recorded decisions, in their order."""
         first, *rest = records
-        acks = self._told = tuple(peer.redo(first) for peer in self._peers)
+        acks = self._told = tuple(peer.redo(first) for peer in self._owners)
         then = partial(self._redo, rest) if rest else partial(self._tell_ranks, first.decision, None)
         when_all(acks, lambda _: then(), self._peer_failed)
 
@@ -352,7 +356,7 @@ class StepLead:
         if begun is not None:
 
             def ask() -> None:
-                answers = tuple(peer.write(*begun) for peer in self._peers)
+                answers = tuple(peer.write(*begun) for peer in self._owners)
                 self._writes.told(answers)
                 when_all(answers, lambda _: self._write_made(), self._peer_failed)
 
@@ -410,7 +414,7 @@ class StepLead:
         reports = tuple(asked.reports[rank] for rank in sorted(asked.reports))
 
         def ask() -> None:
-            answers = tuple(peer.collect(current.step, reports) for peer in self._peers)
+            answers = tuple(peer.collect(current.step, reports) for peer in self._owners)
             with self._lock:
                 if tuple(asked.reports[rank] for rank in sorted(asked.reports)) != reports:
                     return  # a rank has died since: it is asked again with what the rank reports then
@@ -476,7 +480,7 @@ class StepLead:
         error = self._nonfinite(current)
 
         def tell() -> None:
-            acks = self._told = tuple(peer.apply(decision) for peer in self._peers)
+            acks = self._told = tuple(peer.apply(decision) for peer in self._owners)
             when_all(acks, lambda _: self._tell_ranks(decision, error), self._peer_failed)
 
         self._lock.defer(tell)

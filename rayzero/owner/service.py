@@ -257,7 +257,8 @@ class ShardService:
         parts = self._attached()
         shards = list(parts.model.shards.values())
         yield Reading(SHARDS, len(shards), {})
-        yield Reading(PARAM_VERSION, min((owned.published for owned in shards), default=0), {})
+        if shards:
+            yield Reading(PARAM_VERSION, min(owned.published for owned in shards), {})
         yield Reading(OPTIMIZER_QUEUE_DEPTH, self._updater.queued, {})
         yield Reading(OPTIMIZER_QUEUE_BYTES, sum(owned.params.nbytes for owned in shards if owned.pending), {})
         held, original, memory = Counter[tuple[str, str]](), Counter[str](), parts.model.memory

@@ -67,7 +67,7 @@ def compare_bytes(plan: RunBytes, scrape: Scrape) -> tuple[Comparison, ...]:
     ranks = [one for one in scrape.processes if one.target.role is Role.RANK]
     owners = [one for one in scrape.processes if one.target.role is Role.OPTIMIZER]
     rows = [row for rank in ranks for row in _of_rank(plan, rank)]
-    rows += [_of_owner(plan, owner) for owner in owners]
+    rows += [_of_owner(plan, owner) for owner in owners if (owner.target.index or 0) < len(plan.owners)]
     if len(plan.hosts) == 1:
         rows += _of_host(plan, [*ranks, *owners], scrape.processes)
     return tuple(rows)

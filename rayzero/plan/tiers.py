@@ -91,6 +91,7 @@ class HostBytes:
     coordinator: bool  # whether the run's coordinator is here
     kept: int = 0  # its ranks' gradients for owners on other hosts, whose successors would need them
     beside: int = 0  # owners beside its ranks (offload_fraction < 1); owner_bytes includes their bytes here
+    doors: int = 0  # 1: an optimizer actor without shards, for its ranks, which have no other owner
     relayed: int = 0  # parameters of owners elsewhere, once for its ranks (host_fetch); ``shared`` includes them
     summed: int = 0  # of ``shared``: ``kept``, where it leaves the host as one sum of its ranks (host_push)
     needs_relayed: bool = False  # without room for them the run is refused, not planned otherwise
@@ -129,7 +130,7 @@ class HostBytes:
             "parameters from elsewhere": self.relayed,
             "offloaded activations": self.activations,
             f"{count(self.ranks, 'rank')} computing": self.compute,
-            f"{count(self.ranks + self.owners + self.coordinator, 'program')}": self.programs,
+            f"{count(self.ranks + self.owners + self.doors + self.coordinator, 'program')}": self.programs,
         }
         return f"{format_bytes(self.total)} = " + " + ".join(f"{k} {format_bytes(v)}" for k, v in terms.items() if v)
 
@@ -141,6 +142,11 @@ class RunBytes:
     device: DeviceBytes  # of every rank
     owners: tuple[OwnerPlan, ...]
     hosts: tuple[HostBytes, ...]  # hosts that have a process of the run
+
+    @property
+    def doors(self) -> list[int]:
+        """The hosts of optimizer actors without shards, whose numbers follow those of ``owners``."""
+        return [host.host for host in self.hosts if host.doors]
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, sums included."""
@@ -338,6 +344,7 @@ def _host_bytes(
     """num_ranks, own: on this host. owners: all of the run's, of which the last ``beside`` run beside ranks. relayed:
     parameters of owners elsewhere that lie here once."""
     actors = sum(plan.owner < len(owners) - beside for plan in own)
+    doors = int(shares_memory(zero) and num_ranks > 0 and not own)
     shared = shares_memory(zero) and bool(own)
     apart = not shares_memory(zero) or len(own) < len(owners)  # some bytes come through this process
     decoded = sum(buffer_bytes(unit.size_bytes) for unit in layout.units if unit.is_coded)  # into memory of the rank
@@ -355,10 +362,11 @@ def _host_bytes(
         activations=num_ranks * work.offloaded_host_bytes,
         compute=num_ranks * compute,
         beside=len(own) - actors,
+        doors=doors,
         relayed=relayed,
         needs_relayed=zero.host_fetch == "always",
         needs_summed=zero.host_push == "always",
-        programs=programs.of_host(num_ranks, actors, coordinators=host == 0),
+        programs=programs.of_host(num_ranks, actors + doors, coordinators=host == 0),
         coordinator=host == 0,
     )
 

@@ -83,7 +83,7 @@ class PlanCheck:
 
     def started(self, record: Mapping[str, Any]) -> None:
         """The run is up; ``record``: its run.json so far."""
-        told, optimizers = record["telemetry"], sum(one["who"].startswith("optimizer") for one in record["members"])
+        told, optimizers = record["telemetry"], sum(map(_has_shards, record["members"]))
         self._work = self._work.with_optimizers(optimizers)
         self._targets = tuple(Target.of(one["address"], one["labels"]) for one in told["targets"]) if told else ()
         self._hosts = _hosts_of(record["members"], on_gpu=self._work.recipe.scaling.use_gpu)
@@ -132,6 +132,10 @@ def read_plan(run_dir: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _has_shards(member: Mapping[str, Any]) -> bool:
+    return member["who"].startswith("optimizer") and bool(member.get("has_shards", True))
 
 
 def _hosts_of(members: list[Mapping[str, Any]], *, on_gpu: bool) -> Hosts:

@@ -105,6 +105,7 @@ class OwnersHere:
     lose: Lose
     reach: Reach | None = None  # for ranks that are processes; None: they cannot reach these owners
     addresses: tuple[str, ...] = ()
+    ownership: Ownership | None = None  # who owns what; None: there are no doors
 
 
 @contextmanager
@@ -137,6 +138,7 @@ class Service:
 
     num_owners: int  # all of them in the first epoch
     beside: int = 0  # of them beside ranks, the last ones
+    doors: tuple[Path, ...] = ()  # where the owners before those make their slabs, which have no shards
     threads: int
     share: Path | None  # where they make their slabs; None: they have private memory
     hosts: Mapping[str, Path] = field(default_factory=dict)  # see ``run_ranks``
@@ -144,15 +146,30 @@ class Service:
     tls: Identity | None = None
     token: str = field(repr=False, default_factory=lambda: secrets.token_hex(16))
 
-    def host(self, owner: int, life: int, ownership: Ownership | None = None) -> HostedModels:
-        """An owner's shards, in a later life those of its predecessor. ``ownership``: None in the first epoch."""
+    @property
+    def ownership(self) -> Ownership:
+        """Who owns what in the first epoch."""
+        return Ownership(self.num_owners - self.beside, doors=len(self.doors))
+
+    def first_home(self, owner: int) -> Path | None:
+        """Where an owner of the first epoch makes its slabs."""
+        doors = dict(zip(self.ownership.door_numbers, self.doors, strict=True))
+        return doors[owner] if owner in doors else self.home(owner, 0)
+
+    def home(self, owner: int, life: int) -> Path | None:
+        """Where an owner with shards makes its slabs in this life."""
+        named = self.hosts.get(f"optimizer {owner}", self.share)
+        return self.hosts.get(f"optimizer {owner} in life {life}", named)
+
+    def host(self, owner: int, life: int, ownership: Ownership, home: Path | None) -> HostedModels:
+        """An owner's shards, in a later life those of its predecessor. ``home``: where it makes its slabs."""
         return HostedModels(
             owner,
-            self.num_owners if ownership is None else ownership.num_owners + self.beside,
+            ownership.num_owners + self.beside,
             ownership=ownership,
-            share=self.hosts.get(f"optimizer {owner} in life {life}", self.hosts.get(f"optimizer {owner}", self.share)),
+            share=home,
             threads=self.threads,
-            succeeds=life > 0 or ownership is not None,
+            succeeds=life > 0 or ownership.epoch > 0,
         )
 
     def serve(self, models: HostedModels, *, replaces_owners: bool) -> OwnerServer:
@@ -184,7 +201,7 @@ def served_owners(service: Service, reach: Reach) -> Iterator[OwnersHere]:
     with ExitStack() as stack:
         servers = []
         for owner in range(service.num_owners):
-            models = service.host(owner, 0)
+            models = service.host(owner, 0, service.ownership, service.first_home(owner))
             stack.callback(models.close)
             servers.append(stack.enter_context(service.serve(models, replaces_owners=False)))
         addresses = tuple(server.address for server in servers)
@@ -195,14 +212,17 @@ def served_owners(service: Service, reach: Reach) -> Iterator[OwnersHere]:
             for server in servers:
                 server.lose(rank, life)
 
-        yield OwnersHere(partial(reach.connect, OwnerTable(addresses)), lose, reach, addresses)
+        table = OwnerTable(addresses, service.ownership)
+        yield OwnersHere(partial(reach.connect, table), lose, reach, addresses, service.ownership)
 
 
-def serve_owner(service: Service, owner: int, life: int, ownership: Ownership | None, pipe: Connection) -> None:
-    """Be one owner: send its address, and an answer to each order, until None or the pipe's end. ``ownership``:
-    None in the first epoch."""
+def serve_owner(
+    service: Service, owner: int, life: int, ownership: Ownership, home: Path | None, pipe: Connection
+) -> None:
+    """Be one owner: send its address, and an answer to each order, until None or the pipe's end. ``home``: where it
+    makes its slabs."""
     torch.set_num_threads(service.threads)
-    models = service.host(owner, life, ownership)
+    models = service.host(owner, life, ownership, home)
     with service.serve(models, replaces_owners=True) as server:
         pipe.send(server.address)
         sending = threading.Lock()

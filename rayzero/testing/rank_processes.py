@@ -22,8 +22,9 @@ import torch
 
 from rayzero.concurrency.processes import Sleepers, is_stopped
 from rayzero.elastic.controller import Controller
+from rayzero.elastic.doors import with_doors
 from rayzero.elastic.members import MemberId, MemberKind, Process
-from rayzero.elastic.reform import Abandon, Step
+from rayzero.elastic.reform import Abandon, Step, resolved
 from rayzero.elastic.requests import take
 from rayzero.elastic.supervisor import Answered, Died, Ended, Event, Serves, Supervisor
 from rayzero.engine.context import running_in
@@ -111,6 +112,7 @@ class _Run:
         self._children: dict[Process, BaseProcess] = {}  # freed by: close()
         self._dead: dict[Process, BaseProcess] = {}  # whose pipes have ended. freed by: close()
         self._parted: list[BaseProcess] = []  # owners that the run needs no more. freed by: close()
+        self._doors: dict[int, Path] = {}  # by number: where owners without shards make their slabs
         self._outcomes: list[RankResult] = []
         self._failed_s: float | None = None  # when the first rank failed
         try:
@@ -119,7 +121,14 @@ class _Run:
             self.close()
             raise
         beside = 0 if isinstance(owners, OwnersHere) else owners.service.beside
-        controller = Controller(len(places), addresses, max_failures=max_failures, bound=self._bound, beside=beside)
+        controller = Controller(
+            len(places),
+            addresses,
+            max_failures=max_failures,
+            bound=self._bound,
+            beside=beside,
+            ownership=self._first_ownership,
+        )
         self._supervisor = Supervisor(controller, self)
 
     @property
@@ -127,6 +136,10 @@ class _Run:
         if isinstance(self._owners, OwnersHere):
             return frozenset()
         return frozenset(m for m in self._first_owners() if self._owners.bound or m.kind is MemberKind.BESIDE)
+
+    @property
+    def _first_ownership(self) -> Ownership | None:
+        return self._owners.ownership if isinstance(self._owners, OwnersHere) else self._owners.service.ownership
 
     def _first_owners(self) -> list[MemberId]:
         """The owners of the first epoch, in the order of their numbers."""
@@ -140,9 +153,10 @@ class _Run:
     def _start_owners(self) -> tuple[str, ...]:
         if isinstance(self._owners, OwnersHere):
             return self._owners.addresses
-        owners = [Process(member, 0) for member in self._first_owners()]
+        service, owners = self._owners.service, [Process(member, 0) for member in self._first_owners()]
+        self._doors = dict(zip(service.ownership.door_numbers, service.doors, strict=True))
         for owner in owners:
-            self.start(owner, None)
+            self.start(owner, service.ownership)
         addresses = tuple(self._first_word(owner) for owner in owners)
         for owner in owners:
             self.call((owner,), "connect_peers", addresses)
@@ -160,10 +174,11 @@ class _Run:
     def outcomes(self) -> list[RankResult]:
         """Run the ranks. Returns their outcomes in the order in which they end, until all have ended or one has failed;
         if that one says that another has left, until that one has said why."""
+        controller = self._supervisor.controller
         for place in self._places:
             rank = Process(MemberId(MemberKind.RANK, place.rank), 0)
-            self.start(rank, None)
-            self.run(rank, self._supervisor.controller.addresses, None)
+            self.start(rank, controller.ownership)
+            self.run(rank, controller.addresses, controller.ownership)
         while len(self._outcomes) < len(self._places) and not self._has_failed(time.monotonic()):
             for pipe in wait(list(self._led_to), _LOOK_S):
                 assert isinstance(pipe, Connection)
@@ -211,11 +226,25 @@ class _Run:
         """Take a request for other owners."""
         requests = take(self._run_dir) if self._run_dir is not None else []
         if requests:
-            request = requests[-1]
-            num, there = request.num_optimizers, self._supervisor.controller.coming.num_owners
-            stay = [i for i in range(there) if f"optimizer {i}" not in request.avoid]
-            change = Rescale(tuple(i if i in stay else None for i in range(num)))
-            self._supervisor.scale(None if change == Rescale.to(there, there) else change)
+            request, before = requests[-1], self._supervisor.controller.coming
+            stay = [i for i in range(before.num_optimizers) if f"optimizer {i}" not in request.avoid]
+            change = Rescale(tuple(i if i in stay else None for i in range(request.num_optimizers)))
+            self._supervisor.scale(resolved(self._with_doors(change, before), before))
+
+    def _with_doors(self, change: Rescale, before: Ownership) -> Rescale:
+        """A change of the owners with shards, with the doors that it takes. ``before``: who owns what until then."""
+        assert isinstance(self._owners, OwnerProcesses)
+        service, life = self._owners.service, self._supervisor.controller.last_life
+        if service.beside or self._owners.bound:
+            return change
+        ids = [MemberId(MemberKind.OWNER, owner) for owner in range(max(len(change.former), before.num_optimizers))]
+        after = [service.home(i, life(ids[i]) + (was is None)) for i, was in enumerate(change.former)]
+        there = [*(service.home(i, life(ids[i])) for i in range(before.num_optimizers))]
+        there += [self._doors[door] for door in before.door_numbers]
+        ranks = [service.hosts.get(f"rank {rank}", service.share) for rank in range(len(self._places))]
+        whole, joining = with_doors(change, after, ranks=ranks, there=there, before=before)
+        self._doors |= {door: home for door, home in joining.items() if home is not None}
+        return whole
 
     def _end_sleepers(self) -> None:
         """Kill what has been stopped for too long: others would take it for dead, and it might wake up."""
@@ -227,7 +256,7 @@ class _Run:
 
     # ---- the supervisor's calls
 
-    def start(self, process: Process, ownership: Ownership | None) -> None:
+    def start(self, process: Process, ownership: Ownership) -> None:
         member, life = process.member, process.life
         for former in [dead for dead in self._dead if dead.member == member]:
             self._dead.pop(former).join()
@@ -245,7 +274,7 @@ class _Run:
     def join(self, process: Process, ownership: Ownership, addresses: Sequence[str]) -> None:
         self.start(process, ownership)
 
-    def run(self, rank: Process, addresses: Sequence[str], ownership: Ownership | None) -> None:
+    def run(self, rank: Process, addresses: Sequence[str], ownership: Ownership) -> None:
         self._send(rank, (addresses, ownership))
 
     def call(self, processes: Sequence[Process], method: str, *arguments: Any) -> None:
@@ -273,10 +302,12 @@ class _Run:
         follows = isinstance(self._owners, OwnerProcesses)
         return partial(_be_rank, self._fn, self._places[rank], self._owners.reach, life, follows)
 
-    def _owner(self, member: MemberId, life: int, ownership: Ownership | None) -> Any:
+    def _owner(self, member: MemberId, life: int, ownership: Ownership) -> Any:
         assert isinstance(self._owners, OwnerProcesses)
+        service = self._owners.service
         number = member.index if member.kind is MemberKind.OWNER else self._first_owners().index(member)
-        return partial(serve_owner, self._owners.service, number, life, ownership)
+        home = self._doors[number] if number in ownership.door_numbers else service.home(number, life)
+        return partial(serve_owner, service, number, life, ownership, home)
 
     # ---- end
 

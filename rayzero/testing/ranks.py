@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from rayzero.config import ZeroConfig
+from rayzero.elastic.doors import hosts_without_owner
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import device_owners
 from rayzero.protocol.store import ParameterStore
@@ -78,6 +79,7 @@ def run_ranks(
         max_failures > 0.
     hosts: by member ("rank 0", "optimizer 1", "optimizer 1 in life 2"), the directory for its shared memory, in place
         of /dev/shm. Members with different directories share none, as on different hosts. Only with transport="shm".
+        A directory with ranks and no optimizer gets one without shards, whose number is the next one.
     tls: whether connections are protected, as between hosts.
 
     If a rank fails, the others are told to stop, and the error of the first is raised with a note that names its rank.
@@ -111,8 +113,11 @@ def run_ranks(
     ]
     settings = config or ZeroConfig()
     beside_ranks = device_owners(world_size, settings.host_fraction)
+    share = SHARED_MEMORY if transport == "shm" else None
+    homes = dict(hosts or {}) if share is not None else {}
+    doors = [] if beside_ranks else _doors(world_size, num_optimizers, homes)
     if faults is not None:
-        here = num_optimizers if max_failures else 0
+        here = num_optimizers + len(doors) if max_failures else 0
         faults.check(world_size, here if run_dir is None or not max_failures else None)
     if callable(transport):
         owners = _reached_by(transport)
@@ -122,13 +127,12 @@ def run_ranks(
     if transport == "inproc":
         with local_owners(num_optimizers, beside_ranks, threads, stall_timeout) as owners:
             return run_threads(fn, places, owners, max_failures)
-    share = SHARED_MEMORY if transport == "shm" else None
     replaces = max_failures > 0
-    homes = dict(hosts or {}) if share is not None else {}
     shown = _certificate_of_all(run) if tls else None
     service = Service(
-        num_owners=num_optimizers + beside_ranks,
+        num_owners=num_optimizers + len(doors) + beside_ranks,
         beside=beside_ranks,
+        doors=tuple(doors),
         threads=threads,
         share=share,
         hosts=homes,
@@ -161,6 +165,15 @@ def run_ranks(
         if share is not None:  # remove what processes that were ended in the middle have left
             for directory in {share, *homes.values()}:
                 sweep(directory)
+
+
+def _doors(world_size: int, num_optimizers: int, homes: Mapping[str, Path]) -> list[Path]:
+    """Where owners without shards are to be. ``homes``: by member, where it makes its slabs, if not in /dev/shm."""
+
+    def of(kind: str, number: int) -> list[Path]:
+        return [homes.get(f"{kind} {index}", SHARED_MEMORY) for index in range(number)]
+
+    return hosts_without_owner(of("rank", world_size), of("optimizer", num_optimizers))
 
 
 def _certificate_of_all(run: str) -> Identity:

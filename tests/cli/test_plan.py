@@ -79,6 +79,16 @@ def test_a_plan_says_how_many_files_processes_may_have_open() -> None:
     assert f"(ulimit -n): {of_rank:,} of a rank, {of_owner:,} of an optimizer actor" in said
 
 
+def test_an_optimizer_without_shards_has_a_line_and_is_counted() -> None:
+    options = ["scaling.num_workers=2", "scaling.num_optimizers=1", "--hosts", "2", "--network", "10"]
+    options += ["--flops", "1", "--memory", "50", "--host-memory", "64GiB"]
+    said = CliRunner().invoke(app, ["plan", *SMALL, *options], catch_exceptions=False).stdout
+    assert "optimizer 1: no shards, for the ranks of host 1\n" in said
+    assert re.search(r"^host 1: .* 2 programs", said, re.MULTILINE)
+    of_rank, of_owner = files_of_rank(2, 1), files_of_owner(2, 2, 1)
+    assert f"(ulimit -n): {of_rank:,} of a rank, {of_owner:,} of an optimizer actor" in said
+
+
 def test_more_hosts_than_processes_are_one_line() -> None:
     options = ["--hosts", "1000000", "--network", "10", "--memory", "10", "--flops", "1"]
     done = CliRunner().invoke(app, ["plan", *SMALL, *options], catch_exceptions=False)

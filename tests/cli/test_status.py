@@ -319,6 +319,15 @@ def test_processes_stand_by_name_and_number_whenever_they_joined(run: Path) -> N
     assert shown == ["optimizer 1", "optimizer 9", "optimizer 10", "rank 2", "rank 10"]
 
 
+def test_an_optimizer_without_shards_is_shown_as_one(run: Path) -> None:
+    (member,) = json.loads(FILES["run.json"])["members"]
+    record = json.loads(FILES["run.json"]) | {"state": "running"}
+    record["members"] = [member, member | {"who": "optimizer 3", "has_shards": False}]
+    (run / "run.json").write_text(json.dumps(record))
+    lines = [line for line in format_status(describe_run(run)).splitlines() if line.startswith("process")]
+    assert lines == ["process     optimizer 3: pid 1 on h, without shards", "process     rank 0: pid 1 on h"]
+
+
 def test_loggers_have_lines(run: Path) -> None:
     sent = {"logger": "csv", "where": "runs/demo/metrics.csv", "sent": 7, "lost": 0, "step": 7, "error": None}
     refused = {"logger": "mlflow", "where": None, "sent": 0, "lost": 1, "step": -1, "error": "OSError: no route"}

@@ -50,6 +50,7 @@ class EndedRun:
             next_reports=SimpleNamespace(remote=self._take_unread), end_news=SimpleNamespace(remote=lambda: None)
         )
         self.coordinator_life, self.driver_node = "life", "node"
+        self.ownership = None
         self.everybody: list[str] = []
         self.owners: dict[str, Any] = {}
         self.certificates, self.local = SimpleNamespace(warnings=[]), LocalProcesses()

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from rayzero.cluster.nodes.owner_places import Host, check_memory, check_nodes, choose, is_placed
+from rayzero.cluster.nodes import owner_places, reservation
+from rayzero.cluster.nodes.owner_places import (
+    Host,
+    OwnerPlace,
+    OwnerPlaces,
+    check_memory,
+    check_nodes,
+    choose,
+    is_placed,
+)
+from rayzero.cluster.nodes.resources import Node, plan_resources
+from rayzero.config import ScalingConfig
 from rayzero.errors import ConfigError
 
 GIB = 1 << 30
@@ -30,6 +43,33 @@ RANKS = ["a"]
 )
 def test_the_node_for_one_more(there: list[str], placement: str, avoid: tuple[str, ...], node: str) -> None:
     assert choose(there, NODES, rank_nodes=RANKS, placement=placement, labels=LABELS, avoid=avoid) == node
+
+
+def test_nodes_with_ranks_alone_are_found_where_all_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 1 on a, rank 2 on b, rank 3 on c; both optimizers on c."""
+    plan = plan_resources(ScalingConfig(num_workers=4, num_optimizers=2), [Node(cpus=8)], "packed")
+    groups = [SimpleNamespace(id=SimpleNamespace(hex=lambda name=name: name)) for name in "01234"]
+    at = [{0: "a"}, {0: "a"}, {0: "b"}, {0: "c"}, {0: "c", 1: "c"}]
+    table = {str(group): {"bundles_to_node_id": bundles} for group, bundles in enumerate(at)}
+    monkeypatch.setattr(reservation, "placement_group_table", lambda: table)
+    assert reservation.Reservation(plan=plan, groups=tuple(groups)).nodes_without_optimizer() == ["a", "b"]
+
+
+def test_the_place_of_an_optimizer_without_shards_is_beside_ranks_and_reserves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    removed: list[object] = []
+    monkeypatch.setattr(owner_places, "ray_answers", lambda: True)
+    monkeypatch.setattr(owner_places, "remove_placement_group", removed.append)
+    nodes = ["a" * 56, "b" * 56]
+    plan = plan_resources(ScalingConfig(num_workers=1, num_optimizers=1), [Node(cpus=2)])
+    places = OwnerPlaces(reservation.Reservation(plan=plan, groups=("group",)))
+    places.add_doors(nodes)
+    for door, node in enumerate(nodes, 1):
+        options = places.options(door)
+        assert (options["num_cpus"], options["scheduling_strategy"].node_id) == (0, node)
+    places.free(OwnerPlace({}, group="of one that joined"))
+    assert removed == ["of one that joined"], "no door needs it"
 
 
 def test_where_there_is_none_it_says_so() -> None:

@@ -89,6 +89,17 @@ def test_the_next_epoch_is_that_of_all_who_take_a_place_later(certificates: Cert
     assert (len(roster.names), roster.of("optimizer 3")) == (5, None)
 
 
+def test_an_optimizer_without_shards_has_one_thread_and_the_number_behind_those_with_shards(
+    certificates: Certificates,
+) -> None:
+    found = planned(certificates, ownership=Ownership(4, doors=1))
+    roster = OwnerRoster(found, certificates)
+    assert [(own.owner, own.num_owners, own.threads) for own in found.values()][2:] == [(2, 4, 3), (3, 4, 1)]
+    assert roster.with_shards == ["optimizer 0", "optimizer 1", "optimizer 2"]
+    fewer = Ownership(4, doors=1).then(Rescale((0, None), 1))
+    assert [roster.of_joining(owner, fewer).threads for owner in (0, 1)] == [3, 1]
+
+
 def test_who_listens_at_its_node_is_not_on_loopback_any_more(certificates: Certificates) -> None:
     roster = OwnerRoster(planned(certificates), certificates)
     roster.listen(dict.fromkeys(roster.names, LOOPBACK))

@@ -26,7 +26,8 @@ from rayzero.elastic.reform import Step
 from rayzero.elastic.requests import ScaleRequest
 from rayzero.elastic.supervisor import Answered
 from rayzero.errors import ConfigError
-from rayzero.protocol.ownership import Prepared
+from rayzero.layout.rescale import Rescale
+from rayzero.protocol.ownership import Ownership, Prepared
 
 
 @dataclass
@@ -83,6 +84,9 @@ class Actors:
 
     def join_owner(self, index: int, ownership: Any, node: str) -> tuple[Any, str]:
         return SimpleNamespace(actor=Handle(f"optimizer {index}"), member=None), f"start of optimizer {index}"
+
+    def listen_at_nodes(self, addresses: Any) -> Any:
+        return addresses
 
     def try_to_reach(self, joining: Any, address: str, addresses: Any) -> Trial:
         return self.trial
@@ -191,6 +195,25 @@ def test_a_change_whose_processes_find_no_place_is_refused_once_and_the_next_one
     ]
     assert [call for call in run.open if "start" in call] == ["start of optimizer 2"], "of the next change"
     assert run.change.request == small
+
+
+@pytest.mark.parametrize(
+    ("doors", "num", "change", "nodes"),
+    [
+        (0, 1, Rescale((0, None), 1), {1: "m"}),  # the last optimizer of a node with ranks leaves a door
+        (1, 2, Rescale((0, None)), {1: "m"}),  # which parts once there is one with shards again
+        (1, 3, Rescale((0, None, None)), {1: "m", 2: "n"}),
+    ],
+)
+def test_after_a_change_each_node_with_ranks_has_an_optimizer(
+    doors: int, num: int, change: Rescale, nodes: dict[int, str], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "hosts", lambda: [Host(node, node, {}, 1e12) for node in "nm"])
+    run.controller.ownership = Ownership(2, doors=doors)
+    run.actors.members["rank 1"] = run.actors.members["optimizer 1"] = SimpleNamespace(node="m", host="m", pid=7)
+    request = run.scale(num)
+    assert (run.controller.coming.changes, run.processes.nodes) == ((change,), nodes)
+    assert (run.change.request, run.change.before) == (request, 2 - doors)
 
 
 def test_more_owners_than_a_process_may_connect_to_are_refused_before_any_starts(run: Run) -> None:

@@ -58,11 +58,11 @@ def supervised(max_failures: int = 4) -> tuple[Supervisor, Listed]:
 def test_a_successor_serves_is_connected_and_others_are_told_in_the_lives_that_they_have_by_then() -> None:
     run, processes = supervised()
     run.take(Died(rank(1)))
-    assert processes.take() == [("lose", (owner(0), owner(1)), 1, 1), ("start", rank(1, 1), None)]
+    assert processes.take() == [("lose", (owner(0), owner(1)), 1, 1), ("start", rank(1, 1), Ownership(2))]
     run.take(Serves(rank(1, 1)))
-    assert processes.take() == [("run", rank(1, 1), ("a0", "a1"), None)]
+    assert processes.take() == [("run", rank(1, 1), ("a0", "a1"), Ownership(2))]
     run.take(Died(owner(0)))
-    assert processes.take() == [("start", owner(0, 1), None)]
+    assert processes.take() == [("start", owner(0, 1), Ownership(2))]
     run.take(Serves(owner(0, 1), "b0"))
     assert processes.take() == [("connect_peers", (owner(0, 1),), ("b0", "a1"))]
     run.take(Answered(owner(0, 1), "connect_peers"))
@@ -77,7 +77,7 @@ def test_a_successor_that_does_not_learn_of_the_others_is_killed_and_another_one
     run.take(Answered(owner(0, 1), "connect_peers", refused="no answer"))
     assert processes.take() == [("kill", (owner(0, 1),))]
     run.take(Died(owner(0, 1)))
-    assert processes.take() == [("start", owner(0, 2), None)]
+    assert processes.take() == [("start", owner(0, 2), Ownership(2))]
 
 
 def test_answers_on_which_nothing_depends_are_taken() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,3 +86,24 @@ def test_what_is_on_devices_does_not_widen_the_bound_of_the_others() -> None:
 def test_a_change_that_cannot_be_is_refused(former: tuple[int, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         rescale(ShardMap.balanced([1, 2, 3], 2), Rescale(former))
+
+
+def test_doors_get_no_shards() -> None:
+    two = replace(ShardMap.balanced([10] * 6, 2), num_owners=3, num_doors=1)
+    scaled_in = rescale(two, Rescale((0, 1, 2), doors=2))
+    assert (scaled_in.owners, scaled_in.num_owners, scaled_in.num_doors) == ((0,) * 6, 3, 2)  # owner 1 stays as a door
+    scaled_out = rescale(scaled_in, Rescale((0, 1)))
+    assert (scaled_out.owners, scaled_out.num_doors) == ((0, 0, 0, 1, 1, 1), 0)  # and gets shards again
+
+
+def test_doors_stand_before_owners_on_devices() -> None:
+    before = ShardMap((0, 1, 3, 4, 0, 1), (10,) * 6, 5, num_device_owners=2, num_doors=1)
+    after = rescale(before, Rescale((0, 1, None, None), doors=2))
+    assert (after.owners, after.num_owners) == ((0, 1, 4, 5, 0, 1), 6)
+    assert [after.num_shards_of(owner) for owner in range(6)] == [2, 2, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("doors", [-1, 2])
+def test_a_change_to_doors_alone_is_refused(doors: int) -> None:
+    with pytest.raises(ConfigError, match=r"of 2 owners, -?[12] cannot be without shards"):
+        Rescale((0, 1), doors)

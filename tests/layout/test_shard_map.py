@@ -128,6 +128,15 @@ def test_the_owner_of_shard_0_is_owner_0(layout: ModelLayout, num_owners: int, p
     assert not layout.shards or shard_map.owner(0) == 0
 
 
+@given(layouts, owner_counts, st.integers(0, 3), st.integers(0, 2), st.sampled_from(POLICIES))
+def test_doors_change_nothing_but_numbers(layout: ModelLayout, num: int, doors: int, beside: int, policy: str) -> None:
+    given = {"num_device_owners": beside, "offload_fraction": 0.5}
+    without = shard_map_for(layout, num + beside, policy, **given)
+    shard_map = shard_map_for(layout, num + doors + beside, policy, num_doors=doors, **given)
+    assert shard_map.owners == tuple(owner if owner < num else owner + doors for owner in without.owners)
+    assert (shard_map.num_owners, shard_map.num_doors) == (num + doors + beside, doors)
+
+
 def test_single_shard_units_rotate_over_the_owners() -> None:
     layout = units_of([(64, True, torch.float32)] * 6, 64)
     assert shard_map_for(layout, 4, "balanced").owners == (0, 1, 2, 3, 0, 1)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from store.toy import HYPER, WAIT, flatten, initial_values, make_spec
 
-from rayzero.checkpoint import commit_checkpoint, staging_path, write_rank_state
+from rayzero.checkpoint import commit_checkpoint, owner_file_name, staging_path, write_rank_state
 from rayzero.concurrency.futures import fail, failed, settle, settled
 from rayzero.errors import (
     CheckpointError,
@@ -28,6 +28,7 @@ from rayzero.lead import checkpoints
 from rayzero.lead.lead import StepLead
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import (
+    COMPUTE,
     Decision,
     Edit,
     EditKind,
@@ -38,6 +39,7 @@ from rayzero.protocol.messages import (
     StepInputs,
     Write,
 )
+from rayzero.protocol.ownership import Ownership
 from rayzero.telemetry.names import DECIDED_STEPS, LOSS_SCALE
 from rayzero.telemetry.recorder import MemoryRecorder
 
@@ -99,11 +101,12 @@ class WatchedPeer:
 
 @contextmanager
 def lead_of(
-    spec: ModelSpec, num_owners: int = 2, recorder: MemoryRecorder | None = None
+    spec: ModelSpec, num_owners: int = 2, recorder: MemoryRecorder | None = None, doors: int = 0
 ) -> Iterator[tuple[StepLead, list[WatchedPeer]]]:
-    """A lead over loaded owners; every rank has attached."""
-    peers = [WatchedPeer(ShardService(owner, num_owners)) for owner in range(num_owners)]
-    lead = StepLead(peers, recorder=recorder)
+    """A lead over loaded owners, the last ``doors`` of them without shards; every rank has attached."""
+    ownership = Ownership(num_owners, doors=doors)
+    peers = [WatchedPeer(ShardService(owner, num_owners, ownership=ownership)) for owner in range(num_owners)]
+    lead = StepLead(peers, recorder=recorder, doors=ownership.door_numbers)
     try:
         values = initial_values(spec)
         for peer in peers:
@@ -270,6 +273,20 @@ def test_an_owner_that_fails_fails_every_wait_and_every_owner(verb: str) -> None
         assert all(peer.calls[-1] == "abort TransferError" for peer in peers)
         with pytest.raises(TransferError):
             lead.finish(report(0, step=1), None).result(WAIT)
+
+
+def test_a_door_has_no_part_in_a_step_a_write_or_a_checkpoint_and_hears_of_a_failure(tmp_path: Path) -> None:
+    spec, directory = make_spec(1), tmp_path / "step-000000"
+    with lead_of(spec, 3, doors=1) as (lead, (*owners, door)):
+        lead.save(0, 0, directory, staged(directory, 0)).result(WAIT)
+        assert sorted(file.name for file in directory.glob("owner-*")) == [owner_file_name(owner) for owner in range(2)]
+        lead.write(0, Write(version=0, unit=0, kind=COMPUTE, digest="d")).result(WAIT)
+        lead.finish(report(0), inputs(spec)).result(WAIT)
+        lead.decision(0).result(WAIT)
+        assert [peer.calls for peer in owners] == [["save 0", "write 1 d", "collect 0", "apply 0"]] * 2
+        assert door.calls == []
+        lead.owner_failed(StoreError("an owner is gone"))
+        assert [peer.calls[-1] for peer in (*owners, door)] == ["abort StoreError"] * 3
 
 
 def test_a_checkpoint_that_cannot_be_written_fails_its_callers_and_not_the_run(tmp_path: Path) -> None:

@@ -63,6 +63,11 @@ def compared(*processes: Scraped, plan: RunBytes = PLAN) -> dict[str, Comparison
     return {row.what: row for row in compare_bytes(plan, Scrape(at=0.0, processes=processes))}
 
 
+def test_an_optimizer_without_shards_has_no_plan_of_its_own() -> None:
+    rows = compared(*EVERYONE, process(Role.OPTIMIZER, 2, memory(6000, 5500)))
+    assert [what for what in rows if what.startswith("optimizer")] == ["optimizer 0 memory", "optimizer 1 memory"]
+
+
 def test_bytes_of_ranks_owners_and_the_host() -> None:
     rows = compared(*EVERYONE)
     assert list(rows) == [

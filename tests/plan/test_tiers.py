@@ -66,7 +66,16 @@ def test_every_term_of_four_gpu_ranks_on_two_hosts() -> None:
     first, second = run.hosts
     assert (first.ranks, first.owners, second.ranks, second.owners) == (2, 2, 2, 0), "owners stand beside ranks 0 and 1"
     assert (first.staging, second.staging) == (0, 2 * (2 * UNIT + 4 * UNIT)), "owners of another host: by gRPC"
-    assert (first.compute, first.programs, second.programs) == (0, 2257, 2007), "the coordinator is on the first"
+    assert (first.compute, first.programs, second.programs) == (0, 2257, 2107), "the coordinator is on the first"
+    assert (run.doors, first.doors, second.doors) == ([1], 0, 1), "an optimizer without shards is on the second"
+    assert "3 programs" in second.describe()
+
+
+@pytest.mark.parametrize("how", [{"transport": "grpc"}, {"offload_fraction": 0.5}])
+def test_no_host_has_an_optimizer_without_shards_that_would_be_no_nearer(how: dict[str, Any]) -> None:
+    four = ScalingConfig(num_workers=4, num_optimizers=1, use_gpu=True)
+    assert planned(BF16, four, GPU_HOSTS).doors == [1]
+    assert planned(BF16.replace(**how), four, GPU_HOSTS).doors == []
 
 
 def test_ranks_that_share_memory_with_every_owner_stage_nothing_and_cpu_ranks_compute_in_host_memory() -> None:

@@ -24,6 +24,7 @@ from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.owner.service import ShardService
 from rayzero.owner.update import rules
 from rayzero.protocol.messages import Action, Decision, ModelSpec
+from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.rank.rank_store import RankStore
@@ -73,6 +74,12 @@ MIXED = shard(1, decided=8, tiles=(16, 14, 16))
             ((1, (0, 1)),),
         ),
         (run(shard(0, published=8), shard(1), records=(record(7, action=Action.SKIP),)), Outcome.REDO, 8, ((1, ()),)),
+        (
+            run(shard(0), shard(1), num_owners=3, ownership=Ownership(3, doors=1)),
+            Outcome.WHOLE,
+            7,
+            (),
+        ),  # no door is left
     ],
 )
 def test_what_can_be_had(dead: DeadRun, outcome: Outcome, version: int, behind: object) -> None:

@@ -17,6 +17,8 @@ from rayzero.protocol.ownership import Ownership
 
 __all__ = ["OwnerRoster", "plan_owners"]
 
+DOOR_THREADS = 1  # of an optimizer actor without shards, which computes nothing
+
 
 def plan_owners(
     plan: ResourcePlan,
@@ -32,19 +34,20 @@ def plan_owners(
     ownership: Ownership | None = None,
     remains: Remains | None = None,
 ) -> dict[str, OwnerSettings]:
-    """Each owner's settings by the name of its process, in order of owner index: optimizer actors, then the owners
-    beside ranks.
+    """Each owner's settings by the name of its process, in order of owner index: optimizer actors, those without shards
+    last, then the owners beside ranks.
 
     memory: bytes each may allocate; None: what its host has. beside_ranks: the device on which owners beside the ranks
     have their states; None: there are none. replaces_members: whoever dies is started again. succeeds: they take over
-    what an earlier run has left, ownership: who owned what there, if that run had changed its owners. The others: see
-    ``OwnerSettings``."""
+    what an earlier run has left. ownership: who owns what; None: there are no optimizer actors but those of the plan.
+    The others: see ``OwnerSettings``."""
     beside = plan.num_workers if beside_ranks is not None else 0
+    num_actors = plan.num_optimizers if ownership is None else ownership.num_owners
 
     def settings(owner: int, threads: int, device: str) -> OwnerSettings:
         return OwnerSettings(
             owner=owner,
-            num_owners=plan.num_optimizers + beside,
+            num_owners=num_actors + beside,
             threads=threads,
             memory_budget=memory,
             share=share,
@@ -59,11 +62,11 @@ def plan_owners(
             remains=remains,
         )
 
-    alone = range(plan.num_optimizers)
-    found = {optimizer_name(owner): settings(owner, plan.optimizer.threads, "cpu") for owner in alone}
+    threads = [plan.optimizer.threads if owner < plan.num_optimizers else DOOR_THREADS for owner in range(num_actors)]
+    found = {optimizer_name(owner): settings(owner, own, "cpu") for owner, own in enumerate(threads)}
     for rank in range(beside):
         assert beside_ranks is not None, "there are owners beside ranks"
-        found[rank_name(rank)] = settings(plan.num_optimizers + rank, plan.worker.threads, beside_ranks)
+        found[rank_name(rank)] = settings(num_actors + rank, plan.worker.threads, beside_ranks)
     return found
 
 
@@ -82,6 +85,17 @@ class OwnerRoster:
     def names(self) -> list[str]:
         """Of all of them, in order of owner index."""
         return [*map(optimizer_name, range(len(self._settings) - self.num_beside)), *self.beside]
+
+    @property
+    def ownership(self) -> Ownership | None:
+        """Who owns what by now; None: it is the first epoch, without doors."""
+        return self._settings[optimizer_name(0)].ownership
+
+    @property
+    def with_shards(self) -> list[str]:
+        """Of optimizer actors that have shards."""
+        num = len(self._settings) - self.num_beside if self.ownership is None else self.ownership.num_optimizers
+        return list(map(optimizer_name, range(num)))
 
     @property
     def beside(self) -> list[str]:
@@ -103,9 +117,11 @@ class OwnerRoster:
 
     def of_joining(self, owner: int, ownership: Ownership) -> OwnerSettings:
         """The settings of a process that becomes an owner in the epoch of ``ownership``."""
+        first = self._settings[optimizer_name(0)]
         return replace(
-            self._settings[optimizer_name(0)],
+            first,
             owner=owner,
+            threads=DOOR_THREADS if owner in ownership.door_numbers else first.threads,
             num_owners=ownership.num_owners + self.num_beside,
             ownership=ownership,
             succeeds=True,

@@ -39,7 +39,7 @@ from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import Janitor, KeptStates
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.nodes.file_limits import too_few_files
-from rayzero.cluster.nodes.owner_places import OwnerPlace, OwnerPlaces, hosts
+from rayzero.cluster.nodes.owner_places import OwnerPlace, OwnerPlaces, door_place, hosts
 from rayzero.cluster.nodes.reservation import Reservation
 from rayzero.cluster.nodes.session import alive_nodes, answered, ray_answers
 from rayzero.cluster.processes.coordinator import this_process
@@ -151,7 +151,7 @@ class RunActors:
         self.coordinator = make_coordinator(self._run, self._log, max_failures)
         self._share = share
         self._roster = OwnerRoster(owners, self.certificates)
-        for owner in range(self._placement.plan.num_optimizers):
+        for owner in range(len(owners) - self._roster.num_beside):
             self._make_owner(owner)
         for rank in range(self._placement.plan.num_workers):
             self._make_rank(rank)
@@ -172,7 +172,9 @@ class RunActors:
         routing = self._open_ports()
         if share is not None and former is not None:
             take_over(share, former)
-        self.spares = Spares(warm_spares, [self.members[who].node for who in self.owners], self._make_spare)
+        self.spares = Spares(
+            warm_spares, [self.members[who].node for who in self._roster.with_shards], self._make_spare
+        )
         self.spares.fill()
         return routing
 
@@ -183,6 +185,16 @@ class RunActors:
         ``others``: processes beside those of now. ``num_ranks``: that another library starts; None: its own."""
         ranks = len(self.ranks) if num_ranks is None else num_ranks
         return too_few_files({**self.members, **others}, ranks, num_owners, self._roster.num_beside)
+
+    @property
+    def with_shards(self) -> dict[str, Any]:
+        """The optimizer actors that have shards, by name."""
+        return {who: self.owners[who] for who in self._roster.with_shards}
+
+    @property
+    def ownership(self) -> Ownership | None:
+        """See ``OwnerRoster.ownership``."""
+        return self._roster.ownership
 
     @property
     def _serving(self) -> dict[str, Any]:
@@ -295,9 +307,10 @@ class RunActors:
     def join_owner(self, owner: int, ownership: Ownership, node: str) -> tuple[Joining, Any]:
         """Start a process on ``node`` (id) that becomes an owner in the epoch of ``ownership``. Returns the call that
         answers once it serves, as ``start_owner``'s."""
-        there = {self._roster.number(who): self.members[who].node for who in self.owners}
+        there = {self._roster.number(who): self.members[who].node for who in self.with_shards}
         settings = self._roster.of_joining(owner, ownership)
-        place = self.places.find(owner, node, there, {each.node: each.place for each in self._joining})
+        is_door, coming = owner in ownership.door_numbers, {each.node: each.place for each in self._joining}
+        place = door_place(node) if is_door else self.places.find(owner, node, there, coming)
         exporter = self._exporter_of(owner, node)
         joining = Joining(
             who=optimizer_name(owner),

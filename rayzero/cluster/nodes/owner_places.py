@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rayzero.cluster.nodes.reservation import Reservation
 from rayzero.cluster.nodes.resources import matches
@@ -107,6 +107,13 @@ class OwnerPlace:
     group: Any = None  # the placement group that was made for it; None: it uses what was there
 
 
+def door_place(node: str) -> OwnerPlace:
+    """The place of an optimizer actor without shards, beside the ranks of ``node`` (id). It reserves nothing. If the
+    node has left the cluster, its successor may be on any other: nothing is lost, and a run waits for every owner."""
+    on_node = NodeAffinitySchedulingStrategy(node, soft=True)
+    return OwnerPlace({"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": on_node})
+
+
 class OwnerPlaces:
     """The place of each optimizer actor of a run, also of those that join later.
 
@@ -144,10 +151,11 @@ class OwnerPlaces:
         return OwnerPlace(options)
 
     def _reserved_node(self, owner: int) -> str | None:
-        group, bundle = self._placement.plan.place_of_optimizer(owner)
-        table: dict[str, Any] = placement_group_table(self._placement.groups[group])
-        found: str | None = table["bundles_to_node_id"].get(bundle)
-        return found
+        return self._placement.nodes().get(self._placement.plan.place_of_optimizer(owner))
+
+    def add_doors(self, nodes: Sequence[str]) -> None:
+        """As the run begins: optimizer actors without shards are on these nodes (ids), numbered behind the others."""
+        self._taken |= {self._placement.plan.num_optimizers + i: door_place(node) for i, node in enumerate(nodes)}
 
     def options(self, owner: int) -> dict[str, Any]:
         """Ray actor options of an optimizer actor."""
@@ -167,7 +175,7 @@ class OwnerPlaces:
         if place is None or place.group is None or not ray_answers():
             return
         strategies = [taken.options["scheduling_strategy"] for taken in self._taken.values() if taken is not place]
-        if all(strategy.placement_group != place.group for strategy in strategies):
+        if all(getattr(strategy, "placement_group", None) != place.group for strategy in strategies):
             remove_placement_group(place.group)
 
     @property

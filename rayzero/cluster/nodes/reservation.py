@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rayzero.cluster.nodes.resources import ResourceGroup, ResourcePlan, Share, missing_resources
 from rayzero.cluster.nodes.session import alive_nodes, free_resources, ray_answers, started_here
+from rayzero.elastic.doors import hosts_without_owner
 from rayzero.errors import ConfigError
 from rayzero.quantities import count
 
@@ -41,6 +42,18 @@ class Reservation:
         options = self.optimizer_options(owner) | {"num_cpus": 0, "num_gpus": 0}
         options.pop("memory", None)
         return options
+
+    def nodes(self) -> dict[tuple[int, int], str]:
+        """The node (id) of every reserved place, by group and bundle."""
+        table = placement_group_table()
+        bundles = {index: table[group.id.hex()]["bundles_to_node_id"] for index, group in enumerate(self.groups)}
+        return {(group, bundle): node for group, found in bundles.items() for bundle, node in found.items()}
+
+    def nodes_without_optimizer(self) -> list[str]:
+        """The nodes (ids) with ranks and without an optimizer actor."""
+        at, plan = self.nodes(), self.plan
+        owners = [at[plan.place_of_optimizer(owner)] for owner in range(plan.num_optimizers)]
+        return hosts_without_owner([at[rank, 0] for rank in range(plan.num_workers)], owners)
 
     def _options(self, share: Share, group: int, bundle: int) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(

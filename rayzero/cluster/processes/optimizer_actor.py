@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,7 +61,11 @@ class OptimizerActor(MemberProcess):
 
     def hello(self) -> Member:
         """Who and where this is, once it has imported everything."""
-        return this_process("spare" if self._settings is None else optimizer_name(self._settings.owner))
+        own = self._settings
+        if own is None:
+            return this_process("spare")
+        is_door = own.ownership is not None and own.owner in own.ownership.door_numbers
+        return replace(this_process(optimizer_name(own.owner)), has_shards=not is_door)
 
     def become(self, settings: OwnerSettings, *, measure_bandwidth: bool, bind_numa: bool) -> Member:
         """Become an owner, once and before any other call but ``hello`` and ``watch``; who and where this is.

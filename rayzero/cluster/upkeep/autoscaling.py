@@ -84,7 +84,7 @@ class Autoscaling:
         if not self._owners():
             self._before = None
             return
-        everyone = {**self._actors.owners, **self._actors.ranks}
+        everyone = {**self._actors.with_shards, **self._actors.ranks}
         self._answers = {}
         self._asked = {control(actor.load).remote(): who for who, actor in everyone.items()}
 

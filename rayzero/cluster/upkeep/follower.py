@@ -43,7 +43,7 @@ _REQUEST_S = 0.5  # between two looks for a request for other optimizers
 
 
 def ownership_of(start: StartPoint) -> Ownership | None:
-    """Who owns what in a run that goes on from memory, if the optimizers had changed; else None."""
+    """Who owns what in a run that goes on from memory, if that is to be known; else None."""
     return None if start.continuation is None else start.continuation.ownership
 
 
@@ -76,7 +76,7 @@ def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> 
             bind_numa=request.scaling.bind_numa,
             config=request.zero,
             addresses=routing.addresses,
-            ownership=ownership_of(start),
+            ownership=actors.ownership,
             outlives_owners=request.run.max_failures > 0 and request.zero.shared_directory is not None,
             token=actors.certificates.token,
             remains=remains,
@@ -120,7 +120,7 @@ class Follower:
             beside=_beside(request),
             outlived=journal.outlived,
             rank_life=_rank_life(request.directory.start),
-            ownership=ownership_of(request.directory.start),
+            ownership=actors.ownership,
         )
         self._watch = Watch(request.scaling.num_workers)
         self._run_dir = request.directory.path
@@ -175,7 +175,7 @@ class Follower:
 
         def owners() -> int:
             settled = not (self._controller.changes or self._controller.awaited)
-            return self._controller.ownership.num_owners if settled else 0
+            return self._controller.ownership.num_optimizers if settled else 0
 
         return Autoscaling(actors, bounds, owners=owners, request=self._rescaling.request)
 

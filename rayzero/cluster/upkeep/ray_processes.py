@@ -111,7 +111,7 @@ class RayProcesses:
 
     # ---- what is done to processes
 
-    def start(self, process: Process, ownership: Ownership | None) -> None:
+    def start(self, process: Process, ownership: Ownership) -> None:
         member, who = process.member, actor_name(process.member)
         started = self._actors.start_owner if member.kind is MemberKind.OWNER else self._actors.start_rank
         call = started(member.index)
@@ -124,7 +124,7 @@ class RayProcesses:
         self._joining[process], self._handles[process] = joining, joining.actor
         self._starts[call] = _OpenCall(process, Step.START, time.monotonic())
 
-    def run(self, rank: Process, addresses: Sequence[str], ownership: Ownership | None) -> None:
+    def run(self, rank: Process, addresses: Sequence[str], ownership: Ownership) -> None:
         assert self._packed_loop is not None, "only ranks have loops"
         own = replace(
             self._settings[rank.member.index], life=rank.life, addresses=tuple(addresses), ownership=ownership

@@ -14,13 +14,14 @@ from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.elastic import reform
 from rayzero.elastic.controller import Action, still_outlived
+from rayzero.elastic.doors import with_doors
 from rayzero.elastic.members import MemberKind
 from rayzero.elastic.reform import Step
 from rayzero.elastic.requests import ScaleRequest
 from rayzero.elastic.supervisor import Answered, Event, Serves, Supervisor
 from rayzero.errors import ConfigError
 from rayzero.layout.rescale import Rescale
-from rayzero.protocol.ownership import Prepared
+from rayzero.protocol.ownership import Prepared, device_owners
 from rayzero.quantities import count, format_bytes
 
 __all__ = ["Rescaling", "why_not"]
@@ -118,7 +119,7 @@ class Rescaling:
     def request(self, request: ScaleRequest, why: str = "asked for") -> None:
         """Change to other owners, once every member does its work; instead of a change that has not begun. ``why``: for
         the record."""
-        change = _Change(request, why, {}, before=self._controller.ownership.num_owners)
+        change = _Change(request, why, {}, before=self._controller.ownership.num_optimizers)
         if self._refusal is not None:
             self._end(change, f"the optimizers of this run cannot change: {self._refusal}")
         elif self._change is not None and self._controller.changes:
@@ -128,7 +129,7 @@ class Rescaling:
 
     def replace(self, request: ScaleRequest) -> None:
         """A request is not carried out, because a newer one came with it."""
-        self._end(_Change(request, "asked for", {}, before=self._controller.ownership.num_owners), _REPLACED)
+        self._end(_Change(request, "asked for", {}, before=self._controller.ownership.num_optimizers), _REPLACED)
 
     def _replace_waiting(self, change: _Change) -> None:
         if self._waiting is not None:
@@ -138,9 +139,9 @@ class Rescaling:
     def _begin(self, change: _Change) -> None:
         try:
             wanted = self._planned(change)
-            changes = wanted != Rescale.to(change.before, change.before)
+            changes = reform.resolved(wanted, self._controller.ownership) is not None
             if changes:
-                self._check_files(change)
+                self._check_files(wanted)
                 self._check_hosts(change, wanted)
         except ConfigError as error:
             self._end(change, str(error))
@@ -157,7 +158,7 @@ class Rescaling:
         self._note_actions(self._supervisor.scale(wanted))
 
     def _planned(self, change: _Change) -> Rescale:
-        """Who stays, and where those that join are to be."""
+        """Who stays, and where those that join are to be. Nodes with ranks keep an optimizer, also those to avoid."""
         avoid, before, labels = change.request.avoid, change.before, self._scaling.optimizer_labels
         alive = hosts()
         check_nodes(avoid, alive)
@@ -183,11 +184,17 @@ class Rescaling:
                 avoid=avoid,
             )
             there.append(change.nodes[owner])
-        return Rescale(former)
+        if device_owners(self._scaling.num_workers, self._zero.host_fraction):  # each rank has one beside it
+            return Rescale(former)
+        ownership = self._controller.ownership
+        at = [self._actors.members[optimizer_name(i)].node for i in range(ownership.num_owners)]
+        whole, doors = with_doors(Rescale(former), there, ranks=ranks, there=at, before=ownership)
+        change.nodes |= doors
+        return whole
 
-    def _check_files(self, change: _Change) -> None:
+    def _check_files(self, wanted: Rescale) -> None:
         """Raise ConfigError if a process may not open a connection to each owner after a change."""
-        why = self._actors.too_few_files(change.request.num_optimizers, {})
+        why = self._actors.too_few_files(len(wanted.former), {})
         if why is not None:
             raise ConfigError(why)
 
@@ -283,5 +290,5 @@ class Rescaling:
     def _next(self) -> None:
         change, self._waiting = self._waiting, None
         if change is not None:
-            change.before = self._controller.ownership.num_owners
+            change.before = self._controller.ownership.num_optimizers
             self._begin(change)

@@ -115,7 +115,7 @@ class ServedModel:
         ]
         peers: list[OwnerPeer] = [SharedPeer(shared, peer) if shared is not None else peer for peer in self._peers]
         peers.insert(service.owner, service)
-        self.lead = StepLead(peers, shared, service.recorder)
+        self.lead = StepLead(peers, shared, service.recorder, doors=self._doors)
 
     def succeed(self, owner: int, address: str) -> None:
         """Another owner has died; its successor is at ``address``."""
@@ -127,10 +127,14 @@ class ServedModel:
         for peer in self._peers:
             if peer.owner != owner:
                 continue
-            lead = self.lead if self.leads else None
+            lead = self.lead if self.leads and owner not in self._doors else None
             caught_up = peer.succeed(address, lead.succeeded(owner) if lead is not None else [])
             if lead is not None:
                 caught_up.add_done_callback(partial(_tell, lead, owner))
+
+    @property
+    def _doors(self) -> range:
+        return range(0) if self.service.ownership is None else self.service.ownership.door_numbers
 
     # ---- for its calls
 

@@ -82,6 +82,11 @@ class DeadRun:
     loops: Mapping[int, frozenset[tuple[int, int]]] = field(default_factory=dict)  # rank -> (step, part) that is kept
     rank_life: int = 0  # the highest life of a rank
 
+    @property
+    def doors(self) -> range:
+        """The owners without shards, of which nothing is needed."""
+        return range(0) if self.ownership is None else self.ownership.door_numbers
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryVerdict:
@@ -125,7 +130,7 @@ def _refusals(run: DeadRun) -> Iterator[str]:
     twice = sorted({owner for owner in run.lives if run.lives.count(owner) > 1})
     if twice:
         yield f"optimizers {twice} left slabs of two lives"
-    missing = sorted(set(range(run.num_owners)) - set(run.lives))
+    missing = sorted(set(range(run.num_owners)) - set(run.lives) - set(run.doors))
     if missing:
         yield f"optimizers {missing} left nothing on this host"
     for shard in run.shards:

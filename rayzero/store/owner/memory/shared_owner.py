@@ -140,8 +140,8 @@ class SharedOwner:
         return self._memory
 
     def _take_over(self, plan: SharedPlan, regions: Sequence[Wanted]) -> FormerSlabs | None:
-        """Take over the control slab of a former life; its other slabs. None: there are none, or they held nothing and
-        are removed. Raises HandshakeError if they are of another model."""
+        """Take over the control slab of a former life; its other slabs. None: there are none, or its shards had no
+        values and they are removed. Raises HandshakeError if they are of another model."""
         spec = plan.spec
         former = FormerSlabs.find(spec, self.owner, self.directory, plan.ownership.epoch)
         if former is None:
@@ -161,7 +161,7 @@ class SharedOwner:
         except BaseException:
             control.close(unlink=False)
             raise
-        if not lines.news() and not plan.ownership.epoch:
+        if plan.shards_of(self.owner) and not lines.news() and not plan.ownership.epoch:
             control.close(unlink=False)
             former.remove()
             return None

@@ -1,0 +1,94 @@
+"""An owner without shards, on a host whose ranks have no other: it serves, computes nothing, and loses nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from rayzero.protocol.ownership import Ownership
+from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
+from rayzero.store.owner.hosted import HostedModels
+from rayzero.store.owner.server import serve_models
+from rayzero.store.rank.rank_store import RankStore
+from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.shm.recovery import Outcome, assess, read_run
+from rayzero.store.shm.signals import available
+from rayzero.telemetry.names import PARAM_VERSION, SHARDS
+from rayzero.telemetry.recorder import MemoryRecorder
+
+from .stores import TOKEN, inprocess
+from .toy import Rank, make_spec, masters, random_grads, start, take_step
+
+pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
+
+OWNERSHIP = Ownership(3, doors=1)
+DOOR = 2
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def hosted(
+    owner: int, directory: Path, recorder: MemoryRecorder | None = None, *, succeeds: bool = False
+) -> HostedModels:
+    return HostedModels(owner, 3, ownership=OWNERSHIP, share=directory, recorder=recorder, succeeds=succeeds)
+
+
+def ranks_beside_a_door(stack: ExitStack, here: Path, recorder: MemoryRecorder) -> list[Rank]:
+    """Two ranks whose host, ``here``, has a door; their owners are on another one."""
+    models = [hosted(owner, SHARED_MEMORY) for owner in range(DOOR)] + [hosted(DOOR, here, recorder)]
+    servers = []
+    for each in models:
+        stack.callback(each.close)
+        servers.append(stack.enter_context(serve_models(each, token=TOKEN)))
+    addresses = [server.address for server in servers]
+    for server in servers:
+        server.connect_peers(addresses)
+    stores = [
+        RankStore(RemoteConnection(rank, addresses, token=TOKEN, share=here, ownership=OWNERSHIP)) for rank in range(2)
+    ]
+    for store in stores:
+        stack.callback(store.close)
+    return start(stores, make_spec(2))
+
+
+def test_ranks_beside_a_door_have_the_bits_of_every_other_store(stack: ExitStack, slab_dir: Path) -> None:
+    recorder = MemoryRecorder()
+    ranks = ranks_beside_a_door(stack, slab_dir, recorder)
+    others = start(list(stack.enter_context(inprocess(2, 1))), make_spec(2))
+    for step in range(3):
+        for each in (ranks, others):
+            take_step(each, [random_grads(each[0].spec, 10 * step + rank) for rank in range(2)], 0.5)
+    ours, theirs = masters(ranks[0]), masters(others[0])
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    gauges = recorder.gauges()
+    assert list(gauges[SHARDS].values()) == [0]
+    assert PARAM_VERSION not in gauges  # it has none that could be behind
+
+
+def test_what_a_door_leaves_is_no_part_of_what_a_dead_run_has(stack: ExitStack, slab_dir: Path) -> None:
+    """On its host, it is the run's only owner; and the owners' host can go on without it."""
+    ranks = ranks_beside_a_door(stack, slab_dir, MemoryRecorder())
+    take_step(ranks, [random_grads(ranks[0].spec, rank) for rank in range(2)])
+    ranks[0].fetch(1)
+    run = ranks[0].spec.run
+    left = [slab for slab in list_slabs(SHARED_MEMORY) if slab.header is not None and slab.header.facts.run == run]
+    found = read_run(run, left)
+    assert found is not None
+    assert (found.ownership, assess(found).outcome) == (OWNERSHIP, Outcome.WHOLE)
+
+
+def test_a_successor_of_a_door_serves_without_anything_left(stack: ExitStack, slab_dir: Path) -> None:
+    models = hosted(DOOR, slab_dir, succeeds=True)
+    stack.callback(models.close)
+    attached = models[0].service.attach(0, make_spec(1), own_gradients=True)
+    assert (attached.version, attached.needs_load) == (0, False)
+    assert models[0].shared is not None
+    assert Path(models[0].shared.offer().control).exists()
