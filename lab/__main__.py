@@ -23,7 +23,7 @@ ROOMS = {
         "frozen_codecs",
         "give_shards",
         "hooks",
-        "host_fetch",
+        "door",
         "host_push",
         "telemetry",
     ),

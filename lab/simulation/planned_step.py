@@ -37,7 +37,7 @@ def simulate_step(
     Raises ConfigError if costs of the transport were not measured, UnsupportedError for what cannot be simulated."""
     hosts = hardware.hosts
     ranks, owners = tuple(hosts_of_ranks(scaling, hosts)), tuple(hosts_of_owners(zero, scaling, hosts))
-    here, traffic = Counter(ranks), step_traffic(layout, work, zero, scaling, state_bytes=state_bytes)
+    traffic = step_traffic(layout, work, zero, scaling, state_bytes=state_bytes)
     alone = len({*ranks, *owners}) == 1
     transport: Transport = "shm" if shares_memory(zero) else "grpc"
     machine = replace(
@@ -61,7 +61,7 @@ def simulate_step(
             transport=transport,
             encrypted=not alone,
             compute_threads=machine.cores,
-            fetch_once_per_host=all(zero.fetches_for_host(each) != "never" for each in here.values() if each > 1),
+            fetch_once_per_host=zero.shared_directory is not None,
             push_once_per_host=_all_add_up(ranks, zero, traffic),
         ),
         state_bytes=state_bytes,

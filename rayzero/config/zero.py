@@ -26,7 +26,6 @@ Kernel = Literal["auto", "native", "torch", "reference"]
 Moments = Literal["fp32", "bf16", "int8"]
 CheckpointMoments = Literal["fp32", "kept"]
 WireCompression = Literal["none", "bf16", "int8"]
-HostFetch = Literal["auto", "always", "never"]
 HostPush = Literal["auto", "always", "never"]
 HostVoice = Literal["auto", "always", "never"]
 
@@ -205,12 +204,6 @@ class ZeroConfig(ZeroSetters):
     bf16 and fp16 gradients. Of each block of 256 neighbours, the absolute error is at most the largest magnitude / 254,
     and a block with inf or nan arrives as nan."""
 
-    host_fetch: HostFetch = "auto"
-    """Whether parameters from owners on other hosts come once for a host: one of its ranks fetches each shard, into
-    memory in slab_dir that all of them read, as large as those parameters. "auto": where two or more ranks share the
-    host and slab_dir has room; otherwise each fetches for itself. "always": also for a rank that is alone on its host,
-    which then fetches a version once and not for every use; an error if there is no room. "never": each for itself."""
-
     host_push: HostPush = "auto"
     """Whether gradients for owners on other hosts leave a host as one sum of its ranks, in fp32: of the first ranks of
     each group of 8 consecutive ones, which can be added there without changing a bit; others push their own. Ranks
@@ -243,13 +236,12 @@ class ZeroConfig(ZeroSetters):
         return self
 
     @model_validator(mode="after")
-    def _host_can_fetch_and_push(self) -> Self:
-        for name in ("host_fetch", "host_push"):
-            if getattr(self, name) == "always" and self.shared_directory is None:
-                raise ValueError(
-                    f"{name}='always' needs memory that a host's ranks share, but transport is {self.transport!r}; "
-                    f"set transport='auto' or {name}='never'"
-                )
+    def _host_can_push(self) -> Self:
+        if self.host_push == "always" and self.shared_directory is None:
+            raise ValueError(
+                f"host_push='always' needs memory that a host's ranks share, but transport is {self.transport!r}; "
+                "set transport='auto' or host_push='never'"
+            )
         if self.host_push == "always" and self.wire_compression != "none":
             raise ValueError(
                 f"host_push='always' cannot be used with wire_compression={self.wire_compression!r}, which rounds each "
@@ -262,12 +254,6 @@ class ZeroConfig(ZeroSetters):
         """``host_push``: "never" where "auto" comes to that by the other settings."""
         plain = self.wire_compression == "none" and self.shared_directory is not None
         return self.host_push if plain else "never"
-
-    def fetches_for_host(self, ranks: int) -> HostFetch:
-        """``host_fetch`` of a host with that many ranks: "never" where "auto" comes to that."""
-        if self.host_fetch == "auto" and (ranks < 2 or self.shared_directory is None):
-            return "never"
-        return self.host_fetch
 
     @property
     def host_fraction(self) -> float:

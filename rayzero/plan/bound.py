@@ -128,7 +128,7 @@ def _between_hosts(traffic: StepTraffic, ranks: Sequence[int], owners: Counter[i
     each host has."""
     here, groups = Counter(ranks), summed_groups(ranks, zero, traffic.gradients)
     fetched = {
-        host: count * traffic.fetch if zero.fetches_for_host(count) == "never" else traffic.published
+        host: count * traffic.fetch if zero.shared_directory is None else traffic.published
         for host, count in here.items()
     }
     pushed = {

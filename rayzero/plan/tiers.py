@@ -92,10 +92,9 @@ class HostBytes:
     kept: int = 0  # its ranks' gradients for owners on other hosts, whose successors would need them
     beside: int = 0  # owners beside its ranks (offload_fraction < 1); owner_bytes includes their bytes here
     doors: int = 0  # 1: an optimizer actor without shards, for its ranks, which have no other owner
-    relayed: int = 0  # parameters of owners elsewhere, once for its ranks (host_fetch); ``shared`` includes them
+    copied: int = 0  # parameters of owners on other hosts, once for its ranks; ``shared`` includes them
     summed: int = 0  # of ``shared``: ``kept``, where it leaves the host as one sum of its ranks (host_push)
-    needs_relayed: bool = False  # without room for them the run is refused, not planned otherwise
-    needs_summed: bool = False  # the same
+    needs_summed: bool = False  # without room for it the run is refused, not planned otherwise
 
     @property
     def _beside(self) -> str:
@@ -109,12 +108,12 @@ class HostBytes:
     @property
     def total(self) -> int:
         """All of it."""
-        return self.owner_bytes + self.of_ranks + self.relayed + self.programs
+        return self.owner_bytes + self.of_ranks + self.copied + self.programs
 
     @property
     def optional(self) -> int:
         """Of the sum: what the run does without where there is no room."""
-        return 0 if self.needs_relayed else self.relayed
+        return self.copied
 
     @property
     def optional_shared(self) -> int:
@@ -127,7 +126,7 @@ class HostBytes:
             f"{count(self.owners, 'optimizer actor')}" + self._beside: self.owner_bytes,
             "staging": self.staging,
             "gradients for owners elsewhere": self.kept,
-            "parameters from elsewhere": self.relayed,
+            "parameters of other hosts": self.copied,
             "offloaded activations": self.activations,
             f"{count(self.ranks, 'rank')} computing": self.compute,
             f"{count(self.ranks + self.owners + self.doors + self.coordinator, 'program')}": self.programs,
@@ -212,7 +211,7 @@ def plan_bytes(
             zero,
             hosts,
             programs,
-            relayed=_relayed(layout, shards, plans_of[host], ranks_of[host], zero),
+            copied=_copied(layout, shards, plans_of[host], ranks_of[host], zero),
         )
         for host in sorted({*ranks, *owners})
     )
@@ -232,11 +231,11 @@ def plan_bytes(
     return RunBytes(device=device, owners=plans, hosts=each)
 
 
-def _relayed(
+def _copied(
     layout: ModelLayout, shard_map: ShardMap, here: Sequence[OwnerPlan], num_ranks: int, zero: ZeroConfig
 ) -> int:
-    """What a host keeps of the parameters of owners elsewhere, for all of its ranks. ``here``: its owners."""
-    if not num_ranks or zero.fetches_for_host(num_ranks) == "never":
+    """What a host keeps of the parameters of owners on other hosts, for all of its ranks. ``here``: its owners."""
+    if not num_ranks or not shares_memory(zero):
         return 0
     ours = {shard for plan in here for shard in shard_map.shards_of(plan.owner)}
     return sum(kept_bytes(layout.units[s.unit], s) for s in layout.shards if s.index not in ours)
@@ -339,16 +338,16 @@ def _host_bytes(
     hosts: Hosts,
     programs: Programs,
     *,
-    relayed: int,
+    copied: int,
 ) -> HostBytes:
-    """num_ranks, own: on this host. owners: all of the run's, of which the last ``beside`` run beside ranks. relayed:
-    parameters of owners elsewhere that lie here once."""
+    """num_ranks, own: on this host. owners: all of the run's, of which the last ``beside`` run beside ranks. copied:
+    parameters of owners on other hosts that lie here once."""
     actors = sum(plan.owner < len(owners) - beside for plan in own)
     doors = int(shares_memory(zero) and num_ranks > 0 and not own)
     shared = shares_memory(zero) and bool(own)
     apart = not shares_memory(zero) or len(own) < len(owners)  # some bytes come through this process
     decoded = sum(buffer_bytes(unit.size_bytes) for unit in layout.units if unit.is_coded)  # into memory of the rank
-    copies = apart and not relayed  # of all that a rank on a CPU computes with
+    copies = apart and not copied  # of all that a rank on a CPU computes with
     parameters = 0 if hosts.on_gpu else device.parameters if copies else min(device.parameters, decoded)
     compute = 0 if hosts.on_gpu else parameters + device.peak - device.parameters
     arriving = device.parameters if hosts.on_gpu else 0
@@ -356,15 +355,14 @@ def _host_bytes(
         host=host,
         ranks=num_ranks,
         owners=actors,
-        shared=(sum(plan.total - plan.staging - plan.private for plan in own) if shared else 0) + relayed,
+        shared=(sum(plan.total - plan.staging - plan.private for plan in own) if shared else 0) + copied,
         owner_bytes=sum(plan.total for plan in own),
         staging=num_ranks * (_leaving(layout) + arriving) if apart else 0,  # pushes in flight, fetches for a device
         activations=num_ranks * work.offloaded_host_bytes,
         compute=num_ranks * compute,
         beside=len(own) - actors,
         doors=doors,
-        relayed=relayed,
-        needs_relayed=zero.host_fetch == "always",
+        copied=copied,
         needs_summed=zero.host_push == "always",
         programs=programs.of_host(num_ranks, actors + doors, coordinators=host == 0),
         coordinator=host == 0,
@@ -420,5 +418,5 @@ def check_fits(run: RunBytes, hardware: Hardware) -> None:
             raise MemoryPlanError(
                 f"host {host.host} needs {format_bytes(host.shared)} of shared memory, but zero.slab_dir has room "
                 f"for {format_bytes(hardware.shm_bytes)}; set slab_dir to a directory with more room, "
-                f"transport='grpc', host_fetch='never' or host_push='never'"
+                f"transport='grpc' or host_push='never'"
             )

@@ -76,7 +76,6 @@ class ServedReach:
                 stall_timeout=self.stall_timeout,
                 wire_compression=self.config.wire_compression,
                 share=self._host_of(rank),
-                host_fetch=self.config.fetches_for_host(len(self._ranks_with(rank))) if self.share else "never",
                 host_push=self.config.pushes_for_host if self.share else "never",
                 host_voice=self.config.host_voice if self.share else "never",
                 ranks_here=self._ranks_with(rank),

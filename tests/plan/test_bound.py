@@ -47,7 +47,7 @@ def test_the_longest_stage_binds_and_without_overlap_the_update_comes_on_top() -
     assert bound.compute == 3e12 / 1e15
     assert bound.fetch == 4 * UNIT / 5e10
     assert bound.network == (4 * UNIT / 2 + 2 * 4 * UNIT / 2) / 1e10, "half of it: once for two ranks, from two others"
-    each = BF16.replace(host_fetch="never")
+    each = BF16.replace(transport="grpc")
     assert bound_step(traffic, each, FOUR, GPU_HOSTS).network == (2 * 4 * UNIT / 2 + 2 * 4 * UNIT / 2) / 1e10
     assert bound.update == traffic.update / 2 / 3e11, "two hosts share it"
     assert (bound.seconds, bound.binds) == (bound.compute, "compute")

@@ -19,6 +19,7 @@ from rayzero.plan.hardware import Hardware, Hosts
 from rayzero.plan.programs import Programs
 from rayzero.plan.tiers import RunBytes, _gathered, check_fits, hosts_of_owners, hosts_of_ranks, plan_bytes
 from rayzero.plan.work import Work
+from rayzero.quantities import format_bytes
 
 from .machines import CPU_HOST, GPU_HOSTS
 
@@ -191,43 +192,31 @@ def test_ranks_keep_gradients_for_owners_elsewhere_where_owners_are_replaced() -
     assert kept() == 0
 
 
-def test_parameters_of_owners_elsewhere_count_once_for_the_ranks_of_a_host() -> None:
+def test_parameters_of_other_hosts_count_once_for_the_ranks_of_a_host() -> None:
     """Four layers; the ranks are on both hosts, and each host's owner has half of the parameters."""
     four = ScalingConfig(num_workers=4, num_optimizers=4, use_gpu=True)
-    once, each = (planned(replace_fetch(how), four, GPU_HOSTS) for how in ("auto", "never"))
-    assert [host.relayed for host in once.hosts] == [2 * UNIT, 2 * UNIT]
-    assert [host.relayed for host in each.hosts] == [0, 0]
-    assert [a.total - b.total for a, b in zip(once.hosts, each.hosts, strict=True)] == [2 * UNIT, 2 * UNIT]
-    assert [a.shared - b.shared for a, b in zip(once.hosts, each.hosts, strict=True)] == [2 * UNIT, 2 * UNIT]
-    assert "parameters from elsewhere" in once.hosts[0].describe()
-
-
-def test_a_rank_that_is_alone_on_its_host_keeps_nothing_there_unless_asked_to() -> None:
-    two = ScalingConfig(num_workers=2, num_optimizers=2)
-    hosts = replace(CPU_HOST, hosts=Hosts(count=2))
-    relayed = [[host.relayed for host in planned(replace_fetch(how), two, hosts).hosts] for how in ("auto", "always")]
-    assert relayed == [[0, 0], [2 * UNIT, 2 * UNIT]]
+    once, each = (planned(over(transport), four, GPU_HOSTS) for transport in ("auto", "grpc"))
+    assert [host.copied for host in once.hosts] == [2 * UNIT, 2 * UNIT]
+    assert [host.copied for host in each.hosts] == [0, 0]
+    assert all(f"parameters of other hosts {format_bytes(2 * UNIT)}" in host.describe() for host in once.hosts)
 
 
 def test_ranks_on_cpus_compute_with_what_the_host_has_once() -> None:
     packed = {"placement": "packed"}
     four = ScalingConfig(num_workers=4, num_optimizers=1)
     hosts = replace(CPU_HOST, hosts=Hosts(count=2))
-    once, each = (planned(replace_fetch(how, **packed), four, hosts).hosts[0] for how in ("auto", "never"))
-    assert once.relayed == 4 * UNIT
+    once, each = (planned(over(transport, **packed), four, hosts).hosts[0] for transport in ("auto", "grpc"))
+    assert once.copied == 4 * UNIT
     assert each.compute - once.compute == 2 * 4 * UNIT, "two ranks' own copies"
 
 
-@pytest.mark.parametrize("how", ["auto", "always"])
-def test_only_memory_that_is_asked_for_makes_a_host_too_small(how: str) -> None:
+def test_without_room_for_a_copy_the_run_goes_on_without_it() -> None:
     four = ScalingConfig(num_workers=4, num_optimizers=4, use_gpu=True)
-    run = planned(replace_fetch(how), four, GPU_HOSTS)
-    tight = replace(GPU_HOSTS, shm_bytes=max(host.shared for host in run.hosts) - 1)
-    if how == "auto":
-        check_fits(run, tight)
-        return
-    with pytest.raises(MemoryPlanError, match=r"of shared memory.*host_fetch='never'"):
-        check_fits(run, tight)
+    run = planned(over("auto"), four, GPU_HOSTS)
+    most = max(host.shared for host in run.hosts)
+    check_fits(run, replace(GPU_HOSTS, shm_bytes=most - 2 * UNIT))
+    with pytest.raises(MemoryPlanError, match=r"of shared memory.*transport='grpc'"):
+        check_fits(run, replace(GPU_HOSTS, shm_bytes=most - 2 * UNIT - 1))
 
 
 def test_owners_keep_one_sum_of_the_ranks_of_another_host_and_those_ranks_their_gradients_in_shared_memory() -> None:
@@ -247,5 +236,5 @@ def test_owners_keep_one_sum_of_the_ranks_of_another_host_and_those_ranks_their_
     assert not any(host.summed for host in bf16.hosts), "two ranks push as many bytes"
 
 
-def replace_fetch(how: str, **settings: Any) -> ZeroConfig:
-    return ZeroConfig(precision="bf16", host_fetch=how, **settings)  # type: ignore[arg-type]
+def over(transport: str, **settings: Any) -> ZeroConfig:
+    return ZeroConfig(precision="bf16", transport=transport, **settings)  # type: ignore[arg-type]

@@ -42,8 +42,8 @@ from store.toy import make_spec as toy_spec
 
 FAULTS = ("cut", "reset", "refuse", "black_hole")
 LINKS = ("rank-owner", "rank-lead", "lead-owner", "all")
-WAYS = ("grpc", *(["mixed", "mirrored"] if why_no_sharing() is None else []))
-"""mixed: owner 0 shares memory; mirrored: and copies what the others publish"""
+WAYS = ("grpc", *(["mixed"] if why_no_sharing() is None else []))
+"""mixed: owner 0 shares memory, and copies what the others publish"""
 STEPS, RANKS, OWNERS = 4, 2, 3
 
 
@@ -111,11 +111,7 @@ def ranks_of(made: Net, spec: ModelSpec, way: str = "grpc", **options: Any) -> I
     """Ranks that have attached through the proxies."""
     addresses = [proxy.address for proxy in made.for_ranks]
     terms = {"token": TOKEN, "stall_timeout": 60.0, "recorder": made.recorder}
-    terms |= {
-        "grpc": {},
-        "mixed": {"share": SHARED_MEMORY},
-        "mirrored": {"share": SHARED_MEMORY, "host_fetch": "always"},
-    }[way]
+    terms |= {"grpc": {}, "mixed": {"share": SHARED_MEMORY}}[way]
     with ExitStack() as stack:
         stores = [RankStore(RemoteConnection(rank, addresses, **terms | options)) for rank in range(RANKS)]
         for store in stores:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
-from rayzero.config.zero import HostFetch, HostPush, HostVoice
+from rayzero.config.zero import HostPush, HostVoice
+from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.inprocess import LocalConnection, LocalOwners
@@ -73,22 +74,24 @@ def over_grpc(
     stall_timeout: float = 60.0,
     owner_threads: int = 1,
     shares: Callable[[int], bool] = lambda owner: False,
-    host_fetch: HostFetch = "never",
+    door: bool = False,
     host_push: HostPush = "never",
     host_voice: HostVoice = "never",
 ) -> Iterator[Stores]:
     """The same over gRPC on loopback: every owner has a server, every rank its own channels. ``shares(owner)``: it
-    shares memory with the ranks, as owners of their host do; the others are as on other hosts. ``host_fetch``: whether
-    ranks fetch from the others once for their host. ``host_push``: whether the others get one sum of all ranks.
+    shares memory with the ranks, as owners of their host do; the others are as on other hosts. ``door``: an owner
+    without shards shares memory with them, too. ``host_push``: whether the others get one sum of all ranks.
     ``host_voice``: whether one rank asks the lead for all."""
-    alone = host_fetch == host_push == host_voice == "never" and not any(shares(owner) for owner in range(num_owners))
+    ownership = Ownership(num_owners + door, doors=int(door))
+    sharing = [owner for owner in range(ownership.num_owners) if owner == num_owners or shares(owner)]
+    alone = host_push == host_voice == "never" and not sharing
     somewhere = None if alone else SHARED_MEMORY
     token = f"{TOKEN} {secrets.token_hex()}"  # by which ranks of a host find each other
     with ExitStack() as stack:
         servers = []
-        for owner in range(num_owners):
-            share = SHARED_MEMORY if shares(owner) else None
-            models = HostedModels(owner, num_owners, share=share, threads=owner_threads)
+        for owner in range(ownership.num_owners):
+            share = SHARED_MEMORY if owner in sharing else None
+            models = HostedModels(owner, ownership.num_owners, ownership=ownership, share=share, threads=owner_threads)
             stack.callback(models.close)
             servers.append(stack.enter_context(serve_models(models, token=token)))
         addresses = [server.address for server in servers]
@@ -103,7 +106,7 @@ def over_grpc(
                     token=token,
                     stall_timeout=stall_timeout,
                     share=somewhere,
-                    host_fetch=host_fetch,
+                    ownership=ownership,
                     host_push=host_push,
                     host_voice=host_voice,
                     ranks_here=range(world_size),
@@ -123,6 +126,5 @@ if why_no_sharing() is None:
     STORES["shm"] = partial(over_grpc, shares=lambda owner: True)
     STORES["mixed"] = partial(over_grpc, shares=lambda owner: owner % 2 == 0)
     STORES["sums"] = partial(over_grpc, host_push="always")
-    STORES["relay"] = partial(over_grpc, host_fetch="always", host_voice="always")
-    STORES["mixed-relay"] = partial(over_grpc, shares=lambda owner: owner % 2 == 0, host_fetch="always")
+    STORES["door"] = partial(over_grpc, door=True, host_voice="always")
 """name -> factory(world_size, num_owners, *, stall_timeout=..., owner_threads=...): a context with one store a rank"""

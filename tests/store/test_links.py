@@ -104,7 +104,7 @@ _HERE = ("Share", "Bring")  # what a rank asks owners of its host
 def test_a_call_whose_answer_is_lost_is_repeated_and_counts_once(method: str, tmp_path: Path) -> None:
     if method in _HERE and not SHARES:
         pytest.skip("no shared memory here")
-    way = "mirrored" if method in _HERE else "grpc"
+    way = "mixed" if method in _HERE else "grpc"
     expected, _ = undisturbed(way)
     loses, spec = LosesAnswers(method, 3), make_spec()
     with net(spec, sharing(way), interceptors=[loses]) as made:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rayzero.concurrency.gather import Gather
-from rayzero.errors import MemoryPlanError, StateLostError, StoreError
+from rayzero.errors import StateLostError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.memory import planner
 from rayzero.protocol.messages import COMPUTE, ModelSpec, Published
@@ -65,7 +65,7 @@ class Place:
     def store(self, rank: int, life: int = 0) -> RankStore:
         recorder = MemoryRecorder()
         self.recorders.append(recorder)
-        options = {"host_fetch": "auto", "stall_timeout": WAIT} | self._options
+        options = {"stall_timeout": WAIT} | self._options
         connection = RemoteConnection(
             rank, self.addresses, token=self.token, share=self.directory, life=life, recorder=recorder, **options
         )
@@ -199,7 +199,7 @@ def test_nothing_is_lost_with_the_owner_that_keeps_it_or_one_that_publishes(
     here, elsewhere = hosts
     spec, draws = make_spec(RANKS), random.Random(seed)
     kills = [(step, draws.uniform(0.0, 0.02), owner) for step in (2, 5)]
-    terms: dict[str, Any] = {"shares": (True,) * RANKS, "elsewhere": elsewhere, "host_fetch": "always"}
+    terms: dict[str, Any] = {"shares": (True,) * RANKS, "elsewhere": elsewhere}
     found = disturbed(here, spec, 8, train, kills, num_owners=OWNERS, **terms)
     assert not differing(spec, found, undisturbed(spec, 8, train))
     assert [list(directory.iterdir()) for directory in hosts] == [[], []]
@@ -208,9 +208,7 @@ def test_nothing_is_lost_with_the_owner_that_keeps_it_or_one_that_publishes(
 def test_what_its_predecessor_had_does_not_come_again_and_stays_mapped(hosts: tuple[Path, Path]) -> None:
     here, elsewhere = hosts
     spec, owners = make_spec(1, shard_numel=4096), Owners(here, OWNERS, elsewhere)
-    connection = RemoteConnection(
-        0, owners.addresses, token=TOKEN, share=here, outlives_owners=True, host_fetch="always"
-    )
+    connection = RemoteConnection(0, owners.addresses, token=TOKEN, share=here, outlives_owners=True)
     owners.stores.append(RankStore(connection))
     with closing(owners), closing(owners.stores[0]):
         ranks = start(owners.stores, spec)
@@ -231,9 +229,7 @@ def test_what_its_predecessor_had_does_not_come_again_and_stays_mapped(hosts: tu
 def test_a_successor_that_cannot_go_on_with_it_is_the_end(hosts: tuple[Path, Path]) -> None:
     here, elsewhere = hosts
     spec, owners = make_spec(1), Owners(here, OWNERS, elsewhere)
-    connection = RemoteConnection(
-        0, owners.addresses, token=TOKEN, share=here, outlives_owners=True, host_fetch="always"
-    )
+    connection = RemoteConnection(0, owners.addresses, token=TOKEN, share=here, outlives_owners=True)
     owners.stores.append(RankStore(connection))
     with closing(owners), closing(owners.stores[0]):
         ranks = start(owners.stores, spec)
@@ -294,13 +290,6 @@ def test_without_room_each_rank_fetches_for_itself_and_says_so(
     said = [line for line in caplog.messages if "fetches parameters for itself, not once for its host" in line]
     assert len(said) == 2
     assert "shared memory needs" in said[0]
-
-
-def test_without_room_always_is_refused_with_the_sum(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror_memory, "check_shared", no_room)
-    place = Place(stack, host_fetch="always")
-    with pytest.raises(MemoryPlanError, match=r"shared memory needs .* but .* has .* free"):
-        place.store(0).attach(make_spec(2))
 
 
 def test_another_start_of_a_run_and_another_model_have_memory_of_their_own(stack: ExitStack) -> None:

@@ -42,8 +42,8 @@ def stack(slab_dir: Path) -> Iterator[ExitStack]:
 @pytest.fixture
 def make(stack: ExitStack, slab_dir: Path) -> Make:
     def made(rank: int = 0, **how: Any) -> RankMemory:
-        said = {"life": 0, "key": "a secret", "model": 0, "ranks": (0, 1), "patience_s": WAIT, "keeps_pushed": True}
-        said |= {"host_fetch": "never", "host_push": "never", "directory": slab_dir} | how
+        said = {"life": 0, "key": "a secret", "ranks": (0, 1), "keeps_pushed": True}
+        said |= {"host_push": "never", "directory": slab_dir} | how
         found = RankMemory(rank, said.pop("directory"), **said)
         stack.callback(found.close, CLOSED)
         return found
@@ -97,19 +97,19 @@ def test_whose_gradients_leave_as_one_sum(
 
 
 def test_what_the_host_keeps_of_parameters_needs_room_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    gradients = 2 * PLAN.gradient_bytes(pooled=False)
-    monkeypatch.setattr(rank_memory, "_size_of", lambda _: gradients)
-    alone, relays = make(host_push="auto"), make(host_push="auto", host_fetch="auto")
-    for memory in (alone, relays):
+    gradients, parameters = 2 * PLAN.gradient_bytes(pooled=False), sum(unit.size_bytes for unit in UNITS)
+    for room, summed in ((gradients + parameters, (0, 1)), (gradients + parameters - 1, ())):
+        monkeypatch.setattr(rank_memory, "_size_of", lambda _, room=room: room)
+        memory = make(host_push="auto")
         memory.choose_sums(PLAN)
-    assert (alone.summed, relays.summed) == ((0, 1), ())
+        assert memory.summed == summed
 
 
 # ---- what there is
 
 
 ELSEWHERE: tuple[int, ...] = ()
-ALL = {"shared", "relay", "windows", "host", "gradients"}
+ALL = {"shared", "windows", "host", "gradients"}
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,11 @@ ALL = {"shared", "relay", "windows", "host", "gradients"}
     [
         (ELSEWHERE, {"directory": None}, {"gradients"}),
         (ELSEWHERE, {"directory": None, "keeps_pushed": False}, set()),
-        (ELSEWHERE, {"host_fetch": "always"}, {"relay", "windows", "gradients"}),
+        (ELSEWHERE, {}, {"gradients"}),
         (ELSEWHERE, {"host_push": "always"}, {"shared", "host", "gradients"}),
-        (ELSEWHERE, {"host_fetch": "always", "host_push": "always"}, ALL),
         ((0,), {"keeps_pushed": False}, {"shared", "windows", "gradients"}),
-        ((0,), {"host_fetch": "always"}, {"shared", "windows", "gradients"}),
-        ((0, 1), {"host_fetch": "always"}, {"shared", "windows", "gradients"}),
+        ((0,), {"host_push": "always"}, ALL),
+        ((0, 1), {}, {"shared", "windows", "gradients"}),
     ],
 )
 def test_what_a_rank_has_depends_on_its_neighbours(
@@ -134,18 +133,18 @@ def test_what_a_rank_has_depends_on_its_neighbours(
     if "windows" in there:
         assert memory.windows is not None
         whole = {unit.index for unit in UNITS if memory.windows.tensor(unit.index) is not None}
-        assert whole == shown(here, relayed=memory.relay is not None)
+        assert whole == shown(here)
 
 
-def shown(here: Sequence[int], *, relayed: bool) -> set[int]:
-    """The units all of whose shards are in memory of the host."""
+def shown(here: Sequence[int]) -> set[int]:
+    """The units all of whose shards owners of the host have."""
     away = {shard.unit for owner in range(OWNERS) if owner not in here for shard in PLAN.shards_of(owner)}
-    return {unit.index for unit in UNITS if relayed or unit.index not in away}
+    return {unit.index for unit in UNITS if unit.index not in away}
 
 
 def test_nothing_is_left_of_a_rank_that_has_closed(make: Make, slab_dir: Path) -> None:
-    memories = [joined(make(rank, host_fetch="always", host_push="always"), {}) for rank in range(2)]
-    assert len(list(slab_dir.iterdir())) > 4
+    memories = [joined(make(rank, host_push="always"), {}) for rank in range(2)]
+    assert len(list(slab_dir.iterdir())) == 4
     for memory in memories:
         memory.close(CLOSED)
         memory.close(CLOSED)
@@ -162,13 +161,13 @@ def test_gradients_and_windows_go_on_with_other_owners(make: Make, stack: ExitSt
     assert memory.windows is not None
     assert memory.shared is not None
     gradients, windows = memory.gradients, memory.windows
-    assert {unit.index for unit in UNITS if windows.tensor(unit.index) is not None} == shown((0, 1), relayed=False)
+    assert {unit.index for unit in UNITS if windows.tensor(unit.index) is not None} == shown((0, 1))
     asked = memory.shared.ask_lead("GetDecision", b"")
     assert asked is not None
     memory.enter(PLAN, {0: offers[0]}, [1], PublishBoard())
-    memory.enter_windows(PLAN, [1])
+    memory.enter_windows([1])
     assert (memory.gradients is gradients, memory.windows is windows, memory.shares) == (True, True, True)
-    assert {unit.index for unit in UNITS if windows.tensor(unit.index) is not None} == shown((0,), relayed=False)
+    assert {unit.index for unit in UNITS if windows.tensor(unit.index) is not None} == shown((0,))
     with pytest.raises(EpochOverError, match="the lead was another one before"):
         asked.result(WAIT)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,10 +15,8 @@ from rayzero.protocol.messages import COMPUTE, Contribution, Published
 from rayzero.store.host.links.caller import Caller
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.stall import StallWatch
-from rayzero.store.rank.memory.relay_memory import RelayMemory
 from rayzero.store.rank.ways import Ways
 from rayzero.store.shm.shared_plan import SharedPlan
-from rayzero.store.shm.signals import available
 from rayzero.telemetry.recorder import NullRecorder
 
 from .toy import WAIT, make_spec
@@ -80,28 +76,26 @@ def test_owners_are_reached_over_grpc_until_they_share_memory(ways: Ways, board:
     assert (ways.transport, ways.senders) == ("shm", {})
 
 
-@pytest.mark.skipif(available() is not None, reason="no memory that ranks share here")
-def test_owners_elsewhere_are_relayed_and_others_are_not(ways: Ways, board: PublishBoard, tmp_path: Path) -> None:
-    """What the host has already is copied from there: no channel is asked."""
+def test_owners_on_other_hosts_are_read_in_the_copy_of_this_one(ways: Ways, board: PublishBoard) -> None:
+    """No channel is asked, and what their owners publish is not enough."""
     ways.share([1], cast(Any, Mapped()))
-    away = [shard.index for owner in (0, 2) for shard in PLAN.shards_of(owner)]
-    with closing(RelayMemory.join(PLAN, away, "a secret", 0, tmp_path, patience_s=1.0)) as memory:
-        ways.relay(memory, UNITS, None)
-        assert ways.fetches is not None
-        assert ways.fetches.memory is memory
-        assert [type(way).__name__ for way in ways.transfers] == [
-            "RelayedTransfers",
-            "SharedTransfers",
-            "RelayedTransfers",
-        ]
-        assert ways.transport == "shm+grpc"
-        assert [ways.senders[owner] is ways.wires[owner] for owner in (0, 2)] == [True, True]
-        ways.end(OVER)
-        gather, _ = fetch(ways, 2)
-        board.publish([Published(shard.index, 0, 0) for shard in shards_of(2)])
-        with pytest.raises(EpochOverError, match="other owners"):
-            gather.future.result(WAIT)
-        ways.close()
+    ways.mirror([0, 2], cast(Any, Mapped()))
+    board.copied(shard.index for owner in (0, 2) for shard in PLAN.shards_of(owner))
+    assert ways.transport == "shm+grpc"
+    assert [ways.senders[owner] is ways.wires[owner] for owner in (0, 2)] == [True, True]
+    gather, out = fetch(ways, 2)
+    published = [Published(shard.index, 0, 0) for shard in shards_of(2)]
+    board.publish(published)
+    assert not gather.future.done()
+    board.arrived(published)
+    gather.future.result(WAIT)
+    assert all((out[shard.start : shard.stop] == 1).all() for shard in shards_of(2))
+
+
+def test_owners_without_shards_count_for_nothing(ways: Ways) -> None:
+    ways.use([1])
+    ways.share([1], cast(Any, Mapped()))
+    assert (ways.transport, ways.senders) == ("shm", {})
 
 
 def test_pushes_that_wait_for_their_turn_end_with_the_ways(ways: Ways) -> None:

@@ -85,7 +85,8 @@ _BEFORE, _AFTER, _INSIDE = When.BEFORE, When.AFTER, When.INSIDE
 _SERVICE = "rayzero.owner.service:ShardService"
 _UPDATES, _LEAD = "rayzero.owner.updates:StepUpdates", "rayzero.lead.lead:StepLead"
 _SERVER = "rayzero.store.owner.server:OwnerServer"
-_FETCHES = "rayzero.store.rank.transfers.host_fetches:HostFetches"
+_MIRROR = "rayzero.store.host.mirrors:_Mirror"
+_MIRRORED = "rayzero.store.host.mirror_memory:MirrorMemory"
 _SUMS = "rayzero.store.rank.transfers.host_sums:HostSums"
 _HOST = "rayzero.store.rank.memory.host_ranks:HostRanks"
 _ENGINE, _STEP, _STORE = (
@@ -117,6 +118,14 @@ POINTS = {
     "owner.publish": Point("rayzero.store.shm.shard_lines:ShardLines.publish", _AFTER),
     "owner.between-shards": Point(f"{_UPDATES}._publish", _AFTER),
     "owner.idle": Point(f"{_UPDATES}.run", _AFTER),
+    # an owner: what it copies for its host
+    "owner.mirror": Point(f"{_MIRRORED}.open", _AFTER),
+    "owner.copies": Point(f"{_MIRROR}._fetch", _BEFORE),
+    "owner.copying": Point(f"{_MIRRORED}.tensor", _BEFORE),
+    "owner.copied": Point(f"{_MIRROR}._came", _BEFORE),
+    "owner.shows": Point(f"{_MIRRORED}.show", _AFTER),
+    "owner.forgets": Point(f"{_MIRRORED}.forget", _AFTER),
+    "owner.brings": Point(f"{_MIRROR}.bring", _BEFORE, repeats=True),
     # an owner: writes and checkpoints
     "owner.write": Point(f"{_SERVICE}.write", _BEFORE, repeats=True),
     "owner.begin-save": Point(f"{_SERVICE}.begin_checkpoint", _AFTER, repeats=True),
@@ -169,9 +178,6 @@ POINTS = {
     "rank.rejoin": Point("rayzero.store.rank.remote:RemoteConnection._rejoin", _BEFORE),
     # a rank: a step
     "rank.fetch": Point("rayzero.engine.units.unit_cache:UnitCache._fetch", _BEFORE),
-    "rank.claim": Point(f"{_FETCHES}._begin", _BEFORE),
-    "rank.receive": Point("rayzero.store.rank.memory.relay_memory:RelayMemory.move", _BEFORE),
-    "rank.brought": Point(f"{_FETCHES}._fetched", _BEFORE),
     "rank.forward": Point(f"{_ENGINE}.close_units", _BEFORE),
     "rank.backward": Point(f"{_ENGINE}._completed", _BEFORE),
     "rank.push": Point(f"{_STEP}.push", _BEFORE),

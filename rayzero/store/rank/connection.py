@@ -33,7 +33,6 @@ from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.memory.gradient_region import GradientRegion
 from rayzero.store.rank.memory.host_ranks import HostRanks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
-from rayzero.store.rank.transfers.host_fetches import HostFetches
 from rayzero.telemetry.recorder import Recorder
 
 
@@ -142,7 +141,6 @@ class Joined:
     senders: Mapping[int, GradientSender]  # by owner; an owner without one reads this rank's memory
     lead: LeadLine
     windows: UnitWindows | None  # over the owners' parameters, where memory is shared
-    fetches: HostFetches | None = None  # what this host's ranks fetch once for all of them
     bring: Callable[[Write], Future[None]] | None = None  # lets this host's copy of a unit have what was written
     host: HostRanks | None = None  # this host's ranks whose gradients senders get as one sum
     gradients: GradientRegion | None  # this rank's, if owners read gradients in its memory, or it keeps what it pushed

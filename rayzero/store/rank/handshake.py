@@ -192,7 +192,7 @@ class Handshake:
             return
         request = self._sharing[link.owner]
         answer = channel.answer(channel.start("Share", request, self._deadline_s))
-        if request.mirrored and answer.mirror != self._mirror:
+        if self._mirror is not None and request.mirrored and answer.mirror != self._mirror:
             why = f" ({from_failure(answer.unmirrored)})" if answer.HasField("unmirrored") else ""
             raise StateLostError(
                 f"rank {self._rank}: {link.name} has died, and its successor does not go on with the copy of other "

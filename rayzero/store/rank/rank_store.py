@@ -424,8 +424,6 @@ class RankStore:
         awaited = f"the write to {route.unit.name} at step {version}"
         done = Future[None]()
         staged = DONE
-        if self._joined is not None and self._joined.fetches is not None:
-            self._forget_here(unit, done)  # before the lead is asked: the change is made once all ranks have
         if self.connection.rank == 0:
             self._staged = unit, version, kind, values, done
             staged = self._epochs.make(lambda: self._stage(unit, version, kind, values, done))
@@ -434,37 +432,12 @@ class RankStore:
             chain(self._ask_lead(lambda lead: lead.write(awaited, write)), done)
 
         when_all([staged], ask, partial(fail, done))
-        return self._seen_here(done, write)
-
-    def _forget_here(self, unit: int, made: Future[None]) -> None:
-        """Fetch nothing of a unit for this host until the write is made."""
-
-        def allow(_: object) -> None:
-            if self._joined is not None and self._joined.fetches is not None:  # of other owners by now, perhaps
-                self._joined.fetches.allow(shards)
-
-        joined = self._require_attached()
-        shards = joined.spec.layout.shards_by_unit[unit]
-        assert joined.fetches is not None
-        joined.fetches.forget(shards)
-        made.add_done_callback(allow)
-
-    def _seen_here(self, made: Future[None], write: Write) -> Future[None]:
-        """Done once what was written is also where this rank reads the unit."""
-        if self._joined is not None and self._joined.bring is not None:
-            return self._brought(made, write)
-        if self._joined is None or self._joined.fetches is None:
-            return made
-        seen = Future[None]()
-
-        def look(_: object) -> None:
-            chain(then(self.published(write.unit, write.version), lambda _: None), seen)
-
-        when_all([made], look, partial(fail, seen))
-        return seen
+        return self._brought(done, write)
 
     def _brought(self, made: Future[None], write: Write) -> Future[None]:
-        """Done once this host's copy has what was written."""
+        """Done once this host's copy, if there is one, has what was written."""
+        if self._joined is None or self._joined.bring is None:
+            return made
         brought = Future[None]()
 
         def bring() -> Future[None]:

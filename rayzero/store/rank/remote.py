@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from rayzero.concurrency.futures import settled, then
-from rayzero.config.zero import HostFetch, HostPush, HostVoice
+from rayzero.config.zero import HostPush, HostVoice
 from rayzero.errors import ConfigError, EpochOverError, RayZeroError, UnsupportedError
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import Attached, LoopState, ModelSpec, Pushed, SharedPaths, Write
@@ -62,7 +62,6 @@ class RemoteConnection:
         wire_compression: str = "none",
         share: Path | None = None,
         share_with_all: bool = False,
-        host_fetch: HostFetch = "never",
         host_push: HostPush = "never",
         host_voice: HostVoice = "never",
         ranks_here: Sequence[int] = (),
@@ -76,7 +75,7 @@ class RemoteConnection:
         and come back. ``stall_timeout``: seconds a wait for a peer may last without progress.
         ``wire_compression``: see ``ZeroConfig``. ``share``: the directory for memory shared with owners of this host;
         None: gRPC to all. ``share_with_all``: attach raises UnsupportedError if an owner shares no memory with this
-        rank. ``host_fetch``: see ``ZeroConfig``; "auto" here: other ranks share the directory. ``host_push``,
+        rank. ``host_push``,
         ``host_voice``: see ``ZeroConfig``. ``ranks_here``: the ranks of this host, the same in every life of this one.
         ``outlives_owners``: wait for the successor of an owner whose process has died (``succeed``), take part in a
         change of the owners (``next``), and keep what was pushed for both; else either is the end of the run.
@@ -100,7 +99,6 @@ class RemoteConnection:
             wire_compression=wire_compression,
             share=share,
             share_with_all=share_with_all,
-            host_fetch=host_fetch,
             host_push=host_push,
             host_voice=host_voice,
             ranks_here=ranks_here,
@@ -153,12 +151,9 @@ class RemoteConnection:
             share,
             life=life,
             key=token,
-            model=model,
             ranks=ranks_here,
-            host_fetch=host_fetch,
             host_push=host_push,
             keeps_pushed=outlives_owners,
-            patience_s=max(QUICK_S, stall_timeout),
         )
         self._lead: RemoteLead | None = None  # after attach
         self._plan: SharedPlan | None = None  # after attach
@@ -194,7 +189,7 @@ class RemoteConnection:
     def _join_host(self, plan: SharedPlan, page_lock: torch.device | None) -> None:
         """Share memory with the owners and the other ranks of this host."""
         offers = self._handshake.offers
-        away = [link.owner for link in self._links if link.owner not in offers]
+        away = self._away(plan)
         if self._share_with_all and away:
             raise UnsupportedError(
                 f"transport='shm', but optimizers {away} share no memory with rank {self.rank}: use 'auto'"
@@ -206,17 +201,22 @@ class RemoteConnection:
         self._memory.meet(plan, offers, away, page_lock)
         self._share_memory(plan, away)
         self._memory.open(plan, away, self._board, page_lock)
-        self._relay(plan)
+
+    def _away(self, plan: SharedPlan) -> list[int]:
+        """The owners on other hosts that have shards."""
+        offers, shards = self._handshake.offers, plan.shard_map
+        return [link.owner for link in self._links if link.owner not in offers and shards.num_shards_of(link.owner)]
 
     def _share_memory(self, plan: SharedPlan, away: Sequence[int]) -> None:
         """Reach the owners of this host through shared memory, and let them map this rank's. One of them copies what
         the owners ``away`` publish."""
+        self._ways.use([link.owner for link in self._links if plan.shard_map.num_shards_of(link.owner)])
         shared = self._memory.shared
         if shared is None:
             return
         self._ways.share(self._handshake.offers, shared)
         back_at = self._open_step(plan) if self.life else None
-        mirror = self._handshake.share(shared.offer(), back_at, self._memory.mirrored(away))
+        mirror = self._handshake.share(shared.offer(), back_at, away)
         self._bring = None
         if isinstance(mirror, SharedPaths):  # first: what is in the copy must not be missed
             self._board.copied(shard.index for owner in away for shard in plan.shards_of(owner))
@@ -229,11 +229,6 @@ class RemoteConnection:
         request = pb.BringRequest(rank=self.rank, write=translate.write_to_pb(write))
         asked = self._handshake.mirror_link.ask("Bring", request, max(QUICK_S, self.stall_timeout))
         return then(asked, lambda _: None)
-
-    def _relay(self, plan: SharedPlan) -> None:
-        """Fetch what owners elsewhere publish once for this host, if it has memory for that."""
-        if self._memory.relay is not None:
-            self._ways.relay(self._memory.relay, plan.spec.layout.units, self._memory.windows)
 
     def _open_step(self, plan: SharedPlan) -> int:
         return self._handshake.answers[plan.shard_map.owner(0)].step
@@ -279,7 +274,6 @@ class RemoteConnection:
             senders=self._ways.senders,
             lead=self._lead,
             windows=self._memory.windows,
-            fetches=self._ways.fetches,
             bring=self._bring,
             host=self._memory.host,
             gradients=self._memory.gradients,
@@ -333,12 +327,10 @@ class RemoteConnection:
         for link, answer in zip(self._links, self._handshake.answers, strict=True):
             if answer.needs_load:
                 raise self._handshake.lost_values(link)
-        offers = self._handshake.offers
-        away = [link.owner for link in self._links if link.owner not in offers]
+        offers, away = self._handshake.offers, self._away(plan)
         self._memory.enter(plan, offers, away, self._board)
         self._share_memory(plan, away)
-        self._memory.enter_windows(plan, away)
-        self._relay(plan)
+        self._memory.enter_windows(away)
         self._open_voice(plan)
         self._repeats, self._plan = self._repeated(plan), plan
         self._loop.give_all(plan, maps=self._keeper.owner not in self._ways.senders)

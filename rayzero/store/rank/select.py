@@ -61,7 +61,6 @@ def connect_store(
             wire_compression=config.wire_compression,
             share=share if reason is None else None,
             share_with_all=config.transport == "shm",
-            host_fetch=config.fetches_for_host(len(ranks_here)) if reason is None else "never",
             host_push=config.pushes_for_host if reason is None else "never",
             host_voice=config.host_voice if reason is None else "never",
             ranks_here=ranks_here,

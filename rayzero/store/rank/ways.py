@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rayzero.errors import RayZeroError
-from rayzero.layout.model_layout import UnitLayout
 from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.push_order import PushOrder
@@ -14,11 +13,7 @@ from rayzero.store.host.stall import Describe, StallWatch
 from rayzero.store.host.transfers.fetches import transfer_threads
 from rayzero.store.host.transfers.wire import WireTransfers
 from rayzero.store.rank.connection import GradientSender, Transfers
-from rayzero.store.rank.memory.relay_memory import RelayMemory
 from rayzero.store.rank.memory.shared_memory import SharedRank
-from rayzero.store.rank.memory.unit_windows import UnitWindows
-from rayzero.store.rank.transfers.host_fetches import HostFetches
-from rayzero.store.rank.transfers.relayed import RelayedTransfers
 from rayzero.store.rank.transfers.shared import SharedTransfers
 from rayzero.telemetry.recorder import Recorder
 
@@ -64,12 +59,17 @@ class Ways:
         ]
         self.transfers: list[Transfers] = list(self.wires)  # by owner
         self.senders: dict[int, GradientSender] = {wire.owner: wire for wire in self.wires}
-        self.fetches: HostFetches | None = None  # after relay. freed by: close()
+        self._used = set(self.senders)
+
+    def use(self, owners: Collection[int]) -> None:
+        """Only these owners have shards, so that bytes travel to them and from them."""
+        self._used = set(owners)
+        self.senders = {owner: sender for owner, sender in self.senders.items() if owner in self._used}
 
     def share(self, owners: Iterable[int], shared: SharedRank) -> None:
         """Reach owners of this host, whose files are mapped, through shared memory."""
         for owner in owners:
-            del self.senders[owner]
+            self.senders.pop(owner, None)
             self.transfers[owner] = SharedTransfers(
                 owner,
                 shared,
@@ -92,39 +92,21 @@ class Ways:
                 copied=True,
             )
 
-    def relay(self, memory: RelayMemory, units: Sequence[UnitLayout], windows: UnitWindows | None) -> None:
-        """Fetch what owners elsewhere publish once for the whole host, into its memory. ``windows``: over that."""
-        self.fetches = HostFetches(self._rank, memory, self._watch)
-        for owner in self.senders:
-            self.transfers[owner] = RelayedTransfers(
-                self.wires[owner],
-                units,
-                self.fetches,
-                windows,
-                board=self._board,
-                copies=self._fetches,
-                recorder=self._recorder,
-            )
-
     @property
     def transport(self) -> str:
         """The run's transport, as metrics call it: "shm", "grpc", or "shm+grpc"."""
-        return "+".join(sorted({way.transport for way in self.transfers}, reverse=True))
+        return "+".join(sorted({way.transport for way in self.transfers if way.owner in self._used}, reverse=True))
 
     def give_up(self) -> None:
         """Repeat nothing any more after a pause."""
         self._closing.set()
 
     def end(self, error: RayZeroError) -> None:
-        """End every wait for a turn, or for another rank of the host, with ``error``. Idempotent."""
+        """End every wait for a turn with ``error``. Idempotent."""
         self.give_up()
         self.order.fail(error)
-        if self.fetches is not None:
-            self.fetches.end(error)
 
     def close(self) -> None:
         """End every transfer and thread, after ``end`` and once the links are closed. Idempotent."""
         for pool in (self._fetches, self.pushes):
             pool.shutdown(wait=True)
-        if self.fetches is not None:
-            self.fetches.close()

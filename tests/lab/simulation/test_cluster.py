@@ -239,10 +239,10 @@ def test_the_bytes_on_the_network_are_those_of_the_arithmetic(full: bool) -> Non
     ), "the host of the lead is a kind of its own"
 
 
-def test_a_relay_moves_a_units_bytes_to_a_host_once() -> None:
+def test_a_copy_moves_a_units_bytes_to_a_host_once() -> None:
     run = elsewhere(4, 2, 2, layout=layout_of([NUMEL] * 3))
-    relay = replace(run, options=Options(transport="shm", fetch_once_per_host=True, push_once_per_host=True))
-    plain, found = simulate(run, steps=4), simulate(relay, steps=4)
+    once = replace(run, options=Options(transport="shm", fetch_once_per_host=True, push_once_per_host=True))
+    plain, found = simulate(run, steps=4), simulate(once, steps=4)
     for name, share in found.busy.items():
         if "network" in name:
             assert share == pytest.approx(plain.busy[name] / 2)
@@ -311,9 +311,7 @@ def test_no_step_beats_the_bound_of_a_plan(
     hosts = Hosts(count=2, gpus_each=ranks)
     hardware = replace(GPU_HOSTS, hosts=hosts, flops=1e12, link=float("inf"), network=network, memory=memory)
     scaling = ScalingConfig(num_workers=ranks, num_optimizers=1, use_gpu=True)
-    bound = bound_step(
-        traffic, ZeroConfig(placement="packed", host_fetch="never", host_push="never"), scaling, hardware
-    )
+    bound = bound_step(traffic, ZeroConfig(placement="packed", transport="grpc", host_push="never"), scaling, hardware)
     assert bound.network == pytest.approx(ranks * 2 * BYTES / network)
     found = simulate(run, steps=4)
     assert found.seconds >= bound.seconds * (1 - 1e-9)

@@ -1,5 +1,5 @@
-"""What one rank has in common with its host: its gradients and the owners' parameters, what comes from elsewhere once
-for all ranks, and the gradients that leave as one sum. It stays when other owners take over."""
+"""What one rank has in common with its host: its gradients, the owners' parameters and the copy of those of other
+hosts, and the gradients that leave as one sum. It stays when other owners take over."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rayzero.config.zero import HostFetch, HostPush
+from rayzero.config.zero import HostPush
 from rayzero.errors import RayZeroError
 from rayzero.kernels.rank_sum import summed_with
 from rayzero.protocol.gradient_sum import FormerRank
@@ -20,7 +20,6 @@ from rayzero.slabs.arena import Arena
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
 from rayzero.store.rank.memory.host_ranks import HostRanks
-from rayzero.store.rank.memory.relay_memory import RelayMemory, join_memory
 from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.shm.former_ranks import former_ranks
@@ -29,10 +28,6 @@ from rayzero.store.shm.same_host import host_identity
 from rayzero.store.shm.shared_plan import SharedPlan
 
 log = logging.getLogger(__name__)
-
-_MAKING_S = 120.0
-"""How long another rank of the host may take to make memory for what comes from elsewhere: tens of seconds for a large
-model. Whoever else holds the directory's lock keeps ranks from sharing it, and from nothing more."""
 
 
 class RankMemory:
@@ -48,25 +43,21 @@ class RankMemory:
         *,
         life: int,
         key: str,
-        model: int,
         ranks: Sequence[int],
-        host_fetch: HostFetch,
         host_push: HostPush,
         keeps_pushed: bool,
-        patience_s: float,
     ) -> None:
         """``directory``: of shared memory; None: nothing is shared. ``life``: how often the rank has died and come
         back. ``key``: a secret that all ranks of one start of a run have, and no others. ``model``: the prepared
-        model's number. ``ranks``: of this host. ``host_fetch``, ``host_push``: see ``ZeroConfig``. ``keeps_pushed``:
+        model's number. ``ranks``: of this host. ``host_push``: see ``ZeroConfig``. ``keeps_pushed``:
         gradients stay in memory until they are published, also if no owner reads them there. ``patience_s``: how long
         another process may keep this one waiting."""
-        self._rank, self._directory, self._life, self._key, self._model = rank, directory, life, key, model
-        self._ranks, self._host_fetch, self._host_push = ranks, host_fetch, host_push
-        self._keeps_pushed, self._patience_s = keeps_pushed, min(_MAKING_S, patience_s)
+        self._rank, self._directory, self._life, self._key = rank, directory, life, key
+        self._ranks, self._host_push = ranks, host_push
+        self._keeps_pushed = keeps_pushed
         self.summed: tuple[int, ...] = ()  # the ranks whose gradients come elsewhere as one sum
         self.shares = False  # with owners of this host; a rank that began without any goes on without
         self.shared: SharedRank | None = None  # with owners, or other ranks. freed by: close()
-        self.relay: RelayMemory | None = None  # if this host keeps what comes from elsewhere. freed by: close()
         self.windows: UnitWindows | None = None  # freed by: close()
         self._copy: Arena | None = None  # of what owners on other hosts publish
         self.host: HostRanks | None = None  # those of ``summed``. freed by: close()
@@ -88,7 +79,7 @@ class RankMemory:
         if not ranks or (self._host_push == "auto" and not gain):
             return
         needed = len(self._ranks) * plan.gradient_bytes(pooled=False)
-        needed += sum(unit.size_bytes for unit in layout.units) if self._host_fetch != "never" else 0
+        needed += sum(unit.size_bytes for unit in layout.units)
         if self._host_push == "auto" and needed > _size_of(self._directory):
             log.warning(
                 "rank %d: the gradients of this host leave it rank by rank, because %s is too small for %s; set "
@@ -109,28 +100,14 @@ class RankMemory:
         away: Sequence[int],
         page_lock: torch.device | None,
     ) -> None:
-        """Map what owners of this host offer, and join the host's memory for what owners ``away`` publish.
-        ``page_lock``: see ``ParameterStore.attach``. Raises HandshakeError if an offer is not from this run,
-        MemoryPlanError if there is no room."""
-        if self._directory is None:
-            return
-        who = f"rank {self._rank}"
-        if not offers:
-            self.relay = join_memory(
-                self._host_fetch,
-                plan,
-                away,
-                self._key,
-                self._model,
-                self._directory,
-                who=who,
-                patience_s=self._patience_s,
-            )
-        if not offers and not self.summed:
+        """Map what owners of this host offer. ``away``: the owners of other hosts. ``page_lock``: see
+        ``ParameterStore.attach``. Raises HandshakeError if an offer is not from this run, MemoryPlanError if there is
+        no room."""
+        if self._directory is None or (not offers and not self.summed):
             return
         pooled = not away
         if page_lock is not None and (doubt := doubt_of_locks(plan, list(offers), pooled=pooled)) is not None:
-            log.warning("%s: %s", who, doubt)
+            log.warning("rank %d: %s", self._rank, doubt)
         self.shared = SharedRank(
             self._rank, plan, self._directory, life=self._life, key=self._key, page_lock=page_lock, pooled=pooled
         )
@@ -138,17 +115,11 @@ class RankMemory:
             self.shared.meet(owner, memory)
         self.shares = bool(offers)
 
-    def mirrored(self, away: Sequence[int]) -> Sequence[int]:
-        """The owners of other hosts of whose parameters an optimizer actor of this host is to keep a copy."""
-        return away if self.shares and self.relay is None and self._host_fetch != "never" else ()
-
     def meet_mirror(self, memory: SharedPaths | RayZeroError | None) -> bool:
-        """Map this host's copy; whether there is one. ``memory``: where it is, or why there is none. Raises that error
-        with host_fetch="always" only."""
+        """Map this host's copy; whether there is one. ``memory``: where it is, or why there is none: then this
+        rank fetches for itself."""
         self._copy = None
         if isinstance(memory, RayZeroError):
-            if self._host_fetch == "always":
-                raise memory
             log.warning("rank %d fetches parameters for itself, not once for its host: %s", self._rank, memory)
         elif memory is not None and self.shared is not None:
             self._copy = self.shared.meet_mirror(memory)
@@ -157,10 +128,9 @@ class RankMemory:
     def open(self, plan: SharedPlan, away: Sequence[int], board: PublishBoard, page_lock: torch.device | None) -> None:
         """Begin to use what ``meet`` has mapped, once the owners of this host have mapped this rank's. ``board``: hears
         what they publish."""
-        elsewhere = {} if page_lock is not None else self._elsewhere(away)
         if self.shared is not None:
-            if self.shares or elsewhere:
-                self.windows = self.shared.windows(elsewhere)
+            if self.shares:
+                self.windows = self.shared.windows({} if page_lock is not None else self._elsewhere(away))
             if self.summed:
                 cores = len(os.sched_getaffinity(0))
                 threads = adding_threads(cores, len(self._ranks), on_gpu=page_lock is not None)
@@ -169,8 +139,6 @@ class RankMemory:
             pages = self.shared if self.shared.pooled else None
             self.gradients = GradientRegion(plan.spec, self.shared.gradients(), pages)
             self.shared.listen(board)
-        elif elsewhere:
-            self.windows = UnitWindows(plan, elsewhere, page_lock=None)
         if self.gradients is None and self._keeps_pushed:
             self.gradients = GradientRegion(plan.spec, gradient_memory(plan.spec, pinned_for=page_lock))
 
@@ -183,18 +151,14 @@ class RankMemory:
             self.shared.enter(plan, offers, board)
         self._want_sums(away)
 
-    def enter_windows(self, plan: SharedPlan, away: Sequence[int]) -> None:
+    def enter_windows(self, away: Sequence[int]) -> None:
         """Let windows show the owners of this epoch; see ``open``."""
-        elsewhere = {} if self.windows is None or self.windows.page_locked else self._elsewhere(away)
-        if self.shared is not None:
-            self.shared.enter_windows(elsewhere)
-        elif self.windows is not None:
-            self.windows.enter(plan, elsewhere)
+        if self.shared is not None and self.windows is not None:
+            self.shared.enter_windows({} if self.windows.page_locked else self._elsewhere(away))
 
     def _elsewhere(self, away: Sequence[int]) -> dict[int, Arena]:
         """What this host has of the parameters of the owners ``away``, by owner."""
-        copy = self._copy if self.relay is None else self.relay.shards
-        return {} if copy is None else dict.fromkeys(away, copy)
+        return {} if self._copy is None else dict.fromkeys(away, self._copy)
 
     def _want_sums(self, away: Sequence[int]) -> None:
         """Let the ranks of this host whose gradients leave it as one sum find each other, if any leave it."""
@@ -223,8 +187,6 @@ class RankMemory:
             self.windows.close()
         if self.shared is not None:
             self.shared.close(error)
-        if self.relay is not None:
-            self.relay.close()
         if self.host is not None:
             self.host.close()
 
