@@ -13,7 +13,19 @@ from tests.moved import bytes_moved
 
 from .hosts import Host, why_no_hosts
 from .links import Cable
-from .trainings import ENDLESS, LONG_S, MODEL_BYTES, OWNERS_ELSEWHERE, PYTHON, STEPS, Training, TwoHosts, train, until
+from .trainings import (
+    ENDLESS,
+    LONG_S,
+    MODEL_BYTES,
+    OWNERS_ELSEWHERE,
+    PYTHON,
+    RAY_ENV,
+    STEPS,
+    Training,
+    TwoHosts,
+    train,
+    until,
+)
 
 pytestmark = [
     pytest.mark.ray,
@@ -126,6 +138,35 @@ def test_all_ranks_on_one_host_and_all_owners_on_the_other(
     again = moved.pop(("grpc", "push")) - PUSHED
     assert 0 <= again <= MODEL_BYTES, "a rank that has left may have its last sums sent by the other one, too"
     assert moved == {("host", "push"): 2 * PUSHED, ("grpc", "fetch"): FETCHED, ("grpc", "load"): MODEL_BYTES}
+    assert training.digest() == undisturbed
+
+
+@pytest.mark.thorough
+def test_a_host_of_ranks_keeps_a_door_that_is_small_and_shown_also_after_its_death_and_a_change(
+    two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
+) -> None:
+    a = two_hosts.a
+    training = train(a, tmp_path, two_hosts.address, "run.max_failures=2", *OWNERS_ELSEWHERE)
+    training.until(10)
+    members = training.members(a)
+    assert "optimizer 2" in members, training.record()["members"]
+    a.kill(members["rank 0"], signal.SIGSTOP)  # so that the run does not end before
+    door, folder = members["optimizer 2"], str(training.folder)
+    memory = a.run(["cat", f"/proc/{door}/smaps_rollup"]).stdout
+    kib = {kind: int(size) for kind, size in re.findall(r"^(Rss|Pss|Private_Dirty): +(\d+) kB", memory, re.MULTILINE)}
+    assert kib["Rss"] <= 300 << 10, memory
+    rayzero = [PYTHON, "-m", "rayzero"]
+    assert f"optimizer 2: pid {door} on {a.address}, without shards\n" in a.run([*rayzero, "status", folder]).stdout
+    assert re.search(r"optimizer 2 .* 0 *$", a.run([*rayzero, "top", folder, "--once"]).stdout, re.MULTILINE)
+    a.kill(door)
+    scaling = a.start([*rayzero, "scale", folder, "--optimizers", "1"], env=RAY_ENV)
+    until(lambda: str(training.record()["rescaling"]).endswith("leading the ranks to them"), "one owner")
+    a.kill(members["rank 0"], signal.SIGCONT)
+    said = scaling.communicate(timeout=LONG_S)[0]
+    assert scaling.returncode == 0, said
+    training.end()
+    assert [one["who"] for one in training.record()["recoveries"]] == ["optimizer 2"]
+    assert sorted(training.members(a)) == ["optimizer 1", "rank 0", "rank 1"]
     assert training.digest() == undisturbed
 
 

@@ -108,9 +108,8 @@ class OwnerPlace:
 
 
 def door_place(node: str) -> OwnerPlace:
-    """The place of an optimizer actor without shards, beside the ranks of ``node`` (id). It reserves nothing. If the
-    node has left the cluster, its successor may be on any other: nothing is lost, and a run waits for every owner."""
-    on_node = NodeAffinitySchedulingStrategy(node, soft=True)
+    """The place of an optimizer actor without shards, beside the ranks of ``node`` (id). It reserves nothing."""
+    on_node = NodeAffinitySchedulingStrategy(node, soft=False)
     return OwnerPlace({"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": on_node})
 
 
