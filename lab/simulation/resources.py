@@ -14,7 +14,7 @@ from rayzero.config.zero import speaks_for_host
 from rayzero.errors import ConfigError
 from rayzero.kernels.rank_sum import GROUP
 from rayzero.layout.model_layout import UnitLayout
-from rayzero.store.shm.host_sums import adding_threads
+from rayzero.store.shm.settled import adding_threads
 from rayzero.store.wire.tensor_stream import moving_threads
 
 __all__ = ["Load", "Resources"]

@@ -21,7 +21,7 @@ from rayzero.plan.hardware import Hardware
 from rayzero.plan.tiers import FP32, hosts_of_owners, hosts_of_ranks, summed_groups
 from rayzero.plan.work import Work
 from rayzero.protocol.gradient_sum import has_totals
-from rayzero.store.shm.host_sums import GradientBytes
+from rayzero.store.shm.settled import GradientBytes
 
 __all__ = ["StepBound", "StepTraffic", "bound_step", "step_traffic"]
 

@@ -29,7 +29,7 @@ from rayzero.plan.work import Work
 from rayzero.protocol.gradient_sum import gradient_dtype
 from rayzero.protocol.ownership import device_owners
 from rayzero.quantities import count, format_bytes
-from rayzero.store.shm.host_sums import GradientBytes
+from rayzero.store.shm.settled import GradientBytes
 
 __all__ = ["DeviceBytes", "HostBytes", "RunBytes", "check_budgets", "check_fits", "plan_bytes"]
 

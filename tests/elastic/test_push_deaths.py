@@ -16,26 +16,38 @@ pytestmark = [
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
 ]
 
+_DOOR = "optimizer 2"  # on the ranks' host, without shards
 DEATHS = {
-    "a sender with a sum and nothing sent": (Fault("rank 0", "rank.sends-sum", nth=3),),
-    "a rank before its sender is woken": (Fault("rank 1", "rank.wakes-sender", nth=6),),
-    "a rank before it says how often it has pushed": (Fault("rank 1", "rank.tells-host", nth=2),),
+    "the door with nothing added": (Fault(_DOOR, "owner.sums-up", nth=3),),
+    "the door with a sum and nothing sent": (Fault(_DOOR, "owner.summed-up", nth=4),),
+    "the door with a sum that was sent": (Fault(_DOOR, "owner.sent-sum", nth=5),),
+    "the door that finds a rank that comes back": (
+        Fault("rank 0", "rank.finished", nth=2),
+        Fault(_DOOR, "owner.finds-ranks", nth=3),
+    ),
+    "a rank before it announces": (Fault("rank 1", "rank.announce", nth=6),),
+    "a rank before it says how often it has pushed": (Fault("rank 1", "rank.tells-door", nth=2),),
     "a rank that has finished": (Fault("rank 1", "rank.finished", nth=3),),
     "an owner that reads a sum": (Fault("optimizer 1", "owner.landing", nth=6),),
-    "an owner with a decision, and a sender": (
+    "an owner with a decision, and a rank": (
         Fault("optimizer 1", "owner.apply", nth=2),
         Fault("rank 0", "rank.finished", nth=2),
     ),
-    "everybody": (
+    "an owner, and the door as it sends again": (
+        Fault("optimizer 1", "owner.collect", nth=2),
+        Fault(_DOOR, "owner.sends-again"),
+    ),
+    "all of them": (
         *(Fault(f"optimizer {owner}", "owner.collect", nth=2) for owner in range(2)),
-        *(Fault(f"rank {rank}", "rank.sent-sum", nth=4) for rank in range(2)),
+        Fault(_DOOR, "owner.sent-sum", nth=4),
+        *(Fault(f"rank {rank}", "rank.finished", nth=2) for rank in range(2)),
     ),
 }
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(2, second=6)
 @pytest.mark.parametrize("faults", DEATHS.values(), ids=DEATHS)
-def test_a_death_among_ranks_that_push_one_sum_changes_no_bit(
+def test_a_death_around_the_sums_of_a_host_changes_no_bit(
     faults: tuple[Fault, ...], expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with another_host(*OWNERS_ELSEWHERE) as hosts:

@@ -125,6 +125,6 @@ STORES: dict[str, StoreFactory] = {
 if why_no_sharing() is None:
     STORES["shm"] = partial(over_grpc, shares=lambda owner: True)
     STORES["mixed"] = partial(over_grpc, shares=lambda owner: owner % 2 == 0)
-    STORES["sums"] = partial(over_grpc, host_push="always")
+    STORES["sums"] = partial(over_grpc, door=True, host_push="always")
     STORES["door"] = partial(over_grpc, door=True, host_voice="always")
 """name -> factory(world_size, num_owners, *, stall_timeout=..., owner_threads=...): a context with one store a rank"""

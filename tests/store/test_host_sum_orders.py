@@ -1,4 +1,4 @@
-"""Who adds what on a host: every order of the moves of two ranks and their sender, with discards and deaths."""
+"""What is added on a host: every order of the moves of two ranks and their door, with discards and deaths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rayzero.protocol.messages import FinishReport, ModelSpec, Pushed, Summand
-from rayzero.store.shm.host_sums import GradientBytes, Part, acting_sender, adding_threads, senders, settled
+from rayzero.store.shm.settled import GradientBytes, Part, adding_threads, settled
 
 from .toy import make_spec
 
@@ -37,7 +37,7 @@ class Rank:
 
     attempt: int = 0
     pushes: int = 0
-    doing: str = "computes"  # "computes", "writes", "finished", "left", "dead"
+    doing: str = "computes"  # "computes", "writes", "finished", "dead"
     lives: tuple[Memory, ...] = (Memory(),)
 
     def shows(self, **fields: object) -> Rank:
@@ -46,7 +46,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Sum:
-    """What a sender adds, or has sent: (rank, life) of each part, and the bytes read so far."""
+    """What the door adds, or has sent: (rank, life) of each part, and the bytes read so far."""
 
     summands: tuple[Summand, ...]
     parts: tuple[tuple[int, int], ...] = ()
@@ -55,20 +55,19 @@ class Sum:
 
 @dataclass(frozen=True)
 class State:
-    """A host's ranks, what its sender does, and what the owner has."""
+    """A host's ranks, what its door does, and what the owner has."""
 
     ranks: tuple[Rank, ...] = (Rank(), Rank())
-    adding: Sum | None = None  # by the sender
-    sent: tuple[Summand, ...] | None = None  # the last of this life of the sender
+    adding: Sum | None = None
+    sent: tuple[Summand, ...] | None = None  # the last of this life of the door
     landed: Sum | None = None
     discards: int = 0
     deaths: int = 0
-    sender: int = 0
     decided: bool = False
 
 
 def parts_of(state: State) -> list[tuple[Part, int]] | None:
-    """(part, life) of each rank, as ``HostRanks`` finds them."""
+    """(part, life) of each rank, as ``SummedRanks`` finds them."""
     found = []
     for number, rank in enumerate(state.ranks):
         for life, memory in enumerate(rank.lives):
@@ -82,7 +81,7 @@ def parts_of(state: State) -> list[tuple[Part, int]] | None:
     return found if len(found) == len(state.ranks) else None
 
 
-def moves(state: State, most_pushes: int, most_discards: int, most_deaths: int, *, leaves: bool) -> Iterator[State]:
+def moves(state: State, most_pushes: int, most_discards: int, most_deaths: int) -> Iterator[State]:
     """Every state that one move leads to. Raises AssertionError for a decision from wrong bytes."""
     for index, rank in enumerate(state.ranks):
 
@@ -102,22 +101,20 @@ def moves(state: State, most_pushes: int, most_discards: int, most_deaths: int, 
         elif rank.doing == "dead":
             attempt = LATER_LIFE * len(rank.lives)
             yield then(Rank(attempt=attempt, lives=(Memory(), *rank.lives)))
-        elif leaves and rank.doing == "finished" and state.adding is None and index == state.sender == 0:
-            assert acting_sender(0, (0, 1), {0}) == 1
-            yield then(replace(rank, doing="left"), sender=1, sent=None)
-        if rank.doing not in ("dead", "left") and state.deaths < most_deaths and not state.decided:
-            gone = {"adding": None, "sent": None} if index == 0 else {}
-            yield then(replace(rank, doing="dead"), deaths=state.deaths + 1, **gone)
-    yield from moves_of_the_sender(state)
-    if all(rank.doing in ("finished", "left") for rank in state.ranks) and not state.decided:
-        if state.discards < most_discards and state.sender == 0:  # after a norm, all of them do
+        if rank.doing != "dead" and state.deaths < most_deaths and not state.decided:
+            yield then(replace(rank, doing="dead"), deaths=state.deaths + 1)
+    if state.deaths < most_deaths and not state.decided and (state.adding or state.sent):
+        yield replace(state, adding=None, sent=None, deaths=state.deaths + 1)  # the door
+    yield from moves_of_the_door(state)
+    if all(rank.doing == "finished" for rank in state.ranks) and not state.decided:
+        if state.discards < most_discards:  # after a norm, all of them do
             ranks = tuple(replace(rank, attempt=rank.attempt + 1, pushes=0, doing="computes") for rank in state.ranks)
             yield replace(state, ranks=ranks, discards=state.discards + 1)
         yield from decision(state)
 
 
-def moves_of_the_sender(state: State) -> Iterator[State]:
-    if state.ranks[state.sender].doing == "dead" or state.decided:
+def moves_of_the_door(state: State) -> Iterator[State]:
+    if state.decided:
         return
     if state.adding is None:
         found = parts_of(state)
@@ -154,13 +151,13 @@ def decision(state: State) -> Iterator[State]:
         yield replace(state, decided=True)
 
 
-def explore(most_pushes: int, most_discards: int, most_deaths: int, *, leaves: bool = False) -> tuple[int, int]:
+def explore(most_pushes: int, most_discards: int, most_deaths: int) -> tuple[int, int]:
     """(states, those of them from which no order of moves leads to a decision)."""
     begin, before = State(), defaultdict[State, list[State]](list)
     seen, left = {begin}, deque([begin])
     while left:
         state = left.popleft()
-        for after in moves(state, most_pushes, most_discards, most_deaths, leaves=leaves):
+        for after in moves(state, most_pushes, most_discards, most_deaths):
             before[after].append(state)
             if after not in seen:
                 seen.add(after)
@@ -180,13 +177,6 @@ def test_every_order_of_moves_decides_from_the_bytes_that_were_counted(pushes: i
     states, stuck = explore(pushes, discards, deaths)
     assert stuck == 0
     assert states > 100
-
-
-@pytest.mark.parametrize(("pushes", "discards"), [(2, 0), (1, 1)])
-def test_a_sender_that_leaves_after_its_finish_hands_its_units_to_the_next(pushes: int, discards: int) -> None:
-    states, stuck = explore(pushes, discards, 0, leaves=True)
-    assert stuck == 0
-    assert states > explore(pushes, discards, 0)[0]
 
 
 # ---- the decisions by themselves --------------------------------------------------------------------------------
@@ -224,22 +214,6 @@ def test_a_part_is_settled_once_nothing_more_comes(
 ) -> None:
     found = settled(1, 1, 3, 2, there, told)
     assert (None if found is None else found.summand[1:]) == part
-
-
-def test_each_unit_has_one_sender_and_each_rank_about_as_many_elements() -> None:
-    units = make_spec(3).layout.units
-    found = senders(units, (0, 1, 2))
-    assert sorted(found) == [0, 1, 2]
-    assert sorted(found.values()) == [0, 1, 2]
-    assert senders(units, (4, 5)) == {0: 4, 1: 5, 2: 4}
-
-
-@pytest.mark.parametrize(
-    ("sender", "left", "acts"),
-    [(4, (), 4), (4, (5,), 4), (4, (4,), 5), (5, (5,), 6), (5, (5, 6), 4), (6, (4, 6), 5), (4, (4, 5, 6), None)],
-)
-def test_the_next_rank_sends_for_one_that_has_left(sender: int, left: tuple[int, ...], acts: int | None) -> None:
-    assert acting_sender(sender, (4, 5, 6), left) == acts
 
 
 BF16 = (torch.bfloat16,) * 3

@@ -17,10 +17,12 @@ import pytest
 import torch
 
 from rayzero.config import ZeroConfig
-from rayzero.errors import ConfigError, HandshakeError
+from rayzero.errors import ConfigError, HandshakeError, StoreError, UnsupportedError
 from rayzero.layout.model_layout import Shard
 from rayzero.protocol.messages import Contribution, ModelSpec, pack_presence
+from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.sweep import SHARED_MEMORY
+from rayzero.store.host.summed_ranks import SummedRanks
 from rayzero.store.host.transfers.parts import Sending
 from rayzero.store.host.transfers.wire import PushedUnit
 from rayzero.store.owner.hosted import HostedModels
@@ -50,16 +52,28 @@ class Place:
     def __init__(
         self, stack: ExitStack, hosts: Sequence[int], owners: Sequence[int | None] = (None, None), **options: Any
     ):
-        """``hosts``: of each rank. ``owners``: the host of each; None: one without ranks."""
+        """``hosts``: of each rank. ``owners``: the host of each; None: one without ranks. A host of ranks without owner
+        gets a door."""
         self.token, self._stack, self._hosts, self._options = secrets.token_hex(), stack, hosts, options
         self.directories = {
             host: Path(stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-")))
             for host in {*hosts, *owners}
         }
         self.recorders: dict[int, MemoryRecorder] = {}
+        doors = [host for host in dict.fromkeys(hosts) if host not in owners]
+        self._ownership = Ownership(len(owners) + len(doors), doors=len(doors))
+        self.of_doors = {host: MemoryRecorder() for host in hosts}
         servers = []
-        for owner, host in enumerate(owners):
-            models = HostedModels(owner, len(owners), share=self.directories[host], threads=1)
+        for owner, host in enumerate([*owners, *doors]):
+            recorder = None if host is None else self.of_doors[host]
+            models = HostedModels(
+                owner,
+                self._ownership.num_owners,
+                ownership=self._ownership,
+                share=self.directories[host],
+                threads=1,
+                recorder=recorder,
+            )
             stack.callback(models.close)
             servers.append(stack.enter_context(serve_models(models, token=self.token, replaces_ranks=True)))
         self.addresses = [server.address for server in servers]
@@ -76,6 +90,7 @@ class Place:
             share=self.directories[self._hosts[rank]],
             ranks_here=[other for other, host in enumerate(self._hosts) if host == self._hosts[rank]],
             life=life,
+            ownership=self._ownership,
             recorder=recorder,
             **options,
         )
@@ -85,6 +100,10 @@ class Place:
 
     def start(self, spec: ModelSpec) -> list[Rank]:
         return start([self.store(rank) for rank in range(spec.world_size)], spec)
+
+    def sent(self, host: int = 0) -> int:
+        """The bytes of sums that the door of a host has sent."""
+        return int(self.of_doors[host].total(TRANSFER_BYTES, direction="push", transport="grpc"))
 
     def pushed(self, transport: str = "grpc") -> list[int]:
         """The bytes that each rank has pushed by a transport."""
@@ -170,7 +189,7 @@ def test_the_bits_are_those_of_ranks_that_push_alone(
 
 
 def summed(rank: Rank) -> bool:
-    return rank.store._sums is not None  # type: ignore[attr-defined]
+    return rank.store._joined.finished is not None  # type: ignore[attr-defined]
 
 
 def everything(ranks: Sequence[Rank], step: int) -> None:
@@ -196,9 +215,8 @@ def test_what_leaves_a_host_does_not_depend_on_its_ranks(stack: ExitStack) -> No
         for step in range(2):
             everything(ranks, step)
         sums = 2 * 4 * elements(spec)
-        until(lambda place=place, sums=sums: sum(place.pushed()) >= sums)
-        assert sum(place.pushed()) == sums, "one fp32 sum a step"
-        assert all(place.pushed()[:3]), "and each of three units has a sender of its own"
+        until(lambda place=place, sums=sums: place.sent() >= sums)
+        assert (place.sent(), place.pushed()) == (sums, [0] * world_size), "one fp32 sum a step"
         assert place.pushed("host") == [2 * 2 * elements(spec)] * world_size
 
 
@@ -208,10 +226,10 @@ def test_owners_of_the_host_read_what_the_others_get_as_a_sum(stack: ExitStack) 
     ranks = place.start(spec)
     alone = Place(stack, [0, 0], owners=[0, None], host_push="never").start(replace(spec, run="toy alone"))
     assert equal(train(ranks), train(alone))
-    before, sums = sum(place.pushed()), 4 * elements(spec, [1])
+    before, sums = place.sent(), 4 * elements(spec, [1])
     everything(ranks, 3)
-    until(lambda: sum(place.pushed()) - before >= sums)  # counted once the owner has answered
-    assert sum(place.pushed()) - before == sums
+    until(lambda: place.sent() - before >= sums)  # counted once the owner has answered
+    assert place.sent() - before == sums
 
 
 def test_only_the_first_ranks_of_a_group_are_added(stack: ExitStack) -> None:
@@ -223,12 +241,15 @@ def test_only_the_first_ranks_of_a_group_are_added(stack: ExitStack) -> None:
     assert [summed(rank) for rank in ranks] == [True] * 6 + [False] * 2 + [True] * 2
     alone = Place(stack, hosts, host_push="never").start(replace(spec, run="toy alone"))
     assert equal(train(ranks, 2), train(alone, 2))
-    before = place.pushed()
+
+    def sent() -> list[int]:
+        return [place.sent(0), place.sent(1), *place.pushed()]
+
+    before, whole = sent(), 4 * elements(spec)
     everything(ranks, 2)
-    until(lambda: sum(place.pushed()) - sum(before) >= 4 * 4 * elements(spec))  # counted once an owner has answered
-    sent = [now - then for now, then in zip(place.pushed(), before, strict=True)]
-    whole = 4 * elements(spec)
-    assert (sum(sent[:6]), sent[6], sent[7], sum(sent[8:])) == (whole, whole, whole, whole)
+    until(lambda: sum(sent()) - sum(before) >= 4 * whole)  # counted once an owner has answered
+    now = [now - then for now, then in zip(sent(), before, strict=True)]
+    assert now == [whole, whole, *[0] * 6, whole, whole, 0, 0]
 
 
 @pytest.mark.promise("hidden", "hosts")
@@ -240,14 +261,14 @@ def test_a_unit_leaves_once_its_last_rank_has_pushed_it_and_not_at_the_end_of_th
         rank.fetch()
     ranks[0].push(gradients(spec, 0))
     time.sleep(0.2)
-    assert sum(place.pushed()) == 0
+    assert place.sent() == 0
     ranks[1].push(gradients(spec, 1), [2])
-    until(lambda: sum(place.pushed()) >= 4 * spec.layout.units[2].numel)
+    until(lambda: place.sent() >= 4 * spec.layout.units[2].numel)
     ranks[1].push(gradients(spec, 1), [1, 0])
     for norm in [rank.finish() for rank in ranks]:
         norm.result(WAIT)
-    until(lambda: sum(place.pushed()) >= 4 * elements(spec))
-    assert sum(place.pushed()) == 4 * elements(spec)
+    until(lambda: place.sent() >= 4 * elements(spec))
+    assert place.sent() == 4 * elements(spec)
 
 
 def test_more_pushes_than_planned_and_a_discard_after_the_norm(stack: ExitStack) -> None:
@@ -296,10 +317,10 @@ def test_a_rank_that_comes_back_pushes_again_and_its_sums_too(stack: ExitStack) 
 
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_ranks_that_leave_one_after_the_other_leave_their_sums_to_the_rest(
+def test_ranks_that_leave_one_after_the_other_leave_their_sums_to_the_door(
     stack: ExitStack, order: tuple[int, ...]
 ) -> None:
-    """The last one sends them before it goes; a rank of another host sees the step decided."""
+    """A rank of another host sees the step decided."""
     spec = make_spec(4)
     ranks = Place(stack, [0, 0, 0, 1]).start(spec)
     grads = [gradients(spec, 10 * rank) for rank in range(4)]
@@ -337,6 +358,26 @@ def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], said: str) 
     with pytest.raises(ConfigError, match=said):
         ZeroConfig(host_push="always", **settings)
     assert ZeroConfig(host_push="auto", **settings).pushes_for_host == "never"
+
+
+def test_a_rank_without_a_door_is_refused_by_name(stack: ExitStack) -> None:
+    place = Place(stack, [0, 0])
+    place.directories[0] = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-")))
+    with pytest.raises(UnsupportedError, match="no optimizer shares memory with rank 0; set host_push='never'"):
+        place.store(0).attach(make_spec(2))
+
+
+@pytest.mark.parametrize("where", ["add", "settled"])
+def test_sums_that_cannot_be_made_end_the_run_by_name(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    ranks = Place(stack, [0, 0]).start(make_spec(2))
+    monkeypatch.setattr(SummedRanks, where, lambda *_: 1 / 0)
+    for rank in ranks:
+        rank.push(gradients(rank.spec, rank.rank))
+    for norm in [rank.finish() for rank in ranks]:
+        with pytest.raises(StoreError, match="optimizer 2: ZeroDivisionError"):
+            norm.result(WAIT)
 
 
 def test_a_directory_that_is_too_small_leaves_each_rank_alone(

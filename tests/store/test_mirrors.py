@@ -23,7 +23,7 @@ from rayzero.protocol.messages import COMPUTE, ModelSpec, Published
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.host import mirror_memory
 from rayzero.store.host.mirror_memory import MirrorMemory
-from rayzero.store.host.mirrors import _Mirror
+from rayzero.store.host.mirrors import Mirror
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.rank_store import RankStore
@@ -359,8 +359,8 @@ def test_what_a_line_shows_is_what_its_bytes_are_in_every_order(seed: int) -> No
     owner, lines = Owner(), Lines()
     rung: list[bool] = []
 
-    def begin() -> _Mirror:
-        return _Mirror(SHARDS, SPEC.layout.units, cast(Any, lines), cast(Any, owner), lambda: rung.append(True))
+    def begin() -> Mirror:
+        return Mirror(SHARDS, SPEC.layout.units, cast(Any, lines), cast(Any, owner), lambda: rung.append(True))
 
     mirror, notices = begin(), [list(owner.published.values())]
     brought: Future[None] | None = None

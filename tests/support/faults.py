@@ -85,10 +85,9 @@ _BEFORE, _AFTER, _INSIDE = When.BEFORE, When.AFTER, When.INSIDE
 _SERVICE = "rayzero.owner.service:ShardService"
 _UPDATES, _LEAD = "rayzero.owner.updates:StepUpdates", "rayzero.lead.lead:StepLead"
 _SERVER = "rayzero.store.owner.server:OwnerServer"
-_MIRROR = "rayzero.store.host.mirrors:_Mirror"
+_MIRROR = "rayzero.store.host.mirrors:Mirror"
 _MIRRORED = "rayzero.store.host.mirror_memory:MirrorMemory"
-_SUMS = "rayzero.store.rank.transfers.host_sums:HostSums"
-_HOST = "rayzero.store.rank.memory.host_ranks:HostRanks"
+_SUMS, _SUMMED = "rayzero.store.host.host_sums:HostSums", "rayzero.store.host.summed_ranks:SummedRanks"
 _ENGINE, _STEP, _STORE = (
     "rayzero.engine.engine:Engine",
     "rayzero.engine.rank_step:RankStep",
@@ -126,6 +125,12 @@ POINTS = {
     "owner.shows": Point(f"{_MIRRORED}.show", _AFTER),
     "owner.forgets": Point(f"{_MIRRORED}.forget", _AFTER),
     "owner.brings": Point(f"{_MIRROR}.bring", _BEFORE, repeats=True),
+    # an owner: what the ranks of its host push to other hosts
+    "owner.finds-ranks": Point(f"{_SUMMED}.find", _AFTER, repeats=True),
+    "owner.sums-up": Point(f"{_SUMMED}.add", _BEFORE),
+    "owner.summed-up": Point(f"{_SUMMED}.add", _AFTER),
+    "owner.sent-sum": Point(f"{_SUMS}._ended", _BEFORE),
+    "owner.sends-again": Point(f"{_SUMS}.send_again", _BEFORE),
     # an owner: writes and checkpoints
     "owner.write": Point(f"{_SERVICE}.write", _BEFORE, repeats=True),
     "owner.begin-save": Point(f"{_SERVICE}.begin_checkpoint", _AFTER, repeats=True),
@@ -182,11 +187,7 @@ POINTS = {
     "rank.backward": Point(f"{_ENGINE}._completed", _BEFORE),
     "rank.push": Point(f"{_STEP}.push", _BEFORE),
     "rank.announce": Point("rayzero.store.rank.remote:RemoteConnection.announce", _BEFORE, repeats=True),
-    "rank.sums-up": Point(f"{_HOST}.sum", _BEFORE),  # each look counts, also one that finds nothing to add
-    "rank.sends-sum": Point(f"{_STORE}._send_sum", _BEFORE),
-    "rank.sent-sum": Point(f"{_SUMS}._ended", _BEFORE),
-    "rank.wakes-sender": Point(f"{_HOST}.announced", _BEFORE),
-    "rank.tells-host": Point(f"{_HOST}.finished", _BEFORE),
+    "rank.tells-door": Point("rayzero.store.rank.memory.shared_memory:SharedRank.finished", _BEFORE),
     "rank.voice-takes": Point("rayzero.store.rank.voice.speaker:Voice._take", _BEFORE),
     "rank.voice-asks": Point("rayzero.store.rank.voice.speaker:Voice._ask", _BEFORE),
     "rank.voice-answers": Point("rayzero.store.rank.voice.speaker:Voice._answered", _BEFORE),

@@ -15,32 +15,21 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 
-from rayzero.concurrency.futures import DONE, fail, settle, then, when_all
+from rayzero.concurrency.futures import DONE, fail, settle
 from rayzero.concurrency.gather import Gather
 from rayzero.errors import RayZeroError, StallError, StoreClosedError, TransferError
 from rayzero.layout.model_layout import Shard, UnitLayout
-from rayzero.protocol.messages import Published, Write
-from rayzero.security.credentials import Identity
-from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.caller import Caller
-from rayzero.store.host.links.channel import Channel
-from rayzero.store.host.links.owner_link import OwnerLink
+from rayzero.protocol.messages import Published
 from rayzero.store.host.mirror_memory import MirrorMemory
-from rayzero.store.host.publish_board import PublishBoard
-from rayzero.store.host.stall import StallWatch
-from rayzero.store.host.transfers.fetches import WireFetches, transfer_threads
-from rayzero.store.shm.shared_plan import SharedPlan
-from rayzero.store.wire import translate
-from rayzero.store.wire.rpc import from_failure
-from rayzero.telemetry.recorder import Recorder
+from rayzero.store.host.transfers.fetches import WireFetches
 
 log = logging.getLogger(__name__)
 
 
-class _Mirror:
+class Mirror:
     """The copies of one owner's shards. Thread-safe: notices come in the link's thread, bytes in those of the pool."""
 
     def __init__(
@@ -150,119 +139,3 @@ class _Mirror:
             waits, self._waits = self._waits, []
         for _, wait in waits:
             fail(wait, error)
-
-
-class Mirrors:
-    """The copies that one optimizer actor keeps for its host, and the links by which they come.
-
-    Knows which owners are on other hosts; not who reads what it keeps."""
-
-    def __init__(
-        self,
-        caller: Caller,
-        plan: SharedPlan,
-        owners: Sequence[int],
-        memory: MirrorMemory,
-        addresses: Sequence[str],
-        *,
-        token: str,
-        tls: Identity | None,
-        model: int,
-        succeeds: bool,
-        stall_timeout: float,
-        show: Callable[[], None],
-        recorder: Recorder,
-    ) -> None:
-        """``owners``: those whose shards are copied. ``memory``: has places for them. ``addresses``: of all owners, by
-        index. ``succeeds``: an owner that dies gets a successor. ``show``: called in any thread when ``memory`` has
-        newer versions. The other arguments: see ``OwnerServer``."""
-        self.owners, self._memory = tuple(owners), memory
-        self._closing = threading.Event()
-        self._watch = StallWatch(caller.name, stall_timeout)
-        self._board = PublishBoard()
-        self._lock = threading.Lock()
-        self._brought: dict[int, tuple[Write, Future[None]]] = {}  # by unit, the last write
-        self._pool, streams = _threads(len(self.owners), caller.name)
-        self._mirrors: dict[int, _Mirror] = {}
-        self._links: dict[int, OwnerLink] = {}
-        for owner in self.owners:
-            link = self._links[owner] = OwnerLink(
-                caller,
-                owner,
-                addresses[owner],
-                token=token,
-                tls=tls,
-                model=model,
-                epoch=plan.ownership.epoch,
-                recorder=recorder,
-                hear=self._hear,
-                over=self._over,
-                rejoin=_greet if succeeds else None,
-            )
-            fetches = WireFetches(
-                link,
-                fetches=self._pool,
-                board=self._board,
-                watch=self._watch,
-                closing=self._closing,
-                recorder=recorder,
-                streams=streams,
-            )
-            self._mirrors[owner] = _Mirror(plan.shards_of(owner), plan.spec.layout.units, memory, fetches, show)
-        for link in self._links.values():
-            link.open()
-
-    @property
-    def offer(self) -> pb.SharedFiles:
-        """The files that ranks of this host map."""
-        return translate.paths_to_pb(self._memory.offer())
-
-    def bring(self, write: Write) -> Future[None]:
-        """Fetch again what a write, which is made, has changed; done once it is here. Each rank asks for each write."""
-        done: Future[None] = Future()
-        with self._lock:
-            before = self._brought.get(write.unit)
-            if before is not None and before[0] == write and (not before[1].done() or before[1].exception() is None):
-                return then(before[1], lambda _: None)  # one of its own: who gives up ends no other's wait
-            self._brought[write.unit] = write, done
-        brought = [mirror.bring(write.unit) for mirror in self._mirrors.values()]
-        when_all(brought, lambda _: settle(done, None), partial(fail, done))
-        return then(done, lambda _: None)
-
-    def succeed(self, owner: int, address: str) -> None:
-        """An owner's process has died; its successor is at ``address``."""
-        if owner in self._links:
-            self._links[owner].succeed(address)
-
-    def _hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
-        if notice.HasField("abort"):
-            self._board.release(link.owner, from_failure(notice.abort))
-        self._mirrors[link.owner].hear(translate.published_from_pb(notice))
-
-    def _over(self, link: OwnerLink, error: RayZeroError) -> None:
-        log.info("%s copies nothing of %s any more: %s", link.caller.name, link.name, error)  # ranks say the same
-        self._mirrors[link.owner].end(error)
-
-    def close(self, *, retires: bool) -> None:
-        """End links and threads. ``retires``: another epoch has begun, and its mirror goes on in the same memory.
-        Idempotent."""
-        self._closing.set()
-        closed = StoreClosedError("this host's copy was closed")
-        for link in self._links.values():
-            link.close()
-        for mirror in self._mirrors.values():
-            mirror.end(closed)
-        self._watch.close(closed)
-        self._pool.shutdown(wait=True)
-        for link in self._links.values():
-            link.join()
-        self._memory.close(unlink=not retires)
-
-
-def _threads(num_owners: int, who: str) -> tuple[ThreadPoolExecutor, int]:
-    pool, streams = transfer_threads(num_owners, who, "copy")
-    return pool, max(2, streams)  # while the bytes of one call come, the next one is asked
-
-
-def _greet(link: OwnerLink, channel: Channel) -> None:
-    """A successor publishes what it has, and needs nothing of a mirror."""

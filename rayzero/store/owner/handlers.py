@@ -117,21 +117,21 @@ class RankCalls:
         paths = translate.paths_from_pb(request.files)
         back_at = request.back_at if request.HasField("back_at") else None
         await self._model.compute(self._model.shared.join, request.rank, paths, dict(request.controls), back_at)
-        if not request.mirrored:
+        if not request.away:
             return pb.ShareResponse()
-        try:
-            mirrors = await self._model.compute(self._model.mirror, tuple(request.mirrored))
-        except (RayZeroError, OSError) as error:  # each rank of this host fetches for itself, and says why
-            refused = error if isinstance(error, RayZeroError) else StoreError(str(error))
-            return pb.ShareResponse(unmirrored=to_failure(refused))
-        return pb.ShareResponse(mirror=mirrors.offer)
+        door = await self._model.compute(self._model.open_door, tuple(request.away))
+        if request.summed:
+            summed, directory = tuple(request.summed), self._model.shared.directory
+            await self._model.compute(door.join, request.rank, summed, request.threads, directory)
+        unmirrored = self._model.unmirrored
+        return pb.ShareResponse(mirror=door.offer, unmirrored=to_failure(unmirrored) if unmirrored else None)
 
     async def bring(self, request: pb.BringRequest, context: Context) -> pb.BringResponse:
         """Fetch a unit, which a write has changed, again for this host."""
-        mirrors = self._model.mirrors
-        if mirrors is None:
+        door = self._model.door
+        if door is None or door.offer is None:
             raise StoreError(f"optimizer {self._model.service.owner} keeps no copy for its host")
-        await result_of(mirrors.bring(translate.write_from_pb(request.write)))
+        await result_of(door.bring(translate.write_from_pb(request.write)))
         return pb.BringResponse()
 
     async def keep(self, request: pb.KeepRequest, context: Context) -> pb.KeepResponse:
@@ -404,7 +404,8 @@ class OwnerCalls:
         return _client(f"optimizer {owner}", self._model)
 
     async def notices(self, request: pb.NoticesRequest, context: Context) -> None:
-        """Tell an owner that keeps a copy what is published. The first notice comes at once."""
+        """Tell the door of a host what is published. The first notice comes once its ranks have attached."""
+        await self._model.ranks.known(request.ranks)
         stream = self._model.published.open(f"optimizer {request.owner}")
         try:
             await context.write(await _first_notice(stream))
@@ -418,6 +419,16 @@ class OwnerCalls:
         async with connection_of(self._tensors, self._client(request.owner), context) as stream:
             await _send_shards(self._service, request, stream)
         return pb.FetchResponse()
+
+    async def push(self, requests: Requests, context: Context) -> pb.PushResponse:
+        """Receive sums of the gradients of a host's ranks."""
+        link = link_of(context.invocation_metadata() or ())
+        client = _client("" if link is None else link.caller, self._model)
+        async with connection_of(self._tensors, client, context) as stream:
+            upload = UploadStream(requests, stream)
+            async for request in upload.announced():
+                await receive_push(self._model, request, upload, None)
+        return pb.PushResponse(announced=upload.came)
 
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """Say what this owner does for a shard."""

@@ -23,11 +23,11 @@ from rayzero.store.wire.payload import byte_view
 _CODECS: dict[int, str] = {pb.WIRE_FORMAT_UNSPECIFIED: "none", pb.WIRE_FORMAT_BF16: "bf16", pb.WIRE_FORMAT_INT8: "int8"}
 
 
-async def receive_push(model: ServedModel, request: pb.PushRequest, upload: UploadStream, sender: int) -> None:
+async def receive_push(model: ServedModel, request: pb.PushRequest, upload: UploadStream, sender: int | None) -> None:
     """Receive the shards that one message of a push announces; this may wait for the rank's earlier pushes. A thread is
-    sent for once for all shards that have memory: the way there takes as long as a tenth of a shard. Raises
-    WrongSenderError for gradients of other ranks than ``sender``, StoreError for those that the model does not take,
-    TransferError for bytes that are not theirs."""
+    sent for once for all shards that have memory: the way there takes as long as a tenth of a shard. ``sender``: a
+    rank; None: an owner, which sends sums of its host's ranks. Raises WrongSenderError for gradients that are not the
+    sender's to send, StoreError for those that the model does not take, TransferError for bytes that are not theirs."""
     contribution = translate.contribution_from_pb(request.contribution)
     _require_sender(contribution, sender)
     landings: list[ShardDestination] = []
@@ -48,12 +48,13 @@ async def receive_push(model: ServedModel, request: pb.PushRequest, upload: Uplo
         await receive()
 
 
-def _require_sender(push: Contribution, sender: int) -> None:
-    """Raise WrongSenderError unless a push has gradients of the rank that sends it. The ranks of a sum have named each
-    other with their Attach."""
-    ranks = [each.rank for each in push.summands] or [push.rank]
-    if sender not in ranks:
-        raise WrongSenderError(f"Push of {', '.join(f'rank {rank}' for rank in ranks)} was sent by rank {sender}")
+def _require_sender(push: Contribution, sender: int | None) -> None:
+    """Raise WrongSenderError unless a rank pushes its own gradients, and an owner a sum. The ranks of a sum have named
+    each other with their Attach."""
+    if (sender is None) != bool(push.summands) or sender not in (None, push.rank):
+        ranks = [each.rank for each in push.summands] or [push.rank]
+        by = "an owner" if sender is None else f"rank {sender}"
+        raise WrongSenderError(f"Push of {', '.join(f'rank {rank}' for rank in ranks)} was sent by {by}")
 
 
 def _landing(

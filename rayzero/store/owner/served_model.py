@@ -15,7 +15,7 @@ import torch
 from rayzero.concurrency.event_loop import shared_loop
 from rayzero.concurrency.futures import fail, settle
 from rayzero.concurrency.threads import use_torch_threads
-from rayzero.errors import ConfigError, EpochOverError, HandshakeError, StoreClosedError, StoreError
+from rayzero.errors import ConfigError, EpochOverError, HandshakeError, RayZeroError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.lead.lead import StepLead
 from rayzero.owner.loop_states import LoopStates
@@ -25,9 +25,9 @@ from rayzero.protocol.owner import OwnerPeer
 from rayzero.protocol.ownership import owner_map
 from rayzero.quantities import count
 from rayzero.security.credentials import Identity
+from rayzero.store.host.door import Door
 from rayzero.store.host.links.caller import Caller
 from rayzero.store.host.mirror_memory import MirrorMemory
-from rayzero.store.host.mirrors import Mirrors
 from rayzero.store.owner.calls.rank_links import RankLinks
 from rayzero.store.owner.calls.running_calls import RunningCalls
 from rayzero.store.owner.calls.spoken import Voices
@@ -83,8 +83,9 @@ class ServedModel:
         self._epoch = 0 if self.service.ownership is None else self.service.ownership.epoch
         self._peers: list[RemotePeer] = []
         self._addresses: list[str] = []  # of all owners, once peers are connected
-        self.mirrors: Mirrors | None = None  # what this owner copies for its host. freed by: close()
-        self._mirroring = threading.Lock()
+        self.door: Door | None = None  # of its host, if this owner is that. freed by: close()
+        self.unmirrored: RayZeroError | None = None  # why the door keeps no copy
+        self._opening = threading.Lock()
         self._pool = ThreadPoolExecutor(2, "rayzero-owner-work", initializer=use_torch_threads, initargs=(1,))
         if self.shared is not None:  # first: a version is in the owner's slabs before a rank learns of it over gRPC
             self.shared.serve(self.service, self.steps)
@@ -119,11 +120,11 @@ class ServedModel:
 
     def succeed(self, owner: int, address: str) -> None:
         """Another owner has died; its successor is at ``address``."""
-        with self._mirroring:
+        with self._opening:
             if self._addresses:
                 self._addresses[owner] = address
-            if self.mirrors is not None:
-                self.mirrors.succeed(owner, address)
+            if self.door is not None:
+                self.door.succeed(owner, address)
         for peer in self._peers:
             if peer.owner != owner:
                 continue
@@ -177,38 +178,44 @@ class ServedModel:
             raise StoreError(f"optimizer {self.service.owner}: there is no shard {index} in unit {unit}")
         return shards[index], self.spec.layout.units[shards[index].unit]
 
-    def mirror(self, owners: tuple[int, ...]) -> Mirrors:
-        """Keep a copy, for the ranks of this host, of what ``owners`` of other hosts publish; blocks. Call it off the
-        event loop, after a rank has shared memory. Raises MemoryPlanError if there is no room, StoreError if another
-        process keeps it, HandshakeError for other owners than those that it is kept of."""
+    def open_door(self, owners: tuple[int, ...]) -> Door:
+        """Be the door of this host to ``owners`` of others; blocks. Call it off the event loop, after a rank has shared
+        memory. Raises HandshakeError for other owners than those that it is the door to."""
         assert self.spec is not None
         assert self.shared is not None
-        with self._mirroring:
-            if self.mirrors is None:
+        with self._opening:
+            if self.door is None:
                 service, terms = self.service, self._terms
                 plan = SharedPlan.of(self.spec, service.num_owners, service.ownership)
-                copied = sorted((s for owner in owners for s in plan.shards_of(owner)), key=lambda shard: shard.index)
-                memory = MirrorMemory.open(plan, copied, terms.token, self.number, self.shared.directory)
-                self.mirrors = Mirrors(
+                door = Door(
                     Caller.optimizer(service.owner),
                     plan,
                     owners,
-                    memory,
                     self._addresses,
                     token=terms.token,
                     tls=terms.tls,
                     model=self.number,
                     succeeds=terms.replaces_owners,
                     stall_timeout=terms.peer_timeout_s,
-                    show=self.shared.ring,
                     recorder=service.recorder,
                 )
-            if self.mirrors.owners != owners:
+                copied = sorted((s for owner in owners for s in plan.shards_of(owner)), key=lambda shard: shard.index)
+                try:
+                    memory = MirrorMemory.open(plan, copied, terms.token, self.number, self.shared.directory)
+                except (RayZeroError, OSError) as error:  # each rank fetches for itself, and says why
+                    self.unmirrored = error if isinstance(error, RayZeroError) else StoreError(str(error))
+                else:
+                    door.mirror(memory, self.shared.ring)
+                door.open()
+                door.failed.add_done_callback(lambda failed: service.abort(_store_error(failed.result())))
+                self.shared.on_bell = door.look
+                self.door = door
+            if self.door.owners != owners:
                 raise HandshakeError(
-                    f"optimizer {self.service.owner} copies the parameters of optimizers {self.mirrors.owners} for its "
-                    f"host, and a rank asks for those of {owners}: ranks that share its memory must be on one host"
+                    f"optimizer {self.service.owner} is the door of its host to optimizers {list(self.door.owners)}, "
+                    f"and a rank asks for {list(owners)}: ranks that share its memory must be on one host"
                 )
-            return self.mirrors
+            return self.door
 
     def push_dtype(self, push: Contribution, unit: UnitLayout) -> torch.dtype:
         """The dtype in which the bytes of a push come, before they are encoded."""
@@ -263,8 +270,8 @@ class ServedModel:
         ``SharedOwner.close``."""
         for peer in self._peers:
             peer.close()
-        if self.mirrors is not None:
-            self.mirrors.close(retires=retires)
+        if self.door is not None:
+            self.door.close(retires=retires)
         if self.shared is not None:
             self.shared.close(retires=retires)
         self._pool.shutdown(wait=True)
@@ -275,4 +282,8 @@ def _tell(lead: StepLead, owner: int, caught_up: Future[None]) -> None:
     if error is None:
         lead.caught_up(owner)
     else:
-        lead.owner_failed(error if isinstance(error, StoreError) else StoreError(f"an owner failed: {error!r}"))
+        lead.owner_failed(_store_error(error))
+
+
+def _store_error(error: BaseException) -> StoreError:
+    return error if isinstance(error, StoreError) else StoreError(f"an owner failed: {error!r}")

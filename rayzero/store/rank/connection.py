@@ -31,7 +31,6 @@ from rayzero.protocol.messages import (
 )
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.memory.gradient_region import GradientRegion
-from rayzero.store.rank.memory.host_ranks import HostRanks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.telemetry.recorder import Recorder
 
@@ -142,7 +141,7 @@ class Joined:
     lead: LeadLine
     windows: UnitWindows | None  # over the owners' parameters, where memory is shared
     bring: Callable[[Write], Future[None]] | None = None  # lets this host's copy of a unit have what was written
-    host: HostRanks | None = None  # this host's ranks whose gradients senders get as one sum
+    finished: Callable[[FinishReport], None] | None = None  # tells the door that sends this host's gradients in sums
     gradients: GradientRegion | None  # this rank's, if owners read gradients in its memory, or it keeps what it pushed
     keeps_pushed: bool = False  # also what senders send goes through that memory: a successor of an owner needs it
     takes_scattered: bool = False  # owners read gradients also where autograd has left them

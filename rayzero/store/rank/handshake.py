@@ -125,35 +125,36 @@ class Handshake:
         return {owner: translate.paths_from_pb(files) for owner, files in found.items()}
 
     def share(
-        self, memory: SharedPaths, back_at: int | None, mirrored: Sequence[int]
+        self, memory: SharedPaths, back_at: int | None, away: Sequence[int], threads: int = 1
     ) -> SharedPaths | RayZeroError | None:
-        """Let every owner that offers memory map this rank's, too; blocks. The first of them keeps a copy of what the
-        owners ``mirrored`` publish: returns where it is, why there is none, or None without such owners. ``back_at``:
-        the step with which a rank goes on that has come back."""
+        """Let every owner that offers memory map this rank's, too; blocks. The first of them, the door of this host,
+        copies what the owners ``away`` publish: returns where that is, why there is no copy, or None without such
+        owners. ``back_at``: the step with which a rank goes on that has come back. ``threads``: of the door that may
+        add gradients for this rank, if they leave its host in a sum."""
         offers, files = self.offers, translate.paths_to_pb(memory)
         controls = {owner: offered.control for owner, offered in offers.items()}
         request = pb.ShareRequest(rank=self._rank, files=files, controls=controls, back_at=back_at)
         self._sharing = dict.fromkeys(offers, request)
         self._shared = {owner: self.answers[owner].shared for owner in offers}
-        if mirrored and offers:
-            asked_first = pb.ShareRequest(mirrored=mirrored)
-            asked_first.MergeFrom(request)
-            self._sharing[min(offers)] = asked_first
+        if away and offers:
+            assert self._asked is not None
+            of_door = pb.ShareRequest(away=away, summed=self._asked.summed, threads=threads)
+            of_door.MergeFrom(request)
+            self._sharing[min(offers)] = of_door
         links = [self._links[owner] for owner in offers]
         asked = {link: link.ask("Share", self._sharing[link.owner], self._deadline_s) for link in links}
         answers = dict(zip(offers, answers_of(asked, self._deadline_s), strict=True))
-        if not mirrored or not offers:
+        if not away or not offers:
             return None
         answer = answers[min(offers)]
         if answer.HasField("unmirrored"):
-            del self._sharing[min(offers)].mirrored[:]  # a successor is not asked for it
             return from_failure(answer.unmirrored)
         self._mirror = answer.mirror
         return translate.paths_from_pb(answer.mirror)
 
     @property
-    def mirror_link(self) -> OwnerLink:
-        """To the owner that keeps a copy of what others publish."""
+    def door(self) -> OwnerLink:
+        """The link to the door of this host."""
         return self._links[min(self._sharing)]
 
     def admit_loss(self, owners: Iterable[int], before: int) -> None:
@@ -192,7 +193,7 @@ class Handshake:
             return
         request = self._sharing[link.owner]
         answer = channel.answer(channel.start("Share", request, self._deadline_s))
-        if self._mirror is not None and request.mirrored and answer.mirror != self._mirror:
+        if self._mirror is not None and request.away and answer.mirror != self._mirror:
             why = f" ({from_failure(answer.unmirrored)})" if answer.HasField("unmirrored") else ""
             raise StateLostError(
                 f"rank {self._rank}: {link.name} has died, and its successor does not go on with the copy of other "

@@ -7,7 +7,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -42,9 +43,7 @@ from rayzero.protocol.messages import (
 from rayzero.protocol.scattered import ScatteredUnit
 from rayzero.store.rank.connection import ChangingConnection, Connection, GradientSender, Joined, LeadLine, Transfers
 from rayzero.store.rank.memory.gradient_writer import GradientWriter
-from rayzero.store.rank.memory.host_ranks import HostSum
 from rayzero.store.rank.memory.unit_windows import UnitWindows
-from rayzero.store.rank.transfers.host_sums import HostSums
 from rayzero.store.traffic import count_bytes, tell_build, watch_gradients
 from rayzero.store.wire.payload import require_flat
 from rayzero.telemetry.metric import Metric
@@ -67,8 +66,12 @@ class _Route:
     parts: Parts
     away: list[tuple[GradientSender, list[Shard]]]  # by owner, those that gradients are sent to
     keeps: bool  # gradients go into this rank's memory first, also if they are only sent
-    here: int  # elements whose owners read gradients in this rank's memory
-    here_by: str  # the transport that metrics count those elements under
+    here_by: Mapping[str, int]  # elements whose gradients are read in this rank's memory, by transport
+
+    @property
+    def here(self) -> int:
+        """Elements whose owners, or the door that adds them up, read gradients in this rank's memory."""
+        return sum(self.here_by.values())
 
     def content(self, version: int) -> int | None:
         """The version that the unit's content is from; None while a shard lacks ``version``."""
@@ -92,7 +95,6 @@ class RankStore:
         self._transport = ""  # the run's transport, as metrics call it
         self._writer: GradientWriter | None = None  # where owners read gradients in this rank's memory
         self._unwatch: End = lambda: None  # stops reporting that memory
-        self._sums: HostSums | None = None  # where gradients leave the host as one sum of its ranks
         self._newest = settled(0)  # the latest result of ``published``
         self._keeping = DONE  # the latest ``keep``
         self.means = self.saves = 0
@@ -139,11 +141,6 @@ class RankStore:
             self._unwatch = watch_gradients(self._recorder, lambda: region.held_bytes, joined.gradient_tier)
         self._joined, self._transport = joined, joined.transport
         self._routes = [self._route_of(joined, unit) for unit in joined.spec.layout.units]
-        if self._sums is None and joined.host is not None and joined.senders:
-            name, timeout = f"rayzero-rank{self.connection.rank}-sums", self.connection.stall_timeout
-            self._sums = HostSums(joined.host, self._away, self._send_sum, name, timeout)
-            joined.host.on_news(self._sums.look)
-            self._sums.look()
         tell_build(self._recorder, joined.kernel, joined.transport)
 
     def change(self, before: ChangingConnection, after: ChangingConnection, epoch: int) -> None:
@@ -175,14 +172,16 @@ class RankStore:
         for shard in joined.spec.layout.shards_by_unit[unit.index]:
             by_owner.setdefault(joined.shard_map.owner(shard.index), []).append(shard)
         parts = [(joined.transfers[owner], shards) for owner, shards in by_owner.items()]
-        here = [(way, shards) for way, shards in parts if way.owner not in joined.senders]
+        here_by = Counter[str]()
+        for way, shards in parts:
+            if way.owner not in joined.senders:
+                here_by["host" if way.transport == "grpc" else way.transport] += sum(shard.numel for shard in shards)
         return _Route(
             unit=unit,
             parts=parts,
             away=[(joined.senders[owner], shards) for owner, shards in by_owner.items() if owner in joined.senders],
             keeps=joined.keeps_pushed,
-            here=sum(shard.numel for _, shards in here for shard in shards),
-            here_by=here[0][0].transport if here else "",
+            here_by={transport: numel for transport, numel in here_by.items() if numel},
         )
 
     # ---- parameters
@@ -312,7 +311,7 @@ class RankStore:
         if contribution.step < self._decided:
             return DONE
         over = self._timing(PUSH_SECONDS)
-        if (route.here and not route.away) or self._sums is not None:
+        if route.here and not route.away:
             written = self._write_here(route, contribution, grads, DONE)
             written.add_done_callback(lambda done: over() if is_well(done) else None)
             return written
@@ -352,13 +351,8 @@ class RankStore:
 
         def count(done: Future[None]) -> None:
             if is_well(done) and route.here:
-                count_bytes(self._recorder, "push", route.here_by, route.here, grads.dtype)
-            if (
-                is_well(done)
-                and self._sums is not None
-                and (away := sum(s.numel for s in self._away(route.unit.index)))
-            ):
-                count_bytes(self._recorder, "push", "host", away, grads.dtype)
+                for transport, numel in route.here_by.items():
+                    count_bytes(self._recorder, "push", transport, numel, grads.dtype)
 
         assert self._writer is not None
         written = self._writer.push(contribution, grads, sent)
@@ -368,8 +362,6 @@ class RankStore:
     def announce(self, unit: int, pushed: Pushed) -> None:
         """Tell the owners that read gradients in this rank's memory; see ``GradientReaders``."""
         self.connection.announce(unit, pushed)
-        if self._joined is not None and self._joined.host is not None:
-            self._joined.host.announced(unit, pushed)
 
     def note(self, unit: int, pushed: Pushed) -> None:
         """See ``GradientReaders.note``."""
@@ -380,15 +372,6 @@ class RankStore:
         if self.connection.in_totals(unit, pushed):
             return False
         return self._routes[unit].content(pushed.step + 1) is None
-
-    def _away(self, unit: int) -> list[Shard]:
-        """The shards of a unit that gradients are sent to."""
-        return [shard for _, shards in self._routes[unit].away for shard in shards]
-
-    def _send_sum(self, made: HostSum) -> Future[None]:
-        gather = Gather(1)
-        self._send(gather, self._routes[made.contribution.unit], made.contribution, made.values)
-        return gather.future
 
     def _send(self, gather: Gather, route: _Route, contribution: Contribution, grads: Tensor) -> Future[None]:
         """Send to owners on other hosts, as one part of ``gather``. The future is done, never failed, once nothing
@@ -465,13 +448,11 @@ class RankStore:
         if report.step < self._decided:
             return then(self.decision(report.step), _norm_of)
         awaited = f"the norm of step {report.step}"
-        if self._joined is not None and self._joined.host is not None:
-            self._joined.host.finished(report)
+        if self._joined is not None and self._joined.finished is not None:
+            self._joined.finished(report)
         if inputs is None:
-            asked = self._ask_lead(lambda lead: lead.finish(awaited, report, None))
-        else:
-            asked = self._when_kept(lambda: self._ask_lead(lambda lead: lead.finish(awaited, report, inputs)))
-        return asked if self._sums is None else self._sums.guard(asked)
+            return self._ask_lead(lambda lead: lead.finish(awaited, report, None))
+        return self._when_kept(lambda: self._ask_lead(lambda lead: lead.finish(awaited, report, inputs)))
 
     def commit(self, step: int, inputs: StepInputs) -> Future[Decision]:
         """Ask for the step to be decided; see ``ParameterStore.commit``."""
@@ -550,8 +531,6 @@ class RankStore:
                 return
             self._closed = True
         atexit.unregister(self.close)
-        if self._sums is not None:
-            self._sums.leave()
         for connection in (self.connection, self._coming):
             if connection is not None:
                 connection.leave(reason)  # an attach in another thread fails
@@ -559,8 +538,6 @@ class RankStore:
             self._unwatch()
             if self._writer is not None:
                 self._writer.close()
-            if self._sums is not None:
-                self._sums.close()
             self.connection.free()
 
     # ---- small parts

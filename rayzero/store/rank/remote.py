@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from rayzero.store.host.links.channel import QUICK_S, Channel
 from rayzero.store.host.links.owner_link import OwnerLink, say_goodbye
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.stall import StallWatch
-from rayzero.store.rank.connection import Joined
+from rayzero.store.rank.connection import GradientSender, Joined
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.handshake import Handshake
 from rayzero.store.rank.history.loop_history import LoopHistory
@@ -199,7 +199,7 @@ class RemoteConnection:
             said = ", ".join(f"{way} to optimizers {owners}" for way, owners in ways.items() if owners)
             log.info("rank %d: %s", self.rank, said)
         self._memory.meet(plan, offers, away, page_lock)
-        self._share_memory(plan, away)
+        self._share_memory(plan, away, page_lock=page_lock is not None)
         self._memory.open(plan, away, self._board, page_lock)
 
     def _away(self, plan: SharedPlan) -> list[int]:
@@ -207,7 +207,7 @@ class RemoteConnection:
         offers, shards = self._handshake.offers, plan.shard_map
         return [link.owner for link in self._links if link.owner not in offers and shards.num_shards_of(link.owner)]
 
-    def _share_memory(self, plan: SharedPlan, away: Sequence[int]) -> None:
+    def _share_memory(self, plan: SharedPlan, away: Sequence[int], *, page_lock: bool) -> None:
         """Reach the owners of this host through shared memory, and let them map this rank's. One of them copies what
         the owners ``away`` publish."""
         self._ways.use([link.owner for link in self._links if plan.shard_map.num_shards_of(link.owner)])
@@ -216,7 +216,8 @@ class RemoteConnection:
             return
         self._ways.share(self._handshake.offers, shared)
         back_at = self._open_step(plan) if self.life else None
-        mirror = self._handshake.share(shared.offer(), back_at, away)
+        threads = self._memory.adding_threads(on_gpu=page_lock)
+        mirror = self._handshake.share(shared.offer(), back_at, away, threads)
         self._bring = None
         if isinstance(mirror, SharedPaths):  # first: what is in the copy must not be missed
             self._board.copied(shard.index for owner in away for shard in plan.shards_of(owner))
@@ -227,7 +228,7 @@ class RemoteConnection:
     def _bring_written(self, write: Write) -> Future[None]:
         """Let this host's copy have what was written; done once it has."""
         request = pb.BringRequest(rank=self.rank, write=translate.write_to_pb(write))
-        asked = self._handshake.mirror_link.ask("Bring", request, max(QUICK_S, self.stall_timeout))
+        asked = self._handshake.door.ask("Bring", request, max(QUICK_S, self.stall_timeout))
         return then(asked, lambda _: None)
 
     def _open_step(self, plan: SharedPlan) -> int:
@@ -259,6 +260,11 @@ class RemoteConnection:
         lead, away = self._links[plan.shard_map.owner(0)], {owner: self._links[owner] for owner in self._ways.senders}
         self._lead.speak_through(self._voice.open(plan.spec, lead, away, self._board))
 
+    @property
+    def _senders(self) -> Mapping[int, GradientSender]:
+        """What this rank sends itself: nothing, if its host's door sends it in a sum."""
+        return {} if self._memory.summed else self._ways.senders
+
     def _joined(self, plan: SharedPlan, page_lock: torch.device | None) -> Joined:
         assert self._lead is not None
         answers = self._handshake.answers
@@ -271,13 +277,13 @@ class RemoteConnection:
             spec=plan.spec,
             shard_map=plan.shard_map,
             transfers=self._ways.transfers,
-            senders=self._ways.senders,
+            senders=self._senders,
             lead=self._lead,
             windows=self._memory.windows,
             bring=self._bring,
-            host=self._memory.host,
+            finished=self._memory.shared.finished if self._memory.summed and self._memory.shared else None,
             gradients=self._memory.gradients,
-            keeps_pushed=self._outlives_owners and bool(self._ways.senders),
+            keeps_pushed=self._outlives_owners and bool(self._senders),
             gradient_tier="shm" if self._memory.shared is not None else "ram" if page_lock is None else "pinned",
             kernel=answers[0].kernel,
             transport=self._ways.transport,
@@ -329,7 +335,7 @@ class RemoteConnection:
                 raise self._handshake.lost_values(link)
         offers, away = self._handshake.offers, self._away(plan)
         self._memory.enter(plan, offers, away, self._board)
-        self._share_memory(plan, away)
+        self._share_memory(plan, away, page_lock=self._memory.page_locked)
         self._memory.enter_windows(away)
         self._open_voice(plan)
         self._repeats, self._plan = self._repeated(plan), plan
@@ -361,7 +367,7 @@ class RemoteConnection:
             self._handshake.require_values(link)
         self._handshake.share_again(link, channel)
         self._ways.wires[link.owner].stage_again(channel, self.stall_timeout)
-        if link.owner in self._ways.senders and self._repeats is not None:
+        if link.owner in self._senders and self._repeats is not None:
             self._repeats.send(link.owner, channel)
 
     def _repeated(self, plan: SharedPlan, former: FormerRank = NOTHING) -> RepeatedPushes | None:
@@ -377,7 +383,6 @@ class RemoteConnection:
             self._ways.order,
             self.stall_timeout,
             former,
-            self._memory.host,
         )
 
     def _former(self, plan: SharedPlan, step: int) -> FormerRank:
@@ -391,7 +396,7 @@ class RemoteConnection:
     def _push_again(self) -> None:
         """Send again what owners elsewhere may lack; blocks."""
         if self._repeats is not None:
-            self._repeats.send_all([self._links[owner] for owner in self._ways.senders], self._ways.pushes)
+            self._repeats.send_all([self._links[owner] for owner in self._senders], self._ways.pushes)
 
     def announce(self, unit: int, pushed: Pushed) -> None:
         """See ``Connection.announce``."""

@@ -8,11 +8,10 @@ maps) and one ``control`` slab; a rank has ``grads`` slabs (its gradients, mappe
                           tensors | answers, for each rank | the lives of the ranks that joined | the run's first
                           version | whether the epoch stands | who owns what | orders, for each owner | replies |
                           of the lead: records of decisions
-    control of a rank     bell | stamps, one a unit | questions | its last finishes | how many ranks have found it |
-                          what ranks of this start of the run have in common
+    control of a rank     bell | stamps, one a unit | questions | its last finishes | what ranks of this start of the
+                          run have in common
 
-Every word has one writer, except bells, and how many ranks have found one: whoever has news for a bell's listener rings
-it.
+Every word has one writer, except bells: a process that has news for a bell's listener rings it.
 """
 
 from __future__ import annotations
@@ -231,8 +230,6 @@ class SharedPlan:
             ("stamps", stride * len(self.spec.layout.units), stride),
             ("questions", *_cells(self.question_bytes, 1)),
             ("finished", FINISHES * Cell.bytes_for(self._report_bytes), Cell.bytes_for(self._report_bytes)),
-            ("arrivals", 8, 0),
-            ("left", 8, 0),
             ("key", Cell.bytes_for(KEY_BYTES), 0),
         )
 

@@ -18,7 +18,7 @@ from rayzero.slabs.slab import Slab
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.shm.mailbox import Cells
 from rayzero.store.shm.shared_plan import SharedPlan, Wanted
-from rayzero.store.shm.signals import Bell, Cell, changed, compare_exchange_64, load_acquire_64, store_release_64
+from rayzero.store.shm.signals import Bell, Cell, changed, load_acquire_64, store_release_64
 from rayzero.store.wire import translate
 
 _STAMP = struct.Struct("<qQqII")  # step, attempt, place, count, bytes of presence bits, which follow
@@ -86,36 +86,9 @@ def cell_of(slab: Slab, kind: str) -> Cell:
     return Cell(slab.address(found.offset), slab.keeper, Cell.capacity_in(found.bytes))
 
 
-class Arrivals:
-    """How many ranks of its host have found a rank."""
-
-    def __init__(self, slab: Slab) -> None:
-        self._address, self._keeper = slab.address(region(slab, "arrivals").offset), slab.keeper
-
-    def count(self) -> int:
-        """How many have, so far."""
-        return load_acquire_64(self._address)
-
-    def add(self) -> None:
-        """One more has. The caller rings the bell afterwards."""
-        while not compare_exchange_64(self._address, seen := self.count(), seen + 1):
-            pass
-
-
-def let_leave(slab: Slab) -> None:
-    """Say that the rank of a control slab has left. What it has read before comes before this, and what it reads
-    afterwards after this: of two ranks that leave at once, one sees the other."""
-    compare_exchange_64(slab.address(region(slab, "left").offset), 0, 1)
-
-
-def has_left(slab: Slab) -> bool:
-    """Whether the rank of a control slab has left."""
-    return load_acquire_64(slab.address(region(slab, "left").offset)) == 1
-
-
 class Finishes:
-    """How often a rank has pushed each unit, as it says with its last finishes. The rank writes; ranks of its host
-    read."""
+    """How often a rank has pushed each unit, as it says with its last finishes. The rank writes; the door of its host
+    reads."""
 
     def __init__(self, slab: Slab) -> None:
         found = region(slab, "finished")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -63,8 +63,10 @@ class Channel:
         link: LinkNumber,
         metadata: Metadata,
         shown: Identity | None,
+        awaited: Sequence[int] = (),
     ) -> None:
-        """``peer``: the owner, for messages. ``shown``: None: without TLS."""
+        """``peer``: the owner, for messages. ``shown``: None: without TLS. ``awaited``: ranks that must have attached
+        to the owner before it sends a notice."""
         self.link = link
         self._caller, self.peer = caller, f"{caller.name}, {peer}"
         self._metadata = (*metadata, *link.metadata)
@@ -75,7 +77,8 @@ class Channel:
         self.met = False  # the owner has answered, or it may get a successor
         self._tensors = TensorStreams(address, self._expect)
         self._deadlines = WeakKeyDictionary[Any, float]()  # of calls, which are their own errors: monotonic seconds
-        self.notices: Any = self._begin(self._calls["Notices"], pb.NoticesRequest(**caller.signature), None, None)
+        asked = pb.NoticesRequest(ranks=awaited, **caller.signature)
+        self.notices: Any = self._begin(self._calls["Notices"], asked, None, None)
 
     def start(self, method: str, request: Any, timeout_s: float, beside: OpenStream | None = None) -> Any:
         """Start a call that has one answer: ``request`` is a message, or an iterator of messages, which grpc draws in

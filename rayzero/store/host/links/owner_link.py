@@ -70,20 +70,22 @@ class OwnerLink:
         hear: Callable[[OwnerLink, pb.NoticesResponse], None],
         over: Callable[[OwnerLink, RayZeroError], None],
         rejoin: Callable[[OwnerLink, Channel], None] | None = None,
+        awaited: Callable[[], Sequence[int]] = tuple,
         model: int = 0,
         epoch: int = 0,
     ) -> None:
         """``model``: the number of the prepared model that every call is about. ``epoch``: in which the owner is this
         one. ``hear`` is called with every notice, and ``over`` at most once, with why the owner will never answer
         again, both in a thread of the link's. So is ``rejoin``, with a channel to a successor of the owner, before any
-        other call goes there; None: the death of the owner's process is the end of the link."""
+        other call goes there; None: the death of the owner's process is the end of the link. ``awaited``: the ranks
+        without which the link does not open; see ``Channel``."""
         self._rejoin = rejoin
         self._met: ProcessIdentity | None = _NOBODY
         self.owner, self.caller = owner, caller
         self.name = f"optimizer {owner} at {address}" + (f" for prepared model {model}" if model else "")
         self._address, self._metadata = address, token_metadata(token, model, epoch) + caller.metadata
         self._shown = tls
-        self._hear, self._tell_over, self._recorder = hear, over, recorder
+        self._hear, self._tell_over, self._recorder, self._awaited = hear, over, recorder, awaited
         self._number = LinkNumber(caller.name, 0)
         self._lock = threading.Lock()
         self._trying: Channel | None = None  # the latest one. freed by: _follow
@@ -131,7 +133,9 @@ class OwnerLink:
     def _follow(self) -> RayZeroError:
         """Open the link and follow the owner's notices until they end; why they did."""
         self._number = self._number.next()
-        channel = Channel(self.caller, self.name, self._address, self._number, self._metadata, self._shown)
+        channel = Channel(
+            self.caller, self.name, self._address, self._number, self._metadata, self._shown, self._awaited()
+        )
         channel.met = self._openings > 0 or self._rejoin is not None
         with self._lock:
             self._trying = channel

@@ -64,14 +64,14 @@ class WireTransfers(WireFetches):
         order: PushOrder,
         watch: StallWatch,
         closing: threading.Event,
-        lead_says: Describe,
+        lead_says: Describe | None,
         compression: str,
         recorder: Recorder,
         streams: int = 1,
     ) -> None:
         """``fetches``, ``pushes``: the threads that move bytes, shared by all owners. ``closing``: set when the store
-        closes. ``lead_says``: asks the lead whom the step waits for. ``compression``: of gradients, as in
-        ``ZeroConfig.wire_compression``. ``streams``: the most streams of one method at once."""
+        closes. ``lead_says``: asks the lead whom the step waits for; None: only owners are asked. ``compression``: of
+        gradients, as in ``ZeroConfig.wire_compression``. ``streams``: the most streams of one method at once."""
         super().__init__(
             link,
             fetches=fetches,
@@ -234,6 +234,8 @@ class WireTransfers(WireFetches):
 
     def _describe_step(self, shard: Shard, timeout_s: float) -> Future[str]:
         """What the owner does for a shard, and whom the lead waits for: the owner may be idle because a rank is."""
+        if self._lead_says is None:
+            return self._describe(shard, timeout_s)
         lead_says = self._lead_says(timeout_s)
         both: Future[str] = Future()
 

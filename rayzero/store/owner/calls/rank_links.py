@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -48,6 +48,7 @@ class RankLinks:
         self._ranks: dict[int, _LinkedRank] = {}
         self._processes: dict[int, ProcessIdentity] = {}  # of each rank that has ever attached, the newest
         self._streams: dict[int, object] = {}  # rank -> its newest stream of notices
+        self._came = asyncio.Condition()  # notified when a rank attaches
         self._over = False
 
     def require_same(self, rank: int, process: ProcessIdentity) -> None:
@@ -68,6 +69,16 @@ class RankLinks:
         self._ranks[rank] = _LinkedRank(process, lease_s, unwatch)
         if rank not in self._streams:
             self._broke(rank)
+        self._loop.create_task(self._notify())
+
+    async def _notify(self) -> None:
+        async with self._came:
+            self._came.notify_all()
+
+    async def known(self, ranks: Collection[int]) -> None:
+        """Wait until these ranks have attached, in whichever life."""
+        async with self._came:
+            await self._came.wait_for(lambda: self._processes.keys() >= set(ranks))
 
     def left(self, rank: int) -> None:
         """A rank has left, or somebody who knows says that it is gone: nothing more is expected of it."""

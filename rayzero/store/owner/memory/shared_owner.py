@@ -104,6 +104,7 @@ class SharedOwner:
         self._lead: Answerer | None = None  # where this owner answers the lead
         self._others: list[Slab] = []  # control slabs of other owners
         self._listener: Listener | None = None
+        self.on_bell: Callable[[], None] = lambda: None  # called when ranks of this host have announced something
         self._plan: SharedPlan | None = None
         self._memory: OwnerSlabs | None = None
         self._control: Slab | None = None
@@ -335,6 +336,7 @@ class SharedOwner:
     def _listen(self) -> None:
         with self._looking:
             self._look()
+        self.on_bell()
 
     def _hear(self, take: Callable[[], None]) -> None:
         """Take one kind of message. One that cannot be read ends the run; others are still read, so that ranks that ask

@@ -3,7 +3,7 @@ an owner of the next epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Executor
 
@@ -18,7 +18,6 @@ from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.push_order import PushOrder
 from rayzero.store.host.transfers.wire import PushedUnit, WireTransfers
 from rayzero.store.rank.memory.gradient_region import GradientRegion
-from rayzero.store.rank.memory.host_ranks import HostRanks
 from rayzero.store.shm.shared_plan import SharedPlan
 
 NOTHING = FormerRank({}, ())
@@ -39,12 +38,10 @@ class RepeatedPushes:
         order: PushOrder,
         timeout_s: float,
         former: FormerRank = NOTHING,
-        host: HostRanks | None = None,
     ) -> None:
         """``wires``: by owner. ``timeout_s``: seconds to add to those that bytes may take. ``former``: what this rank
-        had pushed of decided steps before it died. ``host``: the ranks whose gradients owners have got as one sum; this
-        one sends those of its units again."""
-        self._plan, self._gradients, self._former, self._host = plan, gradients, former, host
+        had pushed of decided steps before it died."""
+        self._plan, self._gradients, self._former = plan, gradients, former
         self._rank = rank
         self._wires, self._board, self._order, self._timeout_s = wires, board, order, timeout_s
 
@@ -54,9 +51,6 @@ class RepeatedPushes:
         shards: dict[int, list[Shard]] = {}
         for shard in self._plan.shards_of(owner):
             shards.setdefault(shard.unit, []).append(shard)
-        if self._host is not None:
-            self._send_sums(self._host, owner, channel, shards)
-            return
         former = [(unit, pushed) for unit, pushed in self._former.pushed if self._lacks(shards.get(unit, []), pushed)]
         lacking = []
         for unit in sorted(shards.keys() & set(self._gradients.units)):
@@ -98,27 +92,6 @@ class RepeatedPushes:
                 return
             except BrokenLinkError as error:
                 link.broke(channel, error)
-
-    def _send_sums(self, host: HostRanks, owner: int, channel: Channel, shards: Mapping[int, list[Shard]]) -> None:
-        """The same of sums."""
-        mine = [unit for unit in sorted(shards) if host.sends(unit)]
-        newest = {unit: host.newest_step(unit) for unit in mine}
-        steps = {
-            unit: step for unit, step in newest.items() if step is not None and self._lacks_step(shards[unit], step)
-        }
-
-        def pushes() -> Iterator[PushedUnit]:
-            for step, unit in sorted((step, unit) for unit, step in steps.items()):
-                made = host.sum(unit, shards[unit])
-                if made is not None and made.contribution.step == step:  # newer ones go by themselves
-                    layout = self._plan.spec.layout.units[unit]
-                    yield PushedUnit(
-                        unit=layout, shards=shards[unit], contribution=made.contribution, values=made.values
-                    )
-
-        if steps:
-            size = sum(4 * shard.numel for unit in steps for shard in shards[unit])
-            self._wires[owner].push_again(channel, pushes, size, self._timeout_s)
 
     def _lacks(self, shards: list[Shard], pushed: Pushed) -> bool:
         """Whether a shard among those of an owner may lack what was pushed of it."""

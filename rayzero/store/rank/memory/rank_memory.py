@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from rayzero.config.zero import HostPush
-from rayzero.errors import RayZeroError
+from rayzero.errors import RayZeroError, UnsupportedError
 from rayzero.kernels.rank_sum import summed_with
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import SharedPaths
@@ -19,12 +19,11 @@ from rayzero.quantities import format_bytes
 from rayzero.slabs.arena import Arena
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
-from rayzero.store.rank.memory.host_ranks import HostRanks
 from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.shm.former_ranks import former_ranks
-from rayzero.store.shm.host_sums import GradientBytes, adding_threads
 from rayzero.store.shm.same_host import host_identity
+from rayzero.store.shm.settled import GradientBytes, adding_threads
 from rayzero.store.shm.shared_plan import SharedPlan
 
 log = logging.getLogger(__name__)
@@ -60,7 +59,6 @@ class RankMemory:
         self.shared: SharedRank | None = None  # with owners, or other ranks. freed by: close()
         self.windows: UnitWindows | None = None  # freed by: close()
         self._copy: Arena | None = None  # of what owners on other hosts publish
-        self.host: HostRanks | None = None  # those of ``summed``. freed by: close()
         self.gradients: GradientRegion | None = None
 
     @property
@@ -103,7 +101,12 @@ class RankMemory:
         """Map what owners of this host offer. ``away``: the owners of other hosts. ``page_lock``: see
         ``ParameterStore.attach``. Raises HandshakeError if an offer is not from this run, MemoryPlanError if there is
         no room."""
-        if self._directory is None or (not offers and not self.summed):
+        if self.summed and away and not offers:
+            raise UnsupportedError(
+                f"zero.host_push={self._host_push!r} adds up the gradients of ranks {list(self.summed)} of this host, "
+                f"but no optimizer shares memory with rank {self._rank}; set host_push='never'"
+            )
+        if self._directory is None or not offers:
             return
         pooled = not away
         if page_lock is not None and (doubt := doubt_of_locks(plan, list(offers), pooled=pooled)) is not None:
@@ -131,11 +134,7 @@ class RankMemory:
         if self.shared is not None:
             if self.shares:
                 self.windows = self.shared.windows({} if page_lock is not None else self._elsewhere(away))
-            if self.summed:
-                cores = len(os.sched_getaffinity(0))
-                threads = adding_threads(cores, len(self._ranks), on_gpu=page_lock is not None)
-                self.host = HostRanks(self.shared, plan, self.summed, self._key, threads)
-                self._want_sums(away)
+            self._say_sums(away)
             pages = self.shared if self.shared.pooled else None
             self.gradients = GradientRegion(plan.spec, self.shared.gradients(), pages)
             self.shared.listen(board)
@@ -149,34 +148,39 @@ class RankMemory:
         memory."""
         if self.shared is not None:
             self.shared.enter(plan, offers, board)
-        self._want_sums(away)
+        self._say_sums(away)
 
     def enter_windows(self, away: Sequence[int]) -> None:
         """Let windows show the owners of this epoch; see ``open``."""
         if self.shared is not None and self.windows is not None:
-            self.shared.enter_windows({} if self.windows.page_locked else self._elsewhere(away))
+            self.shared.enter_windows({} if self.page_locked else self._elsewhere(away))
 
     def _elsewhere(self, away: Sequence[int]) -> dict[int, Arena]:
         """What this host has of the parameters of the owners ``away``, by owner."""
         return {} if self._copy is None else dict.fromkeys(away, self._copy)
 
-    def _want_sums(self, away: Sequence[int]) -> None:
-        """Let the ranks of this host whose gradients leave it as one sum find each other, if any leave it."""
-        if self.host is not None:
-            self.host.want(sums=bool(away))
-            if away:
-                log.info("rank %d: gradients of ranks %s leave this host as one sum", self._rank, list(self.summed))
+    @property
+    def page_locked(self) -> bool:
+        """Whether what is mapped is locked for copies to a device."""
+        return self.windows is not None and self.windows.page_locked
+
+    def _say_sums(self, away: Sequence[int]) -> None:
+        if self.summed and away:
+            log.info("rank %d: gradients of ranks %s leave this host as one sum", self._rank, list(self.summed))
+
+    def adding_threads(self, *, on_gpu: bool) -> int:
+        """How many threads of this host's door may add gradients for this rank."""
+        return adding_threads(len(os.sched_getaffinity(0)), len(self._ranks), on_gpu=on_gpu)
 
     # ---- a former life
 
     def left(self, plan: SharedPlan, step: int) -> FormerRank | None:
         """What this rank's former life had pushed of ``step``, the last decided one; None: nothing of it is left here.
-        It may be part of sums, which the ranks of this host make again: then there is nothing to send."""
-        if self.host is not None:
-            return FormerRank({}, ()) if self.host.has(step) else None
-        if self.shared is None or not self._keeps_pushed:
+        Of what is part of sums, there is nothing to send: the door of this host makes them again."""
+        if self.shared is None or not (self._keeps_pushed or self.summed):
             return None
-        return former_ranks(plan, f"rank {self._rank}", self.shared.directory, step).get(self._rank)
+        left = former_ranks(plan, f"rank {self._rank}", self.shared.directory, step).get(self._rank)
+        return FormerRank({}, ()) if left is not None and self.summed else left
 
     # ---- the end
 
@@ -187,8 +191,6 @@ class RankMemory:
             self.windows.close()
         if self.shared is not None:
             self.shared.close(error)
-        if self.host is not None:
-            self.host.close()
 
 
 def _size_of(directory: Path) -> int:

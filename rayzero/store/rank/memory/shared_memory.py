@@ -33,7 +33,7 @@ from rayzero.store.shm.mailbox import Asker
 from rayzero.store.shm.shard_lines import ShardLines, TotalLines
 from rayzero.store.shm.shared_plan import POOL, RANK, SharedPlan, life_of, rank_incarnation
 from rayzero.store.shm.signals import Bell
-from rayzero.store.shm.words import Arrivals, Finishes, Stamps, bell_of, cell_of, cells_of, key_digest, let_leave
+from rayzero.store.shm.words import Finishes, Stamps, bell_of, cell_of, cells_of, key_digest
 
 
 def doubt_of_locks(plan: SharedPlan, owners: Sequence[int], *, pooled: bool) -> str | None:
@@ -77,8 +77,8 @@ class SharedRank:
         page_lock: torch.device | None = None,
         pooled: bool = True,
     ) -> None:
-        """Allocate the rank's gradient memory. ``key``: a secret of this start of the run, by which ranks of a host
-        know each other. ``page_lock``: lock it and the owners' parameters, for copies to and
+        """Allocate the rank's gradient memory. ``key``: a secret of this start of the run, by which the door of a
+        host knows its ranks. ``page_lock``: lock it and the owners' parameters, for copies to and
         from this CUDA device; None: neither. ``life``: how often the rank has died and come back. ``pooled``: units
         take turns in a pool, if there are totals; False: owners on other hosts need what was pushed for a whole step,
         so each unit has a place of its own. Raises MemoryPlanError if there is no room."""
@@ -108,7 +108,6 @@ class SharedRank:
         self._stamps = Stamps(self._control, plan)
         self._finishes = Finishes(self._control)
         cell_of(self._control, "key").write(key_digest(key))
-        self._arrivals = Arrivals(self._control)
         self.on_bell: Callable[[], None] = lambda: None  # also called when the bell rings, and at least once a second
         self._owners: dict[int, _Owner] = {}
         self._mirror: MirrorLines | None = None  # this host's copy of what other owners publish
@@ -231,17 +230,9 @@ class SharedRank:
     # ---- a step
 
     def finished(self, report: FinishReport) -> None:
-        """Announce to ranks of this host how often each unit was pushed. The caller rings bells afterwards."""
+        """Announce to the door of this host how often each unit was pushed."""
         self._finishes.write(report)
-
-    @property
-    def arrivals(self) -> int:
-        """How many ranks of this host have found this one."""
-        return self._arrivals.count()
-
-    def left(self) -> None:
-        """Announce to ranks of this host that this one sends no more sums. The caller rings bells afterwards."""
-        let_leave(self._control)
+        self._owners[min(self._owners)].bell.ring()
 
     def note(self, unit: int, pushed: Pushed) -> None:
         """See ``Connection.note``."""
@@ -257,10 +248,11 @@ class SharedRank:
         )
 
     def announce(self, unit: int, pushed: Pushed) -> None:
-        """Tell the unit's owners about a push whose bytes are all there."""
+        """Tell the unit's owners of this host, and its door, about a push whose bytes are all there."""
         self._stamps.write(unit, pushed)
+        door = min(self._owners, default=-1)
         for owner in self._owners.values():
-            if unit in owner.units:
+            if unit in owner.units or owner.owner == door:
                 owner.bell.ring()
 
     def keep(self, state: LoopState) -> str | None:

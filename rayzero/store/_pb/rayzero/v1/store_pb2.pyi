@@ -310,7 +310,7 @@ class AttachResponse(_message.Message):
     def __init__(self, version: _Optional[int] = ..., needs_load: bool = ..., kernel: _Optional[str] = ..., shared: _Optional[_Union[SharedFiles, _Mapping]] = ..., step: _Optional[int] = ..., needs_spec: bool = ...) -> None: ...
 
 class ShareRequest(_message.Message):
-    __slots__ = ("rank", "files", "controls", "back_at", "mirrored")
+    __slots__ = ("rank", "files", "controls", "back_at", "away", "summed", "threads")
     class ControlsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -322,13 +322,17 @@ class ShareRequest(_message.Message):
     FILES_FIELD_NUMBER: _ClassVar[int]
     CONTROLS_FIELD_NUMBER: _ClassVar[int]
     BACK_AT_FIELD_NUMBER: _ClassVar[int]
-    MIRRORED_FIELD_NUMBER: _ClassVar[int]
+    AWAY_FIELD_NUMBER: _ClassVar[int]
+    SUMMED_FIELD_NUMBER: _ClassVar[int]
+    THREADS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     files: SharedFiles
     controls: _containers.ScalarMap[int, str]
     back_at: int
-    mirrored: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, rank: _Optional[int] = ..., files: _Optional[_Union[SharedFiles, _Mapping]] = ..., controls: _Optional[_Mapping[int, str]] = ..., back_at: _Optional[int] = ..., mirrored: _Optional[_Iterable[int]] = ...) -> None: ...
+    away: _containers.RepeatedScalarFieldContainer[int]
+    summed: _containers.RepeatedScalarFieldContainer[int]
+    threads: int
+    def __init__(self, rank: _Optional[int] = ..., files: _Optional[_Union[SharedFiles, _Mapping]] = ..., controls: _Optional[_Mapping[int, str]] = ..., back_at: _Optional[int] = ..., away: _Optional[_Iterable[int]] = ..., summed: _Optional[_Iterable[int]] = ..., threads: _Optional[int] = ...) -> None: ...
 
 class ShareResponse(_message.Message):
     __slots__ = ("mirror", "unmirrored")
@@ -351,12 +355,14 @@ class BringResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class NoticesRequest(_message.Message):
-    __slots__ = ("rank", "owner")
+    __slots__ = ("rank", "owner", "ranks")
     RANK_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     owner: int
-    def __init__(self, rank: _Optional[int] = ..., owner: _Optional[int] = ...) -> None: ...
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, rank: _Optional[int] = ..., owner: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NoticesResponse(_message.Message):
     __slots__ = ("published", "abort", "process")

@@ -1,15 +1,8 @@
-"""Decides when the gradients that a host's ranks have pushed of a unit are added, and which rank sends the sum.
+"""Decides when the gradients that a host's ranks have pushed of a unit are added.
 
 Every rank announces what its memory holds (``Stamps``) and, with its finish, how often it has pushed each unit. Its
 part of a unit is *settled* at a step once nothing of it is still to come: as many pushes as were planned, or those that
-its finish counts. Once all parts are, the unit's sender adds them up and sends one sum.
-
-[Note: one sender] Each unit has one sender, the same until that rank leaves. So nobody has to notice that another has
-died: whoever takes the place of a dead sender looks at everything anew, and a run in which nobody does is over.
-
-[Note: a sender that leaves] A rank may leave once it has finished, and then the others' parts are still to come. It
-ends what it is sending, says that it has left, and the next rank sends its units' sums from then on, also those that
-have been sent: owners drop these. Whoever is the last to leave first sends what is left.
+its finish counts. Once all parts are, the host's door adds them up and sends one sum.
 
 [Note: sums replace sums] A part may change after it was sent: a rank pushes more often than was planned, discards what
 it has pushed, or dies and comes back. Its attempt or its count grows then, so the owner knows the newer sum, and a
@@ -22,14 +15,14 @@ So a sum of bytes that have changed is one that no decision is made from.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.protocol.messages import FinishReport, Pushed, Summand
 
 FP32 = 4  # bytes of an element
-_MOST_THREADS = 4  # of one rank; each reads about 10 GB/s, so 8 ranks' take half of a host's memory bandwidth
+_MOST_THREADS = 4  # for each rank; one reads about 10 GB/s, so 8 ranks' take half of a host's memory bandwidth
 
 
 class Part(NamedTuple):
@@ -76,23 +69,6 @@ class GradientBytes(NamedTuple):
 
 
 def adding_threads(cores: int, ranks: int, *, on_gpu: bool) -> int:
-    """Threads with which each of ``ranks`` on a host adds up a unit. Ranks on CPUs compute with their cores meanwhile;
+    """Threads of a host's door that add, for each of its ``ranks``. Ranks on CPUs compute with their cores meanwhile;
     those on GPUs leave half of the host's to loaders and to all else."""
     return max(1, min(_MOST_THREADS, cores // (2 * ranks))) if on_gpu else 1
-
-
-def acting_sender(sender: int, ranks: Sequence[int], left: Collection[int]) -> int | None:
-    """Who sends the sums of ``sender``'s units now: it, or the next of ``ranks`` that has not left; None: all have."""
-    first = ranks.index(sender)
-    return next((rank for rank in (*ranks[first:], *ranks[:first]) if rank not in left), None)
-
-
-def senders(units: Sequence[UnitLayout], ranks: Sequence[int]) -> dict[int, int]:
-    """Which of ``ranks`` sends the sums of each trained unit, until it leaves. Each gets about as many elements."""
-    sent = dict.fromkeys(ranks, 0)
-    found = {}
-    for unit in units:
-        if unit.trainable:
-            found[unit.index] = min(sent, key=lambda rank: (sent[rank], rank))
-            sent[found[unit.index]] += unit.numel
-    return found

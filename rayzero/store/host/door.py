@@ -1,0 +1,237 @@
+"""What one optimizer actor of a host does for all of its ranks: it copies what owners on other hosts publish, and sends
+them one sum of the ranks' gradients."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+from rayzero.concurrency.futures import fail, settle, then, when_all
+from rayzero.errors import HandshakeError, RayZeroError, StoreClosedError, StoreError
+from rayzero.layout.model_layout import Shard
+from rayzero.protocol.messages import Write
+from rayzero.security.credentials import Identity
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.host.host_sums import HostSums
+from rayzero.store.host.links.caller import Caller
+from rayzero.store.host.links.channel import Channel
+from rayzero.store.host.links.owner_link import OwnerLink
+from rayzero.store.host.mirror_memory import MirrorMemory
+from rayzero.store.host.mirrors import Mirror
+from rayzero.store.host.publish_board import PublishBoard
+from rayzero.store.host.push_order import PushOrder
+from rayzero.store.host.stall import StallWatch
+from rayzero.store.host.summed_ranks import SummedRanks
+from rayzero.store.host.transfers.fetches import transfer_threads
+from rayzero.store.host.transfers.wire import WireTransfers
+from rayzero.store.shm.shared_plan import SharedPlan
+from rayzero.store.wire import translate
+from rayzero.store.wire.rpc import from_failure, to_failure
+from rayzero.telemetry.recorder import Recorder
+
+log = logging.getLogger(__name__)
+
+
+class Door:
+    """The links of a host to the owners of other hosts, what it copies of them, and what its ranks send them.
+
+    Knows which owners are on other hosts; not who reads copies, or when ranks push. Thread-safe."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        plan: SharedPlan,
+        owners: Sequence[int],
+        addresses: Sequence[str],
+        *,
+        token: str,
+        tls: Identity | None,
+        model: int,
+        succeeds: bool,
+        stall_timeout: float,
+        recorder: Recorder,
+    ) -> None:
+        """``owners``: those on other hosts that have shards. ``addresses``: of all owners, by index. ``succeeds``: an
+        owner that dies gets a successor. ``stall_timeout``: seconds. The other arguments: see ``OwnerServer``."""
+        self.owners, self._plan, self._caller, self._timeout_s = tuple(owners), plan, caller, stall_timeout
+        self._token, self._closing = token, threading.Event()
+        self.failed: Future[RayZeroError] = Future()  # done with why the sums of this host do not reach an owner
+        self._watch, self._board = StallWatch(caller.name, stall_timeout), PublishBoard()
+        self._lock = threading.Lock()
+        self._brought: dict[int, tuple[Write, Future[None]]] = {}  # by unit, the last write
+        self._memory: MirrorMemory | None = None
+        self._mirrors: dict[int, Mirror] = {}
+        self._sums: dict[tuple[int, ...], HostSums] = {}  # by the ranks whose gradients are added
+        self._threads: dict[int, int] = {}  # by rank, how many threads may add for it
+        self._fetches, streams = transfer_threads(len(owners), caller.name, "copy")
+        self._pushes, _ = transfer_threads(len(owners), caller.name, "send")
+        self._links = {
+            owner: OwnerLink(
+                caller,
+                owner,
+                addresses[owner],
+                token=token,
+                tls=tls,
+                model=model,
+                epoch=plan.ownership.epoch,
+                recorder=recorder,
+                hear=self._hear,
+                over=self._over,
+                rejoin=self._greet if succeeds else None,
+                awaited=self._summed,
+            )
+            for owner in owners
+        }  # freed by: close()
+        self._wires = {
+            owner: WireTransfers(
+                link,
+                fetches=self._fetches,
+                pushes=self._pushes,
+                board=self._board,
+                order=PushOrder(),
+                watch=self._watch,
+                closing=self._closing,
+                lead_says=None,
+                compression="none",
+                recorder=recorder,
+                streams=max(2, streams),  # while the bytes of one call come, the next one is asked
+            )
+            for owner, link in self._links.items()
+        }
+
+    # ---- what is published
+
+    def mirror(self, memory: MirrorMemory, show: Callable[[], None]) -> None:
+        """Keep a copy in ``memory``, which has places for all shards of the owners. ``show``: called in any thread when
+        there are newer versions in it."""
+        self._memory, units = memory, self._plan.spec.layout.units
+        self._mirrors = {
+            owner: Mirror(self._plan.shards_of(owner), units, memory, wire, show) for owner, wire in self._wires.items()
+        }
+
+    def open(self) -> None:
+        """Begin: follow what the owners publish."""
+        for link in self._links.values():
+            link.open()
+
+    @property
+    def offer(self) -> pb.SharedFiles | None:
+        """The files that ranks of this host map; None: there is no copy."""
+        return None if self._memory is None else translate.paths_to_pb(self._memory.offer())
+
+    def bring(self, write: Write) -> Future[None]:
+        """Fetch again what a write, which is made, has changed; done once it is here. Each rank asks for each write."""
+        done: Future[None] = Future()
+        with self._lock:
+            before = self._brought.get(write.unit)
+            if before is not None and before[0] == write and (not before[1].done() or before[1].exception() is None):
+                return then(before[1], lambda _: None)  # one of its own: a caller that gives up ends no other's wait
+            self._brought[write.unit] = write, done
+        brought = [mirror.bring(write.unit) for mirror in self._mirrors.values()]
+        when_all(brought, lambda _: settle(done, None), partial(fail, done))
+        return then(done, lambda _: None)
+
+    def _hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
+        published = translate.published_from_pb(notice)
+        self._board.publish(published)
+        if notice.HasField("abort"):
+            self._board.release(link.owner, from_failure(notice.abort))
+        if link.owner in self._mirrors:
+            self._mirrors[link.owner].hear(published)
+
+    def _over(self, link: OwnerLink, error: RayZeroError) -> None:
+        log.info("%s hears nothing of %s any more: %s", link.caller.name, link.name, error)  # ranks say the same
+        if link.owner in self._mirrors:
+            self._mirrors[link.owner].end(error)
+
+    # ---- what ranks push
+
+    def join(self, rank: int, ranks: Sequence[int], threads: int, directory: Path) -> None:
+        """A rank of this host has come, whose gradients leave it in the sum of ``ranks``. ``threads``: that may add for
+        it. ``directory``: of the ranks' memory. Raises HandshakeError if another rank is in the sum of others."""
+        group = tuple(ranks)
+        with self._lock:
+            other = next((each for each in self._sums if each != group and set(each) & {rank, *group}), None)
+            if other is not None:
+                raise HandshakeError(
+                    f"rank {rank} says that its gradients leave its host in the sum of ranks {list(group)}, and others "
+                    f"that they leave it in that of {list(other)}: start every rank with the same zero.host_push and "
+                    "slab_dir"
+                )
+            if group not in self._sums:
+                name = f"{self._caller.name} sums of rank {group[0]}"
+                summed = SummedRanks(self._plan, directory, group, self._token, self._caller.name)
+                units, owners = self._plan.spec.layout.units, self._shards_by_unit()
+                self._sums[group] = HostSums(summed, units, owners, self._wires, self._lacks, self._fail, name)
+            self._threads[rank] = threads
+            number, sums = sum(self._threads.get(each, 0) for each in group), self._sums[group]
+        sums.join(number)
+
+    def _summed(self) -> list[int]:
+        """Of each group of ranks whose gradients are added, the first one."""
+        return [group[0] for group in list(self._sums)]
+
+    def look(self) -> None:
+        """Ranks of this host have announced something, perhaps."""
+        for sums in list(self._sums.values()):
+            sums.look()
+
+    def _shards_by_unit(self) -> dict[int, dict[int, list[Shard]]]:
+        """Of trained units, the shards of each owner on another host."""
+        found: dict[int, dict[int, list[Shard]]] = defaultdict(lambda: defaultdict(list))
+        for owner in self.owners:
+            for shard in self._plan.shards_of(owner):
+                if self._plan.spec.layout.units[shard.unit].trainable:
+                    found[shard.unit][owner].append(shard)
+        return {unit: dict(owners) for unit, owners in found.items()}
+
+    def _lacks(self, owner: int, unit: int, step: int) -> bool:
+        shards = [shard.index for shard in self._plan.shards_of(owner) if shard.unit == unit]
+        return self._board.content(shards, step + 1) is None
+
+    def _fail(self, error: BaseException) -> None:
+        """The sums of this host do not reach an owner, so no step is decided any more: end the run by name."""
+        why = error if isinstance(error, RayZeroError) else StoreError(f"{self._caller.name}: {error!r}")
+        log.error("%s cannot send the gradients of its host: %s", self._caller.name, why, exc_info=error)
+        request = pb.AbortRequest(failure=to_failure(why))
+        for link in self._links.values():
+            link.ask("Abort", request)
+        settle(self.failed, why)
+
+    # ---- deaths, and the end
+
+    def succeed(self, owner: int, address: str) -> None:
+        """An owner's process has died; its successor is at ``address``."""
+        if owner in self._links:
+            self._links[owner].succeed(address)
+
+    def _greet(self, link: OwnerLink, channel: Channel) -> None:
+        """Give a successor again what only its predecessor had; it publishes what it has by itself."""
+        for sums in list(self._sums.values()):
+            sums.send_again(link.owner, channel, self._timeout_s)
+
+    def close(self, *, retires: bool) -> None:
+        """End links and threads. ``retires``: another epoch has begun, and its door goes on in the same memory.
+        Idempotent."""
+        self._closing.set()
+        closed = StoreClosedError(f"the door of {self._caller.name} was closed")
+        for sums in self._sums.values():
+            sums.stop()
+        for link in self._links.values():
+            link.close()
+        for mirror in self._mirrors.values():
+            mirror.end(closed)
+        self._watch.close(closed)
+        for pool in (self._fetches, self._pushes):
+            pool.shutdown(wait=True)
+        for sums in self._sums.values():
+            sums.close()
+        for link in self._links.values():
+            link.join()
+        if self._memory is not None:
+            self._memory.close(unlink=not retires)
