@@ -113,7 +113,7 @@ class Killing(Training):
             os.kill(dead, signal.SIGKILL)
             deadline = time.monotonic() + 60
             while owners_of(self.run, self.host).get(self.door, dead) == dead:
-                assert time.monotonic() < deadline, "nobody has taken the door's place"
+                assert time.monotonic() < deadline, "no process has taken the place of the door"
                 time.sleep(0.01)
         super().take_step(made, step, rank)
 
@@ -127,7 +127,7 @@ def training_of(folder: Path, **wanted: int) -> Training:
 
 @needs_memory
 @pytest.mark.parametrize("processes", [False, True])
-def test_a_host_of_ranks_has_a_door_and_its_owners_elsewhere_write_the_checkpoint(
+def test_a_host_of_ranks_has_a_door_and_owners_on_another_host_write_the_checkpoint(
     tmp_path: Path, processes: bool
 ) -> None:
     with another_host(*OWNERS_ELSEWHERE) as hosts:
