@@ -48,7 +48,7 @@ TWO_AND_A_DOOR = Ownership(3, doors=1)
 @pytest.mark.parametrize(
     ("before", "there", "former", "owners", "change", "joining"),
     [
-        # two owners and the door of c; the third owner is elsewhere, so the door's number moves
+        # two owners and the door of c; the third owner is on another host, so the door's number moves
         (TWO_AND_A_DOOR, "abc", (0, 1, None), "abd", Rescale((0, 1, None, None), 1), {3: "c"}),
         # the third owner is on the door's host: the door parts
         (TWO_AND_A_DOOR, "abc", (0, 1, None), "abc", Rescale((0, 1, None)), {}),
