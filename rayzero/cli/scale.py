@@ -20,7 +20,7 @@ def scale(
     optimizers: Annotated[int, typer.Option(help="How many optimizer actors there shall be.")] = ...,  # type: ignore[assignment]
     avoid: Annotated[
         list[str] | None,
-        typer.Option(help="A node, by id or address, that no optimizer actor is to be on. May be given several times."),
+        typer.Option(help="A node (id or address) on which no optimizer actor is to have shards; several times, too."),
     ] = None,
     placement: Annotated[
         str | None,

@@ -164,7 +164,7 @@ def _refusals(left: Left, num_workers: int, num_owners: int) -> Iterator[str]:
         yield "nothing of it is left in this host's shared memory"
         return
     now, first = run.num_owners - len(run.doors), run.ownership
-    began = first.first - first.doors if first is not None else now  # whoever says that wants no others
+    began = first.first - first.doors if first is not None else now  # a run that says that wants no others
     if run.world_size != num_workers or num_owners not in (began, now):
         yield (
             f"it had {count(run.world_size, 'rank')} and {count(now, 'optimizer')}, and now there are to be "

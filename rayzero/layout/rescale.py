@@ -26,7 +26,7 @@ from rayzero.quantities import count
 class Rescale:
     """One change of the owners that are not on a device: who each new owner was before; None: it is a new process that
     has nothing. Former owners that are not named leave. The last ``doors`` of them have no shards afterwards. Raises
-    ConfigError if nobody is named, or somebody twice, or if there are only doors."""
+    ConfigError if no owner is named, or one twice, or if there are only doors."""
 
     former: tuple[int | None, ...]
     doors: int = 0

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from rayzero.cluster.continuation import Continuation, Left, Lost, States, Successor, choose, find_continuation
+from rayzero.layout.rescale import Rescale
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, Action, Decision
+from rayzero.protocol.ownership import Ownership
 from rayzero.store.shm.recovery import DeadRun, DeadShard
 from rayzero.store.shm.same_host import why_no_sharing
 
@@ -61,6 +63,21 @@ def test_all_ranks_repeat_the_end_of_an_iteration_that_one_had_not_ended() -> No
     assert chosen(replace(RUN, loops={0: ahead, 1: whole(4) | committed})) == repeated
     first = replace(RUN, began=4, loops={0: committed, 1: whole(5)})  # the loop begins as it began, to repeat that step
     assert chosen(first) == Continuation(step=5, life=3, repeats=True)
+
+
+@pytest.mark.parametrize("lives", [(0, 1, 2), (0, 1)], ids=["a door has left its slab", "none"])
+@pytest.mark.parametrize(
+    ("ownership", "optimizers"),
+    [(Ownership(3, doors=1), 2), (Ownership(4, doors=1).then(Rescale((0, 1, None), 1)), 3)],
+    ids=["as it began", "as it began, before a change"],
+)
+def test_an_optimizer_without_shards_is_none_that_is_asked_for_and_the_next_run_has_it_again(
+    ownership: Ownership, optimizers: int, lives: tuple[int, ...]
+) -> None:
+    left = Left(run=replace(RUN, num_owners=3, ownership=ownership, lives=lives))
+    goes_on = Continuation(step=5, life=3, repeats=False, ownership=ownership)
+    assert [choose(left, num_workers=2, num_owners=num) for num in (optimizers, 2)] == [goes_on, goes_on]
+    assert isinstance(choose(left, num_workers=2, num_owners=4), Lost)
 
 
 TORN = (10, 9)

@@ -48,7 +48,7 @@ TWO_AND_A_DOOR = Ownership(3, doors=1)
 @pytest.mark.parametrize(
     ("before", "there", "former", "owners", "change", "joining"),
     [
-        # two owners and the door of c; the third owner is elsewhere, so the door's number moves
+        # two owners and the door of c; the third owner is on another host, so the door's number moves
         (TWO_AND_A_DOOR, "abc", (0, 1, None), "abd", Rescale((0, 1, None, None), 1), {3: "c"}),
         # the third owner is on the door's host: the door parts
         (TWO_AND_A_DOOR, "abc", (0, 1, None), "abc", Rescale((0, 1, None)), {}),
@@ -113,7 +113,7 @@ class Killing(Training):
             os.kill(dead, signal.SIGKILL)
             deadline = time.monotonic() + 60
             while owners_of(self.run, self.host).get(self.door, dead) == dead:
-                assert time.monotonic() < deadline, "nobody has taken the door's place"
+                assert time.monotonic() < deadline, "no process has taken the place of the door"
                 time.sleep(0.01)
         super().take_step(made, step, rank)
 
@@ -127,7 +127,7 @@ def training_of(folder: Path, **wanted: int) -> Training:
 
 @needs_memory
 @pytest.mark.parametrize("processes", [False, True])
-def test_a_host_of_ranks_has_a_door_and_its_owners_elsewhere_write_the_checkpoint(
+def test_a_host_of_ranks_has_a_door_and_owners_on_another_host_write_the_checkpoint(
     tmp_path: Path, processes: bool
 ) -> None:
     with another_host(*OWNERS_ELSEWHERE) as hosts:

@@ -128,8 +128,10 @@ def test_without_speeds_or_on_other_hosts_no_bound_is_told(work, tmp_path) -> No
 
 def test_an_optimizer_without_shards_makes_no_owners_plan_smaller(work, tmp_path) -> None:
     one = Checked(work, tmp_path)
-    told = record("h")
-    one.check.started(told | {"members": [*told["members"], {"who": "optimizer 1", "host": "h", "has_shards": False}]})
+    known = record("h")
+    one.check.started(
+        known | {"members": [*known["members"], {"who": "optimizer 1", "host": "h", "has_shards": False}]}
+    )
     assert one.check._work.recipe.scaling.num_optimizers == 1
 
 
