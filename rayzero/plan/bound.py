@@ -62,19 +62,12 @@ class StepBound:
     @property
     def binds(self) -> str:
         """The stage that takes longest."""
-        stages = self.stages
-        return max(stages, key=lambda name: stages[name])
+        return max(self.stages, key=lambda name: self.stages[name])
 
     @property
     def stages(self) -> dict[str, float]:
         """Seconds by stage."""
-        return {
-            "compute": self.compute,
-            "fetch": self.fetch,
-            "push": self.push,
-            "network": self.network,
-            "update": self.update,
-        }
+        return {name: getattr(self, name) for name in ("compute", "fetch", "push", "network", "update")}
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""

@@ -21,10 +21,9 @@ from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.process_memory import process_memory
 from rayzero.plan.bound import StepBound, StepTraffic, bound_step, step_traffic
 from rayzero.plan.hardware import Hardware, Hosts, measure_here
-from rayzero.plan.offloading import Offload
 from rayzero.plan.programs import Imported, Programs
 from rayzero.plan.tiers import RunBytes, plan_bytes, shares_memory
-from rayzero.plan.work import Work, measure_work
+from rayzero.plan.work import Offload, Work, measure_work
 from rayzero.recipes.lm import next_token_loss
 from rayzero.recipes.model import build_model
 from rayzero.recipes.recipe import RecipeConfig
