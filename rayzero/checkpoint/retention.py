@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from rayzero.checkpoint.catalog import Catalog, SavedCheckpoint
+from rayzero.checkpoint.reader import Catalog, SavedCheckpoint
 from rayzero.checkpoint.writer import holds_nothing_else, taken_path
 
 _LAST_NUMBER = re.compile(r"(.*?)\d+(\D*)", re.DOTALL)

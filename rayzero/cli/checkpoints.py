@@ -82,7 +82,7 @@ def export(
 ) -> None:
     """Stream a checkpoint's parameters and buffers into one file, under their plain names."""
     from rayzero.cluster.files.run_dir import checkpoints_of
-    from rayzero.convert.full_export import export_full
+    from rayzero.convert.conversion import export_full
     from rayzero.convert.remote_checkpoints import nearby
     from rayzero.layout.model_layout import dtype_from_name
 

@@ -6,11 +6,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from rayzero.convert.conversion import convert
+from rayzero.convert.conversion import convert, export_full
 from rayzero.convert.formats import Format
 from rayzero.convert.formats.safetensors_folder import WHOLE_FILE
-from rayzero.convert.full_export import export_full
-from rayzero.convert.published.config import CONFIG_FILE
+from rayzero.convert.published.translated_reader import CONFIG_FILE
 from rayzero.recipes.recipe import HF_PREFIX, RecipeConfig
 
 FOLDER = "model"

@@ -21,7 +21,7 @@ from rayzero.cluster.processes.program_memory import imported_memory
 from rayzero.cluster.run import Report
 from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import ScalingConfig
-from rayzero.convert.published.config import CONFIG_FILE
+from rayzero.convert.published.translated_reader import CONFIG_FILE
 from rayzero.engine.start.initial_values import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.files import replace_file

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from rayzero.checkpoint import CheckpointReader
 from rayzero.checkpoint.state_values import from_bytes, to_bytes
 from rayzero.concurrency.futures import settled
-from rayzero.convert.full_export import export_full
+from rayzero.convert.conversion import export_full
 from rayzero.engine import begin_checkpoint, get_context, save_checkpoint
 from rayzero.engine.context import RankContext
 from rayzero.protocol.messages import CheckpointInfo
