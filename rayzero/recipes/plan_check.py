@@ -86,7 +86,9 @@ class PlanCheck:
         told, optimizers = record["telemetry"], sum(one["who"].startswith("optimizer") for one in record["members"])
         self._work = self._work.with_optimizers(optimizers)
         self._targets = tuple(Target.of(one["address"], one["labels"]) for one in told["targets"]) if told else ()
-        self._hosts = _hosts_of(record["members"], on_gpu=self._work.recipe.scaling.use_gpu)
+        ranks = Counter(one["host"] for one in record["members"] if one["who"].startswith("rank"))
+        gpus_each = max(ranks.values()) if self._work.recipe.scaling.use_gpu else 0
+        self._hosts = Hosts(count=len({one["host"] for one in record["members"]}), gpus_each=gpus_each)
 
     def take(self, row: StepRow) -> None:
         """One more step is done."""
@@ -132,8 +134,3 @@ def read_plan(run_dir: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _hosts_of(members: list[Mapping[str, Any]], *, on_gpu: bool) -> Hosts:
-    ranks = Counter(member["host"] for member in members if member["who"].startswith("rank"))
-    return Hosts(count=len({member["host"] for member in members}), gpus_each=max(ranks.values()) if on_gpu else 0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.activations.attach import match_modules
-from rayzero.config import ScalingConfig, ZeroConfig
+from rayzero.config import ScalingConfig
 from rayzero.engine.activations import policy_of
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
 from rayzero.engine.start.inventory import ModelParameters, ModelParameterStats
@@ -108,7 +108,10 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on
         parameters = ModelParameters.from_module(model).get_statistics()
         units = plan_units(model, recipe.zero_config)
     match_modules([model], recipe.zero_config.offload_activations, "offload_activations")
-    work = measure_work(build, loss, units.layout, gathers=on_gpu, offload=_offload(recipe.zero_config))
+    offload, modules = None, recipe.zero_config.offload_activations
+    if modules:
+        offload = Offload(modules=modules, policy=policy_of(recipe.zero_config, rank=0, poison=False))
+    work = measure_work(build, loss, units.layout, gathers=on_gpu, offload=offload)
     programs = Programs.between(imported, process_memory())
     return RecipeWork(
         recipe=recipe,
@@ -118,12 +121,6 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on
         work=work,
         programs=programs,
     )
-
-
-def _offload(config: ZeroConfig) -> Offload | None:
-    if not config.offload_activations:
-        return None
-    return Offload(modules=config.offload_activations, policy=policy_of(config, rank=0, poison=False))
 
 
 def recipe_hardware(work: RecipeWork, *, on_gpu: bool | None = None) -> Hardware:

@@ -191,14 +191,8 @@ class RecipeConfig(ConfigModel):
 
     def gpt(self, vocab_size: int) -> GPTConfig:
         """The shape of the "gpt" model."""
-        return GPTConfig(
-            vocab_size=vocab_size,
-            seq_len=self.seq_len,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            dim=self.dim,
-            tie_embeddings=self.tie_embeddings,
-        )
+        shape = ("seq_len", "num_layers", "num_heads", "dim", "tie_embeddings")
+        return GPTConfig(vocab_size=vocab_size, **{name: getattr(self, name) for name in shape})
 
     @property
     def tokens_per_step(self) -> int:

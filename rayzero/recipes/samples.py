@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rayzero.files import replace_file
 from rayzero.recipes.data.batch import Corpus, Prompt
@@ -36,21 +36,19 @@ def generate(
     while len(written) < tokens:
         inputs = torch.tensor([(known + written)[-window:]], device=device, dtype=torch.int64)
         last = logits_of(model(inputs))[0, -1].float().cpu()
-        written.append(_drawn(last, temperature, generator))
+        if temperature == 0:
+            written.append(int(last.argmax()))
+        else:
+            written.append(int(torch.multinomial((last / temperature).softmax(0), 1, generator=generator)))
         if stop and written[-len(stop) :] == stop:
             return written[: -len(stop)]
     return written
 
 
-def _drawn(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
-
-
 def samples_of(corpus: Corpus, texts: Sequence[str], write: Callable[[Prompt], list[int]]) -> list[Sample]:
     """What ``write`` makes of the prompts."""
-    return [Sample(prompt.shown, corpus.decode(write(prompt)), prompt.reference) for prompt in corpus.prompts(texts)]
+    decode = corpus.tokenizer.decode
+    return [Sample(one.shown, decode(write(one)), one.reference) for one in corpus.prompts(texts)]
 
 
 def write_samples(run_dir: Path, step: int, samples: Sequence[Sample]) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,8 @@ from rayzero.recipes.lm import STEP_FLOPS, train_loop
 from rayzero.recipes.model import build_model
 from rayzero.recipes.model_folder import export_model
 from rayzero.recipes.plan_check import PLAN_STEPS, PlanCheck, measure_hardware
-from rayzero.recipes.planning import (
-    RecipePlan,
-    RecipeWork,
-    bytes_on_one_host,
-    plan_recipe,
-    recipe_work,
-    reserve,
-)
-from rayzero.recipes.plot import LOSS_PICTURE, draw_losses
-from rayzero.recipes.progress import progress_line, show_addresses
+from rayzero.recipes.planning import RecipePlan, RecipeWork, bytes_on_one_host, plan_recipe, recipe_work, reserve
+from rayzero.recipes.progress import LOSS_PICTURE, draw_losses, progress_line, show_addresses
 from rayzero.recipes.recipe import HF_PREFIX, RecipeConfig
 from rayzero.recipes.run_log import StepRow, StepRows, read_rows, trained_since
 from rayzero.recipes.samples import SAMPLES
@@ -158,22 +151,17 @@ def run_prepared(
     successor = Successor.of(recipe.zero_config, recipe.scaling)
     with RunDirectory.open(recipe.run, successor, setting=_PLACE) as directory:
         try:
-            _refuse_changed(directory, prepared)
+            # rows are cut, and plans made, for the step to resume from
+            if directory.start.step != prepared.resume_step:
+                raise ConfigError(
+                    f"{directory.path} has changed while this run was starting: the run would have resumed from step "
+                    f"{prepared.resume_step}, and now from step {directory.start.step}; another run has used the "
+                    "directory, so start this run again"
+                )
             return _run_in(directory, prepared, console, hardware, ray)
         except (ConfigError, UnsupportedError, KeyboardInterrupt, SystemExit):  # refused by the cluster, or stopped
             _withdraw(directory)
             raise
-
-
-def _refuse_changed(directory: RunDirectory, prepared: PreparedRecipe) -> None:
-    """Raise ConfigError if the directory has changed since the recipe was prepared: rows are cut, and plans made,
-    for the step to resume from."""
-    if directory.start.step != prepared.resume_step:
-        raise ConfigError(
-            f"{directory.path} has changed while this run was starting: the run would have resumed from step "
-            f"{prepared.resume_step}, and now from step {directory.start.step}; another run has used the directory, "
-            "so start this run again"
-        )
 
 
 def _run_in(
@@ -191,7 +179,10 @@ def _run_in(
         result = _fit(prepared, directory, rows, console, hardware, ray)
     finally:
         if rows:
-            _draw(rows, unigram, path / LOSS_PICTURE)
+            try:
+                draw_losses(rows, unigram, path / LOSS_PICTURE)
+            except OSError as error:  # the training itself has succeeded
+                log.warning("%s is not drawn: %s", path / LOSS_PICTURE, error.strerror)
     return Training(
         result=result,
         last=rows[-1],
@@ -201,13 +192,6 @@ def _run_in(
         samples=path / SAMPLES if recipe.sample_tokens and (path / SAMPLES).exists() else None,
         model=export_model(recipe, result.checkpoint, path) if recipe.export and result.checkpoint else None,
     )
-
-
-def _draw(rows: list[StepRow], unigram: float, picture: Path) -> None:
-    try:
-        draw_losses(rows, unigram, picture)
-    except OSError as error:  # the training itself has succeeded
-        log.warning("%s is not drawn: %s", picture, error.strerror)
 
 
 def _withdraw(directory: RunDirectory) -> None:
@@ -229,7 +213,10 @@ def _fit(
 ) -> Result:
     """Train; each step's row is added to ``rows``."""
     recipe, joined = prepared.recipe, StepRows()
-    check = _plan_check(prepared, hardware, directory.path, console)
+    check = None
+    if prepared.work is not None and recipe.run.telemetry.enabled and recipe.steps - prepared.resume_step >= PLAN_STEPS:
+        say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+        check = PlanCheck(prepared.work, hardware, directory.path, say)
     with progress_line(console, recipe.steps, prepared.resume_step) as line:
 
         def take(report: Report) -> None:
@@ -253,20 +240,6 @@ def _fit(
         scaling = recipe.scaling if prepared.work is None else reserve(prepared.work)
         flops = None if prepared.work is None else prepared.work.step_flops
         return make_trainer(recipe, take, scaling, started, flops).fit(directory=directory, ray=ray)
-
-
-def _plan_check(
-    prepared: PreparedRecipe, hardware: Hardware | None, run_dir: Path, console: Console
-) -> PlanCheck | None:
-    """None if nothing was planned or too few steps are left to measure."""
-    left = prepared.recipe.steps - prepared.resume_step
-    if prepared.work is None or left < PLAN_STEPS or not prepared.recipe.run.telemetry.enabled:
-        return None
-
-    def say(block: str) -> None:
-        console.print(block, highlight=False, soft_wrap=True, markup=False)
-
-    return PlanCheck(prepared.work, hardware, run_dir, say)
 
 
 def make_trainer(

@@ -298,13 +298,17 @@ class Since:
         """Count from now on."""
         self._before = self._counts()
 
-    def read(self) -> Counts:
-        """The counts until now."""
-        now = self._counts()
-        for metric, before in self._before.items():
-            for key, value in before.items():
-                now[metric][key] -= value
-        return Counts(now)
+    def read(self, *, restart: bool = False) -> Counts:
+        """The counts until now. ``restart``: and count from this moment on."""
+        now, before = self._counts(), self._before
+        if restart:
+            self._before = now
+        return Counts(
+            {
+                metric: {key: value - before.get(metric, {}).get(key, 0) for key, value in series.items()}
+                for metric, series in now.items()
+            }
+        )
 
     def _counts(self) -> Series:
         found = self.recorder.counters()

@@ -272,11 +272,12 @@ class Decided:
 
 
 def unreported(decision: Future[Any]) -> Unreported:
-    return Unreported(
-        step=7, loss=2.5, lr=0.1, tokens=8, total_tokens=56, decision=decision, validation=(1.5, 2),
-        measured={"step_seconds": 1.0, "fetch_wait_seconds": 0.0, "optimizer_exposed_seconds": 0.0, "memory_bytes": 9},
-        checkpoint=CheckpointInfo(path="step-7", step=7, digest="d"),
+    report = StepReport(
+        step=7, loss=2.5, lr=0.1, tokens=8, total_tokens=56, step_seconds=1.0, fetch_wait_seconds=0.0,
+        optimizer_exposed_seconds=0.0, memory_bytes=9, validation_loss=1.5, validation_batches=2,
     )  # fmt: skip
+    checkpoint = CheckpointInfo(path="step-7", step=7, digest="d")
+    return Unreported(report=report, decision=decision, checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize(("known", "norm"), [(True, 0.25), (False, 0.75)], ids=["decided", "not decided"])

@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from rayzero.errors import DataError
-from rayzero.recipes.data.batch import Corpus
+from rayzero.recipes.data.batch import Corpus, Tokenizer
 from rayzero.recipes.data.chats import EXAMPLES_FILE, ExampleCorpus, read_lines
 from rayzero.recipes.data.examples import ExampleReader
 from rayzero.recipes.data.streams import StreamCorpus
 from rayzero.recipes.data.text import (
     TOKEN_FILE,
     Text,
-    Tokenizer,
+    WindowCorpus,
+    about_files,
     find_files,
     load_text,
     load_tokens,
     make_tokenizer,
     require_enough,
 )
-from rayzero.recipes.data.window_corpus import WindowCorpus
 from rayzero.recipes.recipe import STREAM_PREFIX, RecipeConfig
 
 __all__ = ["recipe_corpus", "recipe_text"]
@@ -31,27 +31,12 @@ def recipe_corpus(recipe: RecipeConfig, rank: int = 0, world_size: int = 1) -> C
     reader = ExampleReader(tokenizer, all_learned=recipe.train_on == "all")
     if recipe.data[0].startswith(STREAM_PREFIX):
         _require_alone(recipe, "a stream")
-        return StreamCorpus(
-            recipe.data[0],
-            tokenizer,
-            reader,
-            rank=rank,
-            world_size=world_size,
-            batch_size=recipe.batch_size,
-            seq_len=recipe.seq_len,
-            together=recipe.packing,
-            eval_batches=recipe.eval_batches,
-        )
+        return StreamCorpus(reader, recipe, rank, world_size)
     if _all_end_with(EXAMPLES_FILE, recipe):
-        return _examples(recipe, tokenizer, reader)
-    return WindowCorpus(
-        _text(recipe, tokenizer),
-        tokenizer,
-        seed=recipe.seed,
-        batch_size=recipe.batch_size,
-        seq_len=recipe.seq_len,
-        eval_batches=recipe.eval_batches,
-    )
+        files = find_files(recipe.data)
+        lines, size = read_lines(files, reader)
+        return ExampleCorpus(lines, reader, about_files(len(files), size), recipe)
+    return WindowCorpus(_text(recipe, tokenizer), tokenizer, recipe)
 
 
 def recipe_text(recipe: RecipeConfig) -> Text:
@@ -74,23 +59,6 @@ def _text(recipe: RecipeConfig, tokenizer: Tokenizer) -> Text:
         )
     require_enough(text, recipe.seq_len)
     return text
-
-
-def _examples(recipe: RecipeConfig, tokenizer: Tokenizer, reader: ExampleReader) -> ExampleCorpus:
-    files = find_files(recipe.data)
-    lines, size = read_lines(files, reader)
-    return ExampleCorpus(
-        lines,
-        reader,
-        tokenizer,
-        size_bytes=size,
-        num_files=len(files),
-        seed=recipe.seed,
-        batch_size=recipe.batch_size,
-        seq_len=recipe.seq_len,
-        together=recipe.packing,
-        validation_fraction=recipe.validation_fraction,
-    )
 
 
 def _all_end_with(ending: str, recipe: RecipeConfig) -> bool:
