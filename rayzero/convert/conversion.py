@@ -161,7 +161,13 @@ def export_full(
     target = _target(Path(out))
     staging = target.with_name(f".{target.name}.tmp")
     try:
-        _check_target(target, overwrite)
+        _require_folders(target)
+        if target.is_dir():
+            raise CheckpointError(
+                f"{target} is a folder; give the name of a file, or of a folder to put {WHOLE_FILE} in"
+            )
+        if target.exists() and not overwrite:
+            raise CheckpointError(f"{target} exists; give another name or ask to overwrite it (--overwrite)")
         reader = RayZeroReader(directory, states=False)
         content = reader.content
         decls = {}
@@ -178,14 +184,6 @@ def export_full(
     except OSError as exc:
         raise CheckpointError(f"cannot export to {target}: {exc.strerror or exc}") from exc
     return target
-
-
-def _check_target(target: Path, overwrite: bool) -> None:
-    _require_folders(target)
-    if target.is_dir():
-        raise CheckpointError(f"{target} is a folder; give the name of a file, or of a folder to put {WHOLE_FILE} in")
-    if target.exists() and not overwrite:
-        raise CheckpointError(f"{target} exists; give another name or ask to overwrite it (--overwrite)")
 
 
 def _target(out: Path) -> Path:

@@ -148,7 +148,13 @@ def draw_from(run: str, before: Scrape | None, now: Scrape) -> Picture:
         owners=tuple(map(_owner_row, owners)),
         bars=(*_node_bars(processes), *_process_bars(processes)),
         silent={one.target.who: one.error or "" for one in now.processes if one.series is None},
-        late=_late(processes),
+        late={
+            who: age
+            for process in processes
+            if process.target.role is Role.COORDINATOR
+            for who, age in process.now.by_label(names.HEARTBEAT_AGE_SECONDS, "process").items()
+            if age > _LATE_S
+        },
     )
 
 
@@ -247,14 +253,6 @@ def _process_bars(processes: Iterable[_Process]) -> list[Bar]:
             Bar(what=f"{who} {what}", used=used, limit=limit) for what, used, limit in candidates if used is not None
         ]
     return bars
-
-
-def _late(processes: Iterable[_Process]) -> dict[str, float]:
-    ages: dict[str, float] = {}
-    for process in processes:
-        if process.target.role is Role.COORDINATOR:
-            ages |= process.now.by_label(names.HEARTBEAT_AGE_SECONDS, "process")
-    return {who: age for who, age in ages.items() if age > _LATE_S}
 
 
 def _told(values: Iterable[float | None]) -> list[float]:

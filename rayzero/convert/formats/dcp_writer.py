@@ -137,8 +137,10 @@ class _Files:
 
     def add(self, value: Any) -> _StorageInfo:
         """Append a value as ``torch.save`` writes it; returns its place."""
+        if isinstance(value, Tensor) and value.untyped_storage().nbytes() != value.numel() * value.itemsize:
+            value = value.clone()  # ``torch.save`` writes the whole memory that a view is part of
         data = io.BytesIO()
-        torch.save(_compact(value), data)
+        torch.save(value, data)
         if self._file is not None and self._file.tell() + len(data.getbuffer()) > self._max_bytes:
             self._end(durable=True)
         if self._file is None:
@@ -154,10 +156,3 @@ class _Files:
                 file.flush()
                 os.fsync(file.fileno())
         self._file = None
-
-
-def _compact(value: Any) -> Any:
-    """A tensor with memory of its own: ``torch.save`` writes the whole memory that a view is part of."""
-    if isinstance(value, Tensor):
-        return value if value.untyped_storage().nbytes() == value.numel() * value.itemsize else value.clone()
-    return value

@@ -102,16 +102,14 @@ class TranslatedReader(Reader):
         super().__init__(reader)
         self._made = made
         before = reader.content
-        buffers = {n: decl for n, decl in made.decls.items() if self._origin(n, decl) in before.buffers}
+        held = {name: decl for name, decl in made.decls.items() if math.prod(decl.shape)}
+        buffers = {name: decl for name, decl in held.items() if made.elements[name].locate(0)[0] in before.buffers}
         self.content = Content(
             params={name: Param(decl=decl) for name, decl in made.decls.items() if name not in buffers},
             buffers=buffers,
             tied=tied or {},
             step=before.step,
         )
-
-    def _origin(self, name: str, decl: WeightDecl) -> str | None:
-        return self._made.elements[name].locate(0)[0] if math.prod(decl.shape) else None
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         return self._made.elements[name].read(start, stop)
