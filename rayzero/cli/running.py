@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from rayzero.cli.run_choice import RunName, find_run
+from rayzero.cli.runs import RunName, find_run
 from rayzero.files import to_json
 from rayzero.quantities import count, format_bytes
 

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rayzero.cli.run_choice import RunName, find_run
-from rayzero.cli.run_text import change_lines, memory_lines, plain, recovery_lines
+from rayzero.cli.runs import RunName, change_lines, find_run, memory_lines, plain, recovery_lines
 from rayzero.errors import ConfigError
 from rayzero.files import to_json
 from rayzero.quantities import count

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rayzero.cli.run_choice import RunName, find_run
-from rayzero.cli.run_text import change_lines, recovery_lines
+from rayzero.cli.runs import RunName, change_lines, find_run, recovery_lines
 from rayzero.cli.status import describe_run, format_status, planned_steps
 from rayzero.cluster.interrupts import postponed
 from rayzero.errors import ConfigError

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rayzero.cli.run_choice import newest_run
-from rayzero.cli.run_text import plain
+from rayzero.cli.runs import newest_run, plain
 from rayzero.concurrency.uncollected import uncollected
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.quantities import count, format_bytes

@@ -14,7 +14,8 @@ from rayzero.convert.formats import Format, open_reader
 from rayzero.convert.formats.content import Content, Reader, listed
 from rayzero.convert.formats.rayzero_format import RayZeroReader, write_rayzero
 from rayzero.convert.formats.safetensors_folder import WHOLE_FILE, SafetensorsReader, write_file, write_safetensors
-from rayzero.convert.published.translated_reader import (
+from rayzero.convert.remote_checkpoints import nearby
+from rayzero.convert.translated_reader import (
     CONFIG_FILE,
     Named,
     as_published,
@@ -23,7 +24,6 @@ from rayzero.convert.published.translated_reader import (
     read_config,
     unpublished,
 )
-from rayzero.convert.remote_checkpoints import nearby
 from rayzero.errors import CheckpointError, CheckpointWriteError, ConfigError
 from rayzero.files import fsync, new_folder
 from rayzero.quantities import count

@@ -13,8 +13,8 @@ from torch import Tensor
 from rayzero.convert.fit import Wanted
 from rayzero.convert.formats import open_reader
 from rayzero.convert.formats.content import PART, WEIGHT, WeightDecl
-from rayzero.convert.published.translation import is_pretrained, to_model, with_model_names
 from rayzero.convert.storage import is_url
+from rayzero.convert.translation import is_pretrained, to_model, with_model_names
 from rayzero.errors import ConfigError
 
 __all__ = ["NamedWeights", "WeightDecl", "WeightSource", "Weights", "declare_weight"]

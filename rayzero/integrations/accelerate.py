@@ -8,7 +8,7 @@
 
 [Note: Accelerate's world] Accelerate must see the world that the rank context says. It learns the rank's place, and
 that there are no collectives: loaders give each rank its part, and only rank 0 is the main process. After ``prepare``,
-gather and reduce exchange small tensors through the lead (rank_values.py); larger ones, objects, and what is called
+gather and reduce exchange small tensors through the lead (several_ranks.py); larger ones, objects, and what is called
 before, are refused by name. If the user made a torch.distributed group of the same ranks, Accelerate uses it for those
 calls; gradients and weights never go through it.
 
@@ -49,8 +49,7 @@ from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.prepare import is_prepared, prepare
 from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.integrations.claim import claim_process
-from rayzero.integrations.rank_values import values_of_ranks
+from rayzero.integrations.several_ranks import claim_process, values_of_ranks
 from rayzero.quantities import count
 
 __all__ = ["ZeroAccelerator"]

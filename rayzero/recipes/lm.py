@@ -36,9 +36,8 @@ from rayzero.protocol.messages import CheckpointInfo, Decision
 from rayzero.recipes.data.batch import Batch, Corpus, Place, Prompt
 from rayzero.recipes.data.sources import recipe_corpus
 from rayzero.recipes.data.text import batch_seed
-from rayzero.recipes.model import build_model, logits_of
+from rayzero.recipes.model import SAMPLES, build_model, generate, logits_of, samples_of, write_samples
 from rayzero.recipes.recipe import RecipeConfig
-from rayzero.recipes.samples import SAMPLES, generate, samples_of, write_samples
 from rayzero.telemetry.names import ETA_SECONDS, EXPOSED_WAIT_SECONDS, MFU_RATIO, MODEL_FLOPS, STEP_SECONDS
 from rayzero.telemetry.recorder import Recorder, Since
 

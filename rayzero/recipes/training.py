@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +24,10 @@ from rayzero.cluster.processes.program_memory import imported_memory
 from rayzero.cluster.run import Report
 from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import ScalingConfig
-from rayzero.convert.published.translated_reader import CONFIG_FILE
+from rayzero.convert.conversion import convert, export_full
+from rayzero.convert.formats import Format
+from rayzero.convert.formats.safetensors_folder import WHOLE_FILE
+from rayzero.convert.translated_reader import CONFIG_FILE
 from rayzero.engine.start.initial_values import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.files import replace_file
@@ -33,17 +38,20 @@ from rayzero.plan.tiers import check_budgets, check_window
 from rayzero.recipes.data.batch import Corpus
 from rayzero.recipes.data.sources import recipe_corpus
 from rayzero.recipes.lm import STEP_FLOPS, train_loop
-from rayzero.recipes.model import build_model
-from rayzero.recipes.model_folder import export_model
+from rayzero.recipes.model import SAMPLES, build_model
 from rayzero.recipes.plan_check import PLAN_STEPS, PlanCheck, measure_hardware
 from rayzero.recipes.planning import RecipePlan, RecipeWork, bytes_on_one_host, plan_recipe, recipe_work, reserve
 from rayzero.recipes.progress import LOSS_PICTURE, draw_losses, progress_line, show_addresses
 from rayzero.recipes.recipe import HF_PREFIX, RecipeConfig
 from rayzero.recipes.run_log import StepRow, StepRows, read_rows, trained_since
-from rayzero.recipes.samples import SAMPLES
 
 CONFIG = "config.yaml"
 _PLACE = "--run-dir"  # the option that chooses the run's directory, for messages
+
+_OF_TOKENIZERS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -271,3 +279,32 @@ def _write_config(directory: Path, recipe: RecipeConfig) -> None:
     replace_file(directory / CONFIG, again.to_yaml())
     if recipe.model.startswith(HF_PREFIX):
         replace_file(directory / CONFIG_FILE, Path(recipe.model.removeprefix(HF_PREFIX)).read_bytes())
+
+
+def export_model(recipe: RecipeConfig, checkpoint: Path, run_dir: Path) -> Path:
+    """Write a checkpoint's fp32 masters as ``model/model.safetensors``; of a transformers model under the names that
+    transformers publishes, with its config and the files of its tokenizer, so that ``from_pretrained`` reads the
+    folder. Replaces an earlier one. Raises CheckpointError if it cannot be written."""
+    folder = run_dir / "model"
+    if recipe.model.startswith(HF_PREFIX):
+        _export_published(checkpoint, Path(recipe.model.removeprefix(HF_PREFIX)), folder)
+    else:
+        export_full(checkpoint, folder / WHOLE_FILE, overwrite=True)
+    tokenizer = Path(recipe.tokenizer)
+    if tokenizer.is_dir():
+        for name in _OF_TOKENIZERS:
+            if (tokenizer / name).is_file():
+                shutil.copyfile(tokenizer / name, folder / name)
+    elif tokenizer.is_file():
+        shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    return folder
+
+
+def _export_published(checkpoint: Path, config: Path, folder: Path) -> None:
+    new = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)  # left by a process that was killed
+    convert(checkpoint, new, to=Format.HF, max_bytes=sys.maxsize, config=config)
+    if not (new / CONFIG_FILE).exists():  # no class has these names as they are: transformers finds out what fits
+        shutil.copyfile(config, new / CONFIG_FILE)
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)

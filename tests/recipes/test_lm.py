@@ -34,9 +34,9 @@ from rayzero.recipes.lm import (
     train_loop,
 )
 from rayzero.recipes.model import build_model
-from rayzero.recipes.model_folder import export_model
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.run_log import merge_reports
+from rayzero.recipes.training import export_model
 from rayzero.telemetry.names import STEP_SECONDS
 from rayzero.testing import run_ranks
 

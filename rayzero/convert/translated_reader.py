@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rayzero.convert.formats.content import WEIGHT, Content, Param, Reader, WeightDecl
-from rayzero.convert.published.translation import Translation, from_model, no_values, to_model
+from rayzero.convert.translation import Translation, from_model, no_values, to_model
 from rayzero.errors import CheckpointError
 from rayzero.files import parse_json, read_text
 

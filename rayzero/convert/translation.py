@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from rayzero.convert.formats.content import WeightDecl
-from rayzero.convert.published.moved import Strided, Trace
+from rayzero.convert.moved import Strided, Trace
 from rayzero.errors import CheckpointError, UnsupportedError
 
 ReadPart = Callable[[str, int, int], Tensor]
