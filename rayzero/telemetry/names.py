@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from typing import Any
 
-from rayzero.telemetry.metric import COORDINATOR, EVERY, OPTIMIZER, RANK, Kind, Metric, Role
+from rayzero.telemetry.metric import COORDINATOR, EVERY, OPTIMIZER, RANK, Kind, Metric
 
 TARGET_LABELS = ("run", "role", "rank", "actor", "node")
 """Only rank workers have ``rank``, only optimizer actors have ``actor`` (the owner's index), and all have the rest."""
@@ -27,35 +28,19 @@ _PART_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 _TRANSFER_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _FILE_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
-_UNITS = {  # by how a name ends, "_total" left out; other names say theirs
-    "_timestamp_seconds": "unix s",
-    "_bytes_per_second": "bytes/s",
-    "_seconds": "s",
-    "_bytes": "bytes",
-    "_ratio": "ratio",
-    "_flops_per_second": "flop/s",
-}
-_THINGS = re.compile(r"_(actions|cores|params|retries|rows|samples|shards|steps|threads|tokens|units)$")
+# by how a name ends, "_total" left out: its unit, or the word that is its unit; other metrics say theirs
+_UNITS = {"timestamp_seconds": "unix s", "bytes_per_second": "bytes/s", "flops_per_second": "flop/s", "seconds": "s"}
+_WORD = re.compile(r"_(actions|bytes|cores|params|ratio|retries|rows|samples|shards|steps|threads|tokens|units)$")
 
 
-def _metric(
-    series: str,
-    help: str,
-    buckets: tuple[float, ...] = (),
-    *,
-    kind: Kind,
-    roles: tuple[Role, ...],
-    unit: str | None = None,
-    only: str = "",
-) -> Metric:
-    """``series``: the name and its labels, such as ``name{one, another}``."""
+def _metric(series: str, help: str, buckets: tuple[float, ...] = (), **rest: Any) -> Metric:
+    """``series``: the name and its labels, such as ``name{one, another}``. ``rest``: other fields of a Metric."""
     name, _, labels = series.removesuffix("}").partition("{")
-    if unit is None:
-        base = name.removesuffix("_total")
-        things = _THINGS.search(base)
-        unit = things[1] if things else next((unit for end, unit in _UNITS.items() if base.endswith(end)), "")
+    base = name.removesuffix("_total")
+    word = _WORD.search(base)
+    rest.setdefault("unit", word[1] if word else next((unit for end, unit in _UNITS.items() if base.endswith(end)), ""))
     named = tuple(labels.split(", ")) if labels else ()
-    return Metric(name=name, kind=kind, unit=unit, help=help, roles=roles, labels=named, buckets=buckets, only=only)
+    return Metric(name=name, help=help, labels=named, buckets=buckets, **rest)
 
 
 _counter = partial(_metric, kind=Kind.COUNTER)

@@ -94,8 +94,7 @@ class _Process:
     before: Series | None
 
     def grown(self, metric: Metric, suffix: str = "", **labels: str) -> float | None:
-        """How much a counter grew; its whole value if the process was restarted. None if the process does not report
-        it."""
+        """How much a counter grew; all of it if the process was restarted. None if the process does not report it."""
         now = self.now.get(metric, suffix, **labels)
         before = self.before.get(metric, suffix, **labels) if self.before is not None else None
         return now if now is None or before is None or before > now else now - before
@@ -111,8 +110,7 @@ class _Process:
 
 
 def keep(kept: Sequence[Scrape], window_s: float) -> tuple[Scrape, ...]:
-    """The scrapes that the next picture may start from, oldest first: as few as cover ``window_s`` seconds and the end
-    of a step."""
+    """The scrapes that a next picture may start from, oldest first: few that cover ``window_s`` and a step's end."""
     left = list(kept)
     while len(left) > 2 and left[-1].at - left[1].at >= window_s and _steps_between(left[1], left[-1]):
         del left[0]
@@ -199,8 +197,7 @@ def _reported(ranks: Iterable[_Process]) -> dict[str, float]:
 
 
 def _is_owner(process: _Process) -> bool:
-    """Whether it is an optimizer actor, or a rank with an owner beside it: such a rank reports updates after its
-    first."""
+    """Whether it is an optimizer actor, or a rank with an owner beside it, which reports updates after its first."""
     return (
         process.target.role is Role.OPTIMIZER or process.now.get(names.OPTIMIZER_UPDATE_SECONDS, "_count") is not None
     )

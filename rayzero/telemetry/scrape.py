@@ -103,8 +103,7 @@ def scrape(targets: Iterable[Target], *, timeout_s: float, viewer: Viewer = _NOB
 
 
 def discover(url: str, *, timeout_s: float, viewer: Viewer = _NOBODY) -> tuple[Target, ...]:
-    """The targets that an http_sd address lists. Raises OSError if it cannot be read, ValueError if the answer is
-    something else."""
+    """The targets that an http_sd address lists. Raises OSError if it cannot be read, ValueError for other answers."""
     (page,) = read_pages([url], timeout_s=timeout_s, viewer=viewer)
     if isinstance(page, str):
         raise OSError(page)

@@ -86,8 +86,7 @@ def _lanes_of_process(process: int, spans: Iterable[TraceSpan], shift: float) ->
 
 
 def rows_of(spans: Iterable[TraceSpan], *, nested: bool) -> list[list[TraceSpan]]:
-    """Distribute spans over as few rows as possible so that no two in a row overlap. ``nested``: one may lie inside
-    another."""
+    """Distribute spans over few rows so that no two in a row overlap. ``nested``: one may lie inside another."""
     rows: list[list[TraceSpan]] = []
     open_ends: list[list[float]] = []  # of each row's spans that the next one may be inside of, outermost first
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
