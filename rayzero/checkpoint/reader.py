@@ -175,8 +175,7 @@ class CheckpointReader:
         return file
 
     def verify(self) -> None:
-        """Compare every file's size, header and hash with the manifest. Raises CheckpointError that names the first
-        file that differs."""
+        """Compare all files with the manifest. Raises CheckpointError that names the first that differs."""
         for entry in self.manifest.files:
             _check_size(self.directory / entry.name, entry)
             self._checked(entry.name)

@@ -262,8 +262,7 @@ def _stage(
 
 
 def _begin(path: Path, tensors: Mapping[str, Writable], metadata: Mapping[str, str], *, sync: bool) -> TensorFileWriter:
-    """Open a file in its staging directory. Another process's ``withdraw`` may remove that directory while it is
-    empty."""
+    """Open a file in its staging directory, which another process's ``withdraw`` may remove while it is empty."""
     tries = _TRIES
     while True:
         try:
@@ -337,8 +336,7 @@ def resume_commit(directory: Path, step: int, rank_files: Sequence[FileEntry]) -
 
 
 def committed(directory: Path, step: int, rank_files: Sequence[FileEntry]) -> CheckpointInfo | None:
-    """The checkpoint of ``step`` at ``directory`` if these files of ranks are among its own; None: it is not there, or
-    another one is."""
+    """The checkpoint of ``step`` at ``directory``, if these files of ranks are among its own; None: it is not there."""
     if not (directory / MANIFEST).is_file():
         return None
     with suppress(CheckpointError):  # another one, and damaged

@@ -28,8 +28,7 @@ RunName = Annotated[
 
 
 def newest_run(parent: Path = RUNS) -> Path:
-    """The run in ``parent`` that started last. Raises ConfigError if there is none, or if a damaged record does not say
-    when its run started."""
+    """The run in ``parent`` that started last. Raises ConfigError if there is none, or a damaged record hides when."""
     from rayzero.cluster.files.run_status import list_runs
 
     try:
@@ -42,8 +41,7 @@ def newest_run(parent: Path = RUNS) -> Path:
 
 
 def find_run(name: str | None) -> Path:
-    """The folder of a run: ``name`` is that folder, or a run's name in runs/; None: the newest run. Raises ConfigError
-    if there is none."""
+    """The folder of a run: ``name`` is it, or a name in runs/; None: the newest. ConfigError if there is none."""
     if name is None:
         return newest_run()
     for path in (Path(name), RUNS / name):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.convert.formats.content import WEIGHT, Content, Param, Reader, WeightDecl
+from rayzero.convert.formats.content import Content, Param, Reader, WeightDecl
 from rayzero.convert.translation import Translation, from_model, no_values, to_model
 from rayzero.errors import CheckpointError
 from rayzero.files import parse_json, read_text
@@ -63,7 +63,7 @@ def published(reader: Reader, config: Path | None) -> Named:
     decls = reader.content.decls
     for model in models_of(config, settings):
         if _fits(model, decls):
-            made = from_model(model, decls, _reading(reader), reader)
+            made = from_model(model, decls, reader.weight, reader)
             _require_same(model, made, decls, reader)
             name = type(model).__name__
             return Named(
@@ -80,7 +80,7 @@ def unpublished(reader: Reader, config: Path | None) -> Named:
     if config is None or settings is None:
         return Named(reader=reader, says=why)
     for model in models_of(config, settings):
-        made = to_model(model, model.state_dict().keys(), reader.content.decls, _reading(reader), reader)
+        made = to_model(model, model.state_dict().keys(), reader.content.decls, reader.weight, reader)
         if _fits(model, made.decls):
             tied = {alias: name for alias, name in model.all_tied_weights_keys.items() if alias not in made.decls}
             name = type(model).__name__
@@ -123,11 +123,6 @@ def _settings(config: Path | None) -> tuple[dict[str, Any] | None, str]:
     return settings, ""
 
 
-def _reading(reader: Reader) -> Any:
-    tied = reader.content.tied
-    return lambda name, start, stop: reader.read(tied.get(name, name), WEIGHT, start, stop)
-
-
 def _fits(model: Any, decls: Mapping[str, WeightDecl]) -> bool:
     """Whether tensors are those of a model, of tied ones at least one name."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -136,8 +131,7 @@ def _fits(model: Any, decls: Mapping[str, WeightDecl]) -> bool:
 
 
 def _require_same(model: Any, made: Translation, decls: Mapping[str, WeightDecl], source: object) -> None:
-    """Raise CheckpointError unless what is published comes back as the same values: of each tensor, some elements are
-    followed there and back."""
+    """Raise CheckpointError unless what is published comes back: of each tensor, some elements are followed."""
     back = to_model(model, model.state_dict().keys(), made.decls, no_values, source)
     again = model.all_tied_weights_keys.keys() | set(model._keys_to_ignore_on_save or ())
     for name, decl in decls.items():
@@ -165,8 +159,7 @@ def _require_same(model: Any, made: Translation, decls: Mapping[str, WeightDecl]
 
 
 def find_config(checkpoint: Path) -> Path | None:
-    """The config beside a checkpoint: in its folder, or in one of the two above (a run's has its checkpoints' folder
-    between)."""
+    """The config beside a checkpoint: in its folder, or in one of the two above, of which one may be a run's."""
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
     above = folder.absolute().parents
     return next((file for at in (folder, *above[:2]) if (file := at / CONFIG_FILE).is_file()), None)

@@ -108,8 +108,7 @@ class ZeroAccelerator(Accelerator):
             )
 
     def _take_place(self, context: RankContext) -> None:
-        """See [Note: Accelerate's world]. All ranks must shuffle in the same way: by a seed, not by their generators'
-        state."""
+        """See [Note: Accelerate's world]. All ranks must shuffle alike: by a seed, not by their generators' state."""
         for state in (PartialState(), self.state):
             state.num_processes = context.world_size
             state.process_index = state.local_process_index = context.rank
@@ -139,13 +138,11 @@ class ZeroAccelerator(Accelerator):
                 "accelerator.prepare_model(model, evaluation_mode=True)"
             )
         (model,), (plain,) = models, optimizers
-        model, optimizer = prepare(model, plain, self._config(), units=self._units)
-        return super().prepare(*(optimizer if x is plain else x for x in args), device_placement=device_placement)
-
-    def _config(self) -> ZeroConfig:
         config = self._zero_config or get_context().config or ZeroConfig()
         planned = max(config.gradient_accumulation_steps, self.num_micro_batches)
-        return config.replace(gradient_accumulation_steps=planned)
+        config = config.replace(gradient_accumulation_steps=planned)
+        model, optimizer = prepare(model, plain, config, units=self._units)
+        return super().prepare(*(optimizer if x is plain else x for x in args), device_placement=device_placement)
 
     @property
     def num_micro_batches(self) -> int:
@@ -232,8 +229,7 @@ class ZeroAccelerator(Accelerator):
 
     @contextmanager
     def _around(self, hook: Any) -> Iterator[None]:
-        """Around Accelerate's save or load: it must not gather prepared models, and ``hook`` may empty its list of
-        optimizers."""
+        """Around Accelerate's save or load: it gathers no prepared models, and ``hook`` may empty its optimizers."""
         optimizers, self._with_the_owners = list(self._optimizers), True
         try:
             yield

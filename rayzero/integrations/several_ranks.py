@@ -36,7 +36,8 @@ def values_of_ranks(tensor: Tensor) -> Tensor:
             f"torch.distributed group, ranks exchange at most {MOST_VALUES:,}: exchange their mean, or make a group"
         )
     exact = _exact(tensor)
-    weight = _weight(rank, world)
+    whole = 1 << (world - 1).bit_length()
+    weight = (2 if rank < whole - world else 1) / whole  # powers of two that add up to 1: products are exact
     given = torch.zeros((world, *tensor.shape), dtype=torch.float64, device="cpu")
     given[rank] = exact / weight
     if size <= _A_CALL:  # in their shape, so that ranks with other shapes are noticed
@@ -65,12 +66,6 @@ def _exact(tensor: Tensor) -> Tensor:
             "group: fp64 must hold each number"
         )
     return exact.double()
-
-
-def _weight(rank: int, world: int) -> float:
-    """A power of two for each rank, which add up to 1: products and quotients with them are exact."""
-    whole = 1 << (world - 1).bit_length()
-    return (2 if rank < whole - world else 1) / whole
 
 
 def claim_process(context: RankContext, package: str) -> None:

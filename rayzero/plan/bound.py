@@ -117,8 +117,7 @@ def bound_step(traffic: StepTraffic, zero: ZeroConfig, scaling: ScalingConfig, h
 
 
 def _between_hosts(traffic: StepTraffic, ranks: Sequence[int], owners: Counter[int], zero: ZeroConfig) -> float:
-    """The most bytes that one host receives or sends in one direction. ``ranks``: their hosts. ``owners``: how many
-    each host has."""
+    """The most bytes that a host receives or sends. ``ranks``: their hosts. ``owners``: how many each host has."""
     here, groups = Counter(ranks), summed_groups(ranks, zero, traffic.gradients)
     fetched = {
         host: count * traffic.fetch if zero.fetches_for_host(count) == "never" else traffic.published

@@ -33,10 +33,10 @@ from rayzero.engine.start.meta import empty_parameters
 from rayzero.engine.stats import count_tokens
 from rayzero.errors import ConfigError, DataError
 from rayzero.protocol.messages import CheckpointInfo, Decision
-from rayzero.recipes.data.batch import Batch, Corpus, Place, Prompt
-from rayzero.recipes.data.sources import recipe_corpus
+from rayzero.recipes.data import recipe_corpus
+from rayzero.recipes.data.batch import Batch, Corpus, Place
 from rayzero.recipes.data.text import batch_seed
-from rayzero.recipes.model import SAMPLES, build_model, generate, logits_of, samples_of, write_samples
+from rayzero.recipes.model import SAMPLES, build_model, logits_of, write_samples
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.telemetry.names import ETA_SECONDS, EXPOSED_WAIT_SECONDS, MFU_RATIO, MODEL_FLOPS, STEP_SECONDS
 from rayzero.telemetry.recorder import Recorder, Since
@@ -75,8 +75,7 @@ class StepReport:
 
 
 def lr_factor(recipe: RecipeConfig, step: int) -> float:
-    """The learning rate of step ``step`` (from 0) as a share of ``recipe.lr``: a linear rise, then a cosine down to
-    ``min_lr_ratio``."""
+    """The rate of step ``step`` (from 0) as a share of ``lr``: a linear rise, then a cosine to ``min_lr_ratio``."""
     rise = round(recipe.warmup * recipe.steps)
     if step < rise:
         return (step + 1) / rise
@@ -109,8 +108,7 @@ def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor, positions
 
 
 def step_costs(since: Since, device: torch.device) -> dict[str, Any]:
-    """``StepReport``'s values for the step that has just ended, as Prometheus gets them, and for memory now. Call it
-    once a step."""
+    """``StepReport``'s values for the step that has just ended, as Prometheus gets them. Call it once a step."""
     counts = since.read(restart=True)
     waited = {cause: counts.total(EXPOSED_WAIT_SECONDS, cause=cause) for cause in ("fetch", "optimizer", "norm")}
     on_gpu = device.type == "cuda"
@@ -292,23 +290,12 @@ class LanguageModelRun:
 
     def _write_samples(self, run_dir: Path) -> None:
         """Rank 0 alone: no other rank has to take part in a forward."""
-        recipe = self.recipe
+        path = run_dir / SAMPLES
         self.model.eval()
-
-        def write(prompt: Prompt) -> list[int]:
-            return generate(
-                self.model,
-                prompt,
-                tokens=recipe.sample_tokens,
-                window=recipe.seq_len,
-                temperature=recipe.sample_temperature,
-                device=self.context.device,
-            )
-
         try:
-            write_samples(run_dir, recipe.steps, samples_of(self.corpus, recipe.sample_prompts, write))
+            write_samples(path, self.model, self.corpus, self.recipe, self.context.device)
         except OSError as error:  # the training itself has succeeded
-            log.warning("%s is not written: %s", run_dir / SAMPLES, error.strerror)
+            log.warning("%s is not written: %s", path, error.strerror)
         self.model.train()
 
     def _train_step(self, step: int) -> None:
@@ -389,7 +376,6 @@ class LanguageModelRun:
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """The loop that every rank runs. ``config``: a recipe as plain values, and STEP_FLOPS if the driver has counted
-    them."""
+    """The loop of every rank. ``config``: a recipe as plain values, and STEP_FLOPS if the driver has counted them."""
     recipe = {key: value for key, value in config.items() if key != STEP_FLOPS}
     LanguageModelRun(RecipeConfig.from_mapping(recipe), get_context(), config.get(STEP_FLOPS)).train()

@@ -3,8 +3,6 @@ trained: continuations of prompts that it was not trained on, for people to see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +50,8 @@ def _build_hf(path: Path, seq_len: int, vocab_size: int) -> nn.Module:
         _check_hf_sizes(config, path, seq_len, vocab_size)
         model: nn.Module = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError) as exc:
-        raise ConfigError(f"model: {path} is not the config of a causal language model: {_first_line(exc)}") from exc
+        first = str(exc).strip().partition("\n")[0] or type(exc).__name__
+        raise ConfigError(f"model: {path} is not the config of a causal language model: {first}") from exc
     return model
 
 
@@ -66,32 +65,18 @@ def _check_hf_sizes(config: Any, path: Path, seq_len: int, vocab_size: int) -> N
         )
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
 # ---- what it writes ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A prompt, how the model goes on, and how the data does."""
-
-    prompt: str
-    written: str
-    reference: str | None
-
-
 @torch.no_grad()
-def generate(
-    model: nn.Module, prompt: Prompt, *, tokens: int, window: int, temperature: float, device: torch.device
-) -> list[int]:
-    """At most so many tokens after a prompt, without those of its stop; the model sees the last ``window`` ones.
-    ``temperature`` 0: always the likeliest token. The same tokens each time. No cache: each token is one forward."""
+def generate(model: nn.Module, prompt: Prompt, recipe: RecipeConfig, device: torch.device) -> list[int]:
+    """The tokens that follow a prompt, without those of its stop; the model sees the last ``seq_len`` ones. The same
+    tokens each time. No cache: each token is one forward."""
+    temperature = recipe.sample_temperature
     generator = torch.Generator().manual_seed(0)
     known, stop, written = list(prompt.tokens) or [0], list(prompt.stop), list[int]()
-    while len(written) < tokens:
-        inputs = torch.tensor([(known + written)[-window:]], device=device, dtype=torch.int64)
+    while len(written) < recipe.sample_tokens:
+        inputs = torch.tensor([(known + written)[-recipe.seq_len :]], device=device, dtype=torch.int64)
         last = logits_of(model(inputs))[0, -1].float().cpu()
         if temperature == 0:
             written.append(int(last.argmax()))
@@ -102,19 +87,12 @@ def generate(
     return written
 
 
-def samples_of(corpus: Corpus, texts: Sequence[str], write: Callable[[Prompt], list[int]]) -> list[Sample]:
-    """What ``write`` makes of the prompts."""
-    decode = corpus.tokenizer.decode
-    return [Sample(one.shown, decode(write(one)), one.reference) for one in corpus.prompts(texts)]
-
-
-def write_samples(run_dir: Path, step: int, samples: Sequence[Sample]) -> Path:
-    """Write them for people. Raises OSError."""
-    blocks = [f"after step {step}"]
-    for one in samples:
-        blocks.append(f"--- prompt\n{one.prompt}\n--- the model writes\n{one.written}")
-        if one.reference is not None:
-            blocks.append(f"--- the data has\n{one.reference}")
-    path = run_dir / SAMPLES
+def write_samples(path: Path, model: nn.Module, corpus: Corpus, recipe: RecipeConfig, device: torch.device) -> None:
+    """Write, for people, how the model goes on from the recipe's prompts, and how the data does. Raises OSError."""
+    blocks = [f"after step {recipe.steps}"]
+    for prompt in corpus.prompts(recipe.sample_prompts):
+        written = corpus.tokenizer.decode(generate(model, prompt, recipe, device))
+        blocks.append(f"--- prompt\n{prompt.shown}\n--- the model writes\n{written}")
+        if prompt.reference is not None:
+            blocks.append(f"--- the data has\n{prompt.reference}")
     replace_file(path, "\n".join(blocks) + "\n")
-    return path

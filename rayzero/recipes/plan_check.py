@@ -73,7 +73,8 @@ class PlanCheck:
     ) -> None:
         """hardware: None if it is not known; then no bound is compared. look: scrapes exporters; None: over HTTP."""
         self._work, self._hardware, self._run_dir, self._say = work, hardware, run_dir, say
-        self._look, self._clock = look or self._scrape, clock
+        self._look = look or (lambda targets: scrape(targets, timeout_s=_ANSWER_S, viewer=read_viewer(run_dir)))
+        self._clock = clock
         self._targets: tuple[Target, ...] = ()
         self._hosts = Hosts()
         self._seconds: list[float] = []
@@ -102,9 +103,6 @@ class PlanCheck:
         self._tries, self._again = self._tries + 1, self._clock() + _AGAIN_S
         if last or self._tries == _TRIES or all(one.measured is not None for one in rows):
             self._finish(rows)
-
-    def _scrape(self, targets: tuple[Target, ...]) -> Scrape:
-        return scrape(targets, timeout_s=_ANSWER_S, viewer=read_viewer(self._run_dir))
 
     def _compare(self) -> tuple[Comparison, ...]:
         record = read_record(self._run_dir)

@@ -124,8 +124,7 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on
 
 
 def recipe_hardware(work: RecipeWork, *, on_gpu: bool | None = None) -> Hardware:
-    """This host's limits, measured with the recipe's dtype and working set. on_gpu: ranks compute on GPUs; None: if
-    this host has some."""
+    """This host's limits, for the recipe's dtype and working set. on_gpu: of GPUs; None: if this host has some."""
     traffic = _traffic(work)
     recipe = work.recipe
     return measure_here(COMPUTE_DTYPES[recipe.zero.precision], traffic.update // 2, Path(recipe.zero.slab_dir), on_gpu)
@@ -144,8 +143,7 @@ def plan_recipe(work: RecipeWork, hardware: Hardware) -> RecipePlan:
 
 
 def reserve(work: RecipeWork) -> ScalingConfig:
-    """The recipe's scaling. Where it sets no memory for Ray, it gets the least that each process needs if all are on
-    one host."""
+    """The recipe's scaling. Where it sets no memory for Ray: the least that each process needs, if all share a host."""
     scaling, run = work.recipe.scaling, bytes_on_one_host(work)
     (host,) = run.hosts
     rank, owner = work.programs.of_host(1, 0), work.programs.of_host(0, 1)

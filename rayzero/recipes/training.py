@@ -35,8 +35,8 @@ from rayzero.memory.process_memory import ProcessMemory
 from rayzero.plan.hardware import Hardware
 from rayzero.plan.programs import Imported
 from rayzero.plan.tiers import check_budgets, check_window
+from rayzero.recipes.data import recipe_corpus
 from rayzero.recipes.data.batch import Corpus
-from rayzero.recipes.data.sources import recipe_corpus
 from rayzero.recipes.lm import STEP_FLOPS, train_loop
 from rayzero.recipes.model import SAMPLES, build_model
 from rayzero.recipes.plan_check import PLAN_STEPS, PlanCheck, measure_hardware
@@ -203,8 +203,7 @@ def _run_in(
 
 
 def _withdraw(directory: RunDirectory) -> None:
-    """Remove the directory of a run that never began to start, if the run created it; a run that did start keeps its
-    record."""
+    """Remove the directory of a run that never began to start, if the run created it."""
     if directory.fresh and not (directory.path / RECORD).exists():
         (directory.path / CONFIG).unlink(missing_ok=True)
         (directory.path / CONFIG_FILE).unlink(missing_ok=True)

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.errors import ConfigError, DataError
+from rayzero.recipes.data import recipe_corpus, recipe_text
 from rayzero.recipes.data.batch import IGNORED, Batch, Place
 from rayzero.recipes.data.chats import ExampleCorpus, split_lines
 from rayzero.recipes.data.examples import Example, ExampleReader, Packer, Row, pack
-from rayzero.recipes.data.sources import recipe_corpus, recipe_text
 from rayzero.recipes.data.text import ByteTokenizer, FolderTokenizer, train_batch
 from rayzero.recipes.recipe import RecipeConfig
 

@@ -21,7 +21,7 @@ from rayzero.convert.conversion import export_full
 from rayzero.engine import begin_checkpoint, get_context, save_checkpoint
 from rayzero.engine.context import RankContext
 from rayzero.protocol.messages import CheckpointInfo
-from rayzero.recipes.data.sources import recipe_corpus, recipe_text
+from rayzero.recipes.data import recipe_corpus, recipe_text
 from rayzero.recipes.data.text import batch_seed, train_batch
 from rayzero.recipes.lm import (
     LanguageModelRun,

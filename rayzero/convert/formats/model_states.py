@@ -85,8 +85,7 @@ class ModelStates:
         return self.read(name, 0, math.prod(shape)).view(shape)
 
     def rounded(self, name: str) -> Tensor | None:
-        """The model's own value of a parameter that the optimizer trains, in the model's dtype; None if it is in no
-        file (stage 3)."""
+        """The model's own value of a parameter that the optimizer trains; None if it is in no file (stage 3)."""
         value = as_dict(self._first.get("module") or {}).get(name)
         return value if isinstance(value, Tensor) and tuple(value.shape) == self.optimized[name] else None
 
@@ -186,8 +185,7 @@ def _require_values(missing: Sequence[str], others: Sequence[str]) -> None:
 
 
 def groups_from(given: Any, shapes: Sequence[Shapes]) -> tuple[OptimizerGroup, ...]:
-    """An optimizer's parameter groups by names. given: its ``param_groups``, whose parameters are numbers of flattened
-    groups; shapes: of these."""
+    """An optimizer's groups by names. given: its ``param_groups``, of numbers of flattened groups; shapes: of these."""
     return tuple(
         OptimizerGroup.of((name for index in group["params"] for name in shapes[index]), group, ("params", "step"))
         for group in given

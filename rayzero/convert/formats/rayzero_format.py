@@ -83,8 +83,7 @@ class RayZeroReader(Reader):
         )
 
     def _loop_state(self) -> tuple[tuple[OptimizerGroup, ...], tuple[str, ...]]:
-        """The parameter groups, and the names that the loop gave to ``rayzero.track``: their states are for the loop
-        that saved them."""
+        """The groups, and the names given to ``rayzero.track``: their states are for the loop that saved them."""
         what = "parameter groups are"
         try:
             state = unpack(*self._reader.rank_state(0))

@@ -27,8 +27,7 @@ Line = tuple[Mapping[str, Any], str]  # what it says, where it is
 
 
 def read_lines(files: Sequence[Path], reader: ExampleReader) -> tuple[list[Line], int]:
-    """(the examples of files, bytes read). Raises DataError for a file that cannot be read, and for a line that is
-    none."""
+    """(the examples of files, bytes read). Raises DataError for a file that cannot be read, or a line that is none."""
     found: list[Line] = []
     size = 0
     for path in files:
@@ -81,8 +80,7 @@ class ExamplesCorpus(Corpus):
 
 
 class ExampleCorpus(ExamplesCorpus):
-    """A micro-batch is the next rows of its epoch's order: every row comes once an epoch, whatever the number of
-    ranks."""
+    """A micro-batch is the next rows of its epoch's order: each row comes once an epoch, whatever the ranks."""
 
     def __init__(self, lines: Sequence[Line], reader: ExampleReader, files: str, recipe: RecipeConfig) -> None:
         """``files``: in words. Raises DataError if there is nothing to learn, or to validate with."""

@@ -181,8 +181,7 @@ class Packer:
         self.waiting: list[Example] = []
 
     def add(self, example: Example) -> list[Row]:
-        """The rows that this example completes, none or more. One without a learned token after its first is left
-        out."""
+        """The rows that this example completes. One without a learned token after its first is left out."""
         return [row for piece in self._pieces(example) for row in self._place(piece)]
 
     def rest(self) -> list[Row]:
