@@ -168,7 +168,10 @@ def run_prepared(
                 )
             return _run_in(directory, prepared, console, hardware, ray)
         except (ConfigError, UnsupportedError, KeyboardInterrupt, SystemExit):  # refused by the cluster, or stopped
-            _withdraw(directory)
+            if directory.fresh and not (directory.path / RECORD).exists():  # it never began to start
+                (directory.path / CONFIG).unlink(missing_ok=True)
+                (directory.path / CONFIG_FILE).unlink(missing_ok=True)
+                directory.withdraw()
             raise
 
 
@@ -180,7 +183,10 @@ def _run_in(
     ray: LocalRay | None,
 ) -> Training:
     recipe, path = prepared.recipe, directory.path
-    _write_config(path, recipe)
+    # as it runs, for --resume or another run; and a transformers model's config, for rayzero convert
+    replace_file(path / CONFIG, recipe.replace(run=recipe.run.replace(resume=False)).to_yaml())
+    if recipe.model.startswith(HF_PREFIX):
+        replace_file(path / CONFIG_FILE, Path(recipe.model.removeprefix(HF_PREFIX)).read_bytes())
     unigram = prepared.corpus.baseline()
     rows = [row for row in read_rows(path) if row.step <= directory.rows_until]
     try:
@@ -200,14 +206,6 @@ def _run_in(
         samples=path / SAMPLES if recipe.sample_tokens and (path / SAMPLES).exists() else None,
         model=export_model(recipe, result.checkpoint, path) if recipe.export and result.checkpoint else None,
     )
-
-
-def _withdraw(directory: RunDirectory) -> None:
-    """Remove the directory of a run that never began to start, if the run created it."""
-    if directory.fresh and not (directory.path / RECORD).exists():
-        (directory.path / CONFIG).unlink(missing_ok=True)
-        (directory.path / CONFIG_FILE).unlink(missing_ok=True)
-        directory.withdraw()
 
 
 def _fit(
@@ -269,15 +267,6 @@ def make_trainer(
         make_row=StepRows(),
         saves_checkpoints=True,  # one after the last step at least
     )
-
-
-def _write_config(directory: Path, recipe: RecipeConfig) -> None:
-    """Write the recipe as it runs, for ``rayzero train --resume`` or another run, and beside it the config of a
-    transformers model, for ``rayzero convert``."""
-    again = recipe.replace(run=recipe.run.replace(resume=False))
-    replace_file(directory / CONFIG, again.to_yaml())
-    if recipe.model.startswith(HF_PREFIX):
-        replace_file(directory / CONFIG_FILE, Path(recipe.model.removeprefix(HF_PREFIX)).read_bytes())
 
 
 def export_model(recipe: RecipeConfig, checkpoint: Path, run_dir: Path) -> Path:

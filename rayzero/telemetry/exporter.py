@@ -17,7 +17,7 @@ from rayzero.telemetry.guard import Guard, Protection
 from rayzero.telemetry.http import Page, PageServer, Refused, listen
 from rayzero.telemetry.metric import Kind, Metric, Role
 from rayzero.telemetry.names import METRICS
-from rayzero.telemetry.recorder import Labels, MemoryRecorder, Timing
+from rayzero.telemetry.recorder import Labels, MemoryRecorder
 
 METRICS_PATH = "/metrics"
 
@@ -48,16 +48,12 @@ class RecorderCollector(Collector):
                 family.add_metric(_values(metric, labels), value)
             yield family
         for metric, timings in histograms.items():
-            yield _histogram_family(metric, timings)
-
-
-def _histogram_family(metric: Metric, timings: Mapping[Labels, Timing]) -> Family:
-    family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
-    bounds = [*map(str, metric.buckets), "+Inf"]
-    for labels, timing in timings.items():
-        counts = map(float, accumulate(timing.buckets))
-        family.add_metric(_values(metric, labels), list(zip(bounds, counts, strict=True)), timing.total)
-    return family
+            histogram = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+            bounds = [*map(str, metric.buckets), "+Inf"]
+            for labels, timing in timings.items():
+                counts = map(float, accumulate(timing.buckets))
+                histogram.add_metric(_values(metric, labels), list(zip(bounds, counts, strict=True)), timing.total)
+            yield histogram
 
 
 def _values(metric: Metric, labels: Labels) -> list[str]:

@@ -185,18 +185,16 @@ class PageServer:
         path = _PATH_ENDS.split(rest, 1)[0].decode("latin-1")
         if method not in (b"GET", b"HEAD") or b"\0" in head:
             return _REFUSED, False
-        whole = self._page(path)
+        made, page = self._made.get(path), self._pages.get(path)
+        if page is None:
+            whole = _answer("404 Not Found", f"there is {', '.join(self._pages)}\n".encode())
+        elif made is not None and time.monotonic() - made[0] < REFRESH_S:
+            whole = made[1]
+        else:
+            began, whole = time.monotonic(), page.answer(path)
+            self._made[path] = (began, whole)
         told = whole if method == b"GET" else whole.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
         return told, b"HTTP/1.1" in head.partition(b"\r\n")[0] and b"connection: close" not in head.lower()
-
-    def _page(self, path: str) -> bytes:
-        page = self._pages.get(path)
-        if page is None:
-            return _answer("404 Not Found", f"there is {', '.join(self._pages)}\n".encode())
-        made = self._made.get(path)
-        if made is None or time.monotonic() - made[0] >= REFRESH_S:
-            made = self._made[path] = (time.monotonic(), page.answer(path))
-        return made[1]
 
 
 class _Connection(asyncio.Protocol):

@@ -116,7 +116,11 @@ def write_rayzero(reader: Reader, directory: Path, *, optimizer: str = "", max_b
     check_target(directory)
     spec, kinds = _plan_of(reader.content, optimizer, directory.name)
     try:
-        owners = _write_owners(reader, directory, spec, kinds, max_bytes)
+        owners, entries = list[FileEntry](), _entries(reader, spec.layout, kinds)
+        for held in cut_into_files(entries, lambda one: one[1].numel * one[1].dtype.itemsize, max_bytes):
+            tensors = {name: values for name, values, _ in held}
+            content = {name: described for name, _, described in held}
+            owners.append(write_tensors(staging_path(directory), owner_file_name(len(owners)), tensors, content))
         rank = _write_rank(reader, directory)
         return commit_checkpoint(
             directory,
@@ -206,18 +210,6 @@ def _layout_of(content: Content) -> ModelLayout:
 
 
 _Entry = tuple[str, DeferredTensor, dict[str, Any]]  # name in the file, values, description
-
-
-def _write_owners(
-    reader: Reader, directory: Path, spec: ModelSpec, kinds: Sequence[str], max_bytes: int
-) -> list[FileEntry]:
-    files = []
-    entries = _entries(reader, spec.layout, kinds)
-    for index, held in enumerate(cut_into_files(entries, lambda one: one[1].numel * one[1].dtype.itemsize, max_bytes)):
-        tensors = {name: values for name, values, _ in held}
-        content = {name: described for name, _, described in held}
-        files.append(write_tensors(staging_path(directory), owner_file_name(index), tensors, content))
-    return files
 
 
 def _entries(reader: Reader, layout: ModelLayout, kinds: Sequence[str]) -> Iterator[_Entry]:
