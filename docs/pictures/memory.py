@@ -9,8 +9,8 @@ from rayzero.config import ZeroConfig
 from rayzero.engine.units.partition import build_layout
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import OwnerPlan, plan_owner
-from rayzero.recipes.gpt.config import GPTConfig
-from rayzero.recipes.gpt.model import GPT
+from rayzero.recipes.gpt import GPT
+from rayzero.recipes.recipe import GPTConfig
 
 RANKS, OWNERS = 8, 4
 GIB = 1 << 30

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rayzero.recipes.gpt.config import GPTConfig
-from rayzero.recipes.gpt.model import GPT
+from rayzero.recipes.gpt import GPT
+from rayzero.recipes.recipe import GPTConfig
 
 CLIP = 1.0
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}

@@ -79,7 +79,7 @@ class Turned:
         self.spans.to, self.spans.add, self.spans.begin = to.spans, to.spans.add, to.spans.begin
 
 
-class TurnedSpans:
+class TurnedSpans(Spans):
     """See ``Turned``."""
 
     to: Spans

@@ -10,9 +10,8 @@ This package knows files, names and element ranges; not stores, owners or ranks.
 
 from __future__ import annotations
 
-from rayzero.checkpoint.catalog import Catalog, SavedCheckpoint
 from rayzero.checkpoint.manifest import FilePiece, Manifest, owner_file_name, rank_file_name
-from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.checkpoint.reader import Catalog, CheckpointReader, SavedCheckpoint
 from rayzero.checkpoint.writer import (
     checkpoint_folders,
     checkpoint_name,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -188,7 +189,7 @@ class Manifest:
         pieces = self.pieces.get((slot.name, kind), ())
         dtype = dtype_name(unit.dtype if kind == COMPUTE else torch.float32)
         cuts = [(piece.start, piece.stop) for piece in pieces]
-        grid = _grid(slot, self.spec.layout.shard_numel, at_most=len(cuts))
+        grid = grid_of(slot, self.spec.layout.shard_numel, at_most=len(cuts))
         if cuts != grid:
             raise CheckpointError(
                 f"step {self.step}: {kind} of {slot.name!r} is not complete: "
@@ -297,7 +298,7 @@ def slots_of(layout: ModelLayout) -> Iterable[tuple[UnitLayout, ParamSlot]]:
     return ((unit, slot) for unit in layout.units for slot in unit.slots)
 
 
-def _grid(slot: ParamSlot, shard_numel: int, *, at_most: int) -> list[tuple[int, int]]:
+def grid_of(slot: ParamSlot, shard_numel: int, *, at_most: float = math.inf) -> list[tuple[int, int]]:
     """The element ranges that the shard grid cuts a parameter into. Stops after ``at_most`` + 1 of them, because a
     manifest may claim a parameter of 2**62 elements."""
     ranges: list[tuple[int, int]] = []

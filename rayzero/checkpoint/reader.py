@@ -1,27 +1,30 @@
-"""Reads a checkpoint: verified slices of any parameter, however its files cut it into pieces."""
+"""Reads a checkpoint: verified slices of any parameter, however its files cut it into pieces. Finds those of a folder,
+and the newest of them, by their manifests and not by their names."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import reprlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import as_bytes
-from rayzero.checkpoint.files.tensor_reader import TensorFile
+from rayzero.checkpoint.files.tensor_file import TensorFile, as_bytes
 from rayzero.checkpoint.manifest import MANIFEST, MAX_BYTES, FilePiece, Manifest, slots_of
 from rayzero.checkpoint.writer import BUFFER, STATE, checkpoint_folders
 from rayzero.errors import CheckpointError
 from rayzero.files import open_regular, parse_json, read_text, regular_size
 from rayzero.kernels.moments import unpack
-from rayzero.layout.model_layout import ModelLayout
-from rayzero.protocol.messages import FileEntry, Hyper, ModelSpec
+from rayzero.protocol.messages import FileEntry
 from rayzero.quantities import count
+
+log = logging.getLogger(__name__)
 
 _CHUNK = 1 << 20  # elements read at once while a piece is verified
 
@@ -39,8 +42,14 @@ class CheckpointReader:
     def __init__(self, directory: Path | str) -> None:
         """Raises CheckpointError if ``directory`` is missing, not a checkpoint, damaged or of another version."""
         self.directory = Path(directory)
-        self.manifest = _read_manifest(self.directory)
-        for entry in self.manifest.files:
+        self.manifest = manifest = _read_manifest(self.directory)
+        self.step = manifest.step  # decided steps that the content includes
+        self.digest = manifest.digest  # of the content: equal for equal parameters, states, steps, hyper-parameters
+        self.spec = manifest.spec  # model and optimizer, as the run described them to its owners
+        self.layout = manifest.spec.layout
+        self.hyper = manifest.hyper  # per parameter group, as of the last decision
+        self.world_size = len(manifest.rank_files)  # ranks that wrote it; each has its loop state here
+        for entry in manifest.files:
             _check_size(self.directory / entry.name, entry)
         self._lock = threading.Lock()
         self._open: dict[str, TensorFile] = {}  # by file name. freed by: close()
@@ -56,36 +65,6 @@ class CheckpointReader:
         """Let go of the files. Idempotent."""
         with self._lock:
             self._open.clear()
-
-    @property
-    def step(self) -> int:
-        """How many decided steps the content includes."""
-        return self.manifest.step
-
-    @property
-    def digest(self) -> str:
-        """The content digest: equal for equal parameters, states, steps and hyper-parameters."""
-        return self.manifest.digest
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The model and optimizer that the run described when it attached to its owners."""
-        return self.manifest.spec
-
-    @property
-    def layout(self) -> ModelLayout:
-        """The layout of the model in the run that wrote it."""
-        return self.manifest.spec.layout
-
-    @property
-    def hyper(self) -> tuple[Hyper, ...]:
-        """Hyper-parameters per parameter group, as of the last decision."""
-        return self.manifest.hyper
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks that wrote it; each has its loop state here."""
-        return len(self.manifest.rank_files)
 
     def slot_step(self, param: str) -> int:
         """How many updates ``param`` has had."""
@@ -114,13 +93,11 @@ class CheckpointReader:
                 yield self._read(piece, at - piece.start, end - piece.start)
                 at = end
         if at < stop:
-            raise CheckpointError(self._no_such_range(param, kind, start, stop))
-
-    def _no_such_range(self, param: str, kind: str, start: int, stop: int) -> str:
-        held = {k: [(p.start, p.stop) for p in self.manifest.pieces[param, k]] for k in self.kinds(param)}
-        if not held:
-            return f"{self.directory} has no parameter {param!r}; is it a checkpoint of another model?"
-        return f"{self.directory} has no elements {start}..{stop} of {kind!r} of {param!r}; it holds {held}"
+            held = {k: [(p.start, p.stop) for p in self.manifest.pieces[param, k]] for k in self.kinds(param)}
+            lacks = f"elements {start}..{stop} of {kind!r} of {param!r}; it holds {held}"
+            if not held:
+                lacks = f"parameter {param!r}; is it a checkpoint of another model?"
+            raise CheckpointError(f"{self.directory} has no {lacks}")
 
     def _read(self, piece: FilePiece, start: int, stop: int) -> Tensor:
         flat = self._file(piece.file).flat(piece.tensor)
@@ -144,9 +121,7 @@ class CheckpointReader:
 
     def _file(self, name: str) -> TensorFile:
         with self._lock:
-            if name not in self._open:
-                self._open[name] = self._checked(name)
-            return self._open[name]
+            return self._open.get(name) or self._open.setdefault(name, self._checked(name))
 
     def _checked(self, name: str) -> TensorFile:
         file = TensorFile(self.directory / name)
@@ -200,8 +175,7 @@ class CheckpointReader:
         return file
 
     def verify(self) -> None:
-        """Compare every file's size, header and hash with the manifest. Raises CheckpointError that names the first
-        file that differs."""
+        """Compare all files with the manifest. Raises CheckpointError that names the first that differs."""
         for entry in self.manifest.files:
             _check_size(self.directory / entry.name, entry)
             self._checked(entry.name)
@@ -251,3 +225,41 @@ def _check_hash(path: Path, entry: FileEntry) -> None:
             f"{path} is damaged: its hash is {got[:12]}, but the manifest says {entry.sha256[:12]}; use another "
             "checkpoint"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """A checkpoint whose manifest is sound and whose files are there in their sizes. No hash was compared."""
+
+    path: Path
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """The checkpoints of a folder."""
+
+    sound: tuple[SavedCheckpoint, ...]  # lowest step first; of equal steps, the one written last comes last
+    damaged: Mapping[Path, str]  # folder -> why it cannot be used
+
+    @classmethod
+    def of(cls, folder: Path, further: Iterable[Path] = ()) -> Catalog:
+        """Read the manifest of every checkpoint in ``folder``. A folder that does not exist has none.
+
+        ``further``: checkpoints in other places; those that no longer exist are left out."""
+        sound: list[tuple[int, int, SavedCheckpoint]] = []
+        damaged: dict[Path, str] = {}
+        for path in [*checkpoint_folders(folder), *(path for path in further if (path / MANIFEST).exists())]:
+            try:
+                with CheckpointReader(path) as checkpoint:
+                    written_ns = (path / MANIFEST).stat().st_mtime_ns
+                    sound.append((checkpoint.step, written_ns, SavedCheckpoint(path, checkpoint.step)))
+            except (CheckpointError, OSError) as error:
+                damaged[path] = str(error)
+        return cls(sound=tuple(one for _, _, one in sorted(sound, key=lambda found: found[:2])), damaged=damaged)
+
+    def newest(self) -> Path | None:
+        """The checkpoint of the highest step, or None. Skips each damaged one with a warning that names it."""
+        for why in self.damaged.values():
+            log.warning("skipping a checkpoint: %s", why)
+        return self.sound[-1].path if self.sound else None

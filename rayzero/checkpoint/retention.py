@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from rayzero.checkpoint.catalog import Catalog, SavedCheckpoint
+from rayzero.checkpoint.reader import Catalog, SavedCheckpoint
 from rayzero.checkpoint.writer import holds_nothing_else, taken_path
 
 _LAST_NUMBER = re.compile(r"(.*?)\d+(\D*)", re.DOTALL)
@@ -50,8 +50,7 @@ def delete_older(directory: Path, keep: int, keep_every: int | None = None, busy
 
 
 def too_old(older: Sequence[SavedCheckpoint], keep: int, keep_every: int | None) -> list[SavedCheckpoint]:
-    """Which of ``older``, lowest step first, are neither among the last ``keep`` nor of a step that ``keep_every``
-    divides."""
+    """Those of ``older``, lowest step first, not among the last ``keep`` nor of a step that ``keep_every`` divides."""
     return [saved for saved in older[: max(0, len(older) - keep)] if keep_every is None or saved.step % keep_every]
 
 

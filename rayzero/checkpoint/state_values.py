@@ -41,8 +41,7 @@ def unpack(packed: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str
 
 
 def to_bytes(state: Mapping[str, Any]) -> bytes:
-    """``state`` as one string of bytes: a JSON header of eight bytes' length, then the tensors' bytes. Raises as
-    ``pack``."""
+    """``state`` as bytes: a header's length in eight, the header in JSON, then the tensors. Raises as ``pack``."""
     packed, tensors = pack(state)
     described = [[name, dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
     header = json.dumps([packed, described], separators=(",", ":")).encode()

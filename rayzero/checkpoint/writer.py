@@ -130,16 +130,14 @@ def stale_folders(parent: Path) -> list[Path]:
     being replaced.
 
     A folder of such a name that holds anything else belongs to somebody else and is not listed."""
-    named = ((path, _STALE.fullmatch(path.name)) for path in sorted(parent.glob(".*.*")))
-    return [
-        path
-        for path, match in named
-        if match and (_is_checkpoint(path) if match[2] == "replaced" else holds_nothing_else(path))
-    ]
 
+    def is_left(path: Path) -> bool:
+        match = _STALE.fullmatch(path.name)
+        if match is None or match[2] != "replaced":
+            return match is not None and holds_nothing_else(path)
+        return path.is_dir() and not path.is_symlink() and (path / MANIFEST).is_file()
 
-def _is_checkpoint(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink() and (path / MANIFEST).is_file()
+    return [path for path in sorted(parent.glob(".*.*")) if is_left(path)]
 
 
 def holds_nothing_else(path: Path) -> bool:
@@ -262,8 +260,7 @@ def _stage(
 
 
 def _begin(path: Path, tensors: Mapping[str, Writable], metadata: Mapping[str, str], *, sync: bool) -> TensorFileWriter:
-    """Open a file in its staging directory. Another process's ``withdraw`` may remove that directory while it is
-    empty."""
+    """Open a file in its staging directory, which another process's ``withdraw`` may remove while it is empty."""
     tries = _TRIES
     while True:
         try:
@@ -337,8 +334,7 @@ def resume_commit(directory: Path, step: int, rank_files: Sequence[FileEntry]) -
 
 
 def committed(directory: Path, step: int, rank_files: Sequence[FileEntry]) -> CheckpointInfo | None:
-    """The checkpoint of ``step`` at ``directory`` if these files of ranks are among its own; None: it is not there, or
-    another one is."""
+    """The checkpoint of ``step`` at ``directory``, if these files of ranks are among its own; None: it is not there."""
     if not (directory / MANIFEST).is_file():
         return None
     with suppress(CheckpointError):  # another one, and damaged

@@ -1,5 +1,5 @@
-"""The ``rayzero`` command. Each subcommand has a file, which imports what it works with when it runs, so that help and
-completion answer at once; errors become exit codes only here."""
+"""The ``rayzero`` command. A subcommand imports what it works with when it runs, so that help and completion answer at
+once; errors become exit codes only here."""
 
 from __future__ import annotations
 
@@ -10,23 +10,15 @@ from typing import Annotated
 import typer
 
 import rayzero
-from rayzero.cli.convert import convert
+from rayzero.cli.checkpoints import convert, export
 from rayzero.cli.doctor import doctor
-from rayzero.cli.export import export
 from rayzero.cli.init import init
 from rayzero.cli.plan import plan
-from rayzero.cli.scale import scale
+from rayzero.cli.running import scale, trace
 from rayzero.cli.status import status
-from rayzero.cli.top.command import top
-from rayzero.cli.trace import trace
+from rayzero.cli.top import top
 from rayzero.cli.train import train
-from rayzero.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    RayZeroError,
-    UnsupportedError,
-)
+from rayzero.errors import CheckpointError, ConfigError, DataError, RayZeroError, UnsupportedError
 
 __all__ = ["ERRORS", "app", "exit_code", "main", "section_of"]
 
@@ -34,12 +26,7 @@ _BAD_INPUT = (ConfigError, UnsupportedError, DataError, CheckpointError)
 
 ERRORS = "docs/reference/errors.md"  # in the repository, since no site has an address yet
 
-app = typer.Typer(
-    name="rayzero",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = typer.Typer(name="rayzero", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def _print_version(wanted: bool) -> None:
@@ -57,16 +44,8 @@ def _options(
     """Train PyTorch models whose states do not fit on the GPUs, on a Ray cluster."""
 
 
-app.command()(init)
-app.command()(train)
-app.command()(status)
-app.command()(top)
-app.command()(scale)
-app.command()(trace)
-app.command()(export)
-app.command()(convert)
-app.command()(plan)
-app.command()(doctor)
+for command in (init, train, status, top, scale, trace, export, convert, plan, doctor):
+    app.command()(command)
 
 
 def exit_code(error: RayZeroError) -> int:

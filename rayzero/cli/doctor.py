@@ -10,17 +10,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rayzero.cli.text.slab_lines import dead_run_lines, slab_lines, slab_sum, swept
 from rayzero.files import to_json
 from rayzero.quantities import count, format_bytes
+
+if TYPE_CHECKING:  # only findings that look at slabs load torch
+    from rayzero.slabs.sweep import FoundSlab
 
 GIB = 1 << 30
 _OWNERS = 8  # of the run for which open files are counted
@@ -178,6 +180,56 @@ def slabs(slab_dir: Path) -> Finding:
     return Finding(
         name="slabs", ok=None, detail=slab_sum(found, slab_dir), lines=(*slab_lines(found), *dead_run_lines(found))
     )
+
+
+def slab_lines(slabs: Sequence[FoundSlab]) -> list[str]:
+    """A line for each slab: which process made it, and whether that is still alive."""
+
+    def whose(slab: FoundSlab) -> str:
+        if slab.header is None:
+            return "incomplete, or of another version"
+        facts = slab.header.facts
+        return f"{facts.role} {facts.index} of run {facts.run}, pid {slab.header.pid}"
+
+    return [f"{s.path}: {format_bytes(s.bytes)}, {whose(s)}, {'in use' if s.alive else 'DEAD'}" for s in slabs]
+
+
+def slab_sum(slabs: Sequence[FoundSlab], directory: Path) -> str:
+    """Sum up the slabs in one line, which says how to remove those of dead processes."""
+    dead = [slab for slab in slabs if not slab.alive]
+    said = f"{len(slabs)} in {directory}, {format_bytes(sum(slab.bytes for slab in slabs))}"
+    if not dead:
+        return said
+    return f"{said}; {len(dead)} of dead processes, {format_bytes(sum(s.bytes for s in dead))}: rayzero doctor --sweep"
+
+
+def dead_run_lines(slabs: Sequence[FoundSlab]) -> list[str]:
+    """A line for each run that has lost an owner: whether its shared memory can still be used."""
+    from rayzero.store.shm.recovery import assess, dead_runs
+    from rayzero.store.shm.signals import available
+
+    if available() is not None:  # no process could share memory here
+        return []
+    found = [(run.run, assess(run)) for run in dead_runs(slabs)]
+    return [f"run {run}: {verdict.outcome}: {verdict.reason}" for run, verdict in found]
+
+
+def swept(directory: Path) -> list[str]:
+    """Remove the slabs of dead processes; returns a line for each, and their sum."""
+    from rayzero.slabs.hold import end_hold, held_in
+    from rayzero.slabs.sweep import list_slabs, sweep
+
+    runs = dead_run_lines(list_slabs(directory))
+    for held in held_in(directory):
+        if held.step is not None:  # its janitor has nothing to do any more but to keep it
+            end_hold(directory, held.lineage)
+    removed = sweep(directory)
+    lines = [f"removed {path}: {format_bytes(size)}" for path, size in removed]
+    return [
+        *runs,
+        *lines,
+        f"slabs of dead processes removed: {len(removed)}, {format_bytes(sum(size for _, size in removed))}",
+    ]
 
 
 def locked_memory() -> Finding:

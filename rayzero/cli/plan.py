@@ -71,7 +71,9 @@ def make_plan(
     options that describe no machine."""
     from rayzero.recipes.planning import plan_recipe
 
-    _require_speeds(speeds)
+    for name, speed in speeds.items():  # bytes are divided by it
+        if speed is not None and not (math.isfinite(speed) and speed > 0):
+            raise ConfigError(f"--{name} is {speed:g} but must be a number above 0")
     sizes = dict(zip(_SIZES, (gpu_memory, host_memory, shm), strict=True))
     large = {name: _size(name, text) for name, text in sizes.items() if text is not None}
     _require_described(hosts, gpus, speeds, gpu_memory)
@@ -103,13 +105,6 @@ def _work(arguments: list[str], gpus: int | None) -> RecipeWork:
     recipe = choose_recipe(arguments, {}, None)
     on_gpu = torch.cuda.is_available() if gpus is None else gpus > 0
     return recipe_work(recipe, make_tokenizer(recipe.tokenizer).vocab_size, imported, on_gpu=on_gpu)
-
-
-def _require_speeds(speeds: dict[str, float | None]) -> None:
-    """Raise ConfigError for a speed that no machine has, because bytes are divided by it."""
-    for name, speed in speeds.items():
-        if speed is not None and not (math.isfinite(speed) and speed > 0):
-            raise ConfigError(f"--{name} is {speed:g} but must be a number above 0")
 
 
 def _size(name: str, text: str) -> int:

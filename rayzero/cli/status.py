@@ -10,9 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rayzero.cli.run_choice import RunName, find_run
-from rayzero.cli.text.plain_text import plain
-from rayzero.cli.text.recoveries import change_lines, memory_lines, recovery_lines
+from rayzero.cli.runs import RunName, change_lines, find_run, memory_lines, plain, recovery_lines
 from rayzero.errors import ConfigError
 from rayzero.files import to_json
 from rayzero.quantities import count
@@ -48,7 +46,7 @@ def describe_run(path: Path) -> dict[str, Any]:
     validated = [row["validation_loss"] for row in rows if row.get("validation_loss") is not None]
     return {name: record[name] for name in _OF_THE_RECORD} | {
         "path": str(path.absolute()),
-        "steps": _planned_steps(path / "config.yaml"),
+        "steps": planned_steps(path),
         "last": latest_metrics(rows),
         "validation_loss": validated[-1] if validated else None,
         "checkpoint": str(checkpoints[-1]) if checkpoints else None,
@@ -70,11 +68,12 @@ def _continue_with(path: Path, memory: Mapping[str, Any], has_checkpoint: bool) 
     return f"RunConfig(name={where.name!r}, storage_path={str(where.parent)!r}, resume=True)"
 
 
-def _planned_steps(config: Path) -> int | None:
+def planned_steps(run_dir: Path) -> int | None:
     """The steps that a run's config.yaml says; None if there is no such file. Raises ConfigError if it is no recipe."""
     from rayzero.files import regular_size
     from rayzero.recipes.recipe import load_recipe
 
+    config = run_dir / "config.yaml"
     try:
         size = regular_size(config)
     except FileNotFoundError:

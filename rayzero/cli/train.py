@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rayzero.cli.run_choice import newest_run
-from rayzero.cli.text.plain_text import plain
+from rayzero.cli.runs import newest_run, plain
 from rayzero.concurrency.uncollected import uncollected
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.quantities import count, format_bytes
@@ -89,7 +88,7 @@ def choose_recipe(arguments: list[str], options: dict[str, Any], run_dir: Path |
     settings = apply_overrides(read_yaml(path) if path is not None else {}, overrides)
     if options.get("run.resume"):
         run_dir = run_dir or _named_run(settings) or newest_run()
-        if path is None and (config := _config_of(run_dir)) is not None:
+        if path is None and (config := run_dir / "config.yaml").exists():
             settings = apply_overrides(read_yaml(config), overrides)
     if run_dir is not None:
         options |= _place_of(run_dir)
@@ -132,11 +131,6 @@ def _split_arguments(arguments: list[str], settings: Collection[str]) -> tuple[P
     if len(paths) > 1:
         raise ConfigError(f"give one recipe at a time, not {' and '.join(paths)}; settings look like key=value")
     return (Path(paths[0]) if paths else None), overrides
-
-
-def _config_of(run_dir: Path) -> Path | None:
-    path = run_dir / "config.yaml"
-    return path if path.exists() else None
 
 
 def _try(recipe: RecipeConfig) -> None:
@@ -187,12 +181,8 @@ def _train(recipe: RecipeConfig) -> None:
 
 def stopped(run_dir: Path) -> str:
     """The message after an interrupted run: how to continue it, if it has a checkpoint."""
-    goes_on = _goes_on(run_dir)
-    return (
-        f"stopped{goes_on}"
-        if goes_on
-        else f"stopped before its first checkpoint; {run_dir} holds nothing to resume from"
-    )
+    before = f" before its first checkpoint; {run_dir} holds nothing to resume from"
+    return f"stopped{_goes_on(run_dir) or before}"
 
 
 def _goes_on(run_dir: Path) -> str:

@@ -1,4 +1,5 @@
-"""``rayzero convert``: a checkpoint of one format becomes one of another, in bounded memory, complete or not at all."""
+"""``rayzero convert`` and ``rayzero export``: a checkpoint of one format becomes one of another, in bounded memory,
+complete or not at all."""
 
 from __future__ import annotations
 
@@ -8,13 +9,21 @@ from pathlib import Path
 
 import torch
 
+from rayzero.checkpoint.files.tensor_file import TensorDecl
 from rayzero.convert.formats import Format, open_reader
 from rayzero.convert.formats.content import Content, Reader, listed
-from rayzero.convert.formats.rayzero_writer import write_rayzero
-from rayzero.convert.formats.safetensors_folder import SafetensorsReader, write_safetensors
-from rayzero.convert.published.config import CONFIG_FILE, find_config, read_config
-from rayzero.convert.published.translated_reader import Named, as_published, published, unpublished
+from rayzero.convert.formats.rayzero_format import RayZeroReader, write_rayzero
+from rayzero.convert.formats.safetensors_folder import WHOLE_FILE, SafetensorsReader, write_file, write_safetensors
 from rayzero.convert.remote_checkpoints import nearby
+from rayzero.convert.translated_reader import (
+    CONFIG_FILE,
+    Named,
+    as_published,
+    find_config,
+    published,
+    read_config,
+    unpublished,
+)
 from rayzero.errors import CheckpointError, CheckpointWriteError, ConfigError
 from rayzero.files import fsync, new_folder
 from rayzero.quantities import count
@@ -73,79 +82,117 @@ def convert(
     ``dest`` exists or cannot be written, and UnsupportedError for what is refused by name. Until everything is durable,
     nothing exists under the name ``dest``."""
     dest = Path(dest)
-    _check_arguments(to, dtype, max_bytes)
-    _check_dest(dest)
-    if config is not None and config.is_dir():
-        config /= CONFIG_FILE  # as transformers takes it
-    if config is not None and read_config(config) is None:
-        raise ConfigError(f"{config} names no model_type; give the config.json of a model of transformers")
-    with nearby(os.fspath(source), dest) as path:
-        reader = open_reader(path, states=not weights_only)
-        return _convert(reader, config or find_config(path), dest, Format(to), dtype, max_bytes, optimizer)
-
-
-def _convert(
-    source: Reader,
-    config: Path | None,
-    dest: Path,
-    to: Format,
-    dtype: torch.dtype | None,
-    max_bytes: int,
-    optimizer: str,
-) -> Converted:
-    try:
-        named = _named(source, config, to)
-        reader = named.reader
-        if to == Format.RAYZERO:
-            write_rayzero(reader, dest, optimizer=optimizer, max_bytes=max_bytes)
-        else:
-            with new_folder(dest) as folder:
-                if to == Format.DCP:
-                    from rayzero.convert.formats.dcp_writer import write_dcp  # imports torch.distributed.checkpoint
-
-                    write_dcp(reader, folder, dtype=dtype, max_bytes=max_bytes)
-                else:
-                    write_safetensors(reader, folder, dtype=dtype, max_bytes=max_bytes)
-                    if (text := named.config(dtype)) is not None:
-                        (folder / CONFIG_FILE).write_text(text)
-                for path in (*folder.iterdir(), folder):
-                    fsync(path)
-    except OSError as exc:
-        raise CheckpointWriteError(f"cannot convert to {dest}: {exc.strerror or exc}") from exc
-    sizes = [path.stat().st_size for path in dest.iterdir()]
-    return Converted(
-        path=dest,
-        size_bytes=sum(sizes),
-        files=len(sizes),
-        content=source.content,
-        states=to == Format.RAYZERO or (to == Format.DCP and reader.content.has_states),
-        names=named.says,
-    )
-
-
-def _named(source: Reader, config: Path | None, to: Format) -> Named:
-    """The source with the names to write: safetensors have published ones, other formats a model's own."""
-    if isinstance(source, SafetensorsReader):
-        return as_published(source, config) if to == Format.HF else unpublished(source, config)
-    return published(source, config) if to == Format.HF else Named(reader=source, says="")
-
-
-def _check_arguments(to: str, dtype: torch.dtype | None, max_bytes: int) -> None:
     if to not in TARGETS:
         raise ConfigError(f"cannot write {to!r}; choose one of {', '.join(TARGETS)}")
     if to == Format.RAYZERO and dtype is not None:
         raise ConfigError("a RayZero checkpoint holds fp32 masters; leave dtype out")
     if max_bytes < 1:
         raise ConfigError(f"a file of at most {max_bytes} bytes holds nothing; give a larger size")
-
-
-def _check_dest(dest: Path) -> None:
     if dest.exists() or dest.is_symlink():
         raise CheckpointError(f"{dest} exists; give the name of a new folder")
-    require_folders(dest)
+    _require_folders(dest)
+    if config is not None and config.is_dir():
+        config /= CONFIG_FILE  # as transformers takes it
+    if config is not None and read_config(config) is None:
+        raise ConfigError(f"{config} names no model_type; give the config.json of a model of transformers")
+    with nearby(os.fspath(source), dest) as path:
+        reader = open_reader(path, states=not weights_only)
+        try:
+            named = _named(reader, config or find_config(path), to)
+            if to == Format.RAYZERO:
+                write_rayzero(named.reader, dest, optimizer=optimizer, max_bytes=max_bytes)
+            else:
+                _write_folder(named, dest, to, dtype, max_bytes)
+        except OSError as exc:
+            raise CheckpointWriteError(f"cannot convert to {dest}: {exc.strerror or exc}") from exc
+    sizes = [path.stat().st_size for path in dest.iterdir()]
+    return Converted(
+        path=dest,
+        size_bytes=sum(sizes),
+        files=len(sizes),
+        content=reader.content,
+        states=to == Format.RAYZERO or (to == Format.DCP and named.reader.content.has_states),
+        names=named.says,
+    )
 
 
-def require_folders(dest: Path) -> None:
+def _named(source: Reader, config: Path | None, to: str) -> Named:
+    """The source with the names to write: safetensors have published ones, other formats a model's own."""
+    if isinstance(source, SafetensorsReader):
+        return as_published(source, config) if to == Format.HF else unpublished(source, config)
+    return published(source, config) if to == Format.HF else Named(reader=source, says="")
+
+
+def _write_folder(named: Named, dest: Path, to: str, dtype: torch.dtype | None, max_bytes: int) -> None:
+    with new_folder(dest) as folder:
+        if to == Format.DCP:
+            from rayzero.convert.formats.dcp_writer import write_dcp  # imports torch.distributed.checkpoint
+
+            write_dcp(named.reader, folder, dtype=dtype, max_bytes=max_bytes)
+        else:
+            write_safetensors(named.reader, folder, dtype=dtype, max_bytes=max_bytes)
+            if (text := named.config(dtype)) is not None:
+                (folder / CONFIG_FILE).write_text(text)
+        for path in (*folder.iterdir(), folder):
+            fsync(path)
+
+
+def _require_folders(dest: Path) -> None:
     """Raise CheckpointError if ``dest`` is below a file."""
     if in_the_way := next((above for above in dest.parents if above.exists() and not above.is_dir()), None):
         raise CheckpointError(f"cannot write {dest}: {in_the_way} is a file, not a folder; give another name")
+
+
+# ---- one file ---------------------------------------------------------------------------------------------------
+
+
+def export_full(
+    directory: Path | str, out: Path | str, *, dtype: torch.dtype | None = None, overwrite: bool = False
+) -> Path:
+    """Write the checkpoint's parameters and persistent buffers under their plain names; returns the file.
+
+    ``out``: a file ending in .safetensors, or a folder to put model.safetensors in. ``dtype``: what the fp32 masters
+    are cast to; None keeps fp32. Frozen parameters without a master keep their own dtype, and buffers are rank 0's.
+    Tied parameters are written under each of their names, so that ``load_state_dict(strict=True)`` accepts the file.
+    Parameters pass through memory in parts of 1,048,576 elements, a few at a time. A rename makes the complete file
+    appear. Raises CheckpointError if the file exists and ``overwrite`` is False, if ``out`` looks like a file of
+    another format, if the file cannot be written there, and if the checkpoint is damaged.
+    """
+    target = _target(Path(out))
+    staging = target.with_name(f".{target.name}.tmp")
+    try:
+        _require_folders(target)
+        if target.is_dir():
+            raise CheckpointError(
+                f"{target} is a folder; give the name of a file, or of a folder to put {WHOLE_FILE} in"
+            )
+        if target.exists() and not overwrite:
+            raise CheckpointError(f"{target} exists; give another name or ask to overwrite it (--overwrite)")
+        reader = RayZeroReader(directory, states=False)
+        content = reader.content
+        decls = {}
+        for name, decl in content.decls.items():
+            cast = dtype if reader.has_master(content.tied.get(name, name)) else None
+            decls[name] = TensorDecl(decl.shape, cast or decl.torch_dtype(name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write_file(reader, staging, decls)
+            staging.rename(target)
+        finally:
+            staging.unlink(missing_ok=True)
+        fsync(target.parent)
+    except OSError as exc:
+        raise CheckpointError(f"cannot export to {target}: {exc.strerror or exc}") from exc
+    return target
+
+
+def _target(out: Path) -> Path:
+    """The file to write. Raises CheckpointError for a name that looks like a file of another format."""
+    if out.suffix == ".safetensors":
+        return out
+    if out.suffix[1:].isalpha() and not out.is_dir():
+        raise CheckpointError(
+            f"{out} ends in {out.suffix}, but an export is a .safetensors file; give such a name, or an existing "
+            f"folder to put {WHOLE_FILE} in"
+        )
+    return out / WHOLE_FILE

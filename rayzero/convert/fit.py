@@ -31,8 +31,7 @@ class Wanted:
 
 
 def misfits(wanted: Sequence[Wanted], decls: Mapping[str, WeightDecl], *, strict: bool) -> list[str]:
-    """Everything that is wrong, in words; empty if the tensors fit. ``strict``: missing and unexpected names count as
-    wrong too."""
+    """All that is wrong, in words; empty if the tensors fit. ``strict``: missing and unexpected names are wrong."""
     by_name = {name: one for one in wanted for name in one.names}
     problems = [
         wrong for name, decl in decls.items() if name in by_name and (wrong := by_name[name].mismatch(name, decl))

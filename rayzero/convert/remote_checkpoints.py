@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rayzero.checkpoint.catalog import Catalog
 from rayzero.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
+from rayzero.checkpoint.reader import Catalog
 from rayzero.convert.storage import RemoteFolder, is_url
 from rayzero.errors import CheckpointError, CheckpointWriteError
 from rayzero.files import new_folder
@@ -184,8 +184,7 @@ def fetch_folder(url: str, target: Path) -> Path:
         above = RemoteFolder(parent)
         if name not in above.files():
             raise CheckpointError(f"nothing is at {url}")
-        folder, files = above, {name: above.files()[name]}
-        _fetch(folder, files, target)
+        _fetch(above, {name: above.files()[name]}, target)
         return target / name
     _fetch(folder, files, target)
     return target

@@ -43,7 +43,7 @@ class RemoteFolder:
 
     def files(self) -> dict[str, int]:
         """The bytes of every file below, by its path from this folder; empty if there is no such folder."""
-        with self._reading():
+        with self._to_be("read"):
             self._fs.invalidate_cache()
             found = self._fs.find(self._path, detail=True)
         return {
@@ -54,7 +54,7 @@ class RemoteFolder:
 
     def read(self, name: str, *, at_most: int) -> bytes:
         """A small file. Raises CheckpointError if it is missing or has more than ``at_most`` bytes."""
-        with self._reading(), self._fs.open(f"{self._path}/{name}", "rb") as file:
+        with self._to_be("read"), self._fs.open(f"{self._path}/{name}", "rb") as file:
             content: bytes = file.read(at_most + 1)
         if len(content) > at_most:
             raise CheckpointError(f"{self.url}/{name} has more than {at_most:,} bytes")
@@ -62,12 +62,12 @@ class RemoteFolder:
 
     def get(self, name: str, path: Path) -> None:
         """Copy a file from here to ``path``."""
-        with self._reading():
+        with self._to_be("read"):
             self._fs.get_file(f"{self._path}/{name}", str(path))
 
     def put(self, path: Path, name: str) -> None:
         """Copy the file ``path`` here, replacing one of the same name."""
-        with self._writing():
+        with self._to_be("written", CheckpointWriteError):
             target = f"{self._path}/{name}"
             if self.url.partition("://")[0] not in _BUCKETS:
                 self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
@@ -75,24 +75,17 @@ class RemoteFolder:
 
     def remove(self, name: str) -> None:
         """Remove a file. It need not be there."""
-        with self._writing():
+        with self._to_be("written", CheckpointWriteError):
             self._fs.invalidate_cache()
             if self._fs.exists(f"{self._path}/{name}"):
                 self._fs.rm_file(f"{self._path}/{name}")
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _to_be(self, done: str, kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
         try:
             yield
         except Exception as exc:  # each storage has errors of its own
-            raise CheckpointError(f"{self.url} cannot be read: {_one_line(exc)}") from exc
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as exc:
-            raise CheckpointWriteError(f"{self.url} cannot be written: {_one_line(exc)}") from exc
+            raise kind(f"{self.url} cannot be {done}: {_one_line(exc)}") from exc
 
 
 def _open(url: str) -> tuple[Any, str]:

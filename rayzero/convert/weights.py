@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rayzero.convert.fit import Wanted
 from rayzero.convert.formats import open_reader
-from rayzero.convert.formats.content import PART, WEIGHT, WeightDecl
-from rayzero.convert.published.translation import is_pretrained, to_model, with_model_names
+from rayzero.convert.formats.content import PART, WeightDecl
 from rayzero.convert.storage import is_url
+from rayzero.convert.translation import is_pretrained, to_model, with_model_names
 from rayzero.errors import ConfigError
 
 __all__ = ["NamedWeights", "WeightDecl", "WeightSource", "Weights", "declare_weight"]
@@ -72,7 +72,8 @@ class Weights:
         ConfigError if a mapping holds something other than tensors with values or ``rename`` gives two tensors the
         same name, and what ``to_model`` raises."""
         if isinstance(self.source, str | PathLike):
-            named = _of_checkpoint(Path(self.source), self.rename)
+            reader = open_reader(Path(self.source), states=False)
+            named = NamedWeights(reader, reader.content.decls, reader.weight, self.rename)
         else:
             assert isinstance(self.source, Mapping)
             named = _of_mapping(self.source, self.rename)
@@ -127,22 +128,10 @@ class NamedWeights:
         return self.part(name, 0, math.prod(shape)).view(shape)
 
     def copy_to(self, name: str, flat: Tensor) -> None:
-        """Copy all elements of one tensor into ``flat`` (1D, as many elements, of any dtype), in parts of at most
-        ``PART`` elements."""
+        """Copy one tensor into ``flat`` (1D, as many elements, of any dtype), at most ``PART`` elements at a time."""
         for start in range(0, flat.numel(), PART):
             stop = min(start + PART, flat.numel())
             flat[start:stop].copy_(self.part(name, start, stop))
-
-
-def _of_checkpoint(path: Path, rename: Rename) -> NamedWeights:
-    """The weights of a checkpoint of any format; its optimizer states do not matter here."""
-    reader = open_reader(path, states=False)
-    tied = reader.content.tied
-
-    def part(name: str, start: int, stop: int) -> Tensor:
-        return reader.read(tied.get(name, name), WEIGHT, start, stop)
-
-    return NamedWeights(reader, reader.content.decls, part, rename)
 
 
 def _of_mapping(tensors: Mapping[str, Tensor], rename: Rename) -> NamedWeights:

@@ -8,7 +8,7 @@
 
 [Note: Accelerate's world] Accelerate must see the world that the rank context says. It learns the rank's place, and
 that there are no collectives: loaders give each rank its part, and only rank 0 is the main process. After ``prepare``,
-gather and reduce exchange small tensors through the lead (rank_values.py); larger ones, objects, and what is called
+gather and reduce exchange small tensors through the lead (several_ranks.py); larger ones, objects, and what is called
 before, are refused by name. If the user made a torch.distributed group of the same ranks, Accelerate uses it for those
 calls; gradients and weights never go through it.
 
@@ -49,8 +49,7 @@ from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.prepare import is_prepared, prepare
 from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.integrations.claim import claim_process
-from rayzero.integrations.rank_values import values_of_ranks
+from rayzero.integrations.several_ranks import claim_process, values_of_ranks
 from rayzero.quantities import count
 
 __all__ = ["ZeroAccelerator"]
@@ -109,8 +108,7 @@ class ZeroAccelerator(Accelerator):
             )
 
     def _take_place(self, context: RankContext) -> None:
-        """See [Note: Accelerate's world]. All ranks must shuffle in the same way: by a seed, not by their generators'
-        state."""
+        """See [Note: Accelerate's world]. All ranks must shuffle alike: by a seed, not by their generators' state."""
         for state in (PartialState(), self.state):
             state.num_processes = context.world_size
             state.process_index = state.local_process_index = context.rank
@@ -140,13 +138,11 @@ class ZeroAccelerator(Accelerator):
                 "accelerator.prepare_model(model, evaluation_mode=True)"
             )
         (model,), (plain,) = models, optimizers
-        model, optimizer = prepare(model, plain, self._config(), units=self._units)
-        return super().prepare(*(optimizer if x is plain else x for x in args), device_placement=device_placement)
-
-    def _config(self) -> ZeroConfig:
         config = self._zero_config or get_context().config or ZeroConfig()
         planned = max(config.gradient_accumulation_steps, self.num_micro_batches)
-        return config.replace(gradient_accumulation_steps=planned)
+        config = config.replace(gradient_accumulation_steps=planned)
+        model, optimizer = prepare(model, plain, config, units=self._units)
+        return super().prepare(*(optimizer if x is plain else x for x in args), device_placement=device_placement)
 
     @property
     def num_micro_batches(self) -> int:
@@ -233,8 +229,7 @@ class ZeroAccelerator(Accelerator):
 
     @contextmanager
     def _around(self, hook: Any) -> Iterator[None]:
-        """Around Accelerate's save or load: it must not gather prepared models, and ``hook`` may empty its list of
-        optimizers."""
+        """Around Accelerate's save or load: it gathers no prepared models, and ``hook`` may empty its optimizers."""
         optimizers, self._with_the_owners = list(self._optimizers), True
         try:
             yield

@@ -38,7 +38,7 @@ from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.prepare import is_prepared, prepare
 from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import StateLostError, UnsupportedError, UntrackedError
-from rayzero.integrations.claim import claim_process
+from rayzero.integrations.several_ranks import claim_process
 
 __all__ = ["ZeroStrategy"]
 

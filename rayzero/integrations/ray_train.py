@@ -108,6 +108,7 @@ class Owners:
     ) -> RankContext:
         rank, recorder = place.get_world_rank(), MemoryRecorder()
         resume = start.resume if start.life else group.resume
+        first = rank - place.get_local_rank()  # Ray Train numbers workers node by node
 
         def connect(model: int) -> ParameterStore:
             return connect_store(
@@ -119,7 +120,7 @@ class Owners:
                 recorder=recorder,
                 model=model,
                 life=start.life,
-                ranks_here=_ranks_here(place),
+                ranks_here=range(first, first + place.get_local_world_size()),
                 outlives_owners=self.config.shared_directory is not None,
             )
 
@@ -217,12 +218,6 @@ def optimizer_actors(
         GroupOwners(run, config, placement, max_failures=max_failures, security=security) as owners,
     ):
         yield Owners(run=run, config=config, groups=GroupsAsked(owners.groups))
-
-
-def _ranks_here(place: Any) -> range:
-    """The ranks on a worker's node: Ray Train numbers workers node by node."""
-    first = place.get_world_rank() - place.get_local_rank()
-    return range(first, first + place.get_local_world_size())
 
 
 def _check(config: ZeroConfig) -> None:

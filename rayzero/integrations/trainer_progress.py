@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers.trainer_callback import ExportableState
 
+from rayzero.checkpoint.state_values import to_bytes
 from rayzero.engine.context import get_context
 from rayzero.engine.loop.rank_state import generator_states, set_generator_states
 from rayzero.errors import UnsupportedError
@@ -184,10 +185,14 @@ class _LogText:
 
     def of(self, history: list[dict[str, Any]]) -> torch.Tensor:
         """The log as bytes, one entry a line."""
+
+        def plain(value: Any) -> Any:  # a scalar of numpy or torch; text for anything else
+            return value.item() if hasattr(value, "item") else str(value)
+
         if len(history) < self._lines:
             self._text, self._lines = bytearray(), 0
         for entry in history[self._lines :]:
-            self._text += json.dumps(entry, default=_plain).encode() + b"\n"
+            self._text += json.dumps(entry, default=plain).encode() + b"\n"
         self._lines = len(history)
         return (
             torch.frombuffer(bytearray(self._text), dtype=torch.uint8)
@@ -203,17 +208,7 @@ class _LogText:
         return history
 
 
-def _plain(value: Any) -> Any:
-    """A logged value that JSON does not know: a scalar of numpy or torch; text for anything else."""
-    return value.item() if hasattr(value, "item") else str(value)
-
-
 def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether the generators of the CPU are in the same states."""
-    return (
-        torch.equal(one["torch"], other["torch"])
-        and torch.equal(one["numpy"][1], other["numpy"][1])
-        and one["numpy"][2:] == other["numpy"][2:]
-        and torch.equal(one["python"][1], other["python"][1])
-        and one["python"][2] == other["python"][2]
-    )
+    kinds = ("torch", "numpy", "python")
+    return to_bytes({kind: one[kind] for kind in kinds}) == to_bytes({kind: other[kind] for kind in kinds})

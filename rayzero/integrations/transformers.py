@@ -57,7 +57,7 @@ from rayzero.engine.start.weight_stream import require_fit
 from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import CheckpointWriteError, ConfigError, UnsupportedError
 from rayzero.integrations.accelerate import ZeroAccelerator
-from rayzero.integrations.rank_values import sum_over_ranks
+from rayzero.integrations.several_ranks import sum_over_ranks
 from rayzero.integrations.trainer_progress import TrainerProgress
 
 __all__ = ["Seq2SeqTrainer", "Trainer", "ZeroTraining", "save_pretrained"]

@@ -62,19 +62,12 @@ class StepBound:
     @property
     def binds(self) -> str:
         """The stage that takes longest."""
-        stages = self.stages
-        return max(stages, key=lambda name: stages[name])
+        return max(self.stages, key=lambda name: self.stages[name])
 
     @property
     def stages(self) -> dict[str, float]:
         """Seconds by stage."""
-        return {
-            "compute": self.compute,
-            "fetch": self.fetch,
-            "push": self.push,
-            "network": self.network,
-            "update": self.update,
-        }
+        return {name: getattr(self, name) for name in ("compute", "fetch", "push", "network", "update")}
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -124,8 +117,7 @@ def bound_step(traffic: StepTraffic, zero: ZeroConfig, scaling: ScalingConfig, h
 
 
 def _between_hosts(traffic: StepTraffic, ranks: Sequence[int], owners: Counter[int], zero: ZeroConfig) -> float:
-    """The most bytes that one host receives or sends in one direction. ``ranks``: their hosts. ``owners``: how many
-    each host has."""
+    """The most bytes that a host receives or sends. ``ranks``: their hosts. ``owners``: how many each host has."""
     here, groups = Counter(ranks), summed_groups(ranks, zero, traffic.gradients)
     fetched = {
         host: count * traffic.fetch if zero.shared_directory is None else traffic.published

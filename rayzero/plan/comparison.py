@@ -9,15 +9,8 @@ from typing import Any, Literal
 from rayzero.plan.bound import StepBound
 from rayzero.plan.tiers import RunBytes
 from rayzero.quantities import format_bytes
-from rayzero.telemetry.metric import Role
-from rayzero.telemetry.names import (
-    GPU_MEMORY_BYTES,
-    HEAP_BYTES,
-    MEMORY_BYTES,
-    PLAN_ERROR_RATIO,
-    PREFETCH_WINDOW_BYTES,
-    PROCESS_MEMORY_BYTES,
-)
+from rayzero.telemetry import names
+from rayzero.telemetry.metric import Metric, Role
 from rayzero.telemetry.scrape import Scrape, Scraped
 
 __all__ = ["Comparison", "compare_bytes", "compare_step", "format_comparisons"]
@@ -52,14 +45,8 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        return {
-            "what": self.what,
-            "unit": self.unit,
-            "kind": self.kind,
-            "planned": self.planned,
-            "measured": self.measured,
-            "ratio": self.ratio,
-        }
+        told = ("what", "unit", "kind", "planned", "measured", "ratio")
+        return {name: getattr(self, name) for name in told}
 
 
 def compare_bytes(plan: RunBytes, scrape: Scrape) -> tuple[Comparison, ...]:
@@ -75,14 +62,8 @@ def compare_bytes(plan: RunBytes, scrape: Scrape) -> tuple[Comparison, ...]:
 
 def compare_step(bound: StepBound, seconds: float) -> Comparison:
     """Compare a step's time with its lower bound."""
-    return Comparison(
-        what=f"step time (bound by {bound.binds})",
-        unit="s",
-        kind="at least",
-        planned=bound.seconds,
-        measured=seconds,
-        least=_LEAST_S,
-    )
+    what = f"step time (bound by {bound.binds})"
+    return Comparison(what=what, unit="s", kind="at least", planned=bound.seconds, measured=seconds, least=_LEAST_S)
 
 
 def format_comparisons(rows: Iterable[Comparison]) -> list[str]:
@@ -95,66 +76,42 @@ def format_comparisons(rows: Iterable[Comparison]) -> list[str]:
     ]
 
 
+def _in_bytes(
+    what: str,
+    planned: float,
+    measured: float | None,
+    kind: Literal["planned", "at most"] = "planned",
+    of_any_size: bool = False,
+) -> Comparison:
+    least = 0 if of_any_size else _LEAST_BYTES
+    return Comparison(what=what, unit="bytes", kind=kind, planned=planned, measured=measured, least=least)
+
+
 def _of_rank(plan: RunBytes, rank: Scraped) -> Iterator[Comparison]:
-    now, who = rank.series, rank.target.who
-    gathered = None if now is None else now.get(PREFETCH_WINDOW_BYTES)
-    yield Comparison(
-        what=f"{who} gathered parameters",
-        unit="bytes",
-        kind="at most",
-        planned=plan.device.parameters,
-        measured=gathered,
-    )
-    if _computes_here(rank):
-        heap = _heap(rank)
-        yield Comparison(
-            what=f"{who} computing",
-            unit="bytes",
-            kind="planned",
-            planned=_own(plan),
-            measured=heap,
-            least=_LEAST_BYTES,
-        )
-    peak = None if now is None else now.get(GPU_MEMORY_BYTES, kind="peak_active")
+    who, device = rank.target.who, plan.device
+    gathered = _now(rank, names.PREFETCH_WINDOW_BYTES)
+    yield _in_bytes(f"{who} gathered parameters", device.parameters, gathered, "at most", of_any_size=True)
+    if _now(rank, names.HEAP_BYTES, kind="peak") is not None:  # it computes on a CPU, and has sampled its peak
+        host = max(plan.hosts, key=lambda one: one.ranks)
+        yield _in_bytes(f"{who} computing", host.of_ranks / host.ranks, _heap(rank))
+    peak = _now(rank, names.GPU_MEMORY_BYTES, kind="peak_active")
     if peak is not None:  # it computes on a GPU
-        yield Comparison(
-            what=f"{who} device peak", unit="bytes", kind="planned", planned=plan.device.peak, measured=peak
-        )
-
-
-def _own(plan: RunBytes) -> float:
-    """Host bytes of one rank alone."""
-    host = max(plan.hosts, key=lambda one: one.ranks)
-    return host.of_ranks / host.ranks
-
-
-def _computes_here(rank: Scraped) -> bool:
-    """Whether the rank computes on a CPU and has sampled its peak."""
-    return rank.series is not None and rank.series.get(HEAP_BYTES, kind="peak") is not None
+        yield _in_bytes(f"{who} device peak", device.peak, peak, of_any_size=True)
 
 
 def _heap(rank: Scraped) -> float | None:
     """How much its heap has grown at the peak of its steps: bytes reported by purpose, and the rest."""
-    if rank.series is None:
-        return None
-    told = rank.series.get(MEMORY_BYTES, tier="ram")
-    apart = [rank.series.get(MEMORY_BYTES, kind=kind, tier="ram") for kind in ("process", "unused")]
+    told = _now(rank, names.MEMORY_BYTES, tier="ram")
+    apart = [_now(rank, names.MEMORY_BYTES, kind=kind, tier="ram") for kind in ("process", "unused")]
     return None if told is None else told - sum(size or 0.0 for size in apart) + _higher(rank)
 
 
 def _of_owner(plan: RunBytes, owner: Scraped) -> Comparison:
     """How much the owner's resident memory grew (it reports that as a share of its own plan), less unused bytes."""
-    index = owner.target.index or 0
-    planned = plan.owners[index].steady
-    error = None if owner.series is None else owner.series.get(PLAN_ERROR_RATIO, what="host")
-    return Comparison(
-        what=f"{owner.target.who} memory",
-        unit="bytes",
-        kind="planned",
-        planned=planned,
-        measured=None if error is None else planned * (1 + error) - _unused(owner),
-        least=_LEAST_BYTES,
-    )
+    planned = plan.owners[owner.target.index or 0].steady
+    error = _now(owner, names.PLAN_ERROR_RATIO, what="host")
+    grown = None if error is None else planned * (1 + error) - _unused(owner)
+    return _in_bytes(f"{owner.target.who} memory", planned, grown)
 
 
 def _of_host(plan: RunBytes, processes: Sequence[Scraped], everyone: Sequence[Scraped]) -> Iterator[Comparison]:
@@ -168,55 +125,37 @@ def _of_host(plan: RunBytes, processes: Sequence[Scraped], everyone: Sequence[Sc
     unused = sum(max(0.0, _unused(one) - _higher(one)) for one in processes)
     used = sum(_higher(one) - _unused(one) for one in processes)
     everybody = len(known) == len(grown)
-    yield Comparison(
-        what="host memory beyond the programs",
-        unit="bytes",
-        kind="planned",
-        planned=steady - host.programs,
-        measured=sum(known) + used if everybody else None,
-        least=_LEAST_BYTES,
-    )
+    beyond = sum(known) + used if everybody else None
+    yield _in_bytes("host memory beyond the programs", steady - host.programs, beyond)
     whole = [_pss(one) for one in everyone]
-    yield Comparison(
-        what="host memory",
-        unit="bytes",
-        kind="at most",  # programs that a fork server has forked share its imports
-        planned=steady,
-        measured=None if None in whole else sum(size or 0.0 for size in whole) + used,
-        least=_LEAST_BYTES,
-    )
-    yield Comparison(
-        what="freed memory that malloc keeps",
-        unit="bytes",
-        kind="planned",
-        planned=0,
-        measured=unused if everybody else None,
-    )
+    total = None if None in whole else sum(size or 0.0 for size in whole) + used
+    yield _in_bytes("host memory", steady, total, "at most")  # programs that a fork server has forked share imports
+    yield _in_bytes("freed memory that malloc keeps", 0, unused if everybody else None, of_any_size=True)
+
+
+def _now(one: Scraped, metric: Metric, **labels: str) -> float | None:
+    return None if one.series is None else one.series.get(metric, **labels)
 
 
 def _grown(one: Scraped) -> float | None:
-    if one.series is None:
-        return None
-    now, before = _pss(one), one.series.get(MEMORY_BYTES, kind="process")
+    now, before = _pss(one), _now(one, names.MEMORY_BYTES, kind="process")
     return None if now is None or before is None else now - before
 
 
 def _pss(one: Scraped) -> float | None:
     """Its resident memory, including its share of pages that it shares with other processes."""
-    return None if one.series is None else one.series.get(PROCESS_MEMORY_BYTES, kind="pss")
+    return _now(one, names.PROCESS_MEMORY_BYTES, kind="pss")
 
 
 def _higher(one: Scraped) -> float:
     """How much more a rank used at the peak of a step than it uses now."""
-    if one.series is None:
-        return 0.0
-    peak, now = one.series.get(HEAP_BYTES, kind="peak"), one.series.get(HEAP_BYTES, kind="used")
+    peak, now = _now(one, names.HEAP_BYTES, kind="peak"), _now(one, names.HEAP_BYTES, kind="used")
     return 0.0 if peak is None or now is None else max(0.0, peak - now)
 
 
 def _unused(one: Scraped) -> float:
     """Bytes that were freed but are still resident."""
-    return (one.series.get(MEMORY_BYTES, kind="unused") if one.series is not None else None) or 0.0
+    return _now(one, names.MEMORY_BYTES, kind="unused") or 0.0
 
 
 def _amount(row: Comparison, value: float | None) -> str:

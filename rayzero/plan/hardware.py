@@ -104,8 +104,7 @@ def _speed_at(size: int, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _undisturbed(act: Callable[[], object], device: torch.device) -> float:
-    """Seconds that one thread computes, without the time that other processes had its core, so that a busy host does
-    not look slow."""
+    """Seconds that one thread computes, without those that others had its core: a busy host does not look slow."""
     before = torch.get_num_threads()
     use_torch_threads(1)
     try:

@@ -1,5 +1,4 @@
-"""The memory of a run's programs without their data: the interpreter, its imports, and what torch keeps after first
-use."""
+"""The memory of a run's programs without their data: interpreter, imports, and what torch keeps after first use."""
 
 from __future__ import annotations
 

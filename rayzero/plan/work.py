@@ -2,12 +2,19 @@
 
 The model runs under torch's FakeTensorMode, which traces every operation with its shapes and dtypes and computes none.
 Live bytes are counted by storage, as an allocator would (the method of torch's own MemTracker).
+
+[Note: offload in a plan] The same code as in a run decides which activations leave, which stay and which are
+prefetched; only its copies take no time. A plan cannot know times. It assumes that a group has left when the next
+group's forward ends, and that under ``activation_device_budget`` everything beyond the budget leaves, even if a run
+would recompute some of it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +24,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from rayzero.activations.offload import ActivationOffload
+from rayzero.activations.policy import OffloadPolicy
+from rayzero.activations.tensors.host_pool import HostPool
 from rayzero.errors import UnsupportedError
+from rayzero.lanes import Direction, Event, ThreadLane
 from rayzero.layout.model_layout import ModelLayout, UnitLayout
 from rayzero.memory.pool import buffer_bytes
 from rayzero.modes import MachineMode
-from rayzero.plan.offloading import Moved, Offload, offloading
 
-__all__ = ["Work", "measure_work"]
+__all__ = ["Offload", "Work", "measure_work"]
 
 
 def _attention_forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -42,6 +52,18 @@ _CPU_ATTENTION = {
 
 Build = Callable[[], nn.Module]
 Loss = Callable[[nn.Module], Tensor]  # one micro-batch on this model: its scalar loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """Which modules' activations are offloaded, and how much of them."""
+
+    modules: tuple[str, ...]  # patterns
+    policy: OffloadPolicy
+
+    def share(self, fraction: float) -> Offload:
+        """The same modules, but offload this fraction of the bytes."""
+        return replace(self, policy=replace(self.policy, device_budget_bytes=None, fraction=fraction))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +93,9 @@ def measure_work(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         with _Nothing(), torch.device(device):
-            if offload is not None and offload.budget is not None:
+            if offload is not None and (budget := offload.policy.device_budget_bytes) is not None:
                 could = _run(build(), loss, layout, gathers, offload.share(1.0)).offloaded_bytes
-                offload = offload.share(max(0.0, 1.0 - offload.budget / could) if could else 0.0)
+                offload = offload.share(max(0.0, 1.0 - budget / could) if could else 0.0)
             return _run(build(), loss, layout, gathers, offload)
     except (torch._subclasses.fake_tensor.DataDependentOutputException, RuntimeError) as exc:
         said = " ".join(str(exc).split())[:200]
@@ -99,32 +121,65 @@ def _run(model: nn.Module, loss: Loss, layout: ModelLayout, gathers: bool, offlo
         if offload is None:
             work = _micro_batch(model, loss, live)
         else:
-            with offloading(model, offload, live.elsewhere) as offloaded:
-                first, then = (_with_offload(_micro_batch(model, loss, live), offloaded.take()) for _ in range(2))
-            work = _either(first, then)
+            with _offloading(model, offload, live) as moved:
+                first, then = (_with_offload(_micro_batch(model, loss, live), *moved()) for _ in range(2))
+            # in the first, all groups leave because nothing is known yet
+            larger = ("forward_peak_bytes", "backward_peak_bytes", "offloaded_host_bytes")
+            work = replace(then, **{name: max(getattr(first, name), getattr(then, name)) for name in larger})
     leaving.close()
     return work
 
 
-def _with_offload(work: Work, moved: Moved) -> Work:
+@contextmanager
+def _offloading(model: nn.Module, offload: Offload, live: _LiveBytes) -> Iterator[Callable[[], tuple[int, int, int]]]:
+    """A context in which the model's activations are offloaded. Its function tells the bytes that were copied out since
+    the last call, those of the largest group, and the most that have waited in host memory. [Note: offload in a plan]
+
+    Raises ConfigError for a pattern that matches nothing."""
+
+    def allocate(nbytes: int, pinned: bool) -> Tensor:
+        return live.elsewhere(lambda: torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+
+    def moved() -> tuple[int, int, int]:
+        left, lane.left = lane.left, Counter()
+        return left.total(), max(left.values(), default=0), pool.status().peak_bytes
+
+    lane = _AtOnce(next(model.parameters()).device)
+    pool = HostPool(cap_bytes=offload.policy.host_cap_bytes, allocate=allocate)
+    with ActivationOffload(model, offload.policy, offload_modules=offload.modules, lane=lane, pool=pool):
+        yield moved
+
+
+class _AtOnce(ThreadLane):
+    """A lane that copies at once, in the caller, and counts what leaves by the module that saved it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, overlap=False)
+        self.left: Counter[str] = Counter()
+
+    def issue(
+        self,
+        direction: Direction,
+        copy: Callable[[], object],
+        *,
+        after: Sequence[Event] | None = None,
+        holds: Sequence[Tensor] = (),
+        label: str = "",
+        nbytes: int = 0,
+    ) -> Event:
+        if direction == "out":
+            self.left[label] += nbytes
+        return super().issue(direction, copy, after=after, holds=holds, label=label, nbytes=nbytes)
+
+
+def _with_offload(work: Work, total: int, group: int, host: int) -> Work:
     """The work with offload. The plan's copies took no time; in a run a group leaves while the next one is computed."""
     return replace(
         work,
-        forward_peak_bytes=work.forward_peak_bytes + moved.group,
-        backward_peak_bytes=work.backward_peak_bytes + moved.group,
-        offloaded_bytes=moved.total,
-        offloaded_host_bytes=moved.host,
-    )
-
-
-def _either(first: Work, then: Work) -> Work:
-    """The larger of the first micro-batch's work, in which all groups leave because nothing is known yet, and a later
-    one's."""
-    return replace(
-        then,
-        forward_peak_bytes=max(first.forward_peak_bytes, then.forward_peak_bytes),
-        backward_peak_bytes=max(first.backward_peak_bytes, then.backward_peak_bytes),
-        offloaded_host_bytes=max(first.offloaded_host_bytes, then.offloaded_host_bytes),
+        forward_peak_bytes=work.forward_peak_bytes + group,
+        backward_peak_bytes=work.backward_peak_bytes + group,
+        offloaded_bytes=total,
+        offloaded_host_bytes=host,
     )
 
 
@@ -134,7 +189,8 @@ def _micro_batch(model: nn.Module, loss: Loss, live: _LiveBytes) -> Work:
     saved, forward_peak = live.now, live.take_peak()
     with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as backward:
         torch.autograd.backward(result)
-    on_cpu = [_of(counter, _CPU_ATTENTION) for counter in (forward, backward)]
+    counts = (counter.get_flop_counts()["Global"] for counter in (forward, backward))
+    on_cpu = [sum(of.get(operation, 0) for operation in _CPU_ATTENTION) for of in counts]
     return Work(
         forward_flops=forward.get_total_flops() - on_cpu[0],
         backward_flops=backward.get_total_flops() - on_cpu[1],
@@ -144,11 +200,6 @@ def _micro_batch(model: nn.Module, loss: Loss, live: _LiveBytes) -> Work:
         forward_peak_bytes=forward_peak,
         backward_peak_bytes=live.take_peak(),
     )
-
-
-def _of(counter: FlopCounterMode, operations: Iterable[Any]) -> int:
-    counts: Mapping[Any, int] = counter.get_flop_counts()["Global"]
-    return sum(counts.get(operation, 0) for operation in operations)
 
 
 def _convert(model: nn.Module, layout: ModelLayout) -> None:
@@ -202,12 +253,12 @@ class _LiveBytes(MachineMode):
             return
         self._seen.add(storage)
         size = buffer_bytes(storage.nbytes()) if storage.nbytes() else 0
+        self._add(size)
+        weakref.finalize(storage, self._add, -size)
+
+    def _add(self, size: int) -> None:
         self.now += size
         self._peak = max(self._peak, self.now)
-        weakref.finalize(storage, self._gone, size)
-
-    def _gone(self, size: int) -> None:
-        self.now -= size
 
 
 class _Leaving:

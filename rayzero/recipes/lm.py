@@ -14,7 +14,7 @@ import socket
 import time
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +33,36 @@ from rayzero.engine.start.meta import empty_parameters
 from rayzero.engine.stats import count_tokens
 from rayzero.errors import ConfigError, DataError
 from rayzero.protocol.messages import CheckpointInfo, Decision
-from rayzero.recipes.data.batch import Batch, Corpus, Place, Prompt
-from rayzero.recipes.data.sources import recipe_corpus
+from rayzero.recipes.data import recipe_corpus
+from rayzero.recipes.data.batch import Batch, Corpus, Place
 from rayzero.recipes.data.text import batch_seed
-from rayzero.recipes.flops import FlopRate
-from rayzero.recipes.model import build_model, logits_of
+from rayzero.recipes.model import SAMPLES, build_model, logits_of, write_samples
 from rayzero.recipes.recipe import RecipeConfig
-from rayzero.recipes.samples import SAMPLES, generate, samples_of, write_samples
-from rayzero.telemetry.names import ETA_SECONDS, EXPOSED_WAIT_SECONDS, STEP_SECONDS
-from rayzero.telemetry.recorder import MemoryRecorder, Recorder
+from rayzero.telemetry.names import ETA_SECONDS, EXPOSED_WAIT_SECONDS, MFU_RATIO, MODEL_FLOPS, STEP_SECONDS
+from rayzero.telemetry.recorder import Recorder, Since
 
 log = logging.getLogger(__name__)
 
 STEP_FLOPS = "step_flops"  # key in the ranks' config, besides the recipe's settings
 
+_HALF = ("bf16", "fp16")
+_PEAKS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+}
+"""Device name, as the driver reports it -> FLOP/s of dense 16-bit matrix products, from the maker's data sheet."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(slots=True, kw_only=True)
 class StepReport:
     """What one rank reports of one step; every value is measured."""
 
     step: int  # steps done, this one included
     loss: float  # mean over this rank's tokens, nats
-    grad_norm: float  # of the averaged gradients, before clipping
+    grad_norm: float | None = None  # of the averaged gradients, before clipping; None until it is known
     lr: float
     tokens: int  # tokens that this rank trained on in this step
     total_tokens: int  # all ranks, from the run's first step on; the same on every rank
@@ -67,8 +75,7 @@ class StepReport:
 
 
 def lr_factor(recipe: RecipeConfig, step: int) -> float:
-    """The learning rate of step ``step`` (from 0) as a share of ``recipe.lr``: a linear rise, then a cosine down to
-    ``min_lr_ratio``."""
+    """The rate of step ``step`` (from 0) as a share of ``lr``: a linear rise, then a cosine to ``min_lr_ratio``."""
     rise = round(recipe.warmup * recipe.steps)
     if step < rise:
         return (step + 1) / rise
@@ -100,39 +107,17 @@ def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor, positions
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-class StepCosts:
-    """What each step cost, read from the engine's recorder: its seconds, the same that Prometheus gets, and its
-    waits."""
-
-    def __init__(self, recorder: Recorder, device: torch.device) -> None:
-        assert isinstance(recorder, MemoryRecorder), "a rank's recorder keeps its measurements"
-        self._recorder = recorder
-        self._device = device
-        self._before = self._totals()
-
-    def measured(self) -> dict[str, float | int]:
-        """``StepReport``'s values for the step that has just ended, and for memory now. Call it once a step."""
-        now, before = self._totals(), self._before
-        self._before = now
-        told = {name: now[name] - before[name] for name in now}
-        return {**told, "memory_bytes": memory_in_use(self._device)}
-
-    def _totals(self) -> dict[str, float]:
-        return {
-            "step_seconds": self._recorder.timing(STEP_SECONDS).total,
-            "fetch_wait_seconds": self._waited("fetch"),
-            "optimizer_exposed_seconds": self._waited("optimizer") + self._waited("norm"),
-        }
-
-    def _waited(self, cause: str) -> float:
-        return self._recorder.total(EXPOSED_WAIT_SECONDS, cause=cause)
-
-
-def memory_in_use(device: torch.device) -> int:
-    """Bytes: the peak of this process's memory on ``device`` if that is a GPU, else its RSS."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return int(psutil.Process().memory_info().rss)
+def step_costs(since: Since, device: torch.device) -> dict[str, Any]:
+    """``StepReport``'s values for the step that has just ended, as Prometheus gets them. Call it once a step."""
+    counts = since.read(restart=True)
+    waited = {cause: counts.total(EXPOSED_WAIT_SECONDS, cause=cause) for cause in ("fetch", "optimizer", "norm")}
+    on_gpu = device.type == "cuda"
+    return {
+        "step_seconds": counts.total(STEP_SECONDS),
+        "fetch_wait_seconds": waited["fetch"],
+        "optimizer_exposed_seconds": waited["optimizer"] + waited["norm"],
+        "memory_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else int(psutil.Process().memory_info().rss),
+    }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,31 +127,22 @@ class Unreported:
     It is sent one step later, because the norm is part of the decision, and waiting for that would expose the
     optimizer's time."""
 
-    step: int  # steps done
-    loss: float
-    lr: float
-    tokens: int
-    total_tokens: int
+    report: StepReport
     decision: Future[Decision]
-    grad_norm: float | None = None  # None: of the decision
-    measured: dict[str, float | int]  # StepCosts.measured()
-    validation: tuple[float | None, int] = (None, 0)  # loss, batches
     checkpoint: CheckpointInfo | None = None
 
     def send(self, context: RankContext) -> None:
         """Report the step; waits for its decision."""
-        made = StepReport(
-            step=self.step,
-            loss=self.loss,
-            grad_norm=self.decision.result().norm if self.grad_norm is None else self.grad_norm,
-            lr=self.lr,
-            tokens=self.tokens,
-            total_tokens=self.total_tokens,
-            validation_loss=self.validation[0],
-            validation_batches=self.validation[1],
-            **self.measured,  # type: ignore[arg-type]  # names and types are StepCosts.measured's
-        )
-        context.report(asdict(made), checkpoint=self.checkpoint, exact=True)
+        if self.report.grad_norm is None:
+            self.report.grad_norm = self.decision.result().norm
+        context.report(asdict(self.report), checkpoint=self.checkpoint, exact=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers and text, for ``rayzero.track``."""
+        report = asdict(self.report)
+        if self.report.grad_norm is None and is_well(self.decision):  # once the next step is committed, it surely is
+            report["grad_norm"] = self.decision.result().norm
+        return {"report": report, "checkpoint": None if self.checkpoint is None else asdict(self.checkpoint)}
 
 
 class LateRow:
@@ -186,23 +162,17 @@ class LateRow:
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers and text, for ``rayzero.track``."""
-        return {"loss": float(self.loss), "before": None if self.before is None else _state_of(self.before)}
+        return {"loss": float(self.loss), "before": self.before and self.before.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where an earlier life of this rank has kept its state."""
-        self.loss, self.before = state["loss"], None
-        if state["before"] is not None:
-            saved = state["before"]["checkpoint"]
-            checkpoint = None if saved is None else CheckpointInfo(**saved)
-            kept = state["before"] | {"checkpoint": checkpoint, "validation": tuple(state["before"]["validation"])}
-            self.before = Unreported(**kept, decision=self._optimizer.last_decision())
-
-
-def _state_of(row: Unreported) -> dict[str, Any]:
-    told = {field.name: getattr(row, field.name) for field in fields(row) if field.name != "decision"}
-    if row.grad_norm is None and is_well(row.decision):  # once the next step is committed, it surely is
-        told["grad_norm"] = row.decision.result().norm
-    return {**told, "checkpoint": None if row.checkpoint is None else asdict(row.checkpoint)}
+        self.loss, self.before, kept = state["loss"], None, state["before"]
+        if kept is not None:
+            self.before = Unreported(
+                report=StepReport(**kept["report"]),
+                decision=self._optimizer.last_decision(),
+                checkpoint=kept["checkpoint"] and CheckpointInfo(**kept["checkpoint"]),
+            )
 
 
 @dataclass(slots=True)
@@ -218,6 +188,32 @@ class TrainedTokens:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on counting from a saved number."""
         self.total = state["total"]
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """The device's peak in FLOP/s. None if it is not known; then no MFU is reported.
+
+    fp32 has no entry, because the user's matmul precision decides which of two speeds applies."""
+    return _PEAKS.get(device_name) if precision in _HALF else None
+
+
+class FlopRate:
+    """Reports a rank's model FLOP/s, and its share of the device's peak if that is known."""
+
+    def __init__(self, recorder: Recorder, step_flops: int | None, device: torch.device, precision: str) -> None:
+        """``step_flops``: of one step of this rank; None if they could not be counted: nothing is reported then."""
+        self._recorder = recorder
+        self._step_flops = step_flops
+        self._peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+
+    def tell(self, step_seconds: float) -> None:
+        """Report a step that took ``step_seconds``, waits included."""
+        if not self._step_flops:
+            return
+        rate = self._step_flops / step_seconds
+        self._recorder.set(MODEL_FLOPS, rate)
+        if self._peak is not None:
+            self._recorder.set(MFU_RATIO, rate / self._peak)
 
 
 def _corpus_here(recipe: RecipeConfig, context: RankContext) -> Corpus:
@@ -267,24 +263,26 @@ class LanguageModelRun:
 
     def train(self) -> None:
         """Run to the recipe's last step: train, then validate and save where the recipe says so, and report."""
-        costs, began = StepCosts(self.context.recorder, self.context.device), time.perf_counter()
+        since, began = Since(self.context.recorder), time.perf_counter()
         for step in range(self.done, self.recipe.steps):
             lr = float(self.optimizer.param_groups[0]["lr"])
             self._train_step(step)
-            done = Unreported(
+            report = StepReport(
                 step=step + 1,
                 loss=float(self.late.loss),
                 lr=lr,
                 tokens=self._tokens,
                 total_tokens=self.tokens.total,
-                decision=self.optimizer.last_decision(),
-                measured=costs.measured(),
+                **step_costs(since, self.context.device),
             )
-            self._tell(done, time.perf_counter() - began)
+            done = Unreported(report=report, decision=self.optimizer.last_decision())
+            self.flop_rate.tell(report.step_seconds)
+            left = (time.perf_counter() - began) / (step + 1 - self.done) * (self.recipe.steps - step - 1)
+            self.context.recorder.set(ETA_SECONDS, left)
             self.late.send(self.context)  # before a save: a checkpoint's steps are reported before it exists
             self._after_step(done)
             self.late.before = done
-            if self._saves_after(done.step):  # a run that starts again from there would not make this row
+            if self._saves_after(step + 1):  # a run that starts again from there would not make this row
                 self.late.send(self.context)
         self.late.send(self.context)
         if self.context.rank == 0 and self.context.run_dir is not None and self.recipe.sample_tokens:
@@ -292,30 +290,13 @@ class LanguageModelRun:
 
     def _write_samples(self, run_dir: Path) -> None:
         """Rank 0 alone: no other rank has to take part in a forward."""
-        recipe = self.recipe
+        path = run_dir / SAMPLES
         self.model.eval()
-
-        def write(prompt: Prompt) -> list[int]:
-            return generate(
-                self.model,
-                prompt,
-                tokens=recipe.sample_tokens,
-                window=recipe.seq_len,
-                temperature=recipe.sample_temperature,
-                device=self.context.device,
-            )
-
         try:
-            write_samples(run_dir, recipe.steps, samples_of(self.corpus, recipe.sample_prompts, write))
+            write_samples(path, self.model, self.corpus, self.recipe, self.context.device)
         except OSError as error:  # the training itself has succeeded
-            log.warning("%s is not written: %s", run_dir / SAMPLES, error.strerror)
+            log.warning("%s is not written: %s", path, error.strerror)
         self.model.train()
-
-    def _tell(self, done: Unreported, seconds: float) -> None:
-        """Record this rank's progress. ``seconds``: since its first step of this run began."""
-        recorder, recipe = self.context.recorder, self.recipe
-        self.flop_rate.tell(done.measured["step_seconds"])
-        recorder.set(ETA_SECONDS, seconds / (done.step - self.done) * (recipe.steps - done.step))
 
     def _train_step(self, step: int) -> None:
         """One optimizer step. Its loss is the mean of this rank's micro-batches."""
@@ -335,10 +316,11 @@ class LanguageModelRun:
 
     def _after_step(self, done: Unreported) -> None:
         """Validate and save a checkpoint if they are due."""
-        if done.step == self.recipe.steps or done.step % self.recipe.eval_every == 0:
-            done.validation = self.validate()
-        if self._saves_after(done.step):
-            saved = self._save(done.step)
+        step = done.report.step
+        if step == self.recipe.steps or step % self.recipe.eval_every == 0:
+            done.report.validation_loss, done.report.validation_batches = self.validate()
+        if self._saves_after(step):
+            saved = self._save(step)
             done.checkpoint = saved if self.context.rank == 0 else None
 
     def _saves_after(self, step: int) -> bool:
@@ -394,7 +376,6 @@ class LanguageModelRun:
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """The loop that every rank runs. ``config``: a recipe as plain values, and STEP_FLOPS if the driver has counted
-    them."""
+    """The loop of every rank. ``config``: a recipe as plain values, and STEP_FLOPS if the driver has counted them."""
     recipe = {key: value for key, value in config.items() if key != STEP_FLOPS}
     LanguageModelRun(RecipeConfig.from_mapping(recipe), get_context(), config.get(STEP_FLOPS)).train()

@@ -1,4 +1,5 @@
-"""Builds the model that a recipe names: our GPT, or a transformers model from its config file."""
+"""The model that a recipe names: our GPT, or a transformers model from its config file. And what it writes once it is
+trained: continuations of prompts that it was not trained on, for people to see."""
 
 from __future__ import annotations
 
@@ -9,9 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.errors import ConfigError
+from rayzero.files import replace_file
 from rayzero.quantities import count
-from rayzero.recipes.gpt.model import GPT
+from rayzero.recipes.data.batch import Corpus, Prompt
+from rayzero.recipes.gpt import GPT
 from rayzero.recipes.recipe import HF_PREFIX, RecipeConfig
+
+SAMPLES = "samples.txt"
 
 
 def build_model(recipe: RecipeConfig, vocab_size: int) -> nn.Module:
@@ -45,7 +50,8 @@ def _build_hf(path: Path, seq_len: int, vocab_size: int) -> nn.Module:
         _check_hf_sizes(config, path, seq_len, vocab_size)
         model: nn.Module = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError) as exc:
-        raise ConfigError(f"model: {path} is not the config of a causal language model: {_first_line(exc)}") from exc
+        first = str(exc).strip().partition("\n")[0] or type(exc).__name__
+        raise ConfigError(f"model: {path} is not the config of a causal language model: {first}") from exc
     return model
 
 
@@ -59,5 +65,34 @@ def _check_hf_sizes(config: Any, path: Path, seq_len: int, vocab_size: int) -> N
         )
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+# ---- what it writes ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: Prompt, recipe: RecipeConfig, device: torch.device) -> list[int]:
+    """The tokens that follow a prompt, without those of its stop; the model sees the last ``seq_len`` ones. The same
+    tokens each time. No cache: each token is one forward."""
+    temperature = recipe.sample_temperature
+    generator = torch.Generator().manual_seed(0)
+    known, stop, written = list(prompt.tokens) or [0], list(prompt.stop), list[int]()
+    while len(written) < recipe.sample_tokens:
+        inputs = torch.tensor([(known + written)[-recipe.seq_len :]], device=device, dtype=torch.int64)
+        last = logits_of(model(inputs))[0, -1].float().cpu()
+        if temperature == 0:
+            written.append(int(last.argmax()))
+        else:
+            written.append(int(torch.multinomial((last / temperature).softmax(0), 1, generator=generator)))
+        if stop and written[-len(stop) :] == stop:
+            return written[: -len(stop)]
+    return written
+
+
+def write_samples(path: Path, model: nn.Module, corpus: Corpus, recipe: RecipeConfig, device: torch.device) -> None:
+    """Write, for people, how the model goes on from the recipe's prompts, and how the data does. Raises OSError."""
+    blocks = [f"after step {recipe.steps}"]
+    for prompt in corpus.prompts(recipe.sample_prompts):
+        written = corpus.tokenizer.decode(generate(model, prompt, recipe, device))
+        blocks.append(f"--- prompt\n{prompt.shown}\n--- the model writes\n{written}")
+        if prompt.reference is not None:
+            blocks.append(f"--- the data has\n{prompt.reference}")
+    replace_file(path, "\n".join(blocks) + "\n")

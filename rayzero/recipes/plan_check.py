@@ -73,7 +73,8 @@ class PlanCheck:
     ) -> None:
         """hardware: None if it is not known; then no bound is compared. look: scrapes exporters; None: over HTTP."""
         self._work, self._hardware, self._run_dir, self._say = work, hardware, run_dir, say
-        self._look, self._clock = look or self._scrape, clock
+        self._look = look or (lambda targets: scrape(targets, timeout_s=_ANSWER_S, viewer=read_viewer(run_dir)))
+        self._clock = clock
         self._targets: tuple[Target, ...] = ()
         self._hosts = Hosts()
         self._seconds: list[float] = []
@@ -86,7 +87,9 @@ class PlanCheck:
         told, optimizers = record["telemetry"], sum(map(_has_shards, record["members"]))
         self._work = self._work.with_optimizers(optimizers)
         self._targets = tuple(Target.of(one["address"], one["labels"]) for one in told["targets"]) if told else ()
-        self._hosts = _hosts_of(record["members"], on_gpu=self._work.recipe.scaling.use_gpu)
+        ranks = Counter(one["host"] for one in record["members"] if one["who"].startswith("rank"))
+        gpus_each = max(ranks.values()) if self._work.recipe.scaling.use_gpu else 0
+        self._hosts = Hosts(count=len({one["host"] for one in record["members"]}), gpus_each=gpus_each)
 
     def take(self, row: StepRow) -> None:
         """One more step is done."""
@@ -100,9 +103,6 @@ class PlanCheck:
         self._tries, self._again = self._tries + 1, self._clock() + _AGAIN_S
         if last or self._tries == _TRIES or all(one.measured is not None for one in rows):
             self._finish(rows)
-
-    def _scrape(self, targets: tuple[Target, ...]) -> Scrape:
-        return scrape(targets, timeout_s=_ANSWER_S, viewer=read_viewer(self._run_dir))
 
     def _compare(self) -> tuple[Comparison, ...]:
         record = read_record(self._run_dir)
@@ -136,8 +136,3 @@ def read_plan(run_dir: Path) -> dict[str, Any] | None:
 
 def _has_shards(member: Mapping[str, Any]) -> bool:
     return member["who"].startswith("optimizer") and bool(member.get("has_shards", True))
-
-
-def _hosts_of(members: list[Mapping[str, Any]], *, on_gpu: bool) -> Hosts:
-    ranks = Counter(member["host"] for member in members if member["who"].startswith("rank"))
-    return Hosts(count=len({member["host"] for member in members}), gpus_each=max(ranks.values()) if on_gpu else 0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.activations.attach import match_modules
-from rayzero.config import ScalingConfig, ZeroConfig
+from rayzero.config import ScalingConfig
 from rayzero.engine.activations import policy_of
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
 from rayzero.engine.start.inventory import ModelParameters, ModelParameterStats
@@ -21,10 +21,9 @@ from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.process_memory import process_memory
 from rayzero.plan.bound import StepBound, StepTraffic, bound_step, step_traffic
 from rayzero.plan.hardware import Hardware, Hosts, measure_here
-from rayzero.plan.offloading import Offload
 from rayzero.plan.programs import Imported, Programs
 from rayzero.plan.tiers import RunBytes, plan_bytes, shares_memory
-from rayzero.plan.work import Work, measure_work
+from rayzero.plan.work import Offload, Work, measure_work
 from rayzero.recipes.lm import next_token_loss
 from rayzero.recipes.model import build_model
 from rayzero.recipes.recipe import RecipeConfig
@@ -109,7 +108,10 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on
         parameters = ModelParameters.from_module(model).get_statistics()
         units = plan_units(model, recipe.zero_config)
     match_modules([model], recipe.zero_config.offload_activations, "offload_activations")
-    work = measure_work(build, loss, units.layout, gathers=on_gpu, offload=_offload(recipe.zero_config))
+    offload, modules = None, recipe.zero_config.offload_activations
+    if modules:
+        offload = Offload(modules=modules, policy=policy_of(recipe.zero_config, rank=0, poison=False))
+    work = measure_work(build, loss, units.layout, gathers=on_gpu, offload=offload)
     programs = Programs.between(imported, process_memory())
     return RecipeWork(
         recipe=recipe,
@@ -121,15 +123,8 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on
     )
 
 
-def _offload(config: ZeroConfig) -> Offload | None:
-    if not config.offload_activations:
-        return None
-    return Offload(modules=config.offload_activations, policy=policy_of(config, rank=0, poison=False))
-
-
 def recipe_hardware(work: RecipeWork, *, on_gpu: bool | None = None) -> Hardware:
-    """This host's limits, measured with the recipe's dtype and working set. on_gpu: ranks compute on GPUs; None: if
-    this host has some."""
+    """This host's limits, for the recipe's dtype and working set. on_gpu: of GPUs; None: if this host has some."""
     traffic = _traffic(work)
     recipe = work.recipe
     return measure_here(COMPUTE_DTYPES[recipe.zero.precision], traffic.update // 2, Path(recipe.zero.slab_dir), on_gpu)
@@ -148,8 +143,7 @@ def plan_recipe(work: RecipeWork, hardware: Hardware) -> RecipePlan:
 
 
 def reserve(work: RecipeWork) -> ScalingConfig:
-    """The recipe's scaling. Where it sets no memory for Ray, it gets the least that each process needs if all are on
-    one host."""
+    """The recipe's scaling. Where it sets no memory for Ray: the least that each process needs, if all share a host."""
     scaling, run = work.recipe.scaling, bytes_on_one_host(work)
     (host,) = run.hosts
     rank, owner = work.programs.of_host(1, 0), work.programs.of_host(0, 1)

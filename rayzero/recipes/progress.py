@@ -1,17 +1,20 @@
-"""The driver's progress display: one line with step, loss, speed, memory and time left."""
+"""What the driver shows of a run's rows: a line with step, loss, speed, memory and time left; the curve of losses."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rayzero.recipes.run_log import StepRow
+
+LOSS_PICTURE = "loss.png"
 
 GIB = 1 << 30
 _LINES_S = 1.0  # without a terminal, at most one line in this many seconds
@@ -70,3 +73,22 @@ def progress_line(console: Console, total: int, done: int) -> Iterator[ProgressL
     progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with progress:
         yield ProgressLine(progress, console, total, done)
+
+
+def draw_losses(rows: Sequence[StepRow], unigram: float, path: Path) -> None:
+    """Draw training and validation losses over steps into ``path`` (PNG). ``unigram``: validation loss in nats of a
+    model that only counts tokens."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([row.step for row in rows], [row.loss for row in rows], color="tab:blue", lw=1, label="train")
+    validated = [(row.step, row.validation_loss) for row in rows if row.validation_loss is not None]
+    if validated:
+        steps, losses = zip(*validated, strict=True)
+        axes.plot(steps, losses, color="tab:orange", marker="o", label="validation")
+    axes.axhline(unigram, color="gray", ls="--", lw=1, label=f"unigram baseline ({unigram:.2f})")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=path.parent.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)

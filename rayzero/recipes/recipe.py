@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,7 +23,7 @@ from rayzero.config import (
     apply_overrides,
     read_yaml,
 )
-from rayzero.recipes.gpt.config import GPTConfig
+from rayzero.errors import ConfigError
 
 GPT = "gpt"
 HF_PREFIX = "hf:"
@@ -50,6 +51,27 @@ def in_groups(settings: Mapping[str, Any]) -> dict[str, Any]:
             inner = inner.model_dump() if isinstance(inner, ConfigModel) else dict(inner)
             grouped[group] = inner | {name: grouped.pop(name)}
     return grouped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTConfig:
+    """The shape of a :class:`~rayzero.recipes.gpt.GPT`."""
+
+    vocab_size: int
+    seq_len: int  # longest input, in tokens
+    num_layers: int
+    num_heads: int
+    dim: int
+    tie_embeddings: bool = False  # the head's weight is the embedding's
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "seq_len", "num_layers", "num_heads", "dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
+            raise ConfigError(
+                f"dim {self.dim} must split into {self.num_heads} heads of an even size (rotary positions turn pairs)"
+            )
 
 
 class RecipeConfig(ConfigModel):
@@ -191,14 +213,8 @@ class RecipeConfig(ConfigModel):
 
     def gpt(self, vocab_size: int) -> GPTConfig:
         """The shape of the "gpt" model."""
-        return GPTConfig(
-            vocab_size=vocab_size,
-            seq_len=self.seq_len,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            dim=self.dim,
-            tie_embeddings=self.tie_embeddings,
-        )
+        shape = ("seq_len", "num_layers", "num_heads", "dim", "tie_embeddings")
+        return GPTConfig(vocab_size=vocab_size, **{name: getattr(self, name) for name in shape})
 
     @property
     def tokens_per_step(self) -> int:

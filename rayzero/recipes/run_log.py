@@ -33,23 +33,23 @@ class StepRow:
     validation_loss: float | None = None  # nats; null if the step was not validated
 
 
+_MOST_OF_RANKS = ("step_seconds", "fetch_wait_seconds", "optimizer_exposed_seconds", "memory_bytes")
+
+
 def merge_reports(reports: Mapping[int, Mapping[str, Any]]) -> StepRow:
     """One row from every rank's report of the same step (``recipes.lm.StepReport`` as a dict)."""
     ranks = [reports[rank] for rank in sorted(reports)]
     first, tokens = ranks[0], sum(report["tokens"] for report in ranks)
-    seconds = max(report["step_seconds"] for report in ranks)
+    most = {name: max(report[name] for report in ranks) for name in _MOST_OF_RANKS}
     return StepRow(
         step=first["step"],
         loss=sum(report["loss"] * report["tokens"] for report in ranks) / tokens,
         grad_norm=first["grad_norm"],
         lr=first["lr"],
         tokens=first["total_tokens"],
-        tokens_per_second=tokens / seconds,
-        step_seconds=seconds,
-        fetch_wait_seconds=max(report["fetch_wait_seconds"] for report in ranks),
-        optimizer_exposed_seconds=max(report["optimizer_exposed_seconds"] for report in ranks),
-        memory_bytes=max(report["memory_bytes"] for report in ranks),
+        tokens_per_second=tokens / most["step_seconds"],
         validation_loss=_joined_validation(ranks),
+        **most,
     )
 
 

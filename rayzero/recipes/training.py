@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,10 @@ from rayzero.cluster.processes.program_memory import imported_memory
 from rayzero.cluster.run import Report
 from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import ScalingConfig
-from rayzero.convert.published.config import CONFIG_FILE
+from rayzero.convert.conversion import convert, export_full
+from rayzero.convert.formats import Format
+from rayzero.convert.formats.safetensors_folder import WHOLE_FILE
+from rayzero.convert.translated_reader import CONFIG_FILE
 from rayzero.engine.start.initial_values import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.files import replace_file
@@ -29,28 +35,23 @@ from rayzero.memory.process_memory import ProcessMemory
 from rayzero.plan.hardware import Hardware
 from rayzero.plan.programs import Imported
 from rayzero.plan.tiers import check_budgets, check_window
+from rayzero.recipes.data import recipe_corpus
 from rayzero.recipes.data.batch import Corpus
-from rayzero.recipes.data.sources import recipe_corpus
 from rayzero.recipes.lm import STEP_FLOPS, train_loop
-from rayzero.recipes.model import build_model
-from rayzero.recipes.model_folder import export_model
+from rayzero.recipes.model import SAMPLES, build_model
 from rayzero.recipes.plan_check import PLAN_STEPS, PlanCheck, measure_hardware
-from rayzero.recipes.planning import (
-    RecipePlan,
-    RecipeWork,
-    bytes_on_one_host,
-    plan_recipe,
-    recipe_work,
-    reserve,
-)
-from rayzero.recipes.plot import LOSS_PICTURE, draw_losses
-from rayzero.recipes.progress import progress_line, show_addresses
+from rayzero.recipes.planning import RecipePlan, RecipeWork, bytes_on_one_host, plan_recipe, recipe_work, reserve
+from rayzero.recipes.progress import LOSS_PICTURE, draw_losses, progress_line, show_addresses
 from rayzero.recipes.recipe import HF_PREFIX, RecipeConfig
 from rayzero.recipes.run_log import StepRow, StepRows, read_rows, trained_since
-from rayzero.recipes.samples import SAMPLES
 
 CONFIG = "config.yaml"
 _PLACE = "--run-dir"  # the option that chooses the run's directory, for messages
+
+_OF_TOKENIZERS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -158,22 +159,20 @@ def run_prepared(
     successor = Successor.of(recipe.zero_config, recipe.scaling)
     with RunDirectory.open(recipe.run, successor, setting=_PLACE) as directory:
         try:
-            _refuse_changed(directory, prepared)
+            # rows are cut, and plans made, for the step to resume from
+            if directory.start.step != prepared.resume_step:
+                raise ConfigError(
+                    f"{directory.path} has changed while this run was starting: the run would have resumed from step "
+                    f"{prepared.resume_step}, and now from step {directory.start.step}; another run has used the "
+                    "directory, so start this run again"
+                )
             return _run_in(directory, prepared, console, hardware, ray)
         except (ConfigError, UnsupportedError, KeyboardInterrupt, SystemExit):  # refused by the cluster, or stopped
-            _withdraw(directory)
+            if directory.fresh and not (directory.path / RECORD).exists():  # it never began to start
+                (directory.path / CONFIG).unlink(missing_ok=True)
+                (directory.path / CONFIG_FILE).unlink(missing_ok=True)
+                directory.withdraw()
             raise
-
-
-def _refuse_changed(directory: RunDirectory, prepared: PreparedRecipe) -> None:
-    """Raise ConfigError if the directory has changed since the recipe was prepared: rows are cut, and plans made,
-    for the step to resume from."""
-    if directory.start.step != prepared.resume_step:
-        raise ConfigError(
-            f"{directory.path} has changed while this run was starting: the run would have resumed from step "
-            f"{prepared.resume_step}, and now from step {directory.start.step}; another run has used the directory, "
-            "so start this run again"
-        )
 
 
 def _run_in(
@@ -184,14 +183,20 @@ def _run_in(
     ray: LocalRay | None,
 ) -> Training:
     recipe, path = prepared.recipe, directory.path
-    _write_config(path, recipe)
+    # as it runs, for --resume or another run; and a transformers model's config, for rayzero convert
+    replace_file(path / CONFIG, recipe.replace(run=recipe.run.replace(resume=False)).to_yaml())
+    if recipe.model.startswith(HF_PREFIX):
+        replace_file(path / CONFIG_FILE, Path(recipe.model.removeprefix(HF_PREFIX)).read_bytes())
     unigram = prepared.corpus.baseline()
     rows = [row for row in read_rows(path) if row.step <= directory.rows_until]
     try:
         result = _fit(prepared, directory, rows, console, hardware, ray)
     finally:
         if rows:
-            _draw(rows, unigram, path / LOSS_PICTURE)
+            try:
+                draw_losses(rows, unigram, path / LOSS_PICTURE)
+            except OSError as error:  # the training itself has succeeded
+                log.warning("%s is not drawn: %s", path / LOSS_PICTURE, error.strerror)
     return Training(
         result=result,
         last=rows[-1],
@@ -201,22 +206,6 @@ def _run_in(
         samples=path / SAMPLES if recipe.sample_tokens and (path / SAMPLES).exists() else None,
         model=export_model(recipe, result.checkpoint, path) if recipe.export and result.checkpoint else None,
     )
-
-
-def _draw(rows: list[StepRow], unigram: float, picture: Path) -> None:
-    try:
-        draw_losses(rows, unigram, picture)
-    except OSError as error:  # the training itself has succeeded
-        log.warning("%s is not drawn: %s", picture, error.strerror)
-
-
-def _withdraw(directory: RunDirectory) -> None:
-    """Remove the directory of a run that never began to start, if the run created it; a run that did start keeps its
-    record."""
-    if directory.fresh and not (directory.path / RECORD).exists():
-        (directory.path / CONFIG).unlink(missing_ok=True)
-        (directory.path / CONFIG_FILE).unlink(missing_ok=True)
-        directory.withdraw()
 
 
 def _fit(
@@ -229,7 +218,10 @@ def _fit(
 ) -> Result:
     """Train; each step's row is added to ``rows``."""
     recipe, joined = prepared.recipe, StepRows()
-    check = _plan_check(prepared, hardware, directory.path, console)
+    check = None
+    if prepared.work is not None and recipe.run.telemetry.enabled and recipe.steps - prepared.resume_step >= PLAN_STEPS:
+        say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+        check = PlanCheck(prepared.work, hardware, directory.path, say)
     with progress_line(console, recipe.steps, prepared.resume_step) as line:
 
         def take(report: Report) -> None:
@@ -255,20 +247,6 @@ def _fit(
         return make_trainer(recipe, take, scaling, started, flops).fit(directory=directory, ray=ray)
 
 
-def _plan_check(
-    prepared: PreparedRecipe, hardware: Hardware | None, run_dir: Path, console: Console
-) -> PlanCheck | None:
-    """None if nothing was planned or too few steps are left to measure."""
-    left = prepared.recipe.steps - prepared.resume_step
-    if prepared.work is None or left < PLAN_STEPS or not prepared.recipe.run.telemetry.enabled:
-        return None
-
-    def say(block: str) -> None:
-        console.print(block, highlight=False, soft_wrap=True, markup=False)
-
-    return PlanCheck(prepared.work, hardware, run_dir, say)
-
-
 def make_trainer(
     recipe: RecipeConfig,
     on_report: Callable[[Report], None] | None = None,
@@ -291,10 +269,30 @@ def make_trainer(
     )
 
 
-def _write_config(directory: Path, recipe: RecipeConfig) -> None:
-    """Write the recipe as it runs, for ``rayzero train --resume`` or another run, and beside it the config of a
-    transformers model, for ``rayzero convert``."""
-    again = recipe.replace(run=recipe.run.replace(resume=False))
-    replace_file(directory / CONFIG, again.to_yaml())
+def export_model(recipe: RecipeConfig, checkpoint: Path, run_dir: Path) -> Path:
+    """Write a checkpoint's fp32 masters as ``model/model.safetensors``; of a transformers model under the names that
+    transformers publishes, with its config and the files of its tokenizer, so that ``from_pretrained`` reads the
+    folder. Replaces an earlier one. Raises CheckpointError if it cannot be written."""
+    folder = run_dir / "model"
     if recipe.model.startswith(HF_PREFIX):
-        replace_file(directory / CONFIG_FILE, Path(recipe.model.removeprefix(HF_PREFIX)).read_bytes())
+        _export_published(checkpoint, Path(recipe.model.removeprefix(HF_PREFIX)), folder)
+    else:
+        export_full(checkpoint, folder / WHOLE_FILE, overwrite=True)
+    tokenizer = Path(recipe.tokenizer)
+    if tokenizer.is_dir():
+        for name in _OF_TOKENIZERS:
+            if (tokenizer / name).is_file():
+                shutil.copyfile(tokenizer / name, folder / name)
+    elif tokenizer.is_file():
+        shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    return folder
+
+
+def _export_published(checkpoint: Path, config: Path, folder: Path) -> None:
+    new = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)  # left by a process that was killed
+    convert(checkpoint, new, to=Format.HF, max_bytes=sys.maxsize, config=config)
+    if not (new / CONFIG_FILE).exists():  # no class has these names as they are: transformers finds out what fits
+        shutil.copyfile(config, new / CONFIG_FILE)
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)

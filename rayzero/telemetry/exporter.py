@@ -17,7 +17,7 @@ from rayzero.telemetry.guard import Guard, Protection
 from rayzero.telemetry.http import Page, PageServer, Refused, listen
 from rayzero.telemetry.metric import Kind, Metric, Role
 from rayzero.telemetry.names import METRICS
-from rayzero.telemetry.recorder import Labels, MemoryRecorder, Timing
+from rayzero.telemetry.recorder import Labels, MemoryRecorder
 
 METRICS_PATH = "/metrics"
 
@@ -36,33 +36,24 @@ class RecorderCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Family]:
-        """A family for each metric that has series. Counted values are read at one moment; sources, which may be slow,
-        afterwards."""
+        """A family for each metric that has series. Counted values are read at one moment, slow sources afterwards."""
         sums: dict[Metric, Mapping[Labels, float]] = {metric: {(): 0.0} for metric in self._zeros}
         counters, histograms = self._recorder.counters(), self._recorder.timings()
         sums |= counters
         sums |= self._recorder.gauges()
         for metric, series in sums.items():
-            yield _plain_family(metric, series)
+            make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+            family = make(metric.name, metric.help, labels=metric.labels)
+            for labels, value in series.items():
+                family.add_metric(_values(metric, labels), value)
+            yield family
         for metric, timings in histograms.items():
-            yield _histogram_family(metric, timings)
-
-
-def _plain_family(metric: Metric, series: Mapping[Labels, float]) -> Family:
-    make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
-    family = make(metric.name, metric.help, labels=metric.labels)
-    for labels, value in series.items():
-        family.add_metric(_values(metric, labels), value)
-    return family
-
-
-def _histogram_family(metric: Metric, timings: Mapping[Labels, Timing]) -> Family:
-    family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
-    bounds = [*map(str, metric.buckets), "+Inf"]
-    for labels, timing in timings.items():
-        counts = map(float, accumulate(timing.buckets))
-        family.add_metric(_values(metric, labels), list(zip(bounds, counts, strict=True)), timing.total)
-    return family
+            histogram = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+            bounds = [*map(str, metric.buckets), "+Inf"]
+            for labels, timing in timings.items():
+                counts = map(float, accumulate(timing.buckets))
+                histogram.add_metric(_values(metric, labels), list(zip(bounds, counts, strict=True)), timing.total)
+            yield histogram
 
 
 def _values(metric: Metric, labels: Labels) -> list[str]:
@@ -71,8 +62,7 @@ def _values(metric: Metric, labels: Labels) -> list[str]:
 
 
 class Exporter:
-    """Serves one recorder on ``/metrics``, and other pages, until ``close``. Has its own registry, so that two runs in
-    one process do not mix."""
+    """Serves one recorder on ``/metrics``, and other pages, until ``close``; two in a process do not mix."""
 
     def __init__(
         self,

@@ -96,8 +96,7 @@ class Guard:
         self.comparing = ThreadPoolExecutor(1, "rayzero-passwords")
 
     def renew(self, protection: Protection) -> None:
-        """Show and believe the certificates of this protection from the next handshake on; all else stays. Any thread
-        may call it."""
+        """Show and believe these certificates from the next handshake on; all else stays. Any thread may call it."""
         self.tls = protection.context()
 
     def admits(self, head: bytes) -> bool | None:

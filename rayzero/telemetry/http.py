@@ -40,15 +40,16 @@ _SWEEP_S = 1.0  # between two looks for connections that do not move
 _PATH_ENDS = re.compile(rb"[ ?\r]")
 _HOST = re.compile(rb"\r\nhost:([^\r\n]*)", re.IGNORECASE)
 _PORT = re.compile(r":\d*$")
-_REFUSED = b"HTTP/1.1 405 Method Not Allowed\r\nContent-Type: text/plain\r\nContent-Length: 9\r\n\r\nonly GET\n"
-_UNKNOWN_CLIENT = (
-    b"HTTP/1.1 401 Unauthorized\r\nWWW-Authenticate: Basic\r\nContent-Type: text/plain\r\nContent-Length: 13\r\n\r\n"
-    b"Unauthorized\n"
-)
-_FOREIGN_NAME = (
-    b"HTTP/1.1 421 Misdirected Request\r\nContent-Type: text/plain\r\nContent-Length: 47\r\n\r\n"
-    b"served on loopback: ask 127.0.0.1 or localhost\n"
-)
+
+
+def _answer(status: str, body: bytes, content_type: str = "text/plain", more: str = "") -> bytes:
+    head = f"HTTP/1.1 {status}\r\n{more}Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+_REFUSED = _answer("405 Method Not Allowed", b"only GET\n")
+_UNKNOWN_CLIENT = _answer("401 Unauthorized", b"Unauthorized\n", more="WWW-Authenticate: Basic\r\n")
+_FOREIGN_NAME = _answer("421 Misdirected Request", b"served on loopback: ask 127.0.0.1 or localhost\n")
 
 Refused = Callable[[str, str, str], None]  # reason, client, why
 
@@ -67,11 +68,11 @@ class Page:
     def answer(self, path: str) -> bytes:
         """The page as it is now. If making it fails, the answer says so, and the error is logged."""
         try:
-            return _answer("200 OK", self.content_type, self.make())
+            return _answer("200 OK", self.make(), self.content_type)
         except BaseException as error:  # whatever a source raises: the answer reports it, training and the server go on
             log.exception("cannot make %s", path)
             said = "".join(traceback.format_exception_only(error))  # even an error whose text cannot be made
-            return _answer("500 Internal Server Error", "text/plain", said.encode(errors="backslashreplace"))
+            return _answer("500 Internal Server Error", said.encode(errors="backslashreplace"))
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
@@ -86,8 +87,7 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
 
 
 def _close_in_child() -> None:
-    """A forked process (a data loader) may outlive this one if that is killed, and would keep the port from whoever
-    takes its place."""
+    """A forked process (a data loader) may outlive this one, and would keep the port from whoever takes its place."""
     for listening in list(_listening):
         listening.close()
 
@@ -185,18 +185,16 @@ class PageServer:
         path = _PATH_ENDS.split(rest, 1)[0].decode("latin-1")
         if method not in (b"GET", b"HEAD") or b"\0" in head:
             return _REFUSED, False
-        whole = self._page(path)
-        told = whole if method == b"GET" else _head_of(whole)
-        return told, b"HTTP/1.1" in head.partition(b"\r\n")[0] and b"connection: close" not in head.lower()
-
-    def _page(self, path: str) -> bytes:
-        page = self._pages.get(path)
+        made, page = self._made.get(path), self._pages.get(path)
         if page is None:
-            return _unknown(self._pages)
-        made = self._made.get(path)
-        if made is None or time.monotonic() - made[0] >= REFRESH_S:
-            made = self._made[path] = (time.monotonic(), page.answer(path))
-        return made[1]
+            whole = _answer("404 Not Found", f"there is {', '.join(self._pages)}\n".encode())
+        elif made is not None and time.monotonic() - made[0] < REFRESH_S:
+            whole = made[1]
+        else:
+            began, whole = time.monotonic(), page.answer(path)
+            self._made[path] = (began, whole)
+        told = whole if method == b"GET" else whole.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+        return told, b"HTTP/1.1" in head.partition(b"\r\n")[0] and b"connection: close" not in head.lower()
 
 
 class _Connection(asyncio.Protocol):
@@ -290,7 +288,7 @@ class _Connection(asyncio.Protocol):
 
     def _answer(self) -> None:
         assert self._transport is not None
-        while not self._is_busy and not self._server.closing and b"\r\n\r\n" in self._asked:
+        while b"\r\n\r\n" in self._asked and not (self.stuck or self._waits_for or self._server.closing):
             head, _, self._asked = self._asked.partition(b"\r\n\r\n")
             if self._server.misses(head):
                 self._turn_away("host", "it asks for the name of another host", _FOREIGN_NAME)
@@ -306,10 +304,6 @@ class _Connection(asyncio.Protocol):
         if len(self._asked) > REQUEST_BYTES and not self.stuck:
             self.refuse("nonsense", f"its request has more than {REQUEST_BYTES:,} bytes")
 
-    @property
-    def _is_busy(self) -> bool:
-        return self.stuck or self._waits_for is not None
-
     def _compared(self, head: bytes, right: asyncio.Future[bool]) -> None:
         assert self._transport is not None
         if not right.cancelled() and not self._transport.is_closing():
@@ -318,28 +312,23 @@ class _Connection(asyncio.Protocol):
             self._answer()
 
     def _reply(self, head: bytes, admitted: bool) -> None:
-        assert self._transport is not None
-        if not admitted:
+        if admitted:
+            self._write(*self._server.answer(head))
+        else:
             self._turn_away("password", "it shows no password that opens this exporter", _UNKNOWN_CLIENT)
-            return
-        told, more = self._server.answer(head)
-        self._move()
-        self._transport.write(told)
-        if not more:
-            self._end_after_answer()
 
     def _turn_away(self, reason: str, why: str, told: bytes) -> None:
         """Answer with a refusal, count it, and end the connection."""
-        assert self._transport is not None
         self._server.refused(reason, self._client, why)
+        self._write(told, more=False)
+
+    def _write(self, told: bytes, more: bool) -> None:
+        assert self._transport is not None
         self._move()
         self._transport.write(told)
-        self._end_after_answer()
-
-    def _end_after_answer(self) -> None:
-        assert self._transport is not None
-        self._asked = b""  # it would be answered once this answer is taken
-        self._transport.close()
+        if not more:
+            self._asked = b""  # it would be answered once this answer is taken
+            self._transport.close()
 
     def _move(self) -> None:
         self.moved_at = asyncio.get_running_loop().time()
@@ -356,22 +345,7 @@ def _is_loopback(named: bytes) -> bool:
         return False
 
 
-def _unknown(pages: Mapping[str, Page]) -> bytes:
-    """The answer for an unknown path."""
-    return _answer("404 Not Found", "text/plain", f"there is {', '.join(pages)}\n".encode())
-
-
 def _end(connection: socket.socket) -> None:
     """Shut down a socket, even if a forked process (a data loader) also holds it open."""
     with suppress(OSError):  # it has ended
         connection.shutdown(socket.SHUT_RDWR)
-
-
-def _head_of(answer: bytes) -> bytes:
-    """Status and headers."""
-    return answer.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
-
-
-def _answer(status: str, content_type: str, body: bytes) -> bytes:
-    head = f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body

@@ -11,37 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from rayzero.telemetry import names
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Metric, Role
-from rayzero.telemetry.names import (
-    ETA_SECONDS,
-    EXPOSED_WAIT_SECONDS,
-    GPU_MEMORY_BYTES,
-    HEARTBEAT_AGE_SECONDS,
-    HOST_BANDWIDTH_LIMIT,
-    HOST_MEMORY_HEADROOM_BYTES,
-    HOST_MEMORY_LIMIT_BYTES,
-    LAST_STEP_TIMESTAMP,
-    OPTIMIZER_BYTES,
-    OPTIMIZER_CORES,
-    OPTIMIZER_QUEUE_DEPTH,
-    OPTIMIZER_THREADS,
-    OPTIMIZER_UPDATE_SECONDS,
-    PARAM_VERSION,
-    PREFETCH_REQUESTS,
-    PREFETCH_WINDOW_BYTES,
-    PREFETCH_WINDOW_LIMIT_BYTES,
-    PROCESS_MEMORY_BYTES,
-    REPORTED,
-    SHARDS,
-    SHM_LIMIT_BYTES,
-    SHM_USED_BYTES,
-    STEP,
-    STEP_PHASE_SECONDS,
-    STEP_SECONDS,
-    TOKENS,
-    TRAIN_LOSS,
-)
 from rayzero.telemetry.scrape import Scrape, Scraped, Series
 
 __all__ = ["CAUSES", "PHASES", "Bar", "OwnerRow", "Picture", "RankRow", "draw_from", "keep"]
@@ -122,8 +94,7 @@ class _Process:
     before: Series | None
 
     def grown(self, metric: Metric, suffix: str = "", **labels: str) -> float | None:
-        """How much a counter grew; its whole value if the process was restarted. None if the process does not report
-        it."""
+        """How much a counter grew; all of it if the process was restarted. None if the process does not report it."""
         now = self.now.get(metric, suffix, **labels)
         before = self.before.get(metric, suffix, **labels) if self.before is not None else None
         return now if now is None or before is None or before > now else now - before
@@ -139,8 +110,7 @@ class _Process:
 
 
 def keep(kept: Sequence[Scrape], window_s: float) -> tuple[Scrape, ...]:
-    """The scrapes that the next picture may start from, oldest first: as few as cover ``window_s`` seconds and the end
-    of a step."""
+    """The scrapes that a next picture may start from, oldest first: few that cover ``window_s`` and a step's end."""
     left = list(kept)
     while len(left) > 2 and left[-1].at - left[1].at >= window_s and _steps_between(left[1], left[-1]):
         del left[0]
@@ -155,24 +125,34 @@ def draw_from(run: str, before: Scrape | None, now: Scrape) -> Picture:
     processes = _pair(before if steps else None, now)
     ranks = [process for process in processes if process.target.role is Role.RANK]
     owners = [process for process in processes if _is_owner(process)]
-    committed = _told(rank.now.get(LAST_STEP_TIMESTAMP) for rank in ranks)
+    committed = _told(rank.now.get(names.LAST_STEP_TIMESTAMP) for rank in ranks)
     return Picture(
         run=run,
-        step=min((int(step) for step in _told(rank.now.get(STEP) for rank in ranks)), default=None),
-        loss=_mean(rank.now.get(TRAIN_LOSS) for rank in ranks),
+        step=min((int(step) for step in _told(rank.now.get(names.STEP) for rank in ranks)), default=None),
+        loss=_mean(rank.now.get(names.TRAIN_LOSS) for rank in ranks),
         reported=_reported(ranks),
-        tokens_per_second=_sum(_ratio(rank.grown(TOKENS), rank.grown(STEP_SECONDS, "_sum")) for rank in ranks),
-        step_seconds=_mean(rank.mean(STEP_SECONDS) for rank in ranks),
-        eta_seconds=max(_told(rank.now.get(ETA_SECONDS) for rank in ranks), default=None),
+        tokens_per_second=_sum(
+            _ratio(rank.grown(names.TOKENS), rank.grown(names.STEP_SECONDS, "_sum")) for rank in ranks
+        ),
+        step_seconds=_mean(rank.mean(names.STEP_SECONDS) for rank in ranks),
+        eta_seconds=max(_told(rank.now.get(names.ETA_SECONDS) for rank in ranks), default=None),
         since_step=max(0.0, now.at - max(committed)) if committed else None,
         span=now.at - before.at if before is not None and steps else None,
         steps=steps,
-        phases={phase: _mean(rank.mean(STEP_PHASE_SECONDS, phase=phase) for rank in ranks) or 0.0 for phase in PHASES},
+        phases={
+            phase: _mean(rank.mean(names.STEP_PHASE_SECONDS, phase=phase) for rank in ranks) or 0.0 for phase in PHASES
+        },
         ranks=tuple(map(_rank_row, ranks)),
         owners=tuple(map(_owner_row, owners)),
         bars=(*_node_bars(processes), *_process_bars(processes)),
         silent={one.target.who: one.error or "" for one in now.processes if one.series is None},
-        late=_late(processes),
+        late={
+            who: age
+            for process in processes
+            if process.target.role is Role.COORDINATOR
+            for who, age in process.now.by_label(names.HEARTBEAT_AGE_SECONDS, "process").items()
+            if age > _LATE_S
+        },
     )
 
 
@@ -191,49 +171,50 @@ def _steps_between(before: Scrape, now: Scrape) -> int:
 
 
 def _steps(one: Scraped) -> int:
-    return int((one.series.get(STEP_SECONDS, "_count") if one.series else None) or 0)
+    return int((one.series.get(names.STEP_SECONDS, "_count") if one.series else None) or 0)
 
 
 def _rank_row(rank: _Process) -> RankRow:
-    steps = rank.grown(STEP_SECONDS, "_count")
-    waits = {cause: _ratio(rank.grown(EXPOSED_WAIT_SECONDS, cause=cause) or 0.0, steps) for cause in CAUSES}
+    steps = rank.grown(names.STEP_SECONDS, "_count")
+    waits = {cause: _ratio(rank.grown(names.EXPOSED_WAIT_SECONDS, cause=cause) or 0.0, steps) for cause in CAUSES}
     return RankRow(
         who=rank.target.who,
-        step=rank.whole(STEP),
-        loss=rank.now.get(TRAIN_LOSS),
-        step_seconds=rank.mean(STEP_SECONDS),
+        step=rank.whole(names.STEP),
+        loss=rank.now.get(names.TRAIN_LOSS),
+        step_seconds=rank.mean(names.STEP_SECONDS),
         waits={cause: seconds for cause, seconds in waits.items() if seconds is not None},
-        prefetch={result: int(rank.grown(PREFETCH_REQUESTS, result=result) or 0) for result in RESULTS},
+        prefetch={result: int(rank.grown(names.PREFETCH_REQUESTS, result=result) or 0) for result in RESULTS},
     )
 
 
 def _reported(ranks: Iterable[_Process]) -> dict[str, float]:
     by_name: dict[str, list[float]] = {}
     for rank in ranks:
-        for name, value in rank.now.by_label(REPORTED, "name").items():
+        for name, value in rank.now.by_label(names.REPORTED, "name").items():
             if name not in _IN_HEADLINE:
                 by_name.setdefault(name, []).append(value)
     return {name: fmean(values) for name, values in sorted(by_name.items())}
 
 
 def _is_owner(process: _Process) -> bool:
-    """Whether it is an optimizer actor, or a rank with an owner beside it: such a rank reports updates after its
-    first."""
-    return process.target.role is Role.OPTIMIZER or process.now.get(OPTIMIZER_UPDATE_SECONDS, "_count") is not None
+    """Whether it is an optimizer actor, or a rank with an owner beside it, which reports updates after its first."""
+    return (
+        process.target.role is Role.OPTIMIZER or process.now.get(names.OPTIMIZER_UPDATE_SECONDS, "_count") is not None
+    )
 
 
 def _owner_row(owner: _Process) -> OwnerRow:
-    moved = _ratio(owner.grown(OPTIMIZER_BYTES), owner.grown(OPTIMIZER_UPDATE_SECONDS, "_sum"))
+    moved = _ratio(owner.grown(names.OPTIMIZER_BYTES), owner.grown(names.OPTIMIZER_UPDATE_SECONDS, "_sum"))
     actor = owner.target.role is Role.OPTIMIZER
     return OwnerRow(
         who=owner.target.who if actor else f"beside {owner.target.who}",
-        update_seconds=owner.mean(OPTIMIZER_UPDATE_SECONDS),
-        queue=owner.whole(OPTIMIZER_QUEUE_DEPTH),
-        threads=owner.whole(OPTIMIZER_THREADS),
-        cores=owner.whole(OPTIMIZER_CORES),
-        efficiency=_ratio(moved, owner.now.get(HOST_BANDWIDTH_LIMIT)),
-        version=owner.whole(PARAM_VERSION),
-        shards=owner.whole(SHARDS),
+        update_seconds=owner.mean(names.OPTIMIZER_UPDATE_SECONDS),
+        queue=owner.whole(names.OPTIMIZER_QUEUE_DEPTH),
+        threads=owner.whole(names.OPTIMIZER_THREADS),
+        cores=owner.whole(names.OPTIMIZER_CORES),
+        efficiency=_ratio(moved, owner.now.get(names.HOST_BANDWIDTH_LIMIT)),
+        version=owner.whole(names.PARAM_VERSION),
+        shards=owner.whole(names.SHARDS),
     )
 
 
@@ -241,16 +222,16 @@ def _node_bars(processes: Iterable[_Process]) -> list[Bar]:
     """Each node's memory and shared memory, as the first of its processes reports them."""
     nodes: dict[str, Series] = {}
     for process in processes:
-        if process.now.get(HOST_MEMORY_HEADROOM_BYTES) is not None:
+        if process.now.get(names.HOST_MEMORY_HEADROOM_BYTES) is not None:
             nodes.setdefault(process.target.node, process.now)
     bars = []
     for node, series in nodes.items():
-        limits = series.by_label(HOST_MEMORY_LIMIT_BYTES, "source").values()
-        headroom, shm = series.get(HOST_MEMORY_HEADROOM_BYTES), series.get(SHM_USED_BYTES)
+        limits = series.by_label(names.HOST_MEMORY_LIMIT_BYTES, "source").values()
+        headroom, shm = series.get(names.HOST_MEMORY_HEADROOM_BYTES), series.get(names.SHM_USED_BYTES)
         if limits and headroom is not None:
             bars.append(Bar(what=f"{node} memory", used=max(0.0, min(limits) - headroom), limit=min(limits)))
         if shm is not None:
-            bars.append(Bar(what=f"{node} shared memory", used=shm, limit=series.get(SHM_LIMIT_BYTES)))
+            bars.append(Bar(what=f"{node} shared memory", used=shm, limit=series.get(names.SHM_LIMIT_BYTES)))
     return bars
 
 
@@ -259,24 +240,16 @@ def _process_bars(processes: Iterable[_Process]) -> list[Bar]:
     bars = []
     for process in processes:
         who, now = process.target.who, process.now
-        limits = now.by_label(HOST_MEMORY_LIMIT_BYTES, "source").values()
+        limits = now.by_label(names.HOST_MEMORY_LIMIT_BYTES, "source").values()
         candidates = (
-            ("host", now.get(PROCESS_MEMORY_BYTES, kind="pss"), min(limits, default=None)),
-            ("gathered", now.get(PREFETCH_WINDOW_BYTES), now.get(PREFETCH_WINDOW_LIMIT_BYTES)),
-            ("gpu", now.get(GPU_MEMORY_BYTES, kind="allocated"), now.get(GPU_MEMORY_BYTES, kind="total")),
+            ("host", now.get(names.PROCESS_MEMORY_BYTES, kind="pss"), min(limits, default=None)),
+            ("gathered", now.get(names.PREFETCH_WINDOW_BYTES), now.get(names.PREFETCH_WINDOW_LIMIT_BYTES)),
+            ("gpu", now.get(names.GPU_MEMORY_BYTES, kind="allocated"), now.get(names.GPU_MEMORY_BYTES, kind="total")),
         )
         bars += [
             Bar(what=f"{who} {what}", used=used, limit=limit) for what, used, limit in candidates if used is not None
         ]
     return bars
-
-
-def _late(processes: Iterable[_Process]) -> dict[str, float]:
-    ages: dict[str, float] = {}
-    for process in processes:
-        if process.target.role is Role.COORDINATOR:
-            ages |= process.now.by_label(HEARTBEAT_AGE_SECONDS, "process")
-    return {who: age for who, age in ages.items() if age > _LATE_S}
 
 
 def _told(values: Iterable[float | None]) -> list[float]:

@@ -15,11 +15,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rayzero.telemetry.metric import Kind, Metric
 from rayzero.telemetry.names import PARAM_VERSION, STEP_PHASE_SECONDS, STEP_SECONDS, VERSION_LAG
-from rayzero.telemetry.spans import NoSpans, Recorded, SpanRing, Spans
+from rayzero.telemetry.spans import Recorded, SpanRing, Spans
 
 Labels = tuple[tuple[str, str], ...]  # sorted by label name
 Series = dict[Metric, dict[Labels, float]]
@@ -37,51 +37,29 @@ class Reading(NamedTuple):
 Source = Callable[[], Iterable[Reading]]
 
 
-class Recorder(Protocol):
-    """Takes measurements from any thread and never blocks. Raises ValueError for labels that the metric does not
-    have."""
+class Recorder:
+    """Takes measurements from any thread and never blocks; this one keeps none. Those that keep some raise ValueError
+    for labels that the metric does not have."""
 
-    @property
-    def spans(self) -> Spans:
-        """The spans for a trace."""
-        ...
+    spans: Spans = Spans()  # for a trace
 
     def add(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
         """Add ``value`` to a counter."""
-        ...
 
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
         """Add one value, usually a duration, to a histogram."""
-        ...
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
         """Set a gauge."""
-        ...
 
     def watch(self, source: Source) -> End:
         """Call ``source`` at every scrape, in the scraping thread, until the returned function is called.
 
         It must be quick and not wait, and may be called at any moment until then."""
-        ...
-
-
-class NullRecorder:
-    """Takes every measurement and keeps none."""
-
-    spans = NoSpans()
-
-    def add(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
-        """Nothing."""
-
-    def observe(self, metric: Metric, value: float, **labels: str) -> None:
-        """Nothing."""
-
-    def set(self, metric: Metric, value: float, **labels: str) -> None:
-        """Nothing."""
-
-    def watch(self, source: Source) -> End:
-        """Nothing: there are no scrapes."""
         return lambda: None
+
+
+NullRecorder = Recorder  # where nothing is to be kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +138,13 @@ def _items(cells: dict[_Key, _Cell]) -> list[tuple[_Key, _Cell]]:
             continue
 
 
-class MemoryRecorder:
+class MemoryRecorder(Recorder):
     """Keeps measurements in memory; any thread may write or read. [Note: one writer a cell]
 
     Knows metrics, labels and sums; not who reads them."""
 
     def __init__(self) -> None:
-        self.spans = SpanRing()
+        self.spans: SpanRing = SpanRing()
         self._shelf = _Shelf()
         self._mine = _Thread(self._shelf)
         self._gauges: dict[_Key, float] = {}
@@ -174,7 +152,6 @@ class MemoryRecorder:
         self._changing = threading.Lock()  # the list of sources
 
     def add(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
-        """See :class:`Recorder`."""
         key = (metric, *labels.items())
         try:
             self._mine.cells[key][0] += value
@@ -182,7 +159,6 @@ class MemoryRecorder:
             self._mine.cells[_checked(metric, Kind.COUNTER, labels, key)] = [value]
 
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
-        """See :class:`Recorder`."""
         key = (metric, *labels.items())
         cells = self._mine.cells
         cell = cells.get(key)
@@ -196,14 +172,13 @@ class MemoryRecorder:
             cell[2] = value
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
-        """See :class:`Recorder`."""
         key = (metric, *labels.items())
         if key not in self._gauges:
             _checked(metric, Kind.GAUGE, labels, key)
         self._gauges[key] = value
 
     def watch(self, source: Source) -> End:
-        """See :class:`Recorder`. The returned function does not wait: a call that has begun may outlast it."""
+        """See :class:`Recorder`; the returned function does not wait: a call that has begun may outlast it."""
         with self._changing:
             self._sources = [*self._sources, source]
 
@@ -217,11 +192,11 @@ class MemoryRecorder:
 
     def total(self, metric: Metric, **labels: str) -> float:
         """Sum of a counter over every series that has all these labels; 0 when there is none."""
-        return _total(self.counters(metric), metric, labels)
+        return _sum(self.counters(metric).get(metric, {}), labels)
 
     def gauge(self, metric: Metric, **labels: str) -> float:
         """Sum of a gauge over every series that has all these labels; 0 when there is none."""
-        return _total(self.gauges(), metric, labels)
+        return _sum(self.gauges().get(metric, {}), labels)
 
     def timing(self, metric: Metric, **labels: str) -> Timing:
         """The values of a histogram over every series that has all these labels."""
@@ -261,7 +236,7 @@ class MemoryRecorder:
         for source in self._sources:
             for reading in source() if source is not without else ():
                 reading.metric.check(reading.labels)
-                series, labels = found.setdefault(reading.metric, {}), _sorted(reading.labels)
+                series, labels = found.setdefault(reading.metric, {}), tuple(sorted(reading.labels.items()))
                 series[labels] = series.get(labels, 0) + reading.value
         return found
 
@@ -286,8 +261,7 @@ class Measurements:
 
     def total(self, metric: Metric, **labels: str) -> float:
         """Sum of a counter over every series that has all these labels; 0 when there is none."""
-        wanted = set(labels.items())
-        return sum(value for key, value in self.counters.get(metric.name, {}).items() if wanted <= set(key))
+        return _sum(self.counters.get(metric.name, {}), labels)
 
     def by_label(self, metric: Metric, label: str) -> dict[str, float]:
         """Sums of a counter by the values of one label."""
@@ -324,15 +298,22 @@ class Since:
         """Count from now on."""
         self._before = self._counts()
 
-    def read(self) -> Counts:
-        """The counts until now."""
-        now = self._counts()
-        return Counts({key: value - self._before.get(key, 0) for key, value in now.items()})
+    def read(self, *, restart: bool = False) -> Counts:
+        """The counts until now. ``restart``: and count from this moment on."""
+        now, before = self._counts(), self._before
+        if restart:
+            self._before = now
+        return Counts(
+            {
+                metric: {key: value - before.get(metric, {}).get(key, 0) for key, value in series.items()}
+                for metric, series in now.items()
+            }
+        )
 
-    def _counts(self) -> dict[tuple[Metric, Labels], float]:
-        found = {(metric, key): n for metric, series in self.recorder.counters().items() for key, n in series.items()}
+    def _counts(self) -> Series:
+        found = self.recorder.counters()
         for metric, series in self.recorder.timings().items():
-            found.update({(metric, key): timing.total for key, timing in series.items()})
+            found[metric] = {key: timing.total for key, timing in series.items()}
         return found
 
 
@@ -340,12 +321,11 @@ class Since:
 class Counts:
     """Sums of counters, and totals of histograms."""
 
-    of: Mapping[tuple[Metric, Labels], float]
+    of: Series
 
     def total(self, metric: Metric, **labels: str) -> float:
         """The sum over every series that has all these labels; 0 when there is none."""
-        wanted = set(labels.items())
-        return sum(value for (known, key), value in self.of.items() if known is metric and wanted <= set(key))
+        return _sum(self.of.get(metric, {}), labels)
 
 
 def _series(name: str, labels: Labels) -> str:
@@ -356,36 +336,27 @@ def _series(name: str, labels: Labels) -> str:
 _OF_THE_FIRST = frozenset({PARAM_VERSION, VERSION_LAG, STEP_SECONDS, STEP_PHASE_SECONDS})
 
 
-class LaterModelRecorder:
-    """The :class:`Recorder` of a run's second and later models: passes on what adds up over models, such as bytes,
+class LaterModelRecorder(Recorder):
+    """The recorder of a run's second and later models: passes on what adds up over models, such as bytes,
     counts and waits.
 
     Values that exist once per run (step, norm, learning rates, step time) are the first prepared model's; it drops them
     here."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    @property
-    def spans(self) -> Spans:
-        """The run's."""
-        return self._recorder.spans
+        self._recorder, self.spans = recorder, recorder.spans
 
     def add(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
-        """Adds up."""
         self._recorder.add(metric, value, **labels)
 
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
-        """Adds up, but for the step's own seconds."""
         if metric not in _OF_THE_FIRST:
             self._recorder.observe(metric, value, **labels)
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
-        """Nothing: it is the first model's."""
+        """Nothing: a value now is the first model's."""
 
     def watch(self, source: Source) -> End:
-        """Adds up, but for versions."""
-
         def added() -> Iterator[Reading]:
             return (reading for reading in source() if reading.metric not in _OF_THE_FIRST)
 
@@ -418,10 +389,6 @@ def _parts(key: _Key) -> tuple[Metric, Labels]:
     return metric, tuple(sorted(labels))
 
 
-def _sorted(labels: dict[str, str]) -> Labels:
-    return tuple(sorted(labels.items()))
-
-
-def _total(series: Series, metric: Metric, labels: dict[str, str]) -> float:
-    wanted = set(labels.items())
-    return sum(value for key, value in series.get(metric, {}).items() if wanted <= set(key))
+def _sum(series: Mapping[Labels, float], labels: Mapping[str, str]) -> float:
+    """Over all that have these labels."""
+    return sum(value for key, value in series.items() if labels.items() <= set(key))

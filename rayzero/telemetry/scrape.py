@@ -103,8 +103,7 @@ def scrape(targets: Iterable[Target], *, timeout_s: float, viewer: Viewer = _NOB
 
 
 def discover(url: str, *, timeout_s: float, viewer: Viewer = _NOBODY) -> tuple[Target, ...]:
-    """The targets that an http_sd address lists. Raises OSError if it cannot be read, ValueError if the answer is
-    something else."""
+    """The targets that an http_sd address lists. Raises OSError if it cannot be read, ValueError for other answers."""
     (page,) = read_pages([url], timeout_s=timeout_s, viewer=viewer)
     if isinstance(page, str):
         raise OSError(page)
@@ -139,7 +138,9 @@ async def _page(
     try:
         async with asyncio.timeout(timeout_s):
             answer = await _ask(place, viewer.header(place.scheme), tls if place.scheme == "https" else None)
-        return _body(answer, url)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        status = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")[2]
+        return body if status == "200 OK" else f"{url} answered {status or 'nothing that is HTTP'!r}"
     except TimeoutError:
         return f"no answer within {timeout_s:g} s"
     except ssl.SSLError as error:  # its number is none of the kernel's
@@ -165,23 +166,11 @@ async def _ask(place: SplitResult, authorization: str, tls: ssl.SSLContext | Non
     try:
         head = f"GET {place.path} HTTP/1.1\r\nHost: {place.netloc}\r\n{authorization}Connection: close\r\n\r\n"
         writer.write(head.encode())
-        return await _read_all(reader)
+        found = bytearray()
+        while part := await reader.read(1 << 20):
+            found += part
+            if len(found) > _MOST_BYTES:
+                raise ValueError(f"a page of more than {_MOST_BYTES:,} bytes")
+        return bytes(found)
     finally:
         writer.transport.abort()
-
-
-async def _read_all(reader: asyncio.StreamReader) -> bytes:
-    found = bytearray()
-    while part := await reader.read(1 << 20):
-        found += part
-        if len(found) > _MOST_BYTES:
-            raise ValueError(f"a page of more than {_MOST_BYTES:,} bytes")
-    return bytes(found)
-
-
-def _body(answer: bytes, url: str) -> bytes:
-    head, _, body = answer.partition(b"\r\n\r\n")
-    status = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")[2]
-    if status != "200 OK":
-        raise ValueError(f"{url} answered {status or 'nothing that is HTTP'!r}")
-    return body

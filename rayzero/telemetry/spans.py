@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 MOST_SPANS = 32_768  # of a process, about 5 MB; the oldest go first
 ASKED_S = 60.0  # how long spans are kept after a request
@@ -34,41 +34,27 @@ class TraceSpan(NamedTuple):
     step: int  # the step it was done for; the first is 0
 
 
-class Spans(Protocol):
-    """Takes spans from any thread and never blocks."""
-
-    @property
-    def wanted(self) -> bool:
-        """Whether spans are kept now; if not, callers need not make them."""
-        ...
-
-    def add(self, lane: str, name: str, start: float, end: float, step: int) -> None:
-        """Keep a span that has ended."""
-        ...
-
-    def begin(self, lane: str, name: str, step: int) -> Over:
-        """Begin a span. It ends at the first call of the returned function, which several threads may call."""
-        ...
-
-
 def nothing() -> None:
     """The end of a span that is not kept."""
 
 
-class NoSpans:
-    """Keeps no spans."""
+class Spans:
+    """Takes spans from any thread and never blocks. This one keeps none."""
 
-    wanted = False
+    @property
+    def wanted(self) -> bool:
+        """Whether spans are kept now; if not, callers need not make them."""
+        return False
 
     def add(self, lane: str, name: str, start: float, end: float, step: int) -> None:
-        """Nothing."""
+        """Keep a span that has ended."""
 
     def begin(self, lane: str, name: str, step: int) -> Over:
-        """Nothing."""
+        """Begin a span. It ends at the first call of the returned function, which several threads may call."""
         return nothing
 
 
-class SpanRing:
+class SpanRing(Spans):
     """The latest spans of a process, while they are wanted. Knows spans; not who reads them."""
 
     def __init__(self, clock: Clock = time.perf_counter, most: int = MOST_SPANS) -> None:
@@ -79,7 +65,6 @@ class SpanRing:
 
     @property
     def wanted(self) -> bool:
-        """See :class:`Spans`."""
         return self._clock() < self._until
 
     def keep(self) -> None:
@@ -93,12 +78,10 @@ class SpanRing:
         self._until = max(self._until, self._clock() + seconds)
 
     def add(self, lane: str, name: str, start: float, end: float, step: int) -> None:
-        """See :class:`Spans`."""
         if self.wanted:
             self._ring.append(TraceSpan(lane, name, start, end, step))
 
     def begin(self, lane: str, name: str, step: int) -> Over:
-        """See :class:`Spans`."""
         # called hundreds of times a step, mostly when no request was ever made: then skip reading the clock
         if not self._until or not self.wanted:
             return nothing

@@ -11,47 +11,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Self
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from rayzero.errors import ConfigError
 from rayzero.quantities import count, format_bytes
-from rayzero.telemetry.tally import Copies, Durations, most
-
-
-def _together(a: Any, b: Any) -> Any:
-    """Two ranks' values of a field as one: numbers add up, texts agree or are "mixed"; None is not there."""
-    if a is None or b is None:
-        return b if a is None else a
-    if isinstance(a, str):
-        return a if a == b else "mixed"
-    if isinstance(a, Mapping):
-        return {name: _together(a.get(name), b.get(name)) for name in {**a, **b}}
-    return a + b if isinstance(a, int | float) else a.merged(b)
-
-
-@dataclass(frozen=True, slots=True)
-class _Merged:
-    """Merges field by field."""
-
-    LARGEST: ClassVar[frozenset[str]] = frozenset()  # fields of which ranks' largest value counts; others add up
-
-    def merged(self, *others: Self) -> Self:
-        """All of them together; associative. Raises ConfigError for anything of another class."""
-        result = self
-        for other in others:
-            if not isinstance(other, type(self)):
-                name = type(self).__name__
-                raise ConfigError(f"merged() takes {name}, one argument each, got {type(other).__name__}")
-            pairs = {one.name: (getattr(result, one.name), getattr(other, one.name)) for one in fields(self)}
-            result = type(self)(
-                **{name: (most if name in self.LARGEST else _together)(*pair) for name, pair in pairs.items()}
-            )
-        return result
+from rayzero.telemetry.tally import Copies, Durations, Merged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerStats(_Merged):
+class LayerStats(Merged):
     """One unit's passes, without waits and without the units inside it. [Note: clocks]"""
 
     forward: Durations = field(default_factory=Durations)
@@ -59,7 +28,7 @@ class LayerStats(_Merged):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenStats(_Merged):
+class TokenStats(Merged):
     """Tokens of finished steps, as the loop counts them (``rayzero.count_tokens``). Rates of ranks add up."""
 
     LARGEST = frozenset({"peak"})
@@ -71,7 +40,7 @@ class TokenStats(_Merged):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkStats(_Merged):
+class LinkStats(Merged):
     """One direction between a rank and the owners. On CUDA fetches are not timed: the device makes their last copy."""
 
     LARGEST = frozenset({"limit"})
@@ -94,7 +63,7 @@ class LinkStats(_Merged):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefetchStats(_Merged):
+class PrefetchStats(Merged):
     """The prefetch: what it does now, and what became of its requests."""
 
     LARGEST = frozenset({"depth", "limit"})
@@ -120,7 +89,7 @@ class PrefetchStats(_Merged):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryStats(_Merged):
+class MemoryStats(Merged):
     """Parameters (elements) and bytes by tier: the rank's device, the rank's host memory, the owners.
 
     Bytes are the rank's, of all models it has prepared. Of several ranks, device and host add up; limits and peaks are
@@ -146,13 +115,12 @@ class MemoryStats(_Merged):
 
     @property
     def kept_ratio(self) -> float | None:
-        """Bytes that owners keep over original bytes: 0.51 for AdamW in fp32 with moments="int8"; None if owners are
-        in other processes."""
+        """Bytes that owners keep over original bytes: 0.51 with moments="int8"; None of owners in other processes."""
         return self.owner_bytes / self.owner_original_bytes if self.owner_bytes and self.owner_original_bytes else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Freed(_Merged):
+class Freed(Merged):
     """What one kind of action gave back: bytes by the measure that the action changes (engine/engine_memory.py)."""
 
     count: int = 0
@@ -161,7 +129,7 @@ class Freed(_Merged):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResourceStats(_Merged):
+class ResourceStats(Merged):
     """How full one resource was, 0 to 1. Of several ranks, the fullest one's."""
 
     LARGEST = frozenset({"now", "peak"})
@@ -171,7 +139,7 @@ class ResourceStats(_Merged):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyStats(_Merged):
+class StrategyStats(Merged):
     """Memory pressure, and what was done about it. Pressures are those of the rank under the most."""
 
     LARGEST = frozenset({"threshold", "pressure", "pressure_peak", "depth_allowed"}) | frozenset(
@@ -204,7 +172,7 @@ class StrategyStats(_Merged):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stats(_Merged):
+class Stats(Merged):
     """What was measured of a prepared model since ``prepare()`` or the last reset. ``str()`` is a table for people."""
 
     LARGEST = frozenset({"version"})

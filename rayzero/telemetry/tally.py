@@ -1,14 +1,54 @@
-"""Sums that grow where something happens: durations of events, and copies of bytes."""
+"""Sums that grow where something happens: durations of events, and copies of bytes; and how ranks' values merge."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+from rayzero.errors import ConfigError
+
+
+def _together(a: Any, b: Any) -> Any:
+    """Two ranks' values of a field as one: numbers add up, texts agree or are "mixed"; None is not there."""
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(a, str):
+        return a if a == b else "mixed"
+    if isinstance(a, Mapping):
+        return {name: _together(a.get(name), b.get(name)) for name in {**a, **b}}
+    return a + b if isinstance(a, int | float) else a.merged(b)
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """A value of one rank that merges with those of others, field by field."""
+
+    LARGEST: ClassVar[frozenset[str]] = frozenset()  # fields of which the largest value counts; others add up
+    SMALLEST: ClassVar[frozenset[str]] = frozenset()
+
+    def merged(self, *others: Self) -> Self:
+        """All of them together; associative. Raises ConfigError for anything of another class."""
+        result = self
+        for other in others:
+            if not isinstance(other, type(self)):
+                name = type(self).__name__
+                raise ConfigError(f"merged() takes {name}, one argument each, got {type(other).__name__}")
+            result = type(self)(**{one.name: result._joined(other, one.name) for one in fields(self)})
+        return result
+
+    def _joined(self, other: Self, name: str) -> Any:
+        a, b = getattr(self, name), getattr(other, name)
+        pick = max if name in self.LARGEST else min if name in self.SMALLEST else _together
+        return _together(a, b) if a is None or b is None else pick(a, b)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Durations:
+class Durations(Merged):
     """Seconds of ``count`` events. ``shortest`` and ``longest`` are None while there was none."""
+
+    LARGEST, SMALLEST = frozenset({"longest"}), frozenset({"shortest"})
 
     count: int = 0
     total: float = 0.0
@@ -19,15 +59,6 @@ class Durations:
     def mean(self) -> float | None:
         """Seconds of one event on average; None while there was none."""
         return self.total / self.count if self.count else None
-
-    def merged(self, other: Durations) -> Durations:
-        """The events of both; associative."""
-        return Durations(
-            count=self.count + other.count,
-            total=self.total + other.total,
-            shortest=least(self.shortest, other.shortest),
-            longest=most(self.longest, other.longest),
-        )
 
 
 class Tally:
@@ -97,8 +128,10 @@ class CopyTally:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copies:
+class Copies(Merged):
     """Copies in one direction. Those that run at the same time each count their own seconds."""
+
+    LARGEST = frozenset({"peak"})
 
     count: int = 0
     bytes: int = 0
@@ -110,23 +143,3 @@ class Copies:
     def bandwidth(self) -> float | None:
         """Bytes per second of one copy on average; None if none was timed."""
         return self.timed_bytes / self.seconds if self.seconds else None
-
-    def merged(self, other: Copies) -> Copies:
-        """The copies of both; associative."""
-        return Copies(
-            count=self.count + other.count,
-            bytes=self.bytes + other.bytes,
-            timed_bytes=self.timed_bytes + other.timed_bytes,
-            seconds=self.seconds + other.seconds,
-            peak=most(self.peak, other.peak),
-        )
-
-
-def least(a: float | None, b: float | None) -> float | None:
-    """The smaller one; None counts as not there."""
-    return b if a is None else a if b is None else min(a, b)
-
-
-def most(a: float | None, b: float | None) -> float | None:
-    """The larger one; None counts as not there."""
-    return b if a is None else a if b is None else max(a, b)

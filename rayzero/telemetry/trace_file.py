@@ -49,11 +49,15 @@ def trace_of(run: str, processes: Mapping[str, Recorded]) -> dict[str, Any]:
 
     All times are on the first one's clock; zero is the earliest span's start."""
     first = next(iter(processes.values()))
-    shifts = {who: _shift(one, first) for who, one in processes.items()}
+    shifts = {  # seconds to add to a process's times. [Note: one clock]
+        who: 0.0 if one.host == first.host else one.wall_offset - first.wall_offset for who, one in processes.items()
+    }
     zero = min((span.start + shifts[who] for who, one in processes.items() for span in one.spans), default=0.0)
     events: list[Event] = []
     for number, (who, one) in enumerate(processes.items(), start=1):
-        events += _names_of_process(number, who, one)
+        events.append(_metadata("process_name", number, 0, name=who))
+        events.append(_metadata("process_labels", number, 0, labels=f"{one.node}, pid {one.pid}"))
+        events.append(_metadata("process_sort_index", number, 0, sort_index=number))
         events += _lanes_of_process(number, one.spans, shifts[who] - zero)
     return {
         "traceEvents": events,
@@ -66,17 +70,6 @@ def trace_of(run: str, processes: Mapping[str, Recorded]) -> dict[str, Any]:
             "earlier spans lost": [who for who, one in processes.items() if one.full],
         },
     }
-
-
-def _shift(one: Recorded, first: Recorded) -> float:
-    """Seconds to add to its times to convert them to the first process's clock. [Note: one clock]"""
-    return 0.0 if one.host == first.host else one.wall_offset - first.wall_offset
-
-
-def _names_of_process(number: int, who: str, one: Recorded) -> Iterator[Event]:
-    yield _metadata("process_name", number, 0, name=who)
-    yield _metadata("process_labels", number, 0, labels=f"{one.node}, pid {one.pid}")
-    yield _metadata("process_sort_index", number, 0, sort_index=number)
 
 
 def _lanes_of_process(process: int, spans: Iterable[TraceSpan], shift: float) -> Iterator[Event]:
@@ -93,8 +86,7 @@ def _lanes_of_process(process: int, spans: Iterable[TraceSpan], shift: float) ->
 
 
 def rows_of(spans: Iterable[TraceSpan], *, nested: bool) -> list[list[TraceSpan]]:
-    """Distribute spans over as few rows as possible so that no two in a row overlap. ``nested``: one may lie inside
-    another."""
+    """Distribute spans over few rows so that no two in a row overlap. ``nested``: one may lie inside another."""
     rows: list[list[TraceSpan]] = []
     open_ends: list[list[float]] = []  # of each row's spans that the next one may be inside of, outermost first
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):

@@ -13,11 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.checkpoint.files.tensor_file import TensorFileWriter, declare
-from rayzero.checkpoint.files.tensor_reader import TensorFile
+from rayzero.checkpoint.files.tensor_file import TensorFile, TensorFileWriter, declare
 from rayzero.checkpoint.state_values import from_bytes, to_bytes
-from rayzero.convert.conversion import convert
-from rayzero.convert.full_export import export_full
+from rayzero.convert.conversion import convert, export_full
 from rayzero.errors import CheckpointError, UnsupportedError
 
 HELD = [

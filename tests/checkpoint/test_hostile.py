@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import rayzero
 from rayzero.checkpoint import CheckpointReader
 from rayzero.checkpoint.manifest import Manifest, rank_file_name
-from rayzero.convert.full_export import export_full
+from rayzero.convert.conversion import export_full
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import CheckpointError
 from rayzero.protocol.messages import MASTER, canonical_json

@@ -246,9 +246,7 @@ def test_a_ray_that_does_not_answer_at_ray_address_is_refused(tmp_path, monkeypa
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stop_before_ray_starts_has_the_shells_code_and_leaves_nothing(tmp_path, monkeypatch, number, code):
-    monkeypatch.setattr(
-        "rayzero.recipes.data.window_corpus.WindowCorpus.baseline", lambda *_: os.kill(os.getpid(), number)
-    )
+    monkeypatch.setattr("rayzero.recipes.data.text.WindowCorpus.baseline", lambda *_: os.kill(os.getpid(), number))
     (tmp_path / "text.txt").write_bytes(b"to be or not to be. " * 100)
     ended = rayzero("train", "data=text.txt", *SMALL, cwd=tmp_path)
     assert ended.code == code, ended

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rayzero.cli.top.command import top
+from rayzero.cli.top import top
 from rayzero.errors import ConfigError
 from rayzero.telemetry import names
 from rayzero.telemetry.discovery import Target, service_discovery
@@ -29,7 +29,7 @@ from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder
 
-COMMAND = sys.modules["rayzero.cli.top.command"]  # rayzero.cli.top.command is the function
+COMMAND = sys.modules["rayzero.cli.top"]  # rayzero.cli.top is the function
 HOST = "127.0.0.1"
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import ray
 
-from rayzero.checkpoint.catalog import Catalog
+from rayzero.checkpoint.reader import Catalog
 from rayzero.cluster import driver as driver_module
 from rayzero.cluster import interrupts
 from rayzero.cluster import trainer as trainer_module

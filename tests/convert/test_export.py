@@ -16,7 +16,7 @@ from torch import nn
 
 import rayzero
 from rayzero.checkpoint import CheckpointReader
-from rayzero.convert.full_export import export_full
+from rayzero.convert.conversion import export_full
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import CheckpointError
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
@@ -146,7 +146,7 @@ def test_buffers_of_a_module_with_two_names_are_exported_under_both(tmp_path: Pa
 _EXPORT_IN_LITTLE_MEMORY = """
 import resource, sys
 from pathlib import Path
-from rayzero.convert.full_export import export_full
+from rayzero.convert.conversion import export_full
 in_use = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) << 10
 mapped = sum(file.stat().st_size for file in Path(sys.argv[1]).iterdir())  # torch maps files privately: counted too
 resource.setrlimit(resource.RLIMIT_DATA, (in_use + mapped + (48 << 20),) * 2)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from rayzero.convert import moved
 from rayzero.convert.formats.content import Content, Reader, WeightDecl
-from rayzero.convert.published import moved
-from rayzero.convert.published.moved import Strided, Trace
-from rayzero.convert.published.translated_reader import TranslatedReader
-from rayzero.convert.published.translation import Translation, no_values
+from rayzero.convert.moved import Strided, Trace
+from rayzero.convert.translated_reader import TranslatedReader
+from rayzero.convert.translation import Translation, no_values
 from rayzero.errors import UnsupportedError
 
 SHAPES = {"a": (6, 8), "b": (6, 8), "c": (4, 3, 5), "d": (1, 7), "e": (8, 2, 3, 2, 2), "f": (0, 8)}

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.convert.conversion import convert
-from rayzero.convert.full_export import export_full
+from rayzero.convert.conversion import convert, export_full
 from rayzero.engine.context import RankContext
 from rayzero.errors import CheckpointError
 from rayzero.testing import run_ranks

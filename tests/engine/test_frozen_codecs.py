@@ -19,7 +19,7 @@ from rayzero.checkpoint import CheckpointReader
 from rayzero.codecs import CODECS, codec_for, record
 from rayzero.config import CpuCompressionMethod
 from rayzero.config.zero import Precision
-from rayzero.convert.full_export import export_full
+from rayzero.convert.conversion import export_full
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.prepare import plan_units
 from rayzero.errors import MemoryPlanError, RayZeroError, StoreError

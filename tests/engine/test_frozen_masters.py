@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.checkpoint import CheckpointReader
-from rayzero.convert.full_export import export_full
+from rayzero.convert.conversion import export_full
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.prepare import plan_units
 from rayzero.protocol.messages import COMPUTE, MASTER

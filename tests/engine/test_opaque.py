@@ -15,8 +15,7 @@ from torch.nn import functional as F
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.checkpoint import CheckpointReader
-from rayzero.convert.conversion import convert
-from rayzero.convert.full_export import export_full
+from rayzero.convert.conversion import convert, export_full
 from rayzero.engine.checkpoint.load import load_checkpoint
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import rayzero
-from rayzero.convert.full_export import export_full
+from rayzero.convert.conversion import export_full
 from rayzero.engine.context import RankContext, running_in
 from rayzero.owner.service import ShardService
 from rayzero.protocol.store import ParameterStore

@@ -26,7 +26,7 @@ from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.store.inprocess import LocalConnection, LocalOwners
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
-from rayzero.telemetry.spans import NoSpans
+from rayzero.telemetry.spans import Spans
 from rayzero.testing import run_ranks
 
 from .models import Net, seeded, tight, token_loss, tokens
@@ -307,7 +307,7 @@ def test_a_layers_time_leaves_out_waits_and_the_layers_inside(alone: RankContext
     root, inner = optimizer.engine.units[:2]
     now, recorder = Clock(), MemoryRecorder()
     waits = StepClock(recorder, now)
-    times = PassTimes(4, waits, NoSpans(), lambda: 0, now)
+    times = PassTimes(4, waits, Spans(), lambda: 0, now)
     times.opened()
     now.now += 1
     times.opened()

@@ -23,7 +23,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import rayzero
 from rayzero.convert.conversion import convert
-from rayzero.convert.published.translation import with_model_names
+from rayzero.convert.translation import with_model_names
 from rayzero.convert.weights import declare_weight
 from rayzero.engine.start.initial_values import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError

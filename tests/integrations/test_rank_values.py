@@ -11,7 +11,7 @@ from torch import Tensor
 import rayzero
 from rayzero.engine.context import RankContext
 from rayzero.errors import StepMismatchError, UnsupportedError
-from rayzero.integrations.rank_values import MOST_VALUES, sum_over_ranks, values_of_ranks
+from rayzero.integrations.several_ranks import MOST_VALUES, sum_over_ranks, values_of_ranks
 from rayzero.testing import run_ranks
 
 WORLD = 3  # for which no rank's share of a mean is a power of two

@@ -21,12 +21,11 @@ from rayzero.engine.prepare import engine_of
 from rayzero.engine.units.partition import build_layout
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.lanes import ThreadLane
-from rayzero.plan.offloading import Offload
 from rayzero.plan.programs import Programs
 from rayzero.plan.tiers import plan_bytes
-from rayzero.plan.work import _Leaving, measure_work
-from rayzero.recipes.gpt.config import GPTConfig
-from rayzero.recipes.gpt.model import GPT
+from rayzero.plan.work import Offload, _Leaving, measure_work
+from rayzero.recipes.gpt import GPT
+from rayzero.recipes.recipe import GPTConfig
 
 from .machines import CPU_HOST
 

@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.errors import ConfigError, DataError
+from rayzero.recipes.data import recipe_corpus, recipe_text
 from rayzero.recipes.data.batch import IGNORED, Batch, Place
 from rayzero.recipes.data.chats import ExampleCorpus, split_lines
-from rayzero.recipes.data.examples import Example, ExampleReader
-from rayzero.recipes.data.packing import Packer, Row, pack
-from rayzero.recipes.data.sources import recipe_corpus, recipe_text
+from rayzero.recipes.data.examples import Example, ExampleReader, Packer, Row, pack
 from rayzero.recipes.data.text import ByteTokenizer, FolderTokenizer, train_batch
 from rayzero.recipes.recipe import RecipeConfig
 
@@ -224,11 +223,8 @@ def test_both_sides_of_a_split_have_examples_and_copies_stay_together(number: in
 
 
 def corpus_of(number: int, batch_size: int) -> ExampleCorpus:
-    tokenizer = ByteTokenizer()
-    return ExampleCorpus(
-        lines(number), ExampleReader(tokenizer), tokenizer, size_bytes=0, num_files=1, seed=3, batch_size=batch_size,
-        seq_len=12, together=False, validation_fraction=0.2,
-    )  # fmt: skip
+    recipe = RecipeConfig(seed=3, batch_size=batch_size, seq_len=12, packing=False, validation_fraction=0.2)
+    return ExampleCorpus(lines(number), ExampleReader(ByteTokenizer()), "1 file", recipe)
 
 
 @pytest.mark.parametrize(("world_size", "micro_batches"), [(1, 1), (2, 1), (2, 3)])

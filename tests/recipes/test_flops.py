@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from rayzero.cluster.processes.program_memory import imported_memory
-from rayzero.recipes.flops import FlopRate, peak_flops
-from rayzero.recipes.lm import STEP_FLOPS, train_loop
+from rayzero.recipes.lm import STEP_FLOPS, FlopRate, peak_flops, train_loop
 from rayzero.recipes.planning import recipe_work
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.telemetry.names import MFU_RATIO, MODEL_FLOPS, STEP_SECONDS

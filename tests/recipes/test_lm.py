@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from rayzero.checkpoint import CheckpointReader
 from rayzero.checkpoint.state_values import from_bytes, to_bytes
 from rayzero.concurrency.futures import settled
-from rayzero.convert.full_export import export_full
+from rayzero.convert.conversion import export_full
 from rayzero.engine import begin_checkpoint, get_context, save_checkpoint
 from rayzero.engine.context import RankContext
 from rayzero.protocol.messages import CheckpointInfo
-from rayzero.recipes.data.sources import recipe_corpus, recipe_text
+from rayzero.recipes.data import recipe_corpus, recipe_text
 from rayzero.recipes.data.text import batch_seed, train_batch
 from rayzero.recipes.lm import (
     LanguageModelRun,
@@ -34,9 +34,9 @@ from rayzero.recipes.lm import (
     train_loop,
 )
 from rayzero.recipes.model import build_model
-from rayzero.recipes.model_folder import export_model
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.run_log import merge_reports
+from rayzero.recipes.training import export_model
 from rayzero.telemetry.names import STEP_SECONDS
 from rayzero.testing import run_ranks
 
@@ -272,11 +272,12 @@ class Decided:
 
 
 def unreported(decision: Future[Any]) -> Unreported:
-    return Unreported(
-        step=7, loss=2.5, lr=0.1, tokens=8, total_tokens=56, decision=decision, validation=(1.5, 2),
-        measured={"step_seconds": 1.0, "fetch_wait_seconds": 0.0, "optimizer_exposed_seconds": 0.0, "memory_bytes": 9},
-        checkpoint=CheckpointInfo(path="step-7", step=7, digest="d"),
+    report = StepReport(
+        step=7, loss=2.5, lr=0.1, tokens=8, total_tokens=56, step_seconds=1.0, fetch_wait_seconds=0.0,
+        optimizer_exposed_seconds=0.0, memory_bytes=9, validation_loss=1.5, validation_batches=2,
     )  # fmt: skip
+    checkpoint = CheckpointInfo(path="step-7", step=7, digest="d")
+    return Unreported(report=report, decision=decision, checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize(("known", "norm"), [(True, 0.25), (False, 0.75)], ids=["decided", "not decided"])

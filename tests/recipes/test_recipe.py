@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from rayzero.errors import ConfigError
-from rayzero.recipes.gpt.config import GPTConfig
-from rayzero.recipes.gpt.model import GPT
+from rayzero.recipes.gpt import GPT
 from rayzero.recipes.lm import lr_factor, param_groups
 from rayzero.recipes.model import build_model, logits_of
-from rayzero.recipes.recipe import RecipeConfig, load_recipe
+from rayzero.recipes.recipe import GPTConfig, RecipeConfig, load_recipe
 
 HF_CONFIG = {
     "model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 256,

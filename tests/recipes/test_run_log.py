@@ -13,7 +13,7 @@ import pytest
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.run import Report
 from rayzero.errors import DataError
-from rayzero.recipes.plot import draw_losses
+from rayzero.recipes.progress import draw_losses
 from rayzero.recipes.run_log import StepRows, read_rows, trained_since
 
 KEYS = {

@@ -21,8 +21,9 @@ from rayzero.recipes.data.text import (
     make_tokenizer,
     require_enough,
     train_batch,
+    unigram_log_probs,
+    unigram_loss,
 )
-from rayzero.recipes.data.unigram import unigram_log_probs, unigram_loss
 
 
 def write_files(folder: Path, texts: dict[str, bytes]) -> None:

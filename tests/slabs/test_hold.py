@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.cli.text.slab_lines import swept
+from rayzero.cli.doctor import swept
 from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.hold import Hold, end_hold, held_in
 from rayzero.slabs.slab import Slab

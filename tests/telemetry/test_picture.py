@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from rayzero.cli.top.view import render
+from rayzero.cli.top_view import render
 from rayzero.engine.step_clock import _WAITS
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Role

@@ -13,7 +13,7 @@ from clock import Clock
 
 from rayzero.records import parse_record
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
-from rayzero.telemetry.spans import NoSpans, Recorded, SpanRing, TraceSpan, clock_host, nothing
+from rayzero.telemetry.spans import Recorded, SpanRing, Spans, TraceSpan, clock_host, nothing
 from rayzero.telemetry.trace_file import LANES, last_steps, rows_of, trace_of
 
 
@@ -97,7 +97,7 @@ def test_a_waiter_never_goes_on_before_the_span_that_it_waited_for_has_ended() -
 def test_a_recorder_has_a_ring_and_the_null_one_none() -> None:
     assert isinstance(MemoryRecorder().spans, SpanRing)
     spans = NullRecorder().spans
-    assert isinstance(spans, NoSpans)
+    assert isinstance(spans, Spans)
     assert not spans.wanted
     spans.add("update", "x", 0.0, 1.0, 0)
     assert spans.begin("update", "x", 0) is nothing

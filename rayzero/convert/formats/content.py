@@ -5,6 +5,7 @@ Readers describe their source by a ``Content`` before they read a value; writers
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,10 +123,15 @@ class Reader(ABC):
 
         ``name``: of a parameter or buffer in ``content``. Raises CheckpointError if the bytes cannot be read."""
 
-    def parts(self, name: str, kind: str, numel: int) -> Iterator[Tensor]:
-        """All values of ``name``, at most ``PART`` elements at a time."""
+    def weight(self, name: str, start: int, stop: int) -> Tensor:
+        """``read`` of a tensor by any of its names in ``content.decls``."""
+        return self.read(self.content.tied.get(name, name), WEIGHT, start, stop)
+
+    def parts(self, name: str, kind: str = WEIGHT) -> Iterator[Tensor]:
+        """All values of a tensor by any of its names, at most ``PART`` elements at a time."""
+        numel = math.prod(self.content.decls[name].shape)
         for start in range(0, numel, PART):
-            yield self.read(name, kind, start, min(start + PART, numel))
+            yield self.read(self.content.tied.get(name, name), kind, start, min(start + PART, numel))
 
 
 def cut_into_files(items: Iterable[T], size_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from rayzero.checkpoint.files.tensor_reader import is_shape
+from rayzero.checkpoint.files.tensor_file import is_shape
 from rayzero.convert.formats.content import (
     FLOATS,
     WEIGHT,
@@ -154,7 +154,13 @@ class DcpReader(Reader):
         self._sizes: dict[str, int] = {}  # file -> its bytes
         tensors, self._bytes = self._entries(metadata)
         self._tensors = {entry: self._stored(entry, found) for entry, found in tensors.items()}
-        self._keys = self._paths(metadata)
+        planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        # entry -> its keys in the saved state dict; its name alone if the folder does not say
+        self._keys: dict[str, Keys] = {
+            entry: planned.get(entry, (entry,)) for entry in [*self._tensors, *sorted(self._bytes)]
+        }
+        if not all(isinstance(path, tuple) and path for path in self._keys.values()):
+            raise damaged(self._metadata, "a name has no keys")
         roles = roles_of(self._keys, self._bytes)
         self._require_tensors(roles, states)
         self._entry = {(name, WEIGHT): entry for name, entry in roles.weights.items() if entry in self._tensors}
@@ -175,14 +181,6 @@ class DcpReader(Reader):
             for index, place in metadata.storage_data.items()
         }
         return tensors, plain
-
-    def _paths(self, metadata: Metadata) -> dict[str, Keys]:
-        """Entry -> its keys in the saved state dict; its name alone if the folder does not say."""
-        planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-        paths = {entry: planned.get(entry, (entry,)) for entry in [*self._tensors, *sorted(self._bytes)]}
-        if not all(isinstance(path, tuple) and path for path in paths.values()):
-            raise damaged(self._metadata, "a name has no keys")
-        return paths
 
     def _require_tensors(self, roles: Roles, states: bool) -> None:
         """Raise UnsupportedError if nothing is a weight, or a model's state dict has what is no tensor."""
@@ -282,13 +280,12 @@ class DcpReader(Reader):
             require_states(name, decl, kind, stored.decl, self)
             self._entry[name, kind] = entry
             held.append(kind)
-        return Param(decl=decl, states=tuple(held), updates=self._updates(kinds.get("step")))
-
-    def _updates(self, entry: str | None) -> int:
+        step = kinds.get("step")
         try:
-            return 0 if entry is None else step_count(self._value(entry), repr(entry))
+            updates = 0 if step is None else step_count(self._value(step), repr(step))
         except ValueError as exc:
             raise damaged(self, f"the step count {exc}") from exc
+        return Param(decl=decl, states=tuple(held), updates=updates)
 
     def _groups(self, roles: Roles) -> tuple[OptimizerGroup, ...]:
         numbered = sorted(roles.groups.items(), key=lambda found: found[0][-1])

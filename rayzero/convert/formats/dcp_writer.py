@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from rayzero.convert.formats.content import PART, WEIGHT, Content, Reader
+from rayzero.convert.formats.content import PART, Content, Reader
 from rayzero.convert.formats.dcp_reader import rows_of
 from rayzero.convert.formats.pickles import METADATA_FILE
 
@@ -75,8 +75,7 @@ def _entries(reader: Reader, dtype: torch.dtype | None) -> Iterator[tuple[tuple[
     """(keys in the state dict, a tensor to read or a plain value)."""
     content = reader.content
     for name, decl in content.decls.items():
-        read = partial(reader.read, content.tied.get(name, name), WEIGHT)
-        yield (_MODEL, name), _Values(decl.shape, content.cast_dtype(name, dtype), read)
+        yield (_MODEL, name), _Values(decl.shape, content.cast_dtype(name, dtype), partial(reader.weight, name))
     for name, param in content.params.items():
         for kind in param.states:
             yield (
@@ -96,8 +95,7 @@ def _number(value: int, start: int, stop: int) -> Tensor:
 
 
 def groups_of(content: Content) -> list[dict[str, Any]]:
-    """The parameter groups as torch's state dicts by names have them; one group of all that is trained if the source
-    says nothing of groups."""
+    """The groups as torch's state dicts by names have them; one of all that is trained if the source says nothing."""
     if not content.groups:
         return [{"params": [name for name, param in content.params.items() if param.trained]}]
     return [{**group.options, "params": list(group.params)} for group in content.groups]
@@ -106,8 +104,7 @@ def groups_of(content: Content) -> list[dict[str, Any]]:
 def _write_tensor(
     entry: str, values: _Values, files: _Files, places: dict[MetadataIndex, _StorageInfo]
 ) -> TensorStorageMetadata:
-    """Write chunks of whole rows, about ``PART`` elements each. An empty tensor has one empty chunk, as torch writes
-    it."""
+    """Write chunks of whole rows, about ``PART`` elements each; of an empty tensor one empty chunk, as torch does."""
     chunks: list[ChunkStorageMetadata] = []
     rows, row = rows_of(values.shape)
     step = max(1, PART // max(1, row))
@@ -137,8 +134,10 @@ class _Files:
 
     def add(self, value: Any) -> _StorageInfo:
         """Append a value as ``torch.save`` writes it; returns its place."""
+        if isinstance(value, Tensor) and value.untyped_storage().nbytes() != value.numel() * value.itemsize:
+            value = value.clone()  # ``torch.save`` writes the whole memory that a view is part of
         data = io.BytesIO()
-        torch.save(_compact(value), data)
+        torch.save(value, data)
         if self._file is not None and self._file.tell() + len(data.getbuffer()) > self._max_bytes:
             self._end(durable=True)
         if self._file is None:
@@ -154,10 +153,3 @@ class _Files:
                 file.flush()
                 os.fsync(file.fileno())
         self._file = None
-
-
-def _compact(value: Any) -> Any:
-    """A tensor with memory of its own: ``torch.save`` writes the whole memory that a view is part of."""
-    if isinstance(value, Tensor):
-        return value if value.untyped_storage().nbytes() == value.numel() * value.itemsize else value.clone()
-    return value

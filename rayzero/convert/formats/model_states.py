@@ -9,18 +9,19 @@ are in ``module`` alone, which has all names. In stage 3 ``module`` has no value
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_reader import is_shape
+from rayzero.checkpoint.files.tensor_file import is_shape
 from rayzero.convert.formats.content import Content, OptimizerGroup, Param, WeightDecl, listed, step_count
 from rayzero.convert.formats.pickles import require_dense
-from rayzero.convert.formats.zero_layout import Shapes
 from rayzero.errors import CheckpointError, UnsupportedError
 from rayzero.layout.model_layout import dtype_name
+
+Shapes = Mapping[str, tuple[int, ...]]  # of one group's parameters, in their order
 
 _OWN = frozenset(  # DeepSpeed's own keys; "lr_scheduler" and others are there without a value, too
     (
@@ -84,8 +85,7 @@ class ModelStates:
         return self.read(name, 0, math.prod(shape)).view(shape)
 
     def rounded(self, name: str) -> Tensor | None:
-        """The model's own value of a parameter that the optimizer trains, in the model's dtype; None if it is in no
-        file (stage 3)."""
+        """The model's own value of a parameter that the optimizer trains; None if it is in no file (stage 3)."""
         value = as_dict(self._first.get("module") or {}).get(name)
         return value if isinstance(value, Tensor) and tuple(value.shape) == self.optimized[name] else None
 
@@ -185,8 +185,7 @@ def _require_values(missing: Sequence[str], others: Sequence[str]) -> None:
 
 
 def groups_from(given: Any, shapes: Sequence[Shapes]) -> tuple[OptimizerGroup, ...]:
-    """An optimizer's parameter groups by names. given: its ``param_groups``, whose parameters are numbers of flattened
-    groups; shapes: of these."""
+    """An optimizer's groups by names. given: its ``param_groups``, of numbers of flattened groups; shapes: of these."""
     return tuple(
         OptimizerGroup.of((name for index in group["params"] for name in shapes[index]), group, ("params", "step"))
         for group in given
@@ -202,15 +201,19 @@ def updates_of(inner: Mapping[str, Any], group: int) -> int | None:
     return None if found is None else step_count(found, "step")
 
 
+def overlaps(sizes: Iterable[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """The range [start, stop) of a vector that is cut into pieces of these sizes: (piece, start, stop) of each part."""
+    begin = 0
+    for piece, size in enumerate(sizes):
+        low, high = max(start, begin), min(stop, begin + size)
+        if low < high:
+            yield piece, low - begin, high - begin
+        begin += size
+
+
 def range_of(pieces: Sequence[Tensor], start: int, stop: int) -> Tensor:
     """Elements of the concatenation of 1D tensors; a view if they are in one."""
-    parts = []
-    begin = 0
-    for piece in pieces:
-        low, high = max(start, begin), min(stop, begin + len(piece))
-        if low < high:
-            parts.append(piece[low - begin : high - begin])
-        begin += len(piece)
+    parts = [pieces[piece][low:high] for piece, low, high in overlaps(map(len, pieces), start, stop)]
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")

@@ -140,8 +140,7 @@ def require_dense(value: Any, where: object) -> Tensor:
 
 
 def load_torch(source: Path | io.BytesIO, where: object) -> Any:
-    """What ``torch.save`` wrote, to a regular file or to memory. ``where``: its place, for messages. Raises as
-    ``load_torch_file``."""
+    """As ``load_torch_file``, of a regular file or of memory. ``where``: its place, for messages."""
     if not zipfile.is_zipfile(source):
         raise damaged(where, "it is not in torch's zip format; it is cut short, or older than torch 1.6")
     if isinstance(source, io.BytesIO):

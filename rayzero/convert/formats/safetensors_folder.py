@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -13,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rayzero.checkpoint.files.tensor_file import DTYPES, TensorDecl, TensorFileWriter, code_name, shape_in_torch
-from rayzero.convert.formats.content import FLOATS, WEIGHT, Content, Param, Reader, WeightDecl, cut_into_files
+from rayzero.convert.formats.content import FLOATS, Content, Param, Reader, WeightDecl, cut_into_files
 from rayzero.errors import CheckpointError
 from rayzero.files import parse_json, read_text, regular_size, replace_file
 
@@ -164,6 +163,5 @@ def write_file(reader: Reader, path: Path, decls: Mapping[str, TensorDecl]) -> N
     OSError, and CheckpointError for what is damaged."""
     with TensorFileWriter(path, decls, {"format": "pt"}) as file:
         for name in file.order:
-            decl = decls[name]
-            parts = reader.parts(reader.content.tied.get(name, name), WEIGHT, math.prod(decl.shape))
-            file.write(name, (part.to(decl.dtype) for part in parts))
+            dtype = decls[name].dtype
+            file.write(name, (part.to(dtype) for part in reader.parts(name)))

@@ -1,11 +1,13 @@
-"""A micro-batch, its place in a run, and what every kind of data can do."""
+"""A micro-batch, its place in a run, and what every kind of tokens and data can do."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,32 +54,44 @@ class Prompt:
     stop: Sequence[int] = ()  # tokens at which an answer ends; none: it goes on
 
 
-class Corpus(Protocol):
-    """What a recipe trains on, tokenized, a part of it kept for validation."""
+class Tokenizer(Protocol):
+    """Bytes of one file to token numbers."""
 
     vocab_size: int
-    about: str  # what it is, for people: "3 files (0.4 MB)"
 
-    def train_batch(self, place: Place) -> Batch:
-        """The micro-batch of a place."""
-        ...
-
-    def eval_batch(self, index: int) -> Batch:
-        """Validation batch ``index``, the same every time."""
-        ...
-
-    def baseline(self) -> float:
-        """Loss in nats of a model that only counts the training tokens, on what validation predicts."""
-        ...
-
-    def prompts(self, texts: Sequence[str]) -> list[Prompt]:
-        """What the trained model goes on from: these texts, or pieces of the validation data."""
+    def encode(self, text: bytes) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
+        """1D integers in [0, vocab_size); bytes that are not UTF-8 become the replacement character."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Their text."""
+        """Their text, special tokens included."""
         ...
+
+
+class Corpus(ABC):
+    """What a recipe trains on, tokenized, a part of it kept for validation."""
+
+    about: str  # what it is, for people: "3 files (0.4 MB)"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
+
+    @abstractmethod
+    def train_batch(self, place: Place) -> Batch:
+        """The micro-batch of a place."""
+
+    @abstractmethod
+    def eval_batch(self, index: int) -> Batch:
+        """Validation batch ``index``, the same every time."""
+
+    @abstractmethod
+    def baseline(self) -> float:
+        """Loss in nats of a model that only counts the training tokens, on what validation predicts."""
+
+    @abstractmethod
+    def prompts(self, texts: Sequence[str]) -> list[Prompt]:
+        """What the trained model goes on from: these texts, or pieces of the validation data."""
 
     def states(self) -> dict[str, Any]:
         """What a resumed run must load to go on with the same batches, for ``rayzero.track``; {}: nothing."""
-        ...
+        return {}

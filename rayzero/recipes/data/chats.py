@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,20 @@ import torch
 
 from rayzero.errors import DataError
 from rayzero.quantities import count
-from rayzero.recipes.data.batch import IGNORED, Batch, Place, Prompt
-from rayzero.recipes.data.examples import ExampleReader
-from rayzero.recipes.data.packing import Row, batch_of, pack
-from rayzero.recipes.data.text import Tokenizer, about_files, batch_seed
-from rayzero.recipes.data.unigram import unigram_log_probs
+from rayzero.recipes.data.batch import IGNORED, Batch, Corpus, Place, Prompt
+from rayzero.recipes.data.examples import ExampleReader, Row, batch_of, pack
+from rayzero.recipes.data.text import batch_seed, unigram_log_probs
+from rayzero.recipes.recipe import RecipeConfig
 
 EXAMPLES_FILE = ".jsonl"  # the ending of a file of examples
 
-_PROMPTS = 2
+PROMPTS = 2
 
 Line = tuple[Mapping[str, Any], str]  # what it says, where it is
 
 
 def read_lines(files: Sequence[Path], reader: ExampleReader) -> tuple[list[Line], int]:
-    """(the examples of files, bytes read). Raises DataError for a file that cannot be read, and for a line that is
-    none."""
+    """(the examples of files, bytes read). Raises DataError for a file that cannot be read, or a line that is none."""
     found: list[Line] = []
     size = 0
     for path in files:
@@ -59,35 +58,42 @@ def split_lines(lines: Sequence[Line], fraction: float) -> tuple[list[Line], lis
     return sides
 
 
-class ExampleCorpus:
-    """Rows of examples. A micro-batch is the next rows of its epoch's order: every row comes once an epoch, whatever
-    the number of ranks."""
+class ExamplesCorpus(Corpus):
+    """Rows of examples, of which the first or a share are kept for validation."""
 
-    def __init__(
-        self,
-        lines: Sequence[Line],
-        reader: ExampleReader,
-        tokenizer: Tokenizer,
-        *,
-        size_bytes: int,
-        num_files: int,
-        seed: int,
-        batch_size: int,
-        seq_len: int,
-        together: bool,
-        validation_fraction: float,
-    ) -> None:
-        """Raises DataError if there is nothing to learn, or to validate with."""
-        training, self._kept = split_lines(lines, validation_fraction)
-        self._reader, self._tokenizer = reader, tokenizer
-        self._rows, self._eval_rows = (self._packed(side, seq_len, together) for side in (training, self._kept))
-        self._seed, self._size = seed, batch_size
-        self.vocab_size = tokenizer.vocab_size
-        self.about = f"{count(len(lines), 'example')} of {about_files(num_files, size_bytes)}"
+    def __init__(self, reader: ExampleReader, kept: Sequence[Line], eval_rows: Sequence[Row]) -> None:
+        super().__init__(reader.tokenizer)
+        self._reader, self._kept, self._eval_rows = reader, kept, eval_rows
+
+    def prompts(self, texts: Sequence[str]) -> list[Prompt]:
+        if texts:
+            as_chat = any("messages" in told for told, _ in self._kept)
+            return [self._reader.question(text, as_chat=as_chat) for text in texts]
+        asked = (self._reader.prompt(*line) for line in self._kept)
+        return list(islice((prompt for prompt in asked if prompt is not None), PROMPTS))
+
+    def _counted(self, rows: Sequence[Row]) -> float:
+        """Loss in nats, on what the validation's rows learn, of a model that only counts what ``rows`` learn."""
+        sides = (rows, self._eval_rows)
+        learned, asked = (torch.cat([row.targets[row.targets != IGNORED] for row in side]) for side in sides)
+        return -float(unigram_log_probs(learned, self.vocab_size)[asked.long()].mean())
+
+
+class ExampleCorpus(ExamplesCorpus):
+    """A micro-batch is the next rows of its epoch's order: each row comes once an epoch, whatever the ranks."""
+
+    def __init__(self, lines: Sequence[Line], reader: ExampleReader, files: str, recipe: RecipeConfig) -> None:
+        """``files``: in words. Raises DataError if there is nothing to learn, or to validate with."""
+        training, kept = split_lines(lines, recipe.validation_fraction)
+        self._recipe = recipe
+        self._rows, eval_rows = (self._packed(reader, side) for side in (training, kept))
+        super().__init__(reader, kept, eval_rows)
+        self.about = f"{count(len(lines), 'example')} of {files}"
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
-    def _packed(self, lines: Sequence[Line], seq_len: int, together: bool) -> list[Row]:
-        rows = pack((self._reader.read(*line) for line in lines), seq_len, together=together)
+    def _packed(self, reader: ExampleReader, lines: Sequence[Line]) -> list[Row]:
+        seq_len = self._recipe.seq_len
+        rows = pack((reader.read(*line) for line in lines), seq_len, together=self._recipe.packing)
         if not rows:
             raise DataError(
                 f"data: nothing of {count(len(lines), 'example')} is learned within seq_len {seq_len}: answers begin "
@@ -96,40 +102,17 @@ class ExampleCorpus:
         return rows
 
     def _shuffled(self, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed(batch_seed(self._seed, epoch, 0, 0))
+        generator = torch.Generator().manual_seed(batch_seed(self._recipe.seed, epoch, 0, 0))
         return torch.randperm(len(self._rows), generator=generator, device="cpu").tolist()
 
     def train_batch(self, place: Place) -> Batch:
-        places = (divmod(place.index * self._size + at, len(self._rows)) for at in range(self._size))
+        size = self._recipe.batch_size
+        places = (divmod(place.index * size + at, len(self._rows)) for at in range(size))
         return batch_of([self._rows[self._order(epoch)[at]] for epoch, at in places])
 
     def eval_batch(self, index: int) -> Batch:
-        first, rows = index * self._size, self._eval_rows
-        return batch_of([rows[(first + at) % len(rows)] for at in range(self._size)])
+        size, rows = self._recipe.batch_size, self._eval_rows
+        return batch_of([rows[(index * size + at) % len(rows)] for at in range(size)])
 
     def baseline(self) -> float:
-        return counted_baseline(self._rows, self._eval_rows, self.vocab_size)
-
-    def prompts(self, texts: Sequence[str]) -> list[Prompt]:
-        if texts:
-            as_chat = any("messages" in told for told, _ in self._kept)
-            return [self._reader.question(text, as_chat=as_chat) for text in texts]
-        return list(self._asked())[:_PROMPTS]
-
-    def _asked(self) -> Iterator[Prompt]:
-        for told, where in self._kept:
-            prompt = self._reader.prompt(told, where)
-            if prompt is not None:
-                yield prompt
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens)
-
-    def states(self) -> dict[str, Any]:
-        return {}
-
-
-def counted_baseline(rows: Sequence[Row], eval_rows: Sequence[Row], vocab_size: int) -> float:
-    """Loss in nats, on what ``eval_rows`` learn, of a model that only counts what ``rows`` learn."""
-    learned, asked = (torch.cat([row.targets[row.targets != IGNORED] for row in side]) for side in (rows, eval_rows))
-    return -float(unigram_log_probs(learned, vocab_size)[asked.long()].mean())
+        return self._counted(self._rows)

@@ -2,25 +2,31 @@
 
 An example is tokens and which of them are learned. Of a chat these are the assistant's messages; of a prompt, its
 completion; of a text, everything.
+
+[Note: packing] Rows have a fixed length. Neighbouring examples share one, as many as fit whole. What does not fit into
+a row alone is cut: a text into several pieces, of which none is lost; a chat or a completion at its end, because its
+beginning is what the rest answers.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from rayzero.errors import DataError
 from rayzero.files import parse_json
-from rayzero.recipes.data.batch import Prompt
-from rayzero.recipes.data.text import FolderTokenizer, Tokenizer
-
-__all__ = ["Example", "ExampleReader"]
+from rayzero.recipes.data.batch import IGNORED, Batch, Prompt, Tokenizer
+from rayzero.recipes.data.text import FolderTokenizer
 
 Message = Mapping[str, str]
 
 _ASSISTANT = "assistant"
+_PADDING = 0
 _END = "<|end|>\n"  # of a message, where the tokenizer has no template of its own
 
 
@@ -40,7 +46,7 @@ class ExampleReader:
 
     def __init__(self, tokenizer: Tokenizer, *, all_learned: bool = False) -> None:
         """``all_learned``: prompts and other people's messages too."""
-        self._tokenizer, self._all = tokenizer, all_learned
+        self.tokenizer, self._all = tokenizer, all_learned
         found = tokenizer.of_transformers if isinstance(tokenizer, FolderTokenizer) else None
         self._template = found if found is not None and found.chat_template else None
         eos = getattr(found, "eos_token_id", None)
@@ -92,7 +98,7 @@ class ExampleReader:
         return Prompt(tokens=tokens, shown=text, stop=self._stop if as_chat else self._after_text)
 
     def _tokens(self, text: str) -> list[int]:
-        found: list[int] = self._tokenizer.encode(text.encode()).tolist()
+        found: list[int] = self.tokenizer.encode(text.encode()).tolist()
         return found
 
     # ---- chats --------------------------------------------------------------------------------------------------
@@ -152,3 +158,78 @@ def _text(told: Mapping[str, Any], name: str, where: str) -> str:
         has = "has no " + name if value is None else f"has {reprlib.repr(value)} as its {name}"
         raise DataError(f"data: {where} {has}, which must be text")
     return value
+
+
+# ---- rows. [Note: packing] --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row; all tensors are int32 of shape (seq_len,), to take less room than a batch."""
+
+    inputs: Tensor
+    targets: Tensor
+    positions: Tensor
+
+
+class Packer:
+    """Collects examples until they fill a row. What waits is its state."""
+
+    def __init__(self, seq_len: int, *, together: bool = True) -> None:
+        """``together``: several examples may share a row."""
+        self._seq_len, self._together = seq_len, together
+        self.waiting: list[Example] = []
+
+    def add(self, example: Example) -> list[Row]:
+        """The rows that this example completes. One without a learned token after its first is left out."""
+        return [row for piece in self._pieces(example) for row in self._place(piece)]
+
+    def rest(self) -> list[Row]:
+        """A row of what waits; nothing waits then."""
+        waiting, self.waiting = self.waiting, []
+        return [self._row(waiting)] if waiting else []
+
+    def _pieces(self, example: Example) -> Iterator[Example]:
+        """Of at most seq_len + 1 tokens. A piece begins with the last token of the one before."""
+        most = self._seq_len + 1
+        ends = len(example) - 1 if all(example.learned) else 1  # only a text goes on in another row
+        for start in range(0, ends, self._seq_len):
+            piece = Example(example.tokens[start : start + most], example.learned[start : start + most])
+            if any(piece.learned[1:]):
+                yield piece
+
+    def _place(self, piece: Example) -> list[Row]:
+        used = sum(len(one) - 1 for one in self.waiting)
+        full = bool(self.waiting) and (not self._together or used + len(piece) - 1 > self._seq_len)
+        rows = self.rest() if full else []
+        self.waiting.append(piece)
+        return rows
+
+    def _row(self, examples: Iterable[Example]) -> Row:
+        inputs: list[int] = []
+        targets: list[int] = []
+        positions: list[int] = []
+        for one in examples:
+            inputs += one.tokens[:-1]
+            after = zip(one.tokens[1:], one.learned[1:], strict=True)
+            targets += [token if learned else IGNORED for token, learned in after]
+            positions += range(len(one) - 1)
+        left = self._seq_len - len(inputs)
+        inputs, targets = inputs + [_PADDING] * left, targets + [IGNORED] * left
+        rows = (inputs, targets, positions + list(range(left)))
+        return Row(*(torch.tensor(row, dtype=torch.int32, device="cpu") for row in rows))
+
+
+def pack(examples: Iterable[Example], seq_len: int, *, together: bool) -> list[Row]:
+    """All rows of some examples, in order."""
+    packer = Packer(seq_len, together=together)
+    rows = [row for example in examples for row in packer.add(example)]
+    return rows + packer.rest()
+
+
+def batch_of(rows: Sequence[Row]) -> Batch:
+    """Rows as a micro-batch."""
+    inputs, targets, positions = (
+        torch.stack([getattr(row, name) for row in rows]).long() for name in ("inputs", "targets", "positions")
+    )
+    return Batch(inputs, targets, positions)

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any
 
 from rayzero.errors import ConfigError, DataError
 from rayzero.quantities import count
 from rayzero.recipes.data.batch import Batch, Place, Prompt
-from rayzero.recipes.data.chats import counted_baseline
-from rayzero.recipes.data.examples import Example, ExampleReader
-from rayzero.recipes.data.packing import Packer, Row, batch_of
-from rayzero.recipes.data.text import Tokenizer
-from rayzero.recipes.recipe import STREAM_PREFIX
+from rayzero.recipes.data.chats import PROMPTS, ExamplesCorpus, Line
+from rayzero.recipes.data.examples import Example, ExampleReader, Packer, Row, batch_of
+from rayzero.recipes.recipe import STREAM_PREFIX, RecipeConfig
 
-_PROMPTS = 2
 _COUNTED = 256  # rows that the baseline counts
 
 
@@ -95,81 +91,62 @@ class RankStream:
         self._ready = [Row(*row) for row in state["ready"]]
 
 
-class StreamCorpus:
+class StreamCorpus(ExamplesCorpus):
     """Rows of a stream: of its first examples for validation, of a rank's share of the others for training."""
 
-    def __init__(
-        self,
-        source: str,
-        tokenizer: Tokenizer,
-        reader: ExampleReader,
-        *,
-        rank: int,
-        world_size: int,
-        batch_size: int,
-        seq_len: int,
-        together: bool,
-        eval_batches: int,
-    ) -> None:
+    def __init__(self, reader: ExampleReader, recipe: RecipeConfig, rank: int, world_size: int) -> None:
         """Raises DataError if there are too few examples for validation."""
-        self._source, self._tokenizer, self._reader, self._size = source, tokenizer, reader, batch_size
-        self.vocab_size, self.about = tokenizer.vocab_size, source
-        whole = open_stream(source)
-        self._kept, self._eval_rows = self._validation(whole, eval_batches * batch_size, seq_len, together)
+        self.about, self._recipe = recipe.data[0], recipe
+        self._whole = whole = open_stream(self.about)
+        super().__init__(reader, *self._validation(reader))
         from datasets.distributed import split_dataset_by_node
 
         share = split_dataset_by_node(whole.skip(len(self._kept)), rank=rank, world_size=world_size)
-        packer = Packer(seq_len, together=together)
-        self._stream = RankStream(share, reader, packer, source, (rank, world_size))
-        self._to_count = partial(self._first_rows, whole, seq_len, together)
+        self._stream = RankStream(share, reader, self._packer(), self.about, (rank, world_size))
 
-    def _validation(
-        self, whole: Any, most: int, seq_len: int, together: bool
-    ) -> tuple[list[Mapping[str, Any]], list[Row]]:
+    def _packer(self) -> Packer:
+        return Packer(self._recipe.seq_len, together=self._recipe.packing)
+
+    def _validation(self, reader: ExampleReader) -> tuple[list[Line], list[Row]]:
         """The first examples, as many as fill the validation's rows, and these rows."""
-        kept: list[Mapping[str, Any]] = []
-        packer, rows = Packer(seq_len, together=together), list[Row]()
-        for told in whole:
+        most = self._recipe.eval_batches * self._recipe.batch_size
+        kept: list[Line] = []
+        packer, rows = self._packer(), list[Row]()
+        for told in self._whole:
             if len(rows) >= most:
                 break
-            kept.append(told)
-            rows += packer.add(self._reader.read(told, self._source))
+            kept.append((told, self.about))
+            rows += packer.add(reader.read(told, self.about))
         if len(rows) < most:
             raise DataError(
-                f"data: {self._source} has {count(len(kept), 'example')}, too few for {count(most, 'row')} of "
+                f"data: {self.about} has {count(len(kept), 'example')}, too few for {count(most, 'row')} of "
                 "validation; lower eval_batches or batch_size"
             )
         return kept, rows[:most]
 
-    def _first_rows(self, whole: Any, seq_len: int, together: bool) -> Iterator[Row]:
-        packer = Packer(seq_len, together=together)
-        for told in whole.skip(len(self._kept)):
-            yield from packer.add(self._reader.read(told, self._source))
+    def _first_rows(self) -> Iterator[Row]:
+        packer = self._packer()
+        for told in self._whole.skip(len(self._kept)):
+            yield from packer.add(self._reader.read(told, self.about))
         yield from packer.rest()
 
     def train_batch(self, place: Place) -> Batch:
-        return batch_of(self._stream.rows(self._size))
+        return batch_of(self._stream.rows(self._recipe.batch_size))
 
     def eval_batch(self, index: int) -> Batch:
-        return batch_of(self._eval_rows[index * self._size : (index + 1) * self._size])
+        size = self._recipe.batch_size
+        return batch_of(self._eval_rows[index * size : (index + 1) * size])
 
     def baseline(self) -> float:
-        some = list(islice(self._to_count(), _COUNTED))
-        return counted_baseline(some, self._eval_rows, self.vocab_size)
+        return self._counted(list(islice(self._first_rows(), _COUNTED)))
 
     def prompts(self, texts: Sequence[str]) -> list[Prompt]:
-        if texts:
-            as_chat = any("messages" in told for told in self._kept)
-            return [self._reader.question(text, as_chat=as_chat) for text in texts]
-        asked = [self._reader.prompt(told, self._source) for told in self._kept]
-        return [prompt for prompt in asked if prompt is not None][:_PROMPTS] or self._beginnings()
-
-    def _beginnings(self) -> list[Prompt]:
-        pieces = [self._reader.read(told, self._source).tokens for told in self._kept[:_PROMPTS]]
-        return [Prompt(tokens=p[: len(p) // 2], shown=self.decode(p[: len(p) // 2])) for p in pieces if len(p) > 1]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens)
+        """Of texts, whose examples ask nothing, the first halves."""
+        return super().prompts(texts) or [
+            Prompt(tokens=half, shown=self.tokenizer.decode(half))
+            for tokens in (self._reader.read(*line).tokens for line in self._kept[:PROMPTS])
+            if (half := tokens[: len(tokens) // 2])
+        ]
 
     def states(self) -> dict[str, Any]:
         return {"stream": self._stream}

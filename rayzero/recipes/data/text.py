@@ -10,10 +10,10 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from rayzero.errors import ConfigError, DataError
 from rayzero.quantities import count
+from rayzero.recipes.data.batch import Batch, Corpus, Place, Prompt, Tokenizer
+from rayzero.recipes.recipe import RecipeConfig
 
 STDLIB = "stdlib"  # the Python standard library's own sources
 BYTES = "bytes"  # the tokenizer without a vocabulary file
@@ -30,31 +32,15 @@ _SNIFF = 8192  # bytes looked at to tell text from binary
 _FEW_FILES = 20  # with fewer, the validation split is a contiguous tail
 
 
-class Tokenizer(Protocol):
-    """Bytes of one file to token numbers."""
-
-    vocab_size: int
-
-    def encode(self, text: bytes) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
-        """1D integers in [0, vocab_size)."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Their text."""
-        ...
-
-
 class ByteTokenizer:
     """Every byte is a token."""
 
     vocab_size = 256
 
     def encode(self, text: bytes) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
-        """1D uint8."""
         return np.frombuffer(text, dtype=np.uint8)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """What is not UTF-8 becomes the replacement character."""
         return bytes(tokens).decode("utf-8", errors="replace")
 
 
@@ -76,12 +62,10 @@ class FileTokenizer:
         self.vocab_size: int = self._tokenizer.get_vocab_size()
 
     def encode(self, text: bytes) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
-        """1D int32; bytes that are not UTF-8 become the replacement character."""
         ids = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False).ids
         return np.asarray(ids, dtype=np.int32)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Special tokens included."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
         return text
 
@@ -103,12 +87,10 @@ class FolderTokenizer:
         self.vocab_size = len(self.of_transformers)
 
     def encode(self, text: bytes) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
-        """1D int32; bytes that are not UTF-8 become the replacement character."""
         ids = self.of_transformers.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
         return np.asarray(ids, dtype=np.int32)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Special tokens included."""
         text: str = self.of_transformers.decode(list(tokens), skip_special_tokens=False)
         return text
 
@@ -153,7 +135,8 @@ def _files_of(source: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        return [p for p in sorted(_below(path)) if p.is_file() and not _hidden(p.relative_to(path)) and _is_text(p)]
+        visible = (p for p in sorted(_below(path)) if not any(part[0] == "." for part in p.relative_to(path).parts))
+        return [p for p in visible if p.is_file() and _is_text(p)]
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
     if not matches:
         raise DataError(f"data: no such file, folder or glob: {source!r}")
@@ -177,10 +160,6 @@ def _stdlib_files() -> list[Path]:
         folders[:] = [name for name in folders if name not in _NOT_STDLIB]  # packages installed there are many
         found += (Path(parent, name) for name in names if name.endswith(".py"))
     return sorted(found)
-
-
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
 
 
 def _is_text(path: Path) -> bool:
@@ -328,3 +307,67 @@ def load_tokens(path: Path, vocab_size: int, *, validation_fraction: float) -> T
     return Text(
         train=tokens[:cut], validation=tokens[cut:], vocab_size=vocab_size, num_files=1, size_bytes=mapped.nbytes
     )
+
+
+# ---- as a corpus ------------------------------------------------------------------------------------------------
+
+_PROMPTS = 2
+_PROMPT_TOKENS = 24
+
+
+class WindowCorpus(Corpus):
+    """Text as a corpus: every micro-batch is windows of one long row of tokens, drawn by its place alone."""
+
+    def __init__(self, text: Text, tokenizer: Tokenizer, recipe: RecipeConfig) -> None:
+        super().__init__(tokenizer)
+        self.text, self._recipe = text, recipe
+        self.about = about_files(text.num_files, text.size_bytes)
+
+    def train_batch(self, place: Place) -> Batch:
+        recipe = self._recipe
+        seed = batch_seed(recipe.seed, place.step, place.rank, place.micro_batch)
+        return Batch(*train_batch(self.text.train, size=recipe.batch_size, seq_len=recipe.seq_len, seed=seed))
+
+    def eval_batch(self, index: int) -> Batch:
+        """The batches are spread evenly over the whole validation text."""
+        return Batch(*self._spread(index, self._recipe.eval_batches, self._recipe.batch_size))
+
+    def _spread(self, index: int, num_batches: int, size: int) -> tuple[Tensor, Tensor]:
+        seq_len = self._recipe.seq_len
+        return eval_batch(self.text.validation, index=index, num_batches=num_batches, size=size, seq_len=seq_len)
+
+    def baseline(self) -> float:
+        log_probs = unigram_log_probs(self.text.train, self.vocab_size)
+        return unigram_loss(log_probs, (self.eval_batch(index).targets for index in range(self._recipe.eval_batches)))
+
+    def prompts(self, texts: Sequence[str]) -> list[Prompt]:
+        if texts:
+            return [Prompt(tokens=self.tokenizer.encode(text.encode()).tolist(), shown=text) for text in texts]
+        rows = [self._spread(index, _PROMPTS, 1)[0][0] for index in range(_PROMPTS)]
+        pieces = [row[:_PROMPT_TOKENS].tolist() for row in rows]
+        return [Prompt(tokens=piece, shown=self.tokenizer.decode(piece)) for piece in pieces]
+
+
+# ---- the unigram baseline, which a language model must beat: it knows only how often each token occurs -----------
+
+_MOST = 1 << 28  # tokens: these say enough of how often each occurs, and a mapped file may have any number
+_PART = 1 << 24  # tokens; bincount widens them to int64: 128 MiB at once
+
+
+def unigram_log_probs(tokens: Tensor, vocab_size: int) -> Tensor:
+    """Natural logs of the tokens' shares in the training text, with add-one smoothing: (vocab_size,), fp64."""
+    counts = torch.zeros(vocab_size, dtype=torch.float64, device="cpu")
+    for start in range(0, min(len(tokens), _MOST), _PART):
+        part = tokens[start : start + _PART]
+        counts += torch.bincount(part.long() & 0xFFFF if part.dtype == torch.int16 else part, minlength=vocab_size)
+    counts += 1
+    return (counts / counts.sum()).log()
+
+
+def unigram_loss(log_probs: Tensor, targets: Iterable[Tensor]) -> float:
+    """Mean negative log-likelihood of the targets in nats, as cross-entropy counts it."""
+    total, count = 0.0, 0
+    for batch in targets:
+        total -= float(log_probs[batch].sum())
+        count += batch.numel()
+    return total / count

@@ -75,9 +75,7 @@ def read_all(path: Path, **options: Any) -> tuple[Reader, dict[Key, Tensor]]:
     reader = open_reader(path, **options)
     content = reader.content
     found = {
-        (name, kind): torch.cat([torch.empty(0), *reader.parts(name, kind, math.prod(param.decl.shape))])
-        .to(torch.float32)
-        .view(param.decl.shape)
+        (name, kind): torch.cat([torch.empty(0), *reader.parts(name, kind)]).to(torch.float32).view(param.decl.shape)
         for name, param in content.params.items()
         for kind in (WEIGHT, *param.states)
     }

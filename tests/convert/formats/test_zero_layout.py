@@ -10,8 +10,8 @@ import torch
 from rayzero.checkpoint import CheckpointReader
 from rayzero.convert.conversion import convert
 from rayzero.convert.formats.content import WEIGHT
+from rayzero.convert.formats.deepspeed_reader import PartitionSegment, stage3_segments, stage12_segments
 from rayzero.convert.formats.model_states import ModelStates
-from rayzero.convert.formats.zero_layout import PartitionSegment, stage3_segments, stage12_segments
 from rayzero.errors import CheckpointError
 
 from .foreign import States, read_all, require_same, write_zero

@@ -1,11 +1,14 @@
-"""Small values of all ranks, for packages that gather numbers. They travel as means through the lead: no collective."""
+"""Several ranks, for packages that gather numbers: small values of all travel as means through the lead, without
+collectives. Packages that keep one state per process get one rank per process: two would silently share it."""
 
 from __future__ import annotations
+
+import threading
 
 import torch
 from torch import Tensor
 
-from rayzero.engine.context import get_context
+from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.mean import mean_over_ranks
 from rayzero.errors import UnsupportedError
 from rayzero.protocol.messages import MEAN_BYTES
@@ -13,6 +16,9 @@ from rayzero.quantities import count
 
 _A_CALL = MEAN_BYTES // 8  # numbers in one mean
 MOST_VALUES = 16 * _A_CALL  # of all ranks together: a call waits for the slowest rank, so more take too long
+
+_claimed: dict[str, RankContext] = {}  # package -> the rank that its state in this process belongs to
+_claiming = threading.Lock()
 
 
 def values_of_ranks(tensor: Tensor) -> Tensor:
@@ -30,7 +36,8 @@ def values_of_ranks(tensor: Tensor) -> Tensor:
             f"torch.distributed group, ranks exchange at most {MOST_VALUES:,}: exchange their mean, or make a group"
         )
     exact = _exact(tensor)
-    weight = _weight(rank, world)
+    whole = 1 << (world - 1).bit_length()
+    weight = (2 if rank < whole - world else 1) / whole  # powers of two that add up to 1: products are exact
     given = torch.zeros((world, *tensor.shape), dtype=torch.float64, device="cpu")
     given[rank] = exact / weight
     if size <= _A_CALL:  # in their shape, so that ranks with other shapes are noticed
@@ -61,7 +68,20 @@ def _exact(tensor: Tensor) -> Tensor:
     return exact.double()
 
 
-def _weight(rank: int, world: int) -> float:
-    """A power of two for each rank, which add up to 1: products and quotients with them are exact."""
-    whole = 1 << (world - 1).bit_length()
-    return (2 if rank < whole - world else 1) / whole
+def claim_process(context: RankContext, package: str) -> None:
+    """Reserve ``package``'s state in this process for this rank until its context closes. The rank may claim it again.
+
+    The only rank of a run claims nothing. Raises UnsupportedError if another rank has claimed it."""
+    if context.world_size == 1:
+        return
+    with _claiming:
+        holder = _claimed.get(package)
+        if holder is context:
+            return
+        if holder is not None:
+            raise UnsupportedError(
+                f"rank {holder.rank} uses {package} in this process already, and {package} keeps one state per "
+                "process; run ranks as processes, with run_ranks(..., processes=True) or ZeroTrainer"
+            )
+        _claimed[package] = context
+        context.on_close(lambda _: _claimed.__delitem__(package))

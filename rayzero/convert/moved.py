@@ -184,8 +184,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: list[Tensor] = []  # a storage's id means it only while it is alive
 
     def tensor(self, name: str, decl: WeightDecl, values: Range) -> Tensor:
-        """A tensor on the meta device that stands for one of a source, whose elements ``values`` reads. Make it before
-        the trace is entered."""
+        """A meta tensor for one of a source, whose elements ``values`` reads. Make it before the trace is entered."""
         made = torch.empty(decl.shape, dtype=decl.torch_dtype(name), device="meta")
         return self._note(made, HeldElements(name, values))
 

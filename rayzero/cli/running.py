@@ -1,13 +1,14 @@
-"""``rayzero scale``: gives a run other optimizer actors while it trains."""
+"""``rayzero scale`` and ``rayzero trace``: change a run, and watch its processes, while it trains."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from rayzero.cli.run_choice import RunName, find_run
+from rayzero.cli.runs import RunName, find_run
 from rayzero.files import to_json
 from rayzero.quantities import count, format_bytes
 
@@ -48,3 +49,23 @@ def scale(
             f"{count(done.before, 'optimizer')} became {done.after}; {format_bytes(done.moved_bytes)} have another "
             f"owner; training stood for {done.pause:.2f} s"
         )
+
+
+def trace(
+    run: RunName = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long to watch: at least a few steps.")] = 5.0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file; default: RUN-trace.json.")] = None,
+) -> None:
+    """Watch a running run, and write the times of its forwards, backwards, fetches, pushes and updates on one clock."""
+    from rayzero.cluster.files.tracing import trace_run, write_trace
+
+    folder = find_run(run)
+    name = folder.resolve().name
+    path = output or Path(f"{name}-trace.json")
+    found = trace_run(folder, seconds)
+    write_trace(path, name, found)
+    spans = [span for one in found.values() for span in one.spans]
+    steps = sorted({span.step for span in spans})
+    covered = f"steps {steps[0]} to {steps[-1]}" if steps else "no step: watch longer with --seconds"
+    counted = f"{count(len(spans), 'span')} of {count(len(found), 'process', 'processes')}"
+    typer.echo(f"{path}: {counted}, {covered}; open it at https://ui.perfetto.dev")

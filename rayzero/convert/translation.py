@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from rayzero.convert.formats.content import WeightDecl
-from rayzero.convert.published.moved import Strided, Trace
+from rayzero.convert.moved import Strided, Trace
 from rayzero.errors import CheckpointError, UnsupportedError
 
 ReadPart = Callable[[str, int, int], Tensor]
@@ -79,8 +79,10 @@ def to_model(
             entry.add_tensor(name, given, pattern, tensor)
     for name, entry in merged.items():
         givens = sorted(given for target in entry.layer_targets.values() for given in target)
-        for target, tensor in _converted(entry, name, model, tracer, source).items():
-            made.add(target, givens[0], tensor)
+        with _refusing(f"{source}: {name!r}"), tracer:
+            converted = entry.convert(name, model=model, config=model.config)
+        for target, value in converted.items():
+            made.add(target, givens[0], value[0] if isinstance(value, list) else value)
     for given in left_over:
         if not names.may_be_left_over(given):
             made.add(given, given, tracer.tensor(given, decls[given], partial(read, given)))
@@ -228,12 +230,6 @@ class _Made:
             decls={n: WeightDecl.of(t) for n, t in self._tensors.items()},
             elements={name: tracer.elements(tensor) for name, tensor in self._tensors.items()},
         )
-
-
-def _converted(entry: Any, name: str, model: Any, tracer: Trace, source: object) -> dict[str, Tensor]:
-    with _refusing(f"{source}: {name!r}"), tracer:
-        made = entry.convert(name, model=model, config=model.config)
-    return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rayzero.cli.text.plain_text import plain
+from rayzero.cli.runs import plain
 from rayzero.quantities import count, format_bytes
 from rayzero.telemetry.picture import CAUSES, PHASES, RESULTS, Bar, Picture, RankRow
 
@@ -43,8 +43,7 @@ def render(
     changes: Sequence[str] = (),
 ) -> RenderableType:
     """Draw the whole picture. ``state``: the run's; ``steps``: how many the run will do, None if that is not known;
-    ``recoveries``: a line for each death that the run has outlived; ``changes``: one for each change of its
-    optimizers."""
+    ``recoveries``, ``changes``: a line for each death that it has outlived, and each change of its optimizers."""
     parts: list[RenderableType] = [_headline(picture, state, steps), _since(picture)]
     if picture.reported:
         parts.append(_reported(picture.reported))

@@ -1,8 +1,8 @@
-"""Writes a RayZero checkpoint from any source, so that a run can resume from it.
+"""RayZero checkpoints as a source and as what is made of any other: masters, states, step counts and groups.
 
 A run restores parameters by their names, whatever the number of its owners. So one writer cuts everything into pieces
 of the shard grid, and begins an owner's file whenever the last one is full. A source without moments gives those that
-Adam has before its first update: zeros, after no update.
+Adam has before its first update: zeros, after no update. Ranks' loop states are left out in both directions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from rayzero.checkpoint.files.tensor_file import DeferredTensor
-from rayzero.checkpoint.manifest import owner_file_name
-from rayzero.checkpoint.state_values import pack
+from rayzero.checkpoint.manifest import grid_of, owner_file_name, slots_of
+from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.checkpoint.state_values import pack, unpack
 from rayzero.checkpoint.writer import (
     check_target,
     commit_checkpoint,
@@ -27,9 +28,19 @@ from rayzero.checkpoint.writer import (
     write_rank_state,
     write_tensors,
 )
-from rayzero.convert.formats.content import FLOATS, WEIGHT, Content, Param, Reader, cut_into_files
-from rayzero.errors import UnsupportedError
-from rayzero.layout.model_layout import ModelLayout, ParamSlot, UnitLayout, dtype_from_name, lay_out_unit
+from rayzero.convert.formats.content import (
+    FLOATS,
+    WEIGHT,
+    Content,
+    OptimizerGroup,
+    Param,
+    Reader,
+    WeightDecl,
+    cut_into_files,
+    damaged,
+)
+from rayzero.errors import CheckpointError, UnsupportedError
+from rayzero.layout.model_layout import ModelLayout, ParamSlot, UnitLayout, dtype_from_name, dtype_name, lay_out_unit
 from rayzero.protocol.messages import COMPUTE, MASTER, CheckpointInfo, FileEntry, ModelSpec
 
 ADAMW = "torch.optim.adamw:AdamW"
@@ -39,15 +50,77 @@ _ADAM_STATES = {*_MOMENTS, "max_exp_avg_sq"}
 _SHARD_NUMEL = 1 << 22  # elements of a piece at most: 16 MiB in memory at a time
 
 
+class RayZeroReader(Reader):
+    """An open RayZero checkpoint. Bytes are compared with their hashes when they are first read."""
+
+    def __init__(self, folder: Path | str, *, states: bool = True) -> None:
+        """states: False leaves the optimizer's states out. Raises CheckpointError if the checkpoint is damaged."""
+        self._reader = CheckpointReader(folder)
+        super().__init__(self._reader.directory)
+        self._buffers = self._reader.buffers()
+        self._values: dict[str, str] = {}  # parameter -> the kind of its widest values
+        params = {slot.name: self._param(unit, slot, states) for unit, slot in slots_of(self._reader.layout)}
+        groups, tracked = self._loop_state() if states else ((), ())
+        self.content = Content(
+            params=params,
+            buffers={name: WeightDecl.of(tensor) for name, tensor in self._buffers.items()},
+            tied=self._reader.tied(),
+            groups=groups,
+            step=self._reader.step,
+            left_out=tracked,
+            optimizer=self._reader.spec.optimizer,
+        )
+
+    def _param(self, unit: UnitLayout, slot: ParamSlot, states: bool) -> Param:
+        self._values[slot.name] = MASTER if unit.has_master else COMPUTE
+        held = set(self._reader.kinds(slot.name)) - {MASTER, COMPUTE}
+        return Param(
+            decl=WeightDecl(slot.shape, dtype_name(torch.float32 if unit.has_master else unit.dtype)),
+            trained=unit.trainable,
+            opaque=unit.opaque,
+            states=tuple(sorted(held)) if states else (),
+            updates=self._reader.slot_step(slot.name),
+        )
+
+    def _loop_state(self) -> tuple[tuple[OptimizerGroup, ...], tuple[str, ...]]:
+        """The groups, and the names given to ``rayzero.track``: their states are for the loop that saved them."""
+        what = "parameter groups are"
+        try:
+            state = unpack(*self._reader.rank_state(0))
+            groups = tuple(
+                OptimizerGroup.of(group["params"], group["options"], ()) for group in state.get("groups", [])
+            )
+            what = "tracked states are"
+            return groups, tuple(sorted(map(str, state.get("tracked", {}))))
+        except (CheckpointError, KeyError, TypeError, AttributeError) as exc:
+            raise damaged(self, f"its {what} wrong: {exc!r}") from exc
+
+    def has_master(self, name: str) -> bool:
+        """Whether the values under a name are those of a parameter's fp32 master. A buffer's name is the buffer's."""
+        return name not in self._buffers and self._values.get(name) == MASTER
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        if name in self._buffers:
+            return self._buffers[name].reshape(-1)[start:stop]
+        return self._reader.read_slice(name, self._values[name] if kind == WEIGHT else kind, start, stop)
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------
+
+
 def write_rayzero(reader: Reader, directory: Path, *, optimizer: str = "", max_bytes: int) -> CheckpointInfo:
     """Write the checkpoint ``directory``, complete or not at all.
 
     optimizer: import path of the optimizer's class that resumes from it; "": the source's, or AdamW. max_bytes: the
-    most bytes of an owner's file. Raises UnsupportedError for what no run could resume, as ``plan_of`` says."""
+    most bytes of an owner's file. Raises UnsupportedError for what no run could resume, as ``_plan_of`` says."""
     check_target(directory)
-    spec, kinds = plan_of(reader.content, optimizer, directory.name)
+    spec, kinds = _plan_of(reader.content, optimizer, directory.name)
     try:
-        owners = _write_owners(reader, directory, spec, kinds, max_bytes)
+        owners, entries = list[FileEntry](), _entries(reader, spec.layout, kinds)
+        for held in cut_into_files(entries, lambda one: one[1].numel * one[1].dtype.itemsize, max_bytes):
+            tensors = {name: values for name, values, _ in held}
+            content = {name: described for name, _, described in held}
+            owners.append(write_tensors(staging_path(directory), owner_file_name(len(owners)), tensors, content))
         rank = _write_rank(reader, directory)
         return commit_checkpoint(
             directory,
@@ -66,13 +139,13 @@ def write_rayzero(reader: Reader, directory: Path, *, optimizer: str = "", max_b
 # ---- decisions --------------------------------------------------------------------------------------------------
 
 
-def plan_of(content: Content, optimizer: str, run: str) -> tuple[ModelSpec, tuple[str, ...]]:
+def _plan_of(content: Content, optimizer: str, run: str) -> tuple[ModelSpec, tuple[str, ...]]:
     """The spec of the checkpoint, and the states that every trained parameter has in it.
 
     Raises UnsupportedError for weights that neither fp32 nor a frozen unit can hold exactly, and if the optimizer's
     class is not known or its states are not in the source."""
-    layout = layout_of(content)
-    kinds = kinds_of(content, optimizer)
+    layout = _layout_of(content)
+    kinds = _kinds_of(content, optimizer)
     group_of = {name: index for index, group in enumerate(content.groups) for name in group.params}
     default = -1 if content.groups else 0
     spec = ModelSpec(
@@ -89,7 +162,7 @@ def plan_of(content: Content, optimizer: str, run: str) -> tuple[ModelSpec, tupl
     return spec, kinds
 
 
-def kinds_of(content: Content, optimizer: str) -> tuple[str, ...]:
+def _kinds_of(content: Content, optimizer: str) -> tuple[str, ...]:
     """The states of each trained parameter: those that any has in the source; without any, Adam's moments."""
     chosen = optimizer or content.optimizer
     found = sorted({kind for param in content.params.values() for kind in param.states})
@@ -106,7 +179,7 @@ def kinds_of(content: Content, optimizer: str) -> tuple[str, ...]:
     return tuple(found) or _MOMENTS
 
 
-def layout_of(content: Content) -> ModelLayout:
+def _layout_of(content: Content) -> ModelLayout:
     """A unit for what is trained, and one for each dtype of what is frozen, opaque parameters apart."""
     units: dict[tuple[bool, bool, str], list[tuple[str, tuple[int, ...]]]] = {}
     for name, param in content.params.items():
@@ -133,41 +206,19 @@ def layout_of(content: Content) -> ModelLayout:
     )
 
 
-def piece_ranges(layout: ModelLayout, unit: UnitLayout) -> dict[str, list[tuple[int, int]]]:
-    """Parameter -> the element ranges that the shard grid cuts it into."""
-    ranges: dict[str, list[tuple[int, int]]] = {}
-    for shard in layout.shards_by_unit[unit.index]:
-        for part in layout.slices(shard):
-            ranges.setdefault(unit.slots[part.slot].name, []).append((part.param_start, part.param_start + part.numel))
-    return ranges
-
-
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
 _Entry = tuple[str, DeferredTensor, dict[str, Any]]  # name in the file, values, description
 
 
-def _write_owners(
-    reader: Reader, directory: Path, spec: ModelSpec, kinds: Sequence[str], max_bytes: int
-) -> list[FileEntry]:
-    files = []
-    entries = _entries(reader, spec.layout, kinds)
-    for index, held in enumerate(cut_into_files(entries, lambda one: one[1].numel * one[1].dtype.itemsize, max_bytes)):
-        tensors = {name: values for name, values, _ in held}
-        content = {name: described for name, _, described in held}
-        files.append(write_tensors(staging_path(directory), owner_file_name(index), tensors, content))
-    return files
-
-
 def _entries(reader: Reader, layout: ModelLayout, kinds: Sequence[str]) -> Iterator[_Entry]:
     """A parameter's values of one kind follow each other, because a source may hold them in one place."""
     for unit in layout.units:
-        ranges = piece_ranges(layout, unit)
         for slot in unit.slots:
             param = reader.content.params[slot.name]
             for kind in (WEIGHT, *(kinds if unit.trainable else ())):
-                for start, stop in ranges.get(slot.name, []):
+                for start, stop in grid_of(slot, layout.shard_numel):
                     yield _entry(reader, unit, slot, param, kind, start, stop)
 
 
@@ -175,15 +226,11 @@ def _entry(reader: Reader, unit: UnitLayout, slot: ParamSlot, param: Param, kind
     written = kind if kind != WEIGHT else MASTER if unit.has_master else COMPUTE
     described = {"param": slot.name, "kind": written, "start": start, "stop": stop, "shape": list(slot.shape)}
     if kind == WEIGHT or kind in param.states:
-        make = partial(_values, reader, slot.name, kind, start, stop, unit.initial_dtype)
+        make = partial(lambda *part: reader.read(*part).to(unit.initial_dtype), slot.name, kind, start, stop)
     else:
         make = partial(torch.zeros, stop - start, dtype=torch.float32, device="cpu")
     values = DeferredTensor(numel=stop - start, dtype=unit.initial_dtype, make=make)
     return f"{slot.name}/{written}/{start}", values, described
-
-
-def _values(reader: Reader, name: str, kind: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    return reader.read(name, kind, start, stop).to(dtype)
 
 
 def _write_rank(reader: Reader, directory: Path) -> FileEntry:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rayzero.errors import ConfigError
 from rayzero.quantities import count
-from rayzero.recipes.gpt.config import GPTConfig
+from rayzero.recipes.recipe import GPTConfig
 
 INIT_STD = 0.02
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rayzero.cli.run_choice import RunName, find_run
-from rayzero.cli.status import describe_run, format_status
-from rayzero.cli.text.recoveries import change_lines, recovery_lines
+from rayzero.cli.runs import RunName, change_lines, find_run, recovery_lines
+from rayzero.cli.status import describe_run, format_status, planned_steps
 from rayzero.cluster.interrupts import postponed
 from rayzero.errors import ConfigError
 
@@ -94,7 +93,7 @@ def _screen(console: Console) -> Iterator[Show]:
 
 def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
     """Scrape and show until the run has ended (True) or, with ``once``, until one picture was shown (False)."""
-    from rayzero.cli.top.view import render
+    from rayzero.cli.top_view import render
     from rayzero.cluster.files.run_status import run_status
     from rayzero.cluster.files.viewer_file import read_viewer
     from rayzero.cluster.run import RunState
@@ -102,7 +101,7 @@ def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
     from rayzero.telemetry.scrape import scrape
 
     kept: tuple[Scrape, ...] = ()
-    steps, mute = _steps_to_do(path), 0
+    steps, mute = planned_steps(path), 0
     while (record := run_status(path))["state"] in (RunState.RUNNING, RunState.STARTING):
         if record["state"] == RunState.STARTING:  # again, from a checkpoint: other processes, which count from 0
             kept, mute = (), 0
@@ -140,10 +139,3 @@ def _targets(record: dict[str, Any], viewer: Viewer) -> tuple[Target, ...]:
         return tuple(Target.of(one["address"], one["labels"]) for one in told["targets"])
     except ValueError as error:
         raise ConfigError(f"the record of run {record['run']!r} is damaged: {error}") from error
-
-
-def _steps_to_do(path: Path) -> int | None:
-    from rayzero.recipes.recipe import load_recipe
-
-    config = path / "config.yaml"
-    return load_recipe(config).steps if config.exists() else None

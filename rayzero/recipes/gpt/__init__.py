@@ -1,1 +1,0 @@
-"""A small GPT, and its shape, which is checked without torch."""
