@@ -92,7 +92,7 @@ PAGE = Page(
                     "Payload as it travels. CPU ranks of the owners' host compute in the owners' memory: no fetch.",
                     "Bps",
                     (
-                        "sum by (direction, transport) (rate(rayzero_transfer_bytes_total{<rank>}[<i>]))",
+                        "sum by (direction, transport) (rate(rayzero_transfer_bytes_total{<run>}[<i>]))",
                         "{{direction}} {{transport}}",
                     ),
                 ),
@@ -141,7 +141,7 @@ PAGE = Page(
                     "Bulk streams sent again whole. Not 0: the network loses or damages data.",
                     "ops",
                     (
-                        "sum by (direction, transport) (rate(rayzero_transfer_retries_total{<rank>}[<i>]))",
+                        "sum by (direction, transport) (rate(rayzero_transfer_retries_total{<run>}[<i>]))",
                         "{{direction}} {{transport}}",
                     ),
                 ),

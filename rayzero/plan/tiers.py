@@ -29,6 +29,7 @@ from rayzero.plan.work import Work
 from rayzero.protocol.gradient_sum import gradient_dtype
 from rayzero.protocol.ownership import device_owners
 from rayzero.quantities import count, format_bytes
+from rayzero.store.host.host_sums import AT_ONCE
 from rayzero.store.shm.settled import GradientBytes
 
 __all__ = ["DeviceBytes", "HostBytes", "RunBytes", "check_budgets", "check_fits", "plan_bytes"]
@@ -222,7 +223,7 @@ def plan_bytes(
             host,
             shared=host.shared + host.kept,
             summed=host.kept,
-            staging=host.staging + host.ranks * 2 * FP32 * _most_elements(layout),
+            staging=host.staging + len(summed[host.host]) * AT_ONCE * FP32 * _most_elements(layout),
         )
         if summed[host.host] and host.kept
         else host
@@ -370,7 +371,7 @@ def _host_bytes(
 
 
 def _most_elements(layout: ModelLayout) -> int:
-    """Of the largest trained unit, of which a rank may have two sums in memory (store/rank/transfers/host_sums.py)."""
+    """Of the largest trained unit, of which a host's door may have sums in memory (store/host/host_sums.py)."""
     return max((unit.numel for unit in layout.units if unit.trainable), default=0)
 
 

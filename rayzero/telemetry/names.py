@@ -185,17 +185,18 @@ FETCH_SECONDS = _rank_histogram(
 PUSH_SECONDS = _rank_histogram(
     "rayzero_push_seconds{transport}", "Seconds of one unit's push, from the call until it has landed.", _TRANSFER_S
 )
-TRANSFER_BYTES = _rank_counter(
+_moved = partial(_counter, roles=(RANK, OPTIMIZER))  # by a rank, or by the door of its host
+TRANSFER_BYTES = _moved(
     "rayzero_transfer_bytes_total{direction, transport, dtype}",
-    "Payload bytes as sent, without headers. direction: fetch, push, load; transport: shm, grpc, inproc, or "
-    "host for what is copied out of the host's memory, where it came by grpc once, or into it, to leave as one sum; "
-    "dtype: that on the wire.",
+    "Payload bytes as sent, without headers; what a host fetches or sends once, its first optimizer actor counts. "
+    "direction: fetch, push, load; transport: shm, grpc, inproc, or host for what a rank copies out of the host's "
+    "copy, or leaves in its memory to be part of one sum; dtype: that on the wire.",
 )
-TRANSFER_RAW_BYTES = _rank_counter(
+TRANSFER_RAW_BYTES = _moved(
     "rayzero_transfer_raw_bytes_total{direction}",
     "Payload bytes before wire compression; over rayzero_transfer_bytes_total they give the ratio.",
 )
-TRANSFER_RETRIES = _rank_counter(
+TRANSFER_RETRIES = _moved(
     "rayzero_transfer_retries_total{direction, transport}",
     "Bulk streams that were sent again, whole, after a link failed or bytes were damaged.",
     unit="streams",

@@ -230,7 +230,7 @@ def test_owners_keep_one_sum_of_the_ranks_of_another_host_and_those_ranks_their_
     assert [host.summed for host in once.hosts] == [2 * 4 * trained, 0]
     assert once.hosts[0].shared - each.hosts[0].shared == once.hosts[0].kept == 2 * 4 * trained
     sums = [a.staging - b.staging for a, b in zip(once.hosts, each.hosts, strict=True)]
-    assert sums == [2 * 2 * 4 * 64 * 64, 0], "either rank adds one up while the one before leaves"
+    assert sums == [2 * 4 * 64 * 64, 0], "the door adds one up while the one before leaves"
     check_fits(once, replace(GPU_HOSTS, shm_bytes=max(host.shared - host.summed for host in once.hosts)))
     bf16 = planned(packed.replace(gradient_accumulation_steps=1), four, GPU_HOSTS)
     assert not any(host.summed for host in bf16.hosts), "two ranks push as many bytes"

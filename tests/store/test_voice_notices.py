@@ -53,9 +53,10 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     open_one = PublishStreams.open
 
     def opened(self: PublishStreams, listener: str) -> PublishStream:
-        rank = int(listener.removeprefix("rank "))
-        STREAMS[id(self), rank] = open_one(self, listener)
-        return STREAMS[id(self), rank]
+        stream = open_one(self, listener)
+        if listener.startswith("rank "):
+            STREAMS[id(self), int(listener.removeprefix("rank "))] = stream
+        return stream
 
     monkeypatch.setattr(PublishStreams, "open", opened)
     yield

@@ -363,7 +363,7 @@ def _client(name: str, model: ServedModel) -> str:
 
 def _rank_of(context: Context) -> int:
     caller = caller_of(context.invocation_metadata() or ())
-    assert caller is not None, "the door lets nobody in who does not say which rank it is"
+    assert caller is not None, "no call gets here that does not say which rank it is"
     return caller[0]
 
 

@@ -21,7 +21,7 @@ from rayzero.protocol.ownership import Ownership, Prepared, device_owners
 from rayzero.security.addresses import host_of, is_loopback
 from rayzero.security.credentials import Identity
 from rayzero.store.owner.by_model import ByModel
-from rayzero.store.owner.door import TokenDoor
+from rayzero.store.owner.access import AccessCheck
 from rayzero.store.owner.handlers import ModelCalls
 from rayzero.store.owner.health import Health
 from rayzero.store.owner.hosted import Hosted, HostedModels
@@ -149,7 +149,7 @@ class OwnerServer:
 
     async def _listen(self, host: str, port: int) -> str:
         server = grpc.aio.server(
-            handlers=(TokenDoor(self._find, self._terms.token, self._recorder), self._health.handler()),
+            handlers=(AccessCheck(self._find, self._terms.token, self._recorder), self._health.handler()),
             interceptors=self._interceptors,
             options=SERVER_OPTIONS,
         )

@@ -1,6 +1,6 @@
 """An owner's connections for tensors: who may open one, and the calls whose bytes are on it.
 
-A call that the door has let in (``OpenTensorStream``) gets a ticket for one connection and, over TLS, the keys of its
+A call that was let in (``OpenTensorStream``) gets a ticket for one connection and, over TLS, the keys of its
 bytes. A few threads move the bytes without the interpreter's lock. A silent peer holds none of them: the event loop
 waits for it."""
 

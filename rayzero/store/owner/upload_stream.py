@@ -22,7 +22,7 @@ from rayzero.store.wire.rpc import stream_of
 
 def open_connection(port: TensorPort, client: str, host: str, context: Any) -> pb.OpenTensorStreamResponse:
     """Let the client of a call (``context``: grpc.aio's) open a connection for tensors, with keys if the call came over
-    TLS. ``client``: "rank 3" or "optimizer 1", which the door has checked. ``host``: of this owner, as the client has
+    TLS. ``client``: "rank 3" or "optimizer 1", which was checked. ``host``: of this owner, as the client has
     it. Raises StoreError if the client has too many."""
     protected = names_shown(context.auth_context()) is not None
     expected = port.expect(client, host, protected=protected)

@@ -139,7 +139,7 @@ class _Guarded:
         self._recorder.observe(GRPC_REQUEST_SECONDS, time.perf_counter() - began, method=self._name)
 
 
-class TokenDoor(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic when it runs
+class AccessCheck(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic when it runs
     """Both services of store.proto, behind the run's token.
 
     [Note: bodies of strangers] The token is in a call's metadata, which comes before its body. A call without it gets a
