@@ -14,6 +14,7 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.channel import Channel
 from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.rank.handshake import Handshake
+from rayzero.store.wire import translate
 
 from .toy import make_spec
 
@@ -27,6 +28,7 @@ class Owner:
         self.owner, self.name, self.knows_spec = owner, f"optimizer {owner}", knows_spec
         self.answers_with = answer
         self.asked: list[tuple[str, Any]] = []
+        self.mirror: pb.SharedFiles | None = None
 
     def open(self) -> None:
         self.asked.append(("open", None))
@@ -36,7 +38,7 @@ class Owner:
         copied.CopyFrom(request)
         self.asked.append((method, copied))
         if method != "Attach":
-            return pb.ShareResponse()
+            return pb.ShareResponse(mirror=self.mirror)
         return self.answers_with if self.knows_spec or request.spec else pb.AttachResponse(needs_spec=True)
 
     def answer(self, started: Any) -> Any:
@@ -101,7 +103,7 @@ def test_memory_is_shared_with_owners_that_offer_theirs_and_with_their_successor
     elsewhere, here = Owner(0, answer()), Owner(1, answer(shared=HERE))
     handshake = shaken(elsewhere, here)
     assert handshake.offers == {1: SharedPaths("/dev/shm/control", ("/dev/shm/params",))}
-    handshake.share(SharedPaths("/dev/shm/rank", ("/dev/shm/grads",)), back_at=7, mirrored=())
+    handshake.share(SharedPaths("/dev/shm/rank", ("/dev/shm/grads",)), back_at=7, away=())
     assert [method for method, _ in elsewhere.asked] == ["open", "Attach"]
     _, shared = here.asked[-1]
     assert (dict(shared.controls), shared.files.control, shared.back_at) == ({1: HERE.control}, "/dev/shm/rank", 7)
@@ -112,6 +114,26 @@ def test_memory_is_shared_with_owners_that_offer_theirs_and_with_their_successor
     assert [method for method, _ in successors[0].asked] == ["Attach"]
     assert successors[1].asked[1] == ("Share", shared)
     handshake.check_successors()
+
+
+MIRROR = pb.SharedFiles(control="/dev/shm/mirror", tensors=["/dev/shm/mirrored"])
+
+
+def test_the_first_owner_of_a_host_is_its_door() -> None:
+    away, door, other = Owner(0, answer()), Owner(1, answer(shared=HERE)), Owner(2, answer(shared=HERE))
+    handshake, memory = shaken(away, door, other), SharedPaths("/dev/shm/rank", ())
+    door.mirror = MIRROR
+    assert handshake.share(memory, back_at=None, away=[0], threads=3) == translate.paths_from_pb(MIRROR)
+    assert handshake.door.owner == 1
+    said = [(list(asked.away), list(asked.summed), asked.threads) for asked in (door.asked[-1][1], other.asked[-1][1])]
+    assert said == [([0], [0, 1], 3), ([], [], 0)]
+    successor = Owner(1, answer(shared=HERE))
+    successor.mirror = MIRROR
+    meet(handshake, 1, successor)
+    assert successor.asked[-1] == door.asked[-1]
+    successor.mirror = pb.SharedFiles(control="/dev/shm/another")
+    with pytest.raises(StateLostError, match="does not go on with the copy of other hosts' parameters"):
+        meet(handshake, 1, successor)
 
 
 def test_a_successor_is_asked_what_its_predecessor_was_and_told_that_it_is_one() -> None:
@@ -138,7 +160,7 @@ OTHER = pb.SharedFiles(control="/dev/shm/other")
 )
 def test_a_successor_without_what_its_predecessor_had_is_the_end(now: pb.AttachResponse) -> None:
     handshake = shaken(Owner(0, answer(shared=HERE)))
-    handshake.share(SharedPaths("/dev/shm/rank", ()), back_at=None, mirrored=())
+    handshake.share(SharedPaths("/dev/shm/rank", ()), back_at=None, away=())
     with pytest.raises(StateLostError, match=r"rank 1: optimizer 0 has died before .* start the run again"):
         meet(handshake, 0, Owner(0, now))
     with pytest.raises(StateLostError, match="optimizer 0 has died"):

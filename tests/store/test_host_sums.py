@@ -360,11 +360,16 @@ def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], said: str) 
     assert ZeroConfig(host_push="auto", **settings).pushes_for_host == "never"
 
 
-def test_a_rank_without_a_door_is_refused_by_name(stack: ExitStack) -> None:
+def test_ranks_without_a_door_push_alone_and_say_so(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
     place = Place(stack, [0, 0])
     place.directories[0] = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-")))
-    with pytest.raises(UnsupportedError, match="no optimizer shares memory with rank 0; set host_push='never'"):
-        place.store(0).attach(make_spec(2))
+    ranks = place.start(make_spec(2))
+    assert not any(map(summed, ranks))
+    everything(ranks, 0)
+    assert caplog.text.count("leave it rank by rank, because no optimizer shares memory with rank") == 2
+    place._options["host_push"] = "always"
+    with pytest.raises(UnsupportedError, match="adds up gradients on their host, but no optimizer shares memory"):
+        place.store(0, life=1).attach(make_spec(2))
 
 
 @pytest.mark.parametrize("where", ["add", "settled"])

@@ -54,7 +54,8 @@ def make(stack: ExitStack, slab_dir: Path) -> Make:
 def joined(memory: RankMemory, offers: dict[int, SharedPaths], board: PublishBoard | None = None) -> RankMemory:
     """``memory`` after all that happens at attach."""
     away = [owner for owner in range(OWNERS) if owner not in offers]
-    memory.choose_sums(PLAN)
+    if memory.may_sum:
+        memory.choose_sums(PLAN, list(offers))
     memory.meet(PLAN, offers, away, None)
     memory.open(PLAN, away, board or PublishBoard(), None)
     return memory
@@ -92,7 +93,8 @@ def test_whose_gradients_leave_as_one_sum(
     room = how.pop("room", 1 << 40)
     monkeypatch.setattr(rank_memory, "_size_of", lambda _: room)
     memory = make(rank, **how)
-    memory.choose_sums(PLAN)
+    if memory.may_sum:
+        memory.choose_sums(PLAN, [0])
     assert memory.summed == summed
 
 
@@ -101,7 +103,7 @@ def test_what_the_host_keeps_of_parameters_needs_room_too(make: Make, monkeypatc
     for room, summed in ((gradients + parameters, (0, 1)), (gradients + parameters - 1, ())):
         monkeypatch.setattr(rank_memory, "_size_of", lambda _, room=room: room)
         memory = make(host_push="auto")
-        memory.choose_sums(PLAN)
+        memory.choose_sums(PLAN, [0])
         assert memory.summed == summed
 
 

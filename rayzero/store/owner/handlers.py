@@ -64,6 +64,10 @@ class RankCalls:
 
     # ---- attach, notices, leave
 
+    async def get_host(self, request: pb.GetHostRequest, context: Context) -> pb.GetHostResponse:
+        """Say which host's memory this owner can share; empty: none."""
+        return pb.GetHostResponse(host=self._model.shared.host if self._model.shared is not None else "")
+
     async def attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachResponse:
         """Check that both sides agree, then let the service allocate or compare; or ask for the rank's spec. Raises
         HandshakeError if the two sides differ."""

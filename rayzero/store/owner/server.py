@@ -20,8 +20,8 @@ from rayzero.protocol.messages import LoopState, ModelSpec
 from rayzero.protocol.ownership import Ownership, Prepared, device_owners
 from rayzero.security.addresses import host_of, is_loopback
 from rayzero.security.credentials import Identity
-from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.access import AccessCheck
+from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.handlers import ModelCalls
 from rayzero.store.owner.health import Health
 from rayzero.store.owner.hosted import Hosted, HostedModels

@@ -51,6 +51,15 @@ class Handshake:
 
     # ---- owners
 
+    def owners_on(self, host: str) -> list[int]:
+        """The owners that share the memory of this host; blocks. Raises StallError if a link is down all that time."""
+        for link in self._links:
+            link.open()
+        request = pb.GetHostRequest(rank=self._rank)
+        asked = {link: link.ask("GetHost", request, self._deadline_s) for link in self._links}
+        answers = answers_of(asked, self._deadline_s)
+        return [link.owner for link, answer in zip(asked, answers, strict=True) if answer.host == host != ""]
+
     def attach(
         self,
         spec: ModelSpec,

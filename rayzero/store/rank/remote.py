@@ -166,8 +166,8 @@ class RemoteConnection:
     def attach(self, spec: ModelSpec, *, page_lock: torch.device | None) -> Joined:
         """Shake hands with every owner; see ``Connection.attach``."""
         plan = SharedPlan.of(spec, len(self._links), self._ownership)
-        if self._lead is None:
-            self._memory.choose_sums(plan)
+        if self._lead is None and self._memory.may_sum:
+            self._memory.choose_sums(plan, self._handshake.owners_on(self._memory.identity))
         self._shake_hands(plan, self._memory.identity)
         if self._lead is None:
             try:
@@ -210,6 +210,7 @@ class RemoteConnection:
     def _share_memory(self, plan: SharedPlan, away: Sequence[int], *, page_lock: bool) -> None:
         """Reach the owners of this host through shared memory, and let them map this rank's. One of them copies what
         the owners ``away`` publish."""
+        self._memory.require_door(away, self._handshake.offers)
         self._ways.use([link.owner for link in self._links if plan.shard_map.num_shards_of(link.owner)])
         shared = self._memory.shared
         if shared is None:

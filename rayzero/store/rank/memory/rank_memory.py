@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -66,18 +66,25 @@ class RankMemory:
         """Equal in processes that can map each other's memory; "" if this one shares none."""
         return host_identity(self._directory) if self._directory is not None else ""
 
-    def choose_sums(self, plan: SharedPlan) -> None:
-        """Set ``summed``: the ranks of this host, itself included, with which this one adds its gradients before they
-        travel; empty: its own travel alone. The same for all of them, so it depends on nothing that they may see
-        differently."""
-        if self._host_push == "never" or self._directory is None:
-            return
+    @property
+    def may_sum(self) -> bool:
+        """Whether this rank's gradients may be added to those of others before they travel."""
+        return self._host_push != "never" and self._directory is not None and len(self._ranks) > 1
+
+    def choose_sums(self, plan: SharedPlan, here: Sequence[int]) -> None:
+        """Set ``summed``: the ranks of this host, itself included, whose gradients its door adds before they travel;
+        empty: each rank's travel alone. The same for all of them, so it depends on nothing that they may see
+        differently. ``here``: the owners of this host. Raises UnsupportedError if sums are wanted and there is none."""
+        assert self._directory is not None
         ranks, layout = summed_with(self._rank, self._ranks), plan.spec.layout
         gain = GradientBytes.of(layout.units, plan.spec.accumulation_steps).sums_gain(len(ranks))
         if not ranks or (self._host_push == "auto" and not gain):
             return
         needed = len(self._ranks) * plan.gradient_bytes(pooled=False)
         needed += sum(unit.size_bytes for unit in layout.units)
+        if not here:
+            self._without_door()
+            return
         if self._host_push == "auto" and needed > _size_of(self._directory):
             log.warning(
                 "rank %d: the gradients of this host leave it rank by rank, because %s is too small for %s; set "
@@ -88,6 +95,20 @@ class RankMemory:
             )
             return
         self.summed = ranks
+
+    def _without_door(self) -> None:
+        why = f"no optimizer shares memory with rank {self._rank}"
+        if self._host_push == "always":
+            raise UnsupportedError(f"zero.host_push='always' adds up gradients on their host, but {why}; set 'auto'")
+        log.warning("rank %d: the gradients of this host leave it rank by rank, because %s", self._rank, why)
+
+    def require_door(self, away: Sequence[int], offers: Collection[int]) -> None:
+        """Raise UnsupportedError if sums were chosen and no owner of this host is there that sends them, because other
+        owners have taken over. ``away``: the owners of other hosts. ``offers``: of this one."""
+        if self.summed and away and not offers:
+            raise UnsupportedError(
+                f"rank {self._rank}: the gradients of this host leave it in sums, and no optimizer of it is left"
+            )
 
     # ---- owners
 
@@ -101,11 +122,6 @@ class RankMemory:
         """Map what owners of this host offer. ``away``: the owners of other hosts. ``page_lock``: see
         ``ParameterStore.attach``. Raises HandshakeError if an offer is not from this run, MemoryPlanError if there is
         no room."""
-        if self.summed and away and not offers:
-            raise UnsupportedError(
-                f"zero.host_push={self._host_push!r} adds up the gradients of ranks {list(self.summed)} of this host, "
-                f"but no optimizer shares memory with rank {self._rank}; set host_push='never'"
-            )
         if self._directory is None or not offers:
             return
         pooled = not away

@@ -186,6 +186,18 @@ class Process(_message.Message):
     started: int
     def __init__(self, kernel: _Optional[str] = ..., pid: _Optional[int] = ..., started: _Optional[int] = ...) -> None: ...
 
+class GetHostRequest(_message.Message):
+    __slots__ = ("rank",)
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    def __init__(self, rank: _Optional[int] = ...) -> None: ...
+
+class GetHostResponse(_message.Message):
+    __slots__ = ("host",)
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    def __init__(self, host: _Optional[str] = ...) -> None: ...
+
 class AttachRequest(_message.Message):
     __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "process", "lease_s", "told", "lost_before", "spec_digest", "summed", "voice")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
