@@ -21,7 +21,6 @@ from lab.bench.work import ADAMW, CLIP, Work, loss_of, lower_precision
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.prepare import prepare
-from rayzero.memory.malloc import keep_message_buffers
 from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import Transport, run_ranks
@@ -162,8 +161,6 @@ def _ours_programs(build: Callable[[Seat], Player], options: OursOptions, seats:
 def host_ranks(build: Callable[[Seat], Player], options: OursOptions, seats: tuple[Seat, ...]) -> None:
     """The program of the owners' process: it holds the owners and runs the ranks."""
     assert options.transport is not None
-    if options.transport != "inproc":  # as an optimizer actor does in its process
-        keep_message_buffers()
     run_ranks(
         partial(_rank, build, seats),
         len(seats),

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from lab.bench.figures import Cost
 from lab.bench.turns import Player, Seat, Turn
-from rayzero.memory.malloc import keep_message_buffers
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity
 from rayzero.store.wire.rpc import add_port, open_channel
@@ -90,7 +89,6 @@ def _receive(connection: socket.socket, out: memoryview) -> None:
 
 
 def _serve(pipe: Connection, size_bytes: int, shown: Identity | None) -> None:
-    keep_message_buffers()
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_serve_socket, args=(listener, size_bytes), daemon=True).start()
     asyncio.run(_serve_both(pipe, size_bytes, shown, listener.getsockname()[1]))
@@ -171,7 +169,6 @@ def build_raw(size_bytes: int, chunks: tuple[int, ...], tls: bool, seat: Seat) -
     """Build a client, and start its server, which ends with it. ``tls``: between them is mutual TLS."""
     shown = Identity(Authority("bench", on_loopback=True).issue("both", [OWNER])) if tls else None
     torch.set_num_threads(seat.threads)
-    keep_message_buffers()
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     server = spawn.Process(target=_serve, args=(theirs, size_bytes, shown), daemon=True, name="bare-stream")

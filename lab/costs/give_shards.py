@@ -28,7 +28,6 @@ from lab.bench.figures import Cost, Spread, about, at_least_one
 from lab.bench.raw_stream import build_raw
 from lab.bench.store import spec_of
 from lab.bench.turns import Seat, Turn
-from rayzero.memory.malloc import keep_message_buffers
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity, name_of_rank
 from rayzero.slabs.sweep import SHARED_MEMORY
@@ -45,7 +44,6 @@ TOKEN = "benchmark"
 def own(pipe: Connection, mib: int, shown: Identity | None) -> None:
     """Be an owner that stands still: send its address, and the sizes of its shards' tensors; end when told to."""
     torch.set_num_threads(1)
-    keep_message_buffers()
     models, spec = HostedModels(0, 1, share=SHARED_MEMORY), spec_of([mib * MIB])
     with serve_models(models, token=TOKEN, tls=shown) as server:
         server.connect_peers([server.address])
@@ -121,7 +119,6 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=at_least_one, default=default)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    keep_message_buffers()
     print(json.dumps(about()))
     for way, costs in measure(given.mib, given.rounds).items():
         speed, used = Spread.of(1 / cost.seconds for cost in costs), Spread.of(cost.cpu_seconds for cost in costs)

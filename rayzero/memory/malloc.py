@@ -5,17 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # mallopt(3)
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
-
-
-def keep_message_buffers() -> bool:
-    """Keep freed memory for the next message instead of giving it back and faulting it in again. Returns False, and
-    changes nothing, without glibc.
-
-    For processes that do little else than serve. On loopback it saved 13-53 % (median 22 %) of a fetch's processor
-    time, and 106-262 page faults per MiB became 0-18. In a rank it would also keep what the user's code frees."""
-    return _set({_MMAP_THRESHOLD: 1 << 30, _TRIM_THRESHOLD: (1 << 31) - 1, _TOP_PAD: 64 << 20})
 
 
 def map_blocks() -> bool:

@@ -23,7 +23,6 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.cluster.run import Load, Member, optimizer_name
     from rayzero.elastic.reform import Step
     from rayzero.kernels.bandwidth import measure_bandwidth
-    from rayzero.memory.malloc import keep_message_buffers
     from rayzero.memory.pressure import PressureGauge, read_host_pressure
     from rayzero.memory.process_memory import own_bytes
     from rayzero.store.owner.hosted import HostedModels
@@ -57,7 +56,6 @@ class OptimizerActor(MemberProcess):
         self._owner: ServedOwner | None = None  # set by become()
         self._measure_bandwidth = False
         self._exporter: ProcessExporter | None = None
-        keep_message_buffers()
 
     def hello(self) -> Member:
         """Who and where this is, once it has imported everything."""
