@@ -4,6 +4,7 @@ them one sum of the ranks' gradients."""
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -67,7 +68,6 @@ class Door:
         self._memory: MirrorMemory | None = None
         self._mirrors: dict[int, Mirror] = {}
         self._sums: dict[tuple[int, ...], HostSums] = {}  # by the ranks whose gradients are added
-        self._threads: dict[int, int] = {}  # by rank, how many threads may add for it
         self._fetches, streams = transfer_threads(len(owners), caller.name, "copy")
         self._pushes, _ = transfer_threads(len(owners), caller.name, "send")
         self._links = {
@@ -153,7 +153,8 @@ class Door:
 
     def join(self, rank: int, ranks: Sequence[int], threads: int, directory: Path) -> None:
         """A rank of this host has come, whose gradients leave it in the sum of ``ranks``. ``threads``: that may add for
-        it. ``directory``: of the ranks' memory. Raises HandshakeError if another rank is in the sum of others."""
+        each of them. ``directory``: of the ranks' memory. Raises HandshakeError if others say that they are added to
+        other ranks."""
         group = tuple(ranks)
         with self._lock:
             other = next((each for each in self._sums if each != group and set(each) & {rank, *group}), None)
@@ -165,12 +166,12 @@ class Door:
                 )
             if group not in self._sums:
                 name = f"{self._caller.name} sums of rank {group[0]}"
-                summed = SummedRanks(self._plan, directory, group, self._token, self._caller.name)
+                number = min(max(1, threads) * len(group), os.cpu_count() or 1)
+                summed = SummedRanks(self._plan, directory, group, self._token, self._caller.name, number)
                 units, owners = self._plan.spec.layout.units, self._shards_by_unit()
                 self._sums[group] = HostSums(summed, units, owners, self._wires, self._lacks, self._fail, name)
-            self._threads[rank] = threads
-            number, sums = sum(self._threads.get(each, 0) for each in group), self._sums[group]
-        sums.join(number)
+            sums = self._sums[group]
+        sums.join()
 
     def _summed(self) -> list[int]:
         """Of each group of ranks whose gradients are added, the first one."""

@@ -59,10 +59,9 @@ class HostSums:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def join(self, threads: int) -> None:
-        """A rank has come, perhaps another life of one. ``threads``: that add, from now on."""
+    def join(self) -> None:
+        """A rank has come, perhaps another life of one."""
         self.ranks.find()
-        self.ranks.add_threads(threads)
         steps = self._steps(self._owners)
         with self._lock:
             self._due = dict.fromkeys(sorted(steps, key=lambda unit: (steps[unit], -unit))) | self._due

@@ -80,24 +80,19 @@ class SummedRanks:
 
     Knows their memory and what they have announced; not owners, or how bytes travel. Thread-safe."""
 
-    def __init__(self, plan: SharedPlan, directory: Path, ranks: Sequence[int], key: str, who: str) -> None:
+    def __init__(
+        self, plan: SharedPlan, directory: Path, ranks: Sequence[int], key: str, who: str, threads: int
+    ) -> None:
         """``ranks``: ascending. ``key``: a secret that all ranks of one start of a run have, and no others. ``who``:
-        the process that maps their memory, for messages."""
+        the process that maps their memory, for messages. ``threads``: that add up a unit."""
         self.ranks, self._plan, self._directory, self._who = tuple(ranks), plan, directory, who
         self._key = key_digest(key)
         self._lock = threading.RLock()
         self._lives: dict[int, list[_Life]] = {rank: [] for rank in ranks}  # the newest first. freed by: close()
         self._others: set[str] = set()  # files that are none of theirs
-        self._adders = ThreadPoolExecutor(1, f"{who}-adds", initializer=use_torch_threads, initargs=(1,))
-        self.add_threads(0)
-
-    def add_threads(self, number: int) -> None:
-        """Let so many threads add up a unit, at least one."""
-        before = self._adders
         self._adders = ThreadPoolExecutor(
-            max(1, number), f"{self._who}-adds", initializer=use_torch_threads, initargs=(1,)
+            threads, f"{who}-adds", initializer=use_torch_threads, initargs=(1,)
         )  # freed by: close()
-        before.shutdown()
 
     # ---- who is there
 
