@@ -98,7 +98,7 @@ def test_unread_reports_are_bounded_and_what_is_dropped_is_counted(status, monke
 def test_the_description_is_json(status):
     status.enlist([Member(who="rank 0", pid=1, node="n", host="192.0.2.1", open_files=1024)])
     described = json.loads(json.dumps(status.describe()))
-    member = {"who": "rank 0", "pid": 1, "node": "n", "host": "192.0.2.1", "open_files": 1024}
+    member = {"who": "rank 0", "pid": 1, "node": "n", "host": "192.0.2.1", "open_files": 1024, "has_shards": True}
     assert described["members"] == [member]
 
 
