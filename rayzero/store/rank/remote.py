@@ -216,6 +216,7 @@ class RemoteConnection:
         if shared is None:
             return
         self._ways.share(self._handshake.offers, shared)
+        shared.door = min(self._handshake.offers) if away and self._memory.summed else None
         back_at = self._open_step(plan) if self.life else None
         threads = self._memory.adding_threads(on_gpu=page_lock)
         mirror = self._handshake.share(shared.offer(), back_at, away, threads)

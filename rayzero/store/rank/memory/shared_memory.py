@@ -110,6 +110,7 @@ class SharedRank:
         cell_of(self._control, "key").write(key_digest(key))
         self.on_bell: Callable[[], None] = lambda: None  # also called when the bell rings, and at least once a second
         self._owners: dict[int, _Owner] = {}
+        self.door: int | None = None  # the owner that sends this rank's gradients to other hosts in sums
         self._mirror: MirrorLines | None = None  # this host's copy of what other owners publish
         self._windows: UnitWindows | None = None
         self._lead: Asker | None = None
@@ -232,7 +233,8 @@ class SharedRank:
     def finished(self, report: FinishReport) -> None:
         """Announce to the door of this host how often each unit was pushed."""
         self._finishes.write(report)
-        self._owners[min(self._owners)].bell.ring()
+        if self.door is not None:
+            self._owners[self.door].bell.ring()
 
     def note(self, unit: int, pushed: Pushed) -> None:
         """See ``Connection.note``."""
@@ -250,9 +252,8 @@ class SharedRank:
     def announce(self, unit: int, pushed: Pushed) -> None:
         """Tell the unit's owners of this host, and its door, about a push whose bytes are all there."""
         self._stamps.write(unit, pushed)
-        door = min(self._owners, default=-1)
         for owner in self._owners.values():
-            if unit in owner.units or owner.owner == door:
+            if unit in owner.units or owner.owner == self.door:
                 owner.bell.ring()
 
     def keep(self, state: LoopState) -> str | None:
