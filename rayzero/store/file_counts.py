@@ -5,6 +5,7 @@ A connection that cannot be opened in the middle of training looks like a broken
 
 from __future__ import annotations
 
+from rayzero.store.host.door import DOOR_TRANSFERS
 from rayzero.store.host.transfers.fetches import most_transfers
 from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING
 
@@ -27,7 +28,11 @@ def files_of_owner(num_ranks: int, num_owners: int, neighbours: int) -> int:
     from_ranks = num_ranks * _LINKS * (_CALLS + tensor_connections(num_owners))
     as_the_lead, from_the_lead = num_owners * _LINKS * _CALLS, _LINKS * _CALLS
     shards = num_owners * 2 * _TO_SHARDS  # given and taken
-    return PROCESS + ENTERING + from_ranks + as_the_lead + from_the_lead + shards + neighbours * _OF_A_NEIGHBOUR
+    others = num_owners - 1 if neighbours < num_ranks + num_owners - 1 else 0  # on other hosts, at most
+    as_a_door = others * _LINKS * (_CALLS + DOOR_TRANSFERS + _WAKES)
+    from_doors = others * _LINKS * (_CALLS + DOOR_TRANSFERS)
+    own = PROCESS + ENTERING + as_the_lead + from_the_lead + shards + neighbours * _OF_A_NEIGHBOUR
+    return own + from_ranks + as_a_door + from_doors
 
 
 def files_of_rank(num_owners: int, neighbours: int) -> int:
@@ -39,5 +44,5 @@ def files_of_rank(num_owners: int, neighbours: int) -> int:
 def most_ranks(limit: int, num_owners: int) -> int:
     """With how many ranks an optimizer actor gets along that may have ``limit`` files open, and shares its host with
     the other owners."""
-    alone, with_one = (files_of_owner(ranks, num_owners, num_owners - 1) for ranks in (0, 1))
-    return max(0, (limit - alone) // (with_one - alone))
+    with_one, with_two = (files_of_owner(ranks, num_owners, num_owners - 1) for ranks in (1, 2))
+    return max(0, 1 + (limit - with_one) // (with_two - with_one))

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 from rayzero.protocol.messages import FinishReport, ModelSpec, Pushed, Summand
+from rayzero.store.host.summed_ranks import SummedRanks
 from rayzero.store.shm.settled import GradientBytes, Part, adding_threads, settled
+from rayzero.store.shm.shared_plan import SharedPlan
 
 from .toy import make_spec
 
@@ -214,6 +218,29 @@ def test_a_part_is_settled_once_nothing_more_comes(
 ) -> None:
     found = settled(1, 1, 3, 2, there, told)
     assert (None if found is None else found.summand[1:]) == part
+
+
+class Told:
+    """A life of a rank that has pushed each unit in step 3, and finished step 4 without a push."""
+
+    def __init__(self, rank: int) -> None:
+        self.stamps, self.rank = self, rank
+
+    def read(self, unit: int) -> Pushed:
+        return pushed(1)
+
+    def reports(self) -> dict[int, FinishReport]:
+        counts = {3: (1, 1, 1), 4: (0, 0, 0)}
+        return {step: FinishReport(step=step, attempt=0, rank=self.rank, counts=each) for step, each in counts.items()}
+
+
+def test_a_step_without_a_push_hides_none_before_it(tmp_path: Path) -> None:
+    """Its sum may be what the successor of an owner lacks."""
+    ranks = SummedRanks(SharedPlan.of(make_spec(2), 2), tmp_path, (0, 1), "a key", "optimizer 2", 1)
+    ranks._lives = {rank: [cast(Any, Told(rank))] for rank in (0, 1)}
+    found = ranks.settled(1)
+    assert found is not None
+    assert (found.contribution.step, [each.pushes for each in found.contribution.summands]) == (3, [1, 1])
 
 
 BF16 = (torch.bfloat16,) * 3

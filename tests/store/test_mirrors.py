@@ -18,8 +18,10 @@ from torch import Tensor
 from rayzero.concurrency.gather import Gather
 from rayzero.errors import StateLostError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout
+from rayzero.layout.rescale import Rescale
 from rayzero.memory import planner
 from rayzero.protocol.messages import COMPUTE, ModelSpec, Published
+from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.host import mirror_memory
 from rayzero.store.host.mirror_memory import MirrorMemory
@@ -295,14 +297,44 @@ def test_without_room_each_rank_fetches_for_itself_and_says_so(
 def test_another_start_of_a_run_and_another_model_have_memory_of_their_own(stack: ExitStack) -> None:
     place = Place(stack)
     plan = SharedPlan.of(make_spec(2), OWNERS)
-    paths = set()
-    for key, model in (("one", 0), ("one", 1), ("another", 0)):
-        memory = MirrorMemory.open(plan, plan.shards_of(1), key, model, place.directory)
-        paths.add(memory.offer().control)
+    memories = [
+        MirrorMemory.open(plan, plan.shards_of(1), key, model, place.directory)
+        for key, model in (("one", 0), ("one", 1), ("another", 0))
+    ]
+    assert len({memory.offer().control for memory in memories}) == 3
+    for memory in memories:
+        memory.close(unlink=True)
+
+
+def test_what_was_not_kept_all_the_time_is_fetched_again(stack: ExitStack) -> None:
+    """A write changes bytes within a version, and is brought to what is kept."""
+    place = Place(stack)
+    one, later = SharedPlan.of(make_spec(2), OWNERS), Ownership(OWNERS)
+    for _ in range(2):
+        later = later.then(Rescale.to(OWNERS + 1 - later.epoch, later.num_owners))
+    both, first = one.spec.layout.shards[:2], one.spec.layout.shards[:1]
+
+    def left(plan: SharedPlan, copied: Sequence[Shard]) -> set[int]:
+        memory = MirrorMemory.open(plan, copied, "key", 0, place.directory)
+        found = set(memory.former)
+        for shard in copied:
+            memory.show(Published(shard.index, 3, 3))
         memory.close(unlink=False)
-    again = MirrorMemory.open(plan, plan.shards_of(1), "one", 0, place.directory)
-    assert len(paths) == 3
-    assert again.offer().control in paths
+        return found
+
+    assert left(one, both) == set()
+    assert left(one, both) == {0, 1}
+    assert left(one, first) == {0, 1} - {1}
+    assert left(one, both) == {0}
+    assert left(SharedPlan.of(one.spec, OWNERS, later), both) == set(), "an epoch has passed without a copy"
+
+
+def test_memory_of_an_earlier_start_of_the_run_is_removed(stack: ExitStack) -> None:
+    place = Place(stack)
+    plan = SharedPlan.of(make_spec(2), OWNERS)
+    for key in ("one", "another"):
+        MirrorMemory.open(plan, plan.shards_of(1), key, 0, place.directory).close(unlink=False)
+    assert place.files == ["mirror", "mirrored"]
 
 
 def test_memory_that_another_process_still_writes_is_not_taken(stack: ExitStack) -> None:
@@ -375,9 +407,10 @@ def test_what_a_line_shows_is_what_its_bytes_are_in_every_order(seed: int) -> No
             if shown == now and (brought is None or brought.done()):
                 assert lines.bytes[shard.index] == owner.values[shard.index]
         move = draws.choice(("owner", "notice", "bytes", "bytes", "fail", "die"))
-        if move == "owner" and whole():
+        unread = brought is None and draws.random() < 0.1  # a step in which this host's ranks do not use the unit
+        if move == "owner" and (whole() or unread):
             version = owner.published[SHARDS[0].index].version
-            what = draws.choice(("step", "skip", "write"))
+            what = draws.choice(("step", "skip", "write") if whole() else ("step", "skip"))
             if what == "write":
                 written += 1
                 owner.changes += 1
@@ -396,7 +429,7 @@ def test_what_a_line_shows_is_what_its_bytes_are_in_every_order(seed: int) -> No
             mirror.hear(notices.pop(0))
         elif move == "bytes" and owner.asked:
             shards, version, gather, found = owner.asked.pop(draws.randrange(len(owner.asked)))
-            if any(owner.published[shard.index].content > version for shard in shards):
+            if any(owner.published[shard.index].version > version for shard in shards):
                 gather.end(StoreError(f"v{version} is gone"))
                 continue
             lines.bytes.update(found)
@@ -417,3 +450,13 @@ def test_what_a_line_shows_is_what_its_bytes_are_in_every_order(seed: int) -> No
             brought = None
     assert owner.changes > 3
     assert written
+    while notices or owner.asked:  # nothing is waited for in vain
+        if notices:
+            mirror.hear(notices.pop(0))
+        else:
+            shards, version, gather, _ = owner.asked.pop(0)
+            gone = any(owner.published[shard.index].version > version for shard in shards)
+            lines.bytes.update({} if gone else {shard.index: owner.values[shard.index] for shard in shards})
+            gather.end(StoreError("gone") if gone else None)
+    assert {shard.index: lines.former[shard.index] for shard in SHARDS} == owner.published
+    assert lines.bytes == owner.values

@@ -37,6 +37,19 @@ from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
+_STREAMS = 2  # of each method, to one owner: while the bytes of one call move, the next one is asked
+DOOR_TRANSFERS = 2 * _STREAMS  # between a door and one owner: fetches and pushes
+
+
+def require_away(plan: SharedPlan, owner: int, owners: Sequence[int]) -> None:
+    """Raise HandshakeError unless an owner can be the door of its host to ``owners``, as a rank says."""
+    strange = [each for each in owners if each == owner or not 0 <= each < plan.shard_map.num_owners]
+    if strange or len(set(owners)) < len(owners):
+        raise HandshakeError(
+            f"optimizer {owner} is to be the door of its host to optimizers {list(owners)}; it takes each of the "
+            f"others of {plan.shard_map.num_owners} at most once"
+        )
+
 
 class Door:
     """The links of a host to the owners of other hosts, what it copies of them, and what its ranks send them.
@@ -68,7 +81,7 @@ class Door:
         self._memory: MirrorMemory | None = None
         self._mirrors: dict[int, Mirror] = {}
         self._sums: dict[tuple[int, ...], HostSums] = {}  # by the ranks whose gradients are added
-        self._fetches, streams = transfer_threads(len(owners), caller.name, "copy")
+        self._fetches, _ = transfer_threads(len(owners), caller.name, "copy")
         self._pushes, _ = transfer_threads(len(owners), caller.name, "send")
         self._links = {
             owner: OwnerLink(
@@ -99,7 +112,7 @@ class Door:
                 lead_says=None,
                 compression="none",
                 recorder=recorder,
-                streams=max(2, streams),  # while the bytes of one call come, the next one is asked
+                streams=_STREAMS,
             )
             for owner, link in self._links.items()
         }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rayzero.concurrency.gather import Gather
 from rayzero.concurrency.threads import use_torch_threads
-from rayzero.errors import StoreClosedError
+from rayzero.errors import EpochOverError, StoreClosedError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import Contribution
 from rayzero.store.host.links.channel import Channel
@@ -175,7 +175,7 @@ class HostSums:
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             first, self._over = not (self._over or self._closing), True
-        if first and not isinstance(error, StoreClosedError):
+        if first and not isinstance(error, StoreClosedError | EpochOverError):
             self._failed(error)
 
     def stop(self) -> None:

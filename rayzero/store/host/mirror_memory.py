@@ -1,6 +1,7 @@
 """The memory of a host's mirror: what owners on other hosts publish, where the ranks of the host read it.
 
-    control    version lines, one a shard of the model: those of shards without a copy stay zero
+    control    version lines, one a shard of the model: those of shards without a copy are zero | the last epoch in
+               which it was kept
     mirrored   the shards, each at a place that the layout alone determines; only those with a copy have pages
 
 One optimizer actor of the host writes it. It outlives that process and the epoch: whichever process has the work next
@@ -20,12 +21,13 @@ from rayzero.layout.model_layout import Shard
 from rayzero.memory.planner import check_shared
 from rayzero.protocol.messages import Published, SharedPaths
 from rayzero.slabs.arena import Arena
-from rayzero.slabs.header import SlabFacts, lay_out_slab
+from rayzero.slabs.header import SlabFacts, check_header, lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import FoundSlab
 from rayzero.store.shm.shard_lines import ShardLines
 from rayzero.store.shm.shared_plan import LINE_BYTES, SharedPlan, of_lineage
-from rayzero.store.shm.words import key_name
+from rayzero.store.shm.signals import load_acquire_64, store_release_64
+from rayzero.store.shm.words import key_name, region
 
 CONTROL, SHARDS = "mirror", "mirrored"  # roles of the slabs
 
@@ -76,9 +78,8 @@ class MirrorMemory:
         control, shards = _make(plan, key_name(key), model, directory) if former is None else _adopt(plan, *former)
         try:
             lines = ShardLines(control, plan.spec.layout.shards)
-            if former is None:
-                lines.describe({})
-            lines.check(str(control.path))
+            lines.describe({})
+            _forget_others(plan, control, lines, copied)
             for shard in copied:
                 shards.allocate(shard.index)
         except BaseException:
@@ -109,15 +110,30 @@ class MirrorMemory:
             slab.close(unlink=unlink)
 
 
+def _forget_others(plan: SharedPlan, control: Slab, lines: ShardLines, copied: Sequence[Shard]) -> None:
+    """Forget what was not kept up to now: writes that changed it within a version were not brought here."""
+    epoch = control.address(region(control, "epoch").offset)
+    kept = {shard.index for shard in copied} if plan.ownership.epoch - load_acquire_64(epoch) in (0, 1) else set()
+    for shard in plan.spec.layout.shards:
+        if shard.index not in kept:
+            lines.publish(Published(shard.index, -1, -1))
+    store_release_64(epoch, plan.ownership.epoch)
+
+
 _Former = tuple[FoundSlab, list[FoundSlab]]  # the control slab, and those with shards in their order
 
 
 def _find(plan: SharedPlan, kernel: str, model: int, directory: Path) -> _Former | None:
-    there = [
+    """What is there; that of an earlier start of the run, which nobody maps any more, is removed."""
+    roles = [
         (facts, slab)
         for slab, facts in of_lineage(plan.spec, directory)
-        if (facts.kernel, facts.index) == (kernel, model)
+        if facts.role in (CONTROL, SHARDS) and facts.index == model
     ]
+    for facts, slab in roles:
+        if facts.kernel != kernel and not slab.alive:
+            slab.path.unlink(missing_ok=True)
+    there = [(facts, slab) for facts, slab in roles if facts.kernel == kernel]
     for facts, control in there:
         if facts.role == CONTROL:
             shards = [each for each in there if (each[0].role, each[0].incarnation) == (SHARDS, facts.incarnation)]
@@ -137,9 +153,9 @@ def _make(plan: SharedPlan, kernel: str, model: int, directory: Path) -> tuple[S
         return plan.facts(role, model, kernel, incarnation)
 
     shards = Arena.create(plan.params_of(layout.shards), facts(SHARDS), directory, sparse=True)
-    lines = (("versions", len(layout.shards) * LINE_BYTES, LINE_BYTES),)
+    regions = (("versions", len(layout.shards) * LINE_BYTES, LINE_BYTES), ("epoch", 8, 0))
     try:
-        return Slab.create(lay_out_slab(facts(CONTROL), lines), directory), shards
+        return Slab.create(lay_out_slab(facts(CONTROL), regions), directory), shards
     except BaseException:
         shards.close()
         raise
@@ -151,6 +167,7 @@ def _adopt(plan: SharedPlan, control: FoundSlab, shards: Sequence[FoundSlab]) ->
         raise HandshakeError(f"{control.path} is the mirror of a host, and some of its shards are gone")
     taken = Slab.adopt(control.path)
     try:
+        check_header(str(taken.path), taken.header, run=plan.spec.run, layout_digest=plan.spec.layout.digest)
         return taken, Arena.adopt(places.places, [slab.path for slab in shards])
     except BaseException:
         taken.close(unlink=False)

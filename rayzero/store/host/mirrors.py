@@ -5,7 +5,8 @@ line is written behind its bytes. So a rank reads a copied shard as it reads one
 same line, same bell.
 
 [Note: one buffer] A copy is overwritten in place. An owner publishes a new content only once every rank has finished
-the step of the one before, and a rank finishes after its last read. Only a write by the user changes bytes within a
+the step of the one before, and a rank finishes after its last read. (Of a version that no rank of this host waits for,
+bytes may come while the next one is made: no rank reads them.) Only a write by the user changes bytes within a
 version: then each rank, once the write is made, asks for the unit again (``bring``), and reads it after the answer.
 """
 
@@ -109,7 +110,7 @@ class Mirror:
         self._fetches.fetch_kept(gather, unit, shards, version, self._memory.tensor)
 
     def _came(self, wanted: Sequence[Published], done: Future[None]) -> None:
-        """Bytes are here, or do not come: then what the owner publishes next is fetched."""
+        """Bytes are here, or do not come: a version that is gone has a next one, heard by now or soon."""
         error, ended = done.exception(), list[Future[None]]()
         with self._lock:
             for each in wanted:
@@ -126,8 +127,8 @@ class Mirror:
             log.warning("the copy of %s for this host has to wait: %s", self._units[self._unit(wanted)].name, error)
         for wait in ended:
             settle(wait, None)
-        if error is None or isinstance(error, StallError | TransferError):
-            self._advance(each.shard for each in wanted)
+        again = error is None or isinstance(error, StallError | TransferError)
+        self._advance(each.shard for each in wanted if again or self._heard[each.shard].version > each.version)
 
     def _unit(self, wanted: Sequence[Published]) -> int:
         return self._shards[wanted[0].shard].unit

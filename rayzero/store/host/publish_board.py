@@ -1,4 +1,4 @@
-"""Keeps the versions that a rank has heard its owners publish, and ends the waits for them."""
+"""Keeps the versions that a process has heard owners publish, and ends the waits for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _PublishWait:
 
 
 class PublishBoard:
-    """The versions a rank has heard of, and the waits they end. Any thread may call it.
+    """The versions that a rank, or a door, has heard of, and the waits they end. Any thread may call it.
 
     Knows versions and waits; not how notices arrive. Its futures complete in the thread that brings the notice,
     outside the lock."""

@@ -162,16 +162,14 @@ class SummedRanks:
     # ---- sums
 
     def settled(self, unit: int) -> SettledUnit | None:
-        """What is to be added of a unit: of the newest step of which every part is settled. None: there is none, or no
-        rank has a gradient."""
+        """What is to be added of a unit: of the newest step of which every part is settled, and any rank has a
+        gradient. None: there is none."""
         layout = self._plan.spec.layout.units[unit]
         found = self._parts(layout)
         if found is None:
             return None
         step, parts = found
         pushing = tuple((part, life) for part, life in parts if part.summand.pushes)
-        if not pushing:
-            return None
         present = reduce(or_, (_bits(part) for part, _ in pushing))
         contribution = Contribution(
             step=step,
@@ -198,7 +196,8 @@ class SummedRanks:
         return values
 
     def _parts(self, unit: UnitLayout) -> tuple[int, list[tuple[Part, _Life]]] | None:
-        """(the newest step of which every rank's part is settled, (part, whose) of each rank)."""
+        """(the newest step of which every rank's part is settled and any has a gradient, (part, whose) of each
+        rank)."""
         with self._lock:
             lives = {rank: list(each) for rank, each in self._lives.items()}
         seen = {life: (life.stamps.read(unit.index), life.reports()) for each in lives.values() for life in each}
@@ -207,7 +206,7 @@ class SummedRanks:
         for step in sorted(steps, reverse=True):
             found = [self._part(unit.index, step, rank, lives[rank], seen) for rank in self.ranks]
             whole = [each for each in found if each is not None]
-            if len(whole) == len(found):
+            if len(whole) == len(found) and any(part.summand.pushes for part, _ in whole):
                 return step, whole
         return None
 

@@ -431,6 +431,7 @@ class OwnerCalls:
         async with connection_of(self._tensors, client, context) as stream:
             upload = UploadStream(requests, stream)
             async for request in upload.announced():
+                await self._model.ranks.known([request.contribution.rank])  # a successor of this owner may be new to it
                 await receive_push(self._model, request, upload, None)
         return pb.PushResponse(announced=upload.came)
 

@@ -25,7 +25,7 @@ from rayzero.protocol.owner import OwnerPeer
 from rayzero.protocol.ownership import owner_map
 from rayzero.quantities import count
 from rayzero.security.credentials import Identity
-from rayzero.store.host.door import Door
+from rayzero.store.host.door import Door, require_away
 from rayzero.store.host.links.caller import Caller
 from rayzero.store.host.mirror_memory import MirrorMemory
 from rayzero.store.owner.calls.rank_links import RankLinks
@@ -120,11 +120,10 @@ class ServedModel:
 
     def succeed(self, owner: int, address: str) -> None:
         """Another owner has died; its successor is at ``address``."""
-        with self._opening:
-            if self._addresses:
-                self._addresses[owner] = address
-            if self.door is not None:
-                self.door.succeed(owner, address)
+        if self._addresses:  # first: a door that is opened just now looks there again
+            self._addresses[owner] = address
+        if (door := self.door) is not None:
+            door.succeed(owner, address)
         for peer in self._peers:
             if peer.owner != owner:
                 continue
@@ -187,11 +186,13 @@ class ServedModel:
             if self.door is None:
                 service, terms = self.service, self._terms
                 plan = SharedPlan.of(self.spec, service.num_owners, service.ownership)
+                require_away(plan, service.owner, owners)
+                addresses = tuple(self._addresses)
                 door = Door(
                     Caller.optimizer(service.owner),
                     plan,
                     owners,
-                    self._addresses,
+                    addresses,
                     token=terms.token,
                     tls=terms.tls,
                     model=self.number,
@@ -210,6 +211,9 @@ class ServedModel:
                 door.failed.add_done_callback(lambda failed: service.abort(_store_error(failed.result())))
                 self.shared.on_bell = door.look
                 self.door = door
+                for owner in owners:
+                    if self._addresses[owner] != addresses[owner]:
+                        door.succeed(owner, self._addresses[owner])
             if self.door.owners != owners:
                 raise HandshakeError(
                     f"optimizer {self.service.owner} is the door of its host to optimizers {list(self.door.owners)}, "
@@ -270,11 +274,11 @@ class ServedModel:
         ``SharedOwner.close``."""
         for peer in self._peers:
             peer.close()
+        self._pool.shutdown(wait=True)  # first: a door may be opened just now
         if self.door is not None:
             self.door.close(retires=retires)
         if self.shared is not None:
             self.shared.close(retires=retires)
-        self._pool.shutdown(wait=True)
 
 
 def _tell(lead: StepLead, owner: int, caught_up: Future[None]) -> None:

@@ -26,6 +26,7 @@ from rayzero.memory.malloc import give_back_freed
 from rayzero.protocol.bits import digest_of
 from rayzero.protocol.messages import (
     COMPUTE,
+    MASTER,
     Attached,
     CheckpointInfo,
     Contribution,
@@ -418,8 +419,8 @@ class RankStore:
         return self._brought(done, write)
 
     def _brought(self, made: Future[None], write: Write) -> Future[None]:
-        """Done once this host's copy, if there is one, has what was written."""
-        if self._joined is None or self._joined.bring is None:
+        """Done once this host's copy, if there is one, has what was written; it has no states."""
+        if self._joined is None or self._joined.bring is None or write.kind not in (COMPUTE, MASTER):
             return made
         brought = Future[None]()
 

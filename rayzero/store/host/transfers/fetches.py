@@ -93,10 +93,9 @@ class WireFetches:
         shards: list[Shard],
         version: int,
         place: Callable[[Shard], Tensor],
-        moved: Callable[[], None] = lambda: None,
     ) -> None:
         """Fetch published parameters as the owner keeps them. ``place``: where a shard goes: 1D, its values in the
-        unit's dtype, or its record (codecs/record.py). ``moved`` is called for every chunk, in any thread."""
+        unit's dtype, or its record (codecs/record.py)."""
         part = Download(
             gather=gather,
             awaited=f"{unit.name} v{version}",
@@ -107,7 +106,6 @@ class WireFetches:
             place=place,
             kept=unit if unit.is_coded else None,
             decode=False,
-            moved=moved,
         )
         self._when(DONE, part, lambda: self._fetches.add(part))
 

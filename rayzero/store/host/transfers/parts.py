@@ -1,4 +1,4 @@
-"""One unit's bytes on their way between a rank and one owner over the network."""
+"""One unit's bytes on their way to or from one owner over the network."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ class Download:
     place: Callable[[Shard], Tensor]  # where a shard goes: its values, or, of records that stay encoded, its record
     kept: UnitLayout | None  # the unit, if records of it come: it is kept encoded
     decode: bool = True  # records that come
-    moved: Callable[[], None] = lambda: None  # called for every chunk
     filled: int = 0  # shards
     received: int = 0  # bytes
     ended: bool = False
@@ -63,7 +62,6 @@ class Download:
         assembly = Assembly(shard.index, memory.nbytes, byte_view(memory))
         while not assembly.complete:
             take(assembly)
-            self.moved()
             if self.kept is not None and assembly.filled >= LENGTH:
                 assembly.end_at(used_bytes(memory))
         self.received += assembly.filled

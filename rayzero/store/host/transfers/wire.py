@@ -1,4 +1,4 @@
-"""Moves bytes between a rank and an owner over TCP: what they wait for, what travels together, what is sent again.
+"""Moves bytes to and from an owner over TCP: what they wait for, what travels together, what is sent again.
 
 - A fetch waits for publish notices and holds neither a thread nor a call.
 - A push waits for the rank's earlier pushes of the unit, and holds neither a thread nor a call.

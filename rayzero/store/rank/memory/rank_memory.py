@@ -47,10 +47,9 @@ class RankMemory:
         keeps_pushed: bool,
     ) -> None:
         """``directory``: of shared memory; None: nothing is shared. ``life``: how often the rank has died and come
-        back. ``key``: a secret that all ranks of one start of a run have, and no others. ``model``: the prepared
-        model's number. ``ranks``: of this host. ``host_push``: see ``ZeroConfig``. ``keeps_pushed``:
-        gradients stay in memory until they are published, also if no owner reads them there. ``patience_s``: how long
-        another process may keep this one waiting."""
+        back. ``key``: a secret that all ranks of one start of a run have, and no others. ``ranks``: of
+        this host. ``host_push``: see ``ZeroConfig``. ``keeps_pushed``: gradients stay in memory until they are
+        published, also if no owner reads them there."""
         self._rank, self._directory, self._life, self._key = rank, directory, life, key
         self._ranks, self._host_push = ranks, host_push
         self._keeps_pushed = keeps_pushed

@@ -233,8 +233,8 @@ class SharedRank:
     def finished(self, report: FinishReport) -> None:
         """Announce to the door of this host how often each unit was pushed."""
         self._finishes.write(report)
-        if self.door is not None:
-            self._owners[self.door].bell.ring()
+        if self.door is not None and (door := self._owners.get(self.door)) is not None:  # else other owners take over
+            door.bell.ring()
 
     def note(self, unit: int, pushed: Pushed) -> None:
         """See ``Connection.note``."""
