@@ -51,6 +51,16 @@ def require_away(plan: SharedPlan, owner: int, owners: Sequence[int]) -> None:
         )
 
 
+def _shards_by_unit(plan: SharedPlan, owners: Sequence[int]) -> dict[int, dict[int, list[Shard]]]:
+    """Of trained units, the shards of each owner."""
+    found: dict[int, dict[int, list[Shard]]] = defaultdict(lambda: defaultdict(list))
+    for owner in owners:
+        for shard in plan.shards_of(owner):
+            if plan.spec.layout.units[shard.unit].trainable:
+                found[shard.unit][owner].append(shard)
+    return {unit: dict(by_owner) for unit, by_owner in found.items()}
+
+
 class Door:
     """The links of a host to the owners of other hosts, what it copies of them, and what its ranks send them.
 
@@ -74,6 +84,7 @@ class Door:
         owner that dies gets a successor. ``stall_timeout``: seconds. The other arguments: see ``OwnerServer``."""
         self.owners, self._plan, self._caller, self._timeout_s = tuple(owners), plan, caller, stall_timeout
         self._token, self._closing = token, threading.Event()
+        self._shards = _shards_by_unit(plan, owners)
         self.failed: Future[RayZeroError] = Future()  # done with why the sums of this host do not reach an owner
         self._watch, self._board = StallWatch(caller.name, stall_timeout), PublishBoard()
         self._lock = threading.Lock()
@@ -181,8 +192,8 @@ class Door:
                 name = f"{self._caller.name} sums of rank {group[0]}"
                 number = min(max(1, threads) * len(group), os.cpu_count() or 1)
                 summed = SummedRanks(self._plan, directory, group, self._token, self._caller.name, number)
-                units, owners = self._plan.spec.layout.units, self._shards_by_unit()
-                self._sums[group] = HostSums(summed, units, owners, self._wires, self._lacks, self._fail, name)
+                units = self._plan.spec.layout.units
+                self._sums[group] = HostSums(summed, units, self._shards, self._wires, self._lacks, self._fail, name)
             sums = self._sums[group]
         sums.join()
 
@@ -195,18 +206,8 @@ class Door:
         for sums in list(self._sums.values()):
             sums.look()
 
-    def _shards_by_unit(self) -> dict[int, dict[int, list[Shard]]]:
-        """Of trained units, the shards of each owner on another host."""
-        found: dict[int, dict[int, list[Shard]]] = defaultdict(lambda: defaultdict(list))
-        for owner in self.owners:
-            for shard in self._plan.shards_of(owner):
-                if self._plan.spec.layout.units[shard.unit].trainable:
-                    found[shard.unit][owner].append(shard)
-        return {unit: dict(owners) for unit, owners in found.items()}
-
     def _lacks(self, owner: int, unit: int, step: int) -> bool:
-        shards = [shard.index for shard in self._plan.shards_of(owner) if shard.unit == unit]
-        return self._board.content(shards, step + 1) is None
+        return self._board.content([shard.index for shard in self._shards[unit][owner]], step + 1) is None
 
     def _fail(self, error: BaseException) -> None:
         """The sums of this host do not reach an owner, so no step is decided any more: end the run by name."""
