@@ -312,6 +312,7 @@ def digest_of(described: Any) -> str:
 
 def put(directory: Path, described: dict[str, Any]) -> None:
     """Write a manifest with the hashes that it should have."""
+    described = json.loads(json.dumps(described))  # a change in what another one has put there may have left other keys
     described.pop("sha256", None)
     try:
         described["digest"] = digest_of(described)
