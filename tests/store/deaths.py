@@ -45,9 +45,9 @@ def serve(directory: Path, owner: int, num_owners: int, told: Connection, succee
 class Owners:
     """The owners' processes, each replaced when it is killed."""
 
-    def __init__(self, directory: Path, num_owners: int, elsewhere: Path | None = None) -> None:
-        """``elsewhere``: the memory of another host, on which all owners but the first are."""
-        self._directories = [directory, *[elsewhere or directory] * (num_owners - 1)]
+    def __init__(self, directory: Path, num_owners: int, other_host: Path | None = None) -> None:
+        """``other_host``: the memory of another host, on which all owners but the first are."""
+        self._directories = [directory, *[other_host or directory] * (num_owners - 1)]
         self.num = num_owners
         self.stores: list[RankStore] = []
         self._server = multiprocessing.get_context("forkserver")
@@ -158,12 +158,12 @@ def disturbed(
     *,
     num_owners: int = 2,
     shares: Sequence[bool] = (False,) * RANKS,
-    elsewhere: Path | None = None,
+    other_host: Path | None = None,
     **options: Any,
 ) -> Run:
     """The same over owners that are killed. ``shares``: by rank, whether it shares memory with them; it uses gRPC else.
-    ``elsewhere``: see ``Owners``. ``options``: of every rank's connection."""
-    owners = Owners(directory, num_owners, elsewhere)
+    ``other_host``: see ``Owners``. ``options``: of every rank's connection."""
+    owners = Owners(directory, num_owners, other_host)
     pauses: list[float] = []
     with ExitStack() as stack:
         stack.callback(owners.close)

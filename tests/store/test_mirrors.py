@@ -188,8 +188,8 @@ def test_what_was_written_is_here_when_the_write_is_done(stack: ExitStack, kind:
 def hosts(stack: ExitStack) -> tuple[Path, Path]:
     """The memory of the ranks' host, and of another one."""
     made = (tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix=f"test-{name}-") for name in ("host", "other"))
-    here, elsewhere = (Path(stack.enter_context(each)) for each in made)
-    return here, elsewhere
+    here, other_host = (Path(stack.enter_context(each)) for each in made)
+    return here, other_host
 
 
 @pytest.mark.promise("recoverable", "hosts")
@@ -198,18 +198,18 @@ def hosts(stack: ExitStack) -> tuple[Path, Path]:
 def test_nothing_is_lost_with_the_owner_that_keeps_it_or_one_that_publishes(
     hosts: tuple[Path, Path], owner: int, seed: int
 ) -> None:
-    here, elsewhere = hosts
+    here, other_host = hosts
     spec, draws = make_spec(RANKS), random.Random(seed)
     kills = [(step, draws.uniform(0.0, 0.02), owner) for step in (2, 5)]
-    terms: dict[str, Any] = {"shares": (True,) * RANKS, "elsewhere": elsewhere}
+    terms: dict[str, Any] = {"shares": (True,) * RANKS, "other_host": other_host}
     found = disturbed(here, spec, 8, train, kills, num_owners=OWNERS, **terms)
     assert not differing(spec, found, undisturbed(spec, 8, train))
     assert [list(directory.iterdir()) for directory in hosts] == [[], []]
 
 
 def test_what_its_predecessor_had_does_not_come_again_and_stays_mapped(hosts: tuple[Path, Path]) -> None:
-    here, elsewhere = hosts
-    spec, owners = make_spec(1, shard_numel=4096), Owners(here, OWNERS, elsewhere)
+    here, other_host = hosts
+    spec, owners = make_spec(1, shard_numel=4096), Owners(here, OWNERS, other_host)
     connection = RemoteConnection(0, owners.addresses, token=TOKEN, share=here, outlives_owners=True)
     owners.stores.append(RankStore(connection))
     with closing(owners), closing(owners.stores[0]):
@@ -229,8 +229,8 @@ def test_what_its_predecessor_had_does_not_come_again_and_stays_mapped(hosts: tu
 
 
 def test_a_successor_that_cannot_go_on_with_it_is_the_end(hosts: tuple[Path, Path]) -> None:
-    here, elsewhere = hosts
-    spec, owners = make_spec(1), Owners(here, OWNERS, elsewhere)
+    here, other_host = hosts
+    spec, owners = make_spec(1), Owners(here, OWNERS, other_host)
     connection = RemoteConnection(0, owners.addresses, token=TOKEN, share=here, outlives_owners=True)
     owners.stores.append(RankStore(connection))
     with closing(owners), closing(owners.stores[0]):

@@ -97,7 +97,7 @@ class MirrorMemory:
         self._lines.publish(published)
 
     def forget(self, shard: Shard) -> None:
-        """A shard's bytes are about to change within their version: whoever takes this memory over fetches it again."""
+        """A shard's bytes are about to change within their version: the next process to take over fetches it again."""
         self._lines.publish(Published(shard.index, -1, -1))
 
     def offer(self) -> SharedPaths:
@@ -124,7 +124,7 @@ _Former = tuple[FoundSlab, list[FoundSlab]]  # the control slab, and those with 
 
 
 def _find(plan: SharedPlan, kernel: str, model: int, directory: Path) -> _Former | None:
-    """What is there; that of an earlier start of the run, which nobody maps any more, is removed."""
+    """What is there; that of an earlier start of the run, which no process maps any more, is removed."""
     roles = [
         (facts, slab)
         for slab, facts in of_lineage(plan.spec, directory)

@@ -70,27 +70,23 @@ class Ways:
         """Reach owners of this host, whose files are mapped, through shared memory."""
         for owner in owners:
             self.senders.pop(owner, None)
-            self.transfers[owner] = SharedTransfers(
-                owner,
-                shared,
-                self.wires[owner],
-                board=self._board,
-                copies=self._fetches,
-                recorder=self._recorder,
-            )
+            self._read(owner, shared, copied=False)
 
     def mirror(self, owners: Iterable[int], shared: SharedRank) -> None:
         """Read what owners on other hosts publish in this host's copy."""
         for owner in owners:
-            self.transfers[owner] = SharedTransfers(
-                owner,
-                shared,
-                self.wires[owner],
-                board=self._board,
-                copies=self._fetches,
-                recorder=self._recorder,
-                copied=True,
-            )
+            self._read(owner, shared, copied=True)
+
+    def _read(self, owner: int, shared: SharedRank, *, copied: bool) -> None:
+        self.transfers[owner] = SharedTransfers(
+            owner,
+            shared,
+            self.wires[owner],
+            board=self._board,
+            copies=self._fetches,
+            recorder=self._recorder,
+            copied=copied,
+        )
 
     @property
     def transport(self) -> str:

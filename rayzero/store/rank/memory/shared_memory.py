@@ -193,20 +193,20 @@ class SharedRank:
             each.close()
         self._bell.ring()
 
-    def enter_windows(self, elsewhere: Mapping[int, Arena]) -> None:
+    def enter_windows(self, others: Mapping[int, Arena]) -> None:
         """Let windows show the owners of this epoch; see ``windows``."""
         if self._windows is not None:
-            self._windows.enter(self._plan, {**elsewhere, **self._params()})
+            self._windows.enter(self._plan, {**others, **self._params()})
 
     def listen(self, board: PublishBoard) -> None:
         """Start the thread that brings published versions to ``board`` and takes in the lead's answers."""
         self._board = board
         self._listener = Listener(self._bell, self._look, f"rayzero-rank{self.rank}-bell")
 
-    def windows(self, elsewhere: Mapping[int, Arena]) -> UnitWindows:
+    def windows(self, others: Mapping[int, Arena]) -> UnitWindows:
         """Windows over the parameters of all owners that ``meet`` has mapped, and over what this host has of the
         others'."""
-        self._windows = UnitWindows(self._plan, {**elsewhere, **self._params()}, page_lock=self._page_lock)
+        self._windows = UnitWindows(self._plan, {**others, **self._params()}, page_lock=self._page_lock)
         return self._windows
 
     def _params(self) -> dict[int, Arena]:
