@@ -5,7 +5,7 @@
     python -m lab simulation --load here.json --lead lead.json --save here.json    # what hundreds of ranks cost a lead
 
 What a message costs the lead is measured with one rank. Among hundreds it is several times less, and less still in the
-message of a host's voice: ``lead.json`` has the lines of ``python -m lab many_ranks --voices-of 1 8 --json``.
+call of a host's door: ``lead.json`` has the lines of ``python -m lab many_ranks --door-of 1 8 --json``.
 
 Each case is a model, a transport and numbers of ranks and owners, of one thread each, that share ``--cores`` cores.
 What the model computes is measured with plain PyTorch in the same rounds, by as many processes as there are ranks;
@@ -185,7 +185,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m lab simulation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("--load", type=Path, help="a file of --save, instead of measuring")
-    found.add_argument("--lead", type=Path, help="lines of python -m lab many_ranks --json, with and without voices")
+    found.add_argument("--lead", type=Path, help="lines of python -m lab many_ranks --json, with and without doors")
     found.add_argument("--save", type=Path, help="write what was measured")
     found.add_argument("--compare", action="store_true", help="compare with real steps")
     found.add_argument("--cases", type=int, nargs="+", help="numbers of cases, from 0 on; default: all")

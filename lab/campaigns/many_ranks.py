@@ -1,16 +1,16 @@
 """Measures a real lead and real owners under up to 1,000 ranks that compute nothing.
 
     python -m lab many_ranks [--ranks 8 64 256 1000] [--owners 1 64] [--steps 6] [--units 32]
-        [--voices-of 1 8] [--profile]
+        [--door-of 1 8] [--profile]
 
 Three processes: owner 0, which leads, as it runs in an optimizer actor (``OwnerServer``); the other owners, each with a
 server of its own; and the ranks.
 A rank here is a coroutine with a channel of its own that sends what a rank's store
 sends: it attaches, follows notices, fetches every unit, pushes a gradient for each, finishes and commits, and gives to
-a mean. With ``--voices-of 8``, the first of 8 ranks sends what all of them ask of the lead, and hears for them what is
-published: the others have their streams of notices muted. With several owners, the
-ranks talk to the lead alone and push nothing (their finish counts no push), so that the row shows what the lead does:
-it collects from every owner and sends each the decision.
+a mean. With ``--door-of 8``, 8 ranks have a door, which sends what all of them ask of the lead, and hears for them what
+is published: their own streams of notices are muted. With several owners, the ranks talk to the lead alone and push
+nothing (their finish counts no push), so that the row shows what the lead does: it collects from every owner and sends
+each the decision.
 
 CPU and bytes are those of the lead's process, from its first message of a step to its last; latency is from the moment
 at which the last rank sends its finish to the last rank's answer. All three processes share this machine's cores, so
@@ -60,14 +60,13 @@ from rayzero.protocol.messages import (
 from rayzero.protocol.ownership import owner_map
 from rayzero.security.addresses import host_of
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.host.links.caller import Caller
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.wire import translate
 from rayzero.store.wire.payload import Assembly, byte_view
 from rayzero.store.wire.rpc import (
-    STORE_SERVICE,
     LinkNumber,
-    life_metadata,
     methods,
     open_channel,
     stream_metadata,
@@ -92,7 +91,7 @@ class Case:
     owners: int
     units: int
     steps: int
-    voices_of: int = 1  # ranks whose finishes, commits and means come in one message, and notices go to one of them
+    door_of: int = 1  # ranks whose finishes, commits and means come in one call of a door, which has their notices
 
     @property
     def spec(self) -> ModelSpec:
@@ -183,23 +182,21 @@ def _raise_file_limit() -> None:
 # ------------------------------------------------------------------------------------------------ ranks
 
 
-class FakeRank:
-    """One rank without a model: a link to one owner, and the messages of a rank's store over it."""
+class FakeLink:
+    """A link to one owner."""
 
-    def __init__(self, rank: int, address: str, spec: ModelSpec, num_owners: int, owner: int = 0) -> None:
-        self.rank, self._spec, self._num_owners, self._owner = rank, spec, num_owners, owner
-        self._shards = owner_map(spec, num_owners).shards_of(owner)
+    def __init__(self, caller: Caller, address: str, shards: Sequence[int]) -> None:
+        """``shards``: of the owner."""
+        self._caller, self._shards = caller, shards
         self.sent = self.received = 0  # bytes of messages and of shards
         self.notices = 0  # messages of the owner's own
         self._channel = open_channel(address, None, grpc.aio)
-        link = LinkNumber(f"rank {rank}", 0).next()
-        self._metadata = (*token_metadata(TOKEN), *life_metadata(rank, 0), *link.metadata)
-        self._calls = {name: method.bind(self._channel) for name, method in methods(STORE_SERVICE).items()}
+        link = LinkNumber(caller.name, 0).next()
+        self._metadata = (*token_metadata(TOKEN), *caller.metadata, *link.metadata)
+        self._calls = {name: method.bind(self._channel) for name, method in methods(caller.service).items()}
         self._version: dict[int, int] = {}  # by shard
         self._news = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
-        self._address = address
-        self._tensors: OpenStream | None = None  # after the first transfer. freed by: close()
 
     async def ask(self, method: str, request: Any) -> Any:
         """Make a unary call, again while it is told to."""
@@ -210,10 +207,45 @@ class FakeRank:
             if "waiting" not in answer.DESCRIPTOR.fields_by_name or not answer.HasField("waiting"):
                 return answer
 
-    async def attach(self, described: bytes, digest: str, voice: int | None = None) -> None:
-        """Open the link, and shake hands. ``voice``: the rank that may speak for this one."""
+    async def open(self) -> None:
+        """Open the link."""
         self._following = asyncio.create_task(self._follow())
         await self._news.wait()
+
+    async def _follow(self) -> None:
+        notices = self._calls["Notices"](pb.NoticesRequest(**self._caller.signature), metadata=self._metadata)
+        with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            async for notice in notices:
+                self.received += notice.ByteSize()
+                self.notices += 1
+                self._version.update((each.shard, each.version) for each in notice.published)
+                self._news.set()
+
+    async def published(self, version: int) -> None:
+        """Wait until every shard of the owner has a version."""
+        while len(self._version) < len(self._shards) or min(self._version.values()) < version:
+            self._news.clear()
+            await self._news.wait()
+
+    async def close(self) -> None:
+        """End the link, without a word."""
+        if self._following is not None:
+            self._following.cancel()
+        await self._channel.close()
+
+
+class FakeRank(FakeLink):
+    """One rank without a model, and the messages of a rank's store."""
+
+    def __init__(self, rank: int, address: str, spec: ModelSpec, num_owners: int, owner: int = 0) -> None:
+        super().__init__(Caller.rank(rank), address, owner_map(spec, num_owners).shards_of(owner))
+        self.rank, self._spec, self._num_owners, self._owner = rank, spec, num_owners, owner
+        self._address = address
+        self._tensors: OpenStream | None = None  # after the first transfer. freed by: close()
+
+    async def attach(self, described: bytes, digest: str) -> None:
+        """Open the link, and shake hands."""
+        await self.open()
         request = pb.AttachRequest(
             protocol_version=PROTOCOL_VERSION,
             rank=self.rank,
@@ -224,25 +256,14 @@ class FakeRank:
             process=translate.process_to_pb(this_process()),
             lease_s=300.0,
         )
-        if voice is not None:
-            request.voice = voice
         answer = await self.ask("Attach", request)
         if answer.needs_spec:
             request.spec = described
             await self.ask("Attach", request)
 
-    async def _follow(self) -> None:
-        notices = self._calls["Notices"](pb.NoticesRequest(rank=self.rank), metadata=self._metadata)
-        with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
-            async for notice in notices:
-                self.received += notice.ByteSize()
-                self.notices += 1
-                self._version.update((each.shard, each.version) for each in notice.published)
-                self._news.set()
-
     async def mute(self) -> None:
-        """Hear of publications from the voice of the host, not from the owner."""
-        await self.ask("Mute", pb.MuteRequest(rank=self.rank, number=1, muted=True))
+        """Hear of no publications from the owner: the door does."""
+        await self.ask("Mute", pb.MuteRequest(rank=self.rank))
 
     async def load(self) -> None:
         """Send the initial values of the owner's shards, as rank 0 does."""
@@ -269,12 +290,6 @@ class FakeRank:
                 beside.stream.pass_all(Sent(beside.stream, index, byte_view(values).data))
 
         await self._both(beside, send, call)
-
-    async def published(self, version: int) -> None:
-        """Wait until every shard of the owner has a version."""
-        while len(self._version) < len(self._shards) or min(self._version.values()) < version:
-            self._news.clear()
-            await self._news.wait()
 
     async def fetch(self, version: int) -> None:
         """Fetch all units in one call, as small ones are."""
@@ -326,28 +341,39 @@ class FakeRank:
         return translate.mean_to_pb(self.rank, number, MeanInput(values=(float(self.rank),), weight=1.0))
 
     async def close(self) -> None:
-        """End the link, without a word."""
-        if self._following is not None:
-            self._following.cancel()
         if self._tensors is not None:
             self._tensors.stream.close()
-        await self._channel.close()
+        await super().close()
 
 
 def _gradient(unit: UnitLayout, rank: int) -> torch.Tensor:
     return torch.full((unit.numel,), 1.0 + rank % 7, dtype=unit.dtype)
 
 
-async def ask_together(ranks: Sequence[FakeRank], method: str, request: Callable[[FakeRank], Any]) -> None:
-    """What ranks of one host ask: one message of the first one for all, or a rank's own if it is alone."""
-    first, *others = ranks
-    if not others:
-        await first.ask(method, request(first))
-        return
-    said = [pb.SpeakRequest.Said(rank=rank.rank, life=0, request=request(rank).SerializeToString()) for rank in ranks]
-    answered = await first.ask("Speak", pb.SpeakRequest(rank=first.rank, method=method, said=said))
-    if sum(len(each.said) for each in answered.answers if each.HasField("response")) != len(ranks):
-        raise RuntimeError(f"{method} of ranks {[rank.rank for rank in ranks]}: {answered}")
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Ranks of one host, and their door if they have one."""
+
+    ranks: Sequence[FakeRank]
+    door: FakeLink | None
+
+    @property
+    def links(self) -> Sequence[FakeLink]:
+        """Those that hear of publications."""
+        return self.ranks if self.door is None else [self.door]
+
+    async def ask(self, method: str, request: Callable[[FakeRank], Any]) -> None:
+        """What the ranks ask: in one call of the door, or each by itself."""
+        if self.door is None:
+            await asyncio.gather(*(rank.ask(method, request(rank)) for rank in self.ranks))
+            return
+        asked = [
+            pb.AskRequest.Question(rank=rank.rank, life=0, request=request(rank).SerializeToString())
+            for rank in self.ranks
+        ]
+        answered = await self.door.ask("Ask", pb.AskRequest(method=method, questions=asked))
+        if sum(len(each.questions) for each in answered.answers if each.HasField("response")) != len(self.ranks):
+            raise RuntimeError(f"{method} of ranks {[rank.rank for rank in self.ranks]}: {answered}")
 
 
 class Phases:
@@ -355,8 +381,8 @@ class Phases:
 
     Asks the lead's process for its load between two phases."""
 
-    def __init__(self, ranks: Sequence[FakeRank], lead: Connection) -> None:
-        self._ranks, self._lead = ranks, lead
+    def __init__(self, links: Sequence[FakeLink], lead: Connection) -> None:
+        self._links, self._lead = links, lead
         self.costs: dict[str, list[Cost]] = {}
 
     def load(self) -> Load:
@@ -366,7 +392,7 @@ class Phases:
         return found
 
     def _bytes(self) -> int:
-        return sum(rank.sent + rank.received for rank in self._ranks)
+        return sum(link.sent + link.received for link in self._links)
 
     async def run(self, name: str, calls: Sequence[Awaitable[None]]) -> None:
         """Run a phase: ``calls``, one of each rank that takes part, all at once."""
@@ -406,19 +432,21 @@ async def play(case: Case, address: str, lead: Connection, profile: bool) -> dic
     described, digest = translate.spec_to_bytes(spec), spec.layout.digest
     ranks = [FakeRank(rank, address, spec, case.owners) for rank in range(case.ranks)]
     pushes = 1 if case.owners == 1 else 0
-    hosts = [ranks[at : at + case.voices_of] for at in range(0, case.ranks, case.voices_of)]
-    phases = Phases(ranks, lead)
+    hosts = [
+        Host(ranks[at : at + case.door_of], _door(number, address, case) if case.door_of > 1 else None)
+        for number, at in enumerate(range(0, case.ranks, case.door_of), case.owners)
+    ]
+    doors = [host.door for host in hosts if host.door is not None]
+    phases = Phases([*ranks, *doors], lead)
     empty = phases.load()
     if profile:
         _order(lead, "enable")
-    await phases.run(
-        "attach", [_few_at_once([rank.attach(described, digest, host[0].rank) for host in hosts for rank in host])]
-    )
+    await phases.run("attach", [_few_at_once([rank.attach(described, digest) for rank in ranks])])
     await ranks[0].load()
     await phases.run("first notices", [rank.published(0) for rank in ranks])
-    if case.voices_of > 1:
-        await phases.run("mute", [rank.mute() for host in hosts for rank in host[1:]])
-    joined, told = phases.load(), sum(rank.notices for rank in ranks)
+    if doors:
+        await phases.run("mute", [*(rank.mute() for rank in ranks), *(door.open() for door in doors)])
+    joined, told = phases.load(), sum(link.notices for link in (*ranks, *doors))
     for step in range(case.steps):
         if pushes:
             await phases.run("fetch", [rank.fetch(step) for rank in ranks])
@@ -433,26 +461,31 @@ async def play(case: Case, address: str, lead: Connection, profile: bool) -> dic
         def mean(rank: FakeRank, step: int = step) -> Any:
             return rank.mean(step + 1)
 
-        early = [asyncio.create_task(ask_together(host, "Finish", finish)) for host in hosts[:-1]]
+        early = [asyncio.create_task(host.ask("Finish", finish)) for host in hosts[:-1]]
         await phases.run("finish of all but one", [_passed(early)])
-        await phases.run("last finish to last answer", [*early, ask_together(hosts[-1], "Finish", finish)])
-        await phases.run("commit to last decision", [ask_together(host, "Commit", commit) for host in hosts])
-        await phases.run("notices", [host[0].published(step + 1) for host in hosts])
-        await phases.run("mean", [ask_together(host, "Mean", mean) for host in hosts])
+        await phases.run("last finish to last answer", [*early, hosts[-1].ask("Finish", finish)])
+        await phases.run("commit to last decision", [host.ask("Commit", commit) for host in hosts])
+        await phases.run("notices", [link.published(step + 1) for host in hosts for link in host.links])
+        await phases.run("mean", [host.ask("Mean", mean) for host in hosts])
     if profile:
         _order(lead, "disable")
     end = phases.load()
-    await asyncio.gather(*(rank.close() for rank in ranks))
+    await asyncio.gather(*(link.close() for link in (*ranks, *doors)))
     return {
         **asdict(case),
         "spec_bytes": len(described),
         "phases": {name: _middle(costs) for name, costs in phases.costs.items()},
         "threads": end.threads,
         "files": end.files - empty.files,
-        "notices": (sum(rank.notices for rank in ranks) - told) / case.ranks / case.steps,
+        "notices": (sum(link.notices for link in (*ranks, *doors)) - told) / case.ranks / case.steps,
         "rss_per_rank": (joined.rss - empty.rss) // case.ranks,
         "rss": end.rss,
     }
+
+
+def _door(number: int, address: str, case: Case) -> FakeLink:
+    """``number``: as an optimizer."""
+    return FakeLink(Caller.optimizer(number), address, owner_map(case.spec, case.owners).shards_of(0))
 
 
 async def _passed(tasks: Sequence[asyncio.Task[None]]) -> None:
@@ -528,7 +561,7 @@ async def _load_others(case: Case, addresses: Sequence[str]) -> None:
 def table(found: dict[str, Any]) -> str:
     """The figures of one case, a phase a line."""
     lines = [
-        f"{found['ranks']} ranks, {found['voices_of']} a voice, {found['owners']} owners, {found['units']} units, a "
+        f"{found['ranks']} ranks, {found['door_of']} a door, {found['owners']} owners, {found['units']} units, a "
         f"spec of {found['spec_bytes']:,} bytes: {found['threads']} threads, {found['files']} files more, "
         f"{found['rss_per_rank'] / 1e3:.0f} kB a rank, {found['rss'] / 1e6:.0f} MB in all",
         f"  {'phase':28}{'ms':>9}{'lead CPU ms':>13}{'us a rank':>11}{'bytes a rank':>14}",
@@ -546,14 +579,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=at_least_one, nargs="+", default=[8, 64, 256, 1000])
     parser.add_argument("--owners", type=at_least_one, nargs="+", default=[1, 64])
     parser.add_argument("--units", type=at_least_one, default=32)
-    parser.add_argument("--voices-of", type=at_least_one, nargs="+", default=[1, 8])
+    parser.add_argument("--door-of", type=at_least_one, nargs="+", default=[1, 8])
     parser.add_argument("--steps", type=at_least_one, default=6)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     for owners in args.owners:
         for ranks in args.ranks:
-            for together in args.voices_of:
-                case = Case(ranks=ranks, owners=owners, units=args.units, steps=args.steps, voices_of=together)
+            for together in args.door_of:
+                case = Case(ranks=ranks, owners=owners, units=args.units, steps=args.steps, door_of=together)
                 found = measure(case, args.profile)
                 print(json.dumps(found) if args.json else table(found), flush=True)

@@ -26,7 +26,6 @@ from lab.simulation.cluster import Run, Simulated, simulate
 from lab.simulation.machines import Measured, Options
 from lab.simulation.ranks import Compute
 from rayzero.config import ZeroConfig
-from rayzero.config.zero import HostVoice
 from rayzero.engine.prepare import plan_units
 from rayzero.engine.units.partition import UnitPlan
 from rayzero.layout.shard_map import shard_map_for
@@ -37,25 +36,17 @@ RANKS = {8: 8, 32: 8, 128: 32, 512: 128, 1000: 256}  # ranks -> owners
 OWNERS = (8, 32, 64, 128, 256)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """How bytes and messages travel."""
-
-    options: Options
-    voice: HostVoice = "auto"  # zero.host_voice
-
-
 PLAIN, RELAY, BOTH = "each rank by itself", "fetched once a host", "as by default"
 APART = Options(transport="shm", encrypted=True)
-ONCE = replace(APART, fetch_once_per_host=True, push_once_per_host=True)
+ONCE = replace(APART, fetch_once_per_host=True, push_once_per_host=True, ask_once_per_host=True)
 WAYS = {
-    PLAIN: Way(options=APART, voice="never"),
-    RELAY: Way(options=replace(APART, fetch_once_per_host=True), voice="never"),
-    BOTH: Way(options=ONCE),
+    PLAIN: APART,
+    RELAY: replace(APART, fetch_once_per_host=True),
+    BOTH: ONCE,
 }
 MESSAGES = {
-    f"{BOTH}, each rank asks and hears": Way(options=ONCE, voice="never"),
-    f"{BOTH}, a tree of 16": Way(options=replace(ONCE, fan_out=16)),
+    f"{BOTH}, each rank asks and hears": replace(ONCE, ask_once_per_host=False),
+    f"{BOTH}, a tree of 16": replace(ONCE, fan_out=16),
 }
 SHARDS = {f"{BOTH}, shards of 2 MiB": WAYS[BOTH]}
 HERE = Path(__file__).with_suffix(".json")  # as measured for docs/scale_simulation.md
@@ -148,15 +139,14 @@ def run_of(plan: UnitPlan, zero: ZeroConfig, here: Measured, args: argparse.Name
         owner_hosts=tuple(hosts + owner for owner in range(owners)),
         machine=machine,
         costs=here.costs["grpc"],
-        options=WAYS[PLAIN].options,
+        options=WAYS[PLAIN],
         part_s=here.part_s,
     )
 
 
 def point(run: Run, plan: UnitPlan, model: str, way: str, tokens: int) -> Point:
     """Simulate one run."""
-    chosen = (WAYS | MESSAGES | SHARDS)[way]
-    run = replace(run, options=chosen.options, zero=run.zero.replace(host_voice=chosen.voice))
+    run = replace(run, options=(WAYS | MESSAGES | SHARDS)[way])
     ranks, owners = len(run.rank_hosts), len(run.owner_hosts)
     sums = list(Counter(run.rank_hosts).values()) if run.options.push_once_per_host else []
     shards = shard_map_for(plan.layout, owners, run.zero.shard_map)

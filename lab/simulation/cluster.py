@@ -150,7 +150,7 @@ def _check(run: Run, steps: int) -> None:
 def _resources(run: Run, shards: ShardMap, *, full: bool) -> Resources:
     def of(full: bool) -> Resources:
         groups = group(parts_of(run.layout, shards), run.rank_hosts, run.owner_hosts, full=full)
-        return Resources(groups, run.machine, run.costs, run.options, run.zero)
+        return Resources(groups, run.machine, run.costs, run.options)
 
     alike = of(False)
     if full and alike.does_once():

@@ -79,7 +79,7 @@ class Lead:
         self._away_s = costs.latency_s + self._tree.between * (self._tree.fan_out * costs.message_s + costs.latency_s)
 
     def finish(self, which: int) -> None:
-        """The finishes of a group of ranks have come, one message each, or one of each host's voice."""
+        """The finishes of a group of ranks have come, one message each, or one of each host's door."""
         group, step = self._groups.ranks[which], self._step[which]
         self._step[which] += 1
         self._handle(*self._resources.questions(group), lambda: self._take(group, step))
@@ -97,11 +97,11 @@ class Lead:
         norm.result()  # raises what the real lead found wrong
         self._handle(*self._resources.questions(group), lambda: None)
 
-    def _handle(self, messages: float, said: int, then: Callable[[], object], *, more: float = 0.0) -> None:
-        """Take or send so many messages, in which voices speak of ``said`` ranks, and compute ``more`` seconds, behind
+    def _handle(self, messages: float, asking: int, then: Callable[[], object], *, more: float = 0.0) -> None:
+        """Take or send so many messages, in which doors ask for ``asking`` ranks, and compute ``more`` seconds, behind
         what the lead does already."""
         self.messages += messages
-        load = self._resources.messages(messages, said)
+        load = self._resources.messages(messages, asking)
         self.line.add(load.seconds + more, load.demands, then)
 
     # ---- what the real lead asks

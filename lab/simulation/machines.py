@@ -68,19 +68,17 @@ class Costs:
     moving: Mapping[Moving, MovingCosts]  # empty where nothing travels between processes
     touches: float = 3.0  # bytes of host memory for each byte sent or received: a copy in the kernel, and the card's
     round_s: float = 0.0  # the lead, for each step beside its messages
-    spoken_s: float | None = (
-        None  # the lead, for each rank in a message of a host's voice; None: as for its own message
-    )
-    notice_s: float | None = None  # an owner, for each notice to a remote rank or a voice; None: as for another message
+    question_s: float | None = None  # the lead, for each rank in a call of a host's door; None: as for its own message
+    notice_s: float | None = None  # an owner, for each notice to a remote rank or a door; None: as for another message
 
     @property
-    def said_s(self) -> float:
-        """Seconds of the lead for each rank in a message of a host's voice."""
-        return self.message_s if self.spoken_s is None else self.spoken_s
+    def asked_s(self) -> float:
+        """Seconds of the lead for each rank in a call of a host's door."""
+        return self.message_s if self.question_s is None else self.question_s
 
     @property
     def told_s(self) -> float:
-        """Seconds of an owner for each notice to a remote rank or a voice."""
+        """Seconds of an owner for each notice to a remote rank or a door."""
         return self.message_s if self.notice_s is None else self.notice_s
 
 
@@ -89,8 +87,9 @@ class Options:
     """How a run is set up, where its ZeroConfig does not say it."""
 
     transport: Transport
-    fetch_once_per_host: bool = False  # whoever needs a part first fetches it for all ranks of the host
+    fetch_once_per_host: bool = False  # the door of a host fetches each part for all of its ranks
     push_once_per_host: bool = False  # ranks of a host add up their gradients, in fp32, before they send them
+    ask_once_per_host: bool = False  # a host's door asks the lead, and hears owners, for all of its ranks
     fan_out: int = 0  # of a tree of owners through which the lead asks them; 0: it asks each of them itself
     encrypted: bool = False  # what travels beside gRPC's calls, as between hosts by default
     most_streams: int = 8  # of one rank in each direction; see transfer_threads (store/host/transfers/wire.py)

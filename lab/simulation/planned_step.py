@@ -62,6 +62,7 @@ def simulate_step(
             encrypted=not alone,
             compute_threads=machine.cores,
             fetch_once_per_host=zero.shared_directory is not None,
+            ask_once_per_host=zero.shared_directory is not None,
             push_once_per_host=_all_add_up(ranks, zero, traffic),
         ),
         state_bytes=state_bytes,

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from lab.simulation.fluid import Demand
 from lab.simulation.groups import Groups, OwnerGroup, RankGroup
 from lab.simulation.machines import Costs, Machine, Moving, Options, Stream
-from rayzero.config import ZeroConfig
-from rayzero.config.zero import speaks_for_host
 from rayzero.errors import ConfigError
 from rayzero.kernels.rank_sum import GROUP
 from rayzero.layout.model_layout import UnitLayout
@@ -36,9 +34,8 @@ class Resources:
 
     Knows who shares what; not when."""
 
-    def __init__(self, groups: Groups, machine: Machine, costs: Costs, options: Options, zero: ZeroConfig) -> None:
+    def __init__(self, groups: Groups, machine: Machine, costs: Costs, options: Options) -> None:
         self.groups, self.machine, self.costs, self.options = groups, machine, costs, options
-        self._zero = zero
         self._flows: dict[tuple[int, int, str], tuple[float, tuple[Demand, ...]]] = {}  # of each pair
         self.names = [f"{what} of host kind {kind}" for kind in range(len(groups.hosts)) for what in _OF_HOST]
         capacities = [machine.cores, machine.memory, machine.network, machine.network] * len(groups.hosts)
@@ -92,19 +89,14 @@ class Resources:
         """Whether ranks of a host push a sum."""
         return self.options.push_once_per_host and ranks.each > 1
 
-    def has_voice(self, ranks: RankGroup) -> bool:
-        """Whether a host has a voice; see ``ZeroConfig.host_voice``."""
-        shares = self.options.transport == "shm"
-        return shares and speaks_for_host(self._zero.host_voice, ranks.each, self.groups.world_size)
-
     def asks_once(self, ranks: RankGroup) -> bool:
-        """Whether the voice of a host asks the lead for its ranks."""
-        return ranks.host != self.groups.lead and self.has_voice(ranks)
+        """Whether the door of a host asks the lead for its ranks."""
+        return ranks.host != self.groups.lead and self.options.ask_once_per_host
 
     def does_once(self) -> bool:
         """Whether anything is done once for the ranks of a host."""
-        options, voices = self.options, any(self.has_voice(each) for each in self.groups.ranks)
-        return options.fetch_once_per_host or options.push_once_per_host or voices
+        options = self.options
+        return options.fetch_once_per_host or options.push_once_per_host or options.ask_once_per_host
 
     def add_up(self, ranks: RankGroup, elements: int, itemsize: int) -> Load:
         """For each sum of a host, one of its ranks adds up gradients and writes an fp32 one."""
@@ -178,18 +170,18 @@ class Resources:
         )
 
     def questions(self, ranks: RankGroup) -> tuple[int, int]:
-        """What a group asks the lead in one round, or is answered: (messages, ranks of which voices speak in them)."""
+        """What a group asks the lead in one round, or is answered: (messages, ranks whose questions are in them)."""
         number = len(ranks.ranks)
         return (number // ranks.each, number) if self.asks_once(ranks) else (number, 0)
 
-    def messages(self, number: float, said: int = 0) -> Load:
-        """The lead takes or sends so many messages. ``said``: ranks of which voices speak in them."""
-        seconds = number * self.costs.message_s + said * self.costs.said_s
+    def messages(self, number: float, asking: int = 0) -> Load:
+        """The lead takes or sends so many messages. ``asking``: ranks whose questions doors have put into them."""
+        seconds = number * self.costs.message_s + asking * self.costs.asked_s
         return Load(seconds, ((self.of_host("cores", self.groups.lead), 1.0),))
 
     def listeners(self, ranks: RankGroup, number: int) -> int:
-        """Notices with which an owner tells ``number`` of these ranks, which are on other hosts: one to each voice."""
-        return number // ranks.each if self.has_voice(ranks) else number
+        """Notices with which an owner tells ``number`` of these ranks, which are on other hosts: one to each door."""
+        return number // ranks.each if self.options.ask_once_per_host else number
 
     def notices(self, owners: OwnerGroup, number: int) -> Load:
         """Each owner of a group sends so many notices."""

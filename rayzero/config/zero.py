@@ -27,15 +27,6 @@ Moments = Literal["fp32", "bf16", "int8"]
 CheckpointMoments = Literal["fp32", "kept"]
 WireCompression = Literal["none", "bf16", "int8"]
 HostPush = Literal["auto", "always", "never"]
-HostVoice = Literal["auto", "always", "never"]
-
-_VOICES_ABOVE = 64  # ranks of a run; with fewer, asking oneself is as cheap for the lead, and a little sooner
-
-
-def speaks_for_host(setting: HostVoice, ranks: int, world_size: int) -> bool:
-    """Whether a host with so many of the run's ranks has a voice for a lead on another host, if its ranks share memory.
-    ``setting``: ``ZeroConfig.host_voice``."""
-    return ranks > 1 and (setting == "always" or (setting == "auto" and world_size > _VOICES_ABOVE))
 
 
 class ZeroConfig(ZeroSetters):
@@ -211,12 +202,6 @@ class ZeroConfig(ZeroSetters):
     where that sum takes fewer bytes than what the ranks push (two ranks in fp32 or with accumulation, else three),
     slab_dir is large enough, and wire_compression is "none". "always": also where it takes as many. "never": each rank
     pushes its own."""
-
-    host_voice: HostVoice = "auto"
-    """Whether one rank of a host sends the finishes, commits and means of all of its ranks to a lead on another host,
-    in one message, and tells them what owners on other hosts publish: with a thousand ranks, the lead is busy with
-    messages. Where that rank says nothing for a second, each sends its own and hears from the owners. "auto": in runs
-    of more than 64 ranks. "always": also in smaller ones. "never": each sends and hears its own."""
 
     if TYPE_CHECKING:
 

@@ -15,7 +15,7 @@ _LINKS = 2  # one that has broken, which the other end may not have noticed, and
 _CALLS = 1  # gRPC's connection
 _WAKES = 1  # a rank's eventfd, for each link
 _TO_SHARDS = 1  # over which an owner takes shards from another one
-_OF_A_NEIGHBOUR = 1 + 4 + 1  # a process on the same host: its pidfd, its slabs in two epochs, its line to the voice
+_OF_A_NEIGHBOUR = 1 + 4  # a process on the same host: its pidfd, its slabs in two epochs
 
 
 def tensor_connections(num_owners: int) -> int:

@@ -77,7 +77,6 @@ class ServedReach:
                 wire_compression=self.config.wire_compression,
                 share=self._host_of(rank),
                 host_push=self.config.pushes_for_host if self.share else "never",
-                host_voice=self.config.host_voice if self.share else "never",
                 ranks_here=self._ranks_with(rank),
                 outlives_owners=self.outlives_owners,
                 ownership=ownership,

@@ -65,8 +65,7 @@ def run_ranks(
         servers and with shared memory; or a function (rank, recorder, model) that connects a rank to owners of your
         own, where model is 0 for its first prepared model, 1 for its second, and so on.
     config: what ``rayzero.prepare`` uses if the loop gives it none. Its ``offload_fraction`` decides whether owners are
-        started beside the ranks; its ``wire_compression``, ``host_push`` and ``host_voice`` say how
-        bytes and messages travel over gRPC.
+        started beside the ranks; its ``wire_compression`` and ``host_push`` say how bytes travel over gRPC.
     resume, run_dir: what the ranks' contexts say. With processes=True and max_failures > 0, requests for other owners
         are taken from run_dir (elastic/requests.py).
     threads: torch threads of each rank process and of each owner.

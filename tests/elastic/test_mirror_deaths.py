@@ -1,4 +1,4 @@
-"""Optimizer actors that copy for their hosts die, stop and come back, owners come and go, and no bit changes."""
+"""Optimizer actors that copy and ask for hosts die, stop and come back, owners come and go, and no bit changes."""
 
 from __future__ import annotations
 
@@ -37,6 +37,13 @@ DEATHS = {
     "the door as it is asked for what was written": (Fault(_DOOR, "owner.brings"),),
     "the door with half of what was written": (Fault(_DOOR, "owner.forgets"),),
     "the door stopped": (Fault(_DOOR, "owner.copied", "stop", nth=2),),
+    "the door with a question": (Fault(_DOOR, "owner.takes-question", nth=3),),
+    "the door with answers that no rank has": (Fault(_DOOR, "owner.answers", nth=2),),
+    "the door stopped before it asks": (Fault(_DOOR, "owner.asks", "stop", nth=3),),
+    "the lead with an answer, and a rank": (
+        Fault("optimizer 0", "lead.norm", nth=2),
+        Fault("rank 1", "rank.finished", nth=3),
+    ),
     "a rank around a write": (Fault("rank 0", "rank.write"), Fault("rank 1", "rank.write-asked")),
     "an owner that is copied": (Fault(_OWNER, "owner.between-shards", nth=3),),
     "the lead and the door": (Fault("optimizer 0", "lead.after-record", nth=2), Fault(_DOOR, "owner.copies", nth=4)),

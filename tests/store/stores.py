@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
-from rayzero.config.zero import HostPush, HostVoice
+from rayzero.config.zero import HostPush
 from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.sweep import SHARED_MEMORY
@@ -76,15 +76,13 @@ def over_grpc(
     shares: Callable[[int], bool] = lambda owner: False,
     door: bool = False,
     host_push: HostPush = "never",
-    host_voice: HostVoice = "never",
 ) -> Iterator[Stores]:
     """The same over gRPC on loopback: every owner has a server, every rank its own channels. ``shares(owner)``: it
     shares memory with the ranks, as owners of their host do; the others are as on other hosts. ``door``: an owner
-    without shards shares memory with them, too. ``host_push``: whether the others get one sum of all ranks.
-    ``host_voice``: whether one rank asks the lead for all."""
+    without shards shares memory with them, too. ``host_push``: whether the others get one sum of all ranks."""
     ownership = Ownership(num_owners + door, doors=int(door))
     sharing = [owner for owner in range(ownership.num_owners) if owner == num_owners or shares(owner)]
-    alone = host_push == host_voice == "never" and not sharing
+    alone = host_push == "never" and not sharing
     somewhere = None if alone else SHARED_MEMORY
     token = f"{TOKEN} {secrets.token_hex()}"  # by which ranks of a host find each other
     with ExitStack() as stack:
@@ -108,7 +106,6 @@ def over_grpc(
                     share=somewhere,
                     ownership=ownership,
                     host_push=host_push,
-                    host_voice=host_voice,
                     ranks_here=range(world_size),
                     model=model,
                     life=life,
@@ -126,5 +123,5 @@ if why_no_sharing() is None:
     STORES["shm"] = partial(over_grpc, shares=lambda owner: True)
     STORES["mixed"] = partial(over_grpc, shares=lambda owner: owner % 2 == 0)
     STORES["sums"] = partial(over_grpc, door=True, host_push="always")
-    STORES["door"] = partial(over_grpc, door=True, host_voice="always")
+    STORES["door"] = partial(over_grpc, door=True)
 """name -> factory(world_size, num_owners, *, stall_timeout=..., owner_threads=...): a context with one store a rank"""

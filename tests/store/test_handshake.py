@@ -55,7 +55,7 @@ def answer(**fields: Any) -> pb.AttachResponse:
 def shaken(*owners: Owner, **said: Any) -> Handshake:
     handshake = Handshake(1, cast(list[OwnerLink], list(owners)), stall_timeout=60.0)
     assert not handshake.has_begun
-    handshake.attach(make_spec(), **{"host": "here", "summed": (0, 1), "voice": 0} | said)
+    handshake.attach(make_spec(), **{"host": "here", "summed": (0, 1)} | said)
     return handshake
 
 
@@ -72,7 +72,7 @@ def test_every_owner_is_asked_the_same_under_its_own_number() -> None:
     assert [method for method, _ in first.asked] == ["open", "Attach"]
     asked = [request for _, request in (first.asked[1], second.asked[1])]
     assert [request.owner for request in asked] == [0, 1]
-    assert (asked[0].lease_s, asked[0].summed, asked[0].voice, asked[0].host) == (30.0, [0, 1], 0, "here")
+    assert (asked[0].lease_s, asked[0].summed, asked[0].host) == (30.0, [0, 1], "here")
     asked[1].owner = 0
     assert asked[0] == asked[1]
     assert not asked[0].spec

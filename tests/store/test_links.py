@@ -94,7 +94,7 @@ class LosesAnswers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 _REPEATED = sorted(methods(STORE_SERVICE).keys() | methods(OWNER_SERVICE).keys())
 _NEVER = ("Notices", "Describe", "Leave", "Abort", "GetDecision", "Redo", "Keep", "GetKept")
-_NEVER += ("DescribeEpoch", "GiveShards", "Speak", "Mute", "GetHost")  # tests/store/test_next_epoch.py, test_voice*.py
+_NEVER += ("DescribeEpoch", "GiveShards", "Ask", "Mute", "GetHost")  # test_next_epoch.py, test_lead_questions.py
 # no answer to lose, or not in the run
 _HERE = ("Share", "Bring")  # what a rank asks owners of its host
 

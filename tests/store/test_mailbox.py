@@ -109,6 +109,25 @@ def test_a_question_that_was_seen_half_written_and_read_whole_is_taken_once(
     assert len(answerer.take_questions()) == 1
 
 
+def test_what_is_asked_again_has_the_answer_to_the_last_question_alone(both: tuple[Asker, Answerer]) -> None:
+    asker, answerer = both
+    future = asker.ask("Finish", b"norm?")
+    ((slot, first, *_),) = answerer.take_questions()
+    assert asker.open == [("Finish", b"norm?")]
+    asker.ask_again()
+    answerer.answer(slot, first, b"of a lead that has died")
+    asker.take_answers()
+    assert future is not None
+    assert not future.done()
+    ((_, again, method, request),) = answerer.take_questions()
+    assert (method, request) == ("Finish", b"norm?")
+    answerer.answer(slot, again, b"of its successor")
+    answerer.answer(slot, first, b"late")  # it must not cover the other one
+    asker.take_answers()
+    assert future.result(0) == b"of its successor"
+    assert asker.open == []
+
+
 def test_an_error_arrives_as_itself(both: tuple[Asker, Answerer]) -> None:
     asker, answerer = both
     future = asker.ask("Finish", b"")

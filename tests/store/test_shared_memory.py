@@ -270,9 +270,9 @@ def test_a_rank_maps_each_shard_where_its_owner_says_it_lies(slabs: ExitStack, s
         ((*places[1:], (places[0][0], 7, 0)), "a slab that is not there"),
     ):
         with pytest.raises(HandshakeError, match=said):
-            rank.meet(0, SharedPaths(str(control.path), files, wrong))
+            rank.meet({0: SharedPaths(str(control.path), files, wrong)})
     fill(plan, {0: arena})
-    rank.meet(0, SharedPaths(str(control.path), files, places))
+    rank.meet({0: SharedPaths(str(control.path), files, places)})
     for shard in plan.spec.layout.shards:
         assert torch.equal(rank.shard(0, shard.index), arena.tensor(shard.index))
 

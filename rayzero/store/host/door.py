@@ -1,8 +1,9 @@
-"""What one optimizer actor of a host does for all of its ranks: it copies what owners on other hosts publish, and sends
-them one sum of the ranks' gradients."""
+"""What one optimizer actor of a host does for all of its ranks: it copies what owners on other hosts publish, sends
+them one sum of the ranks' gradients, and asks the lead what the ranks ask."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
@@ -12,6 +13,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
+from rayzero.concurrency.event_loop import shared_loop
 from rayzero.concurrency.futures import fail, settle, then, when_all
 from rayzero.errors import HandshakeError, RayZeroError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard
@@ -19,6 +21,7 @@ from rayzero.protocol.messages import Write
 from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.host_sums import HostSums
+from rayzero.store.host.lead_questions import LeadQuestions
 from rayzero.store.host.links.caller import Caller
 from rayzero.store.host.links.channel import Channel
 from rayzero.store.host.links.owner_link import OwnerLink
@@ -62,9 +65,9 @@ def _shards_by_unit(plan: SharedPlan, owners: Sequence[int]) -> dict[int, dict[i
 
 
 class Door:
-    """The links of a host to the owners of other hosts, what it copies of them, and what its ranks send them.
+    """The links of a host to the owners of other hosts, what it copies of them, and what its ranks send and ask them.
 
-    Knows which owners are on other hosts; not who reads copies, or when ranks push. Thread-safe."""
+    Knows which owners are on other hosts; not who reads copies, or when ranks push or ask. Thread-safe."""
 
     def __init__(
         self,
@@ -128,6 +131,19 @@ class Door:
             for owner, link in self._links.items()
         }
 
+        lead = self._links.get(plan.shard_map.owner(0))  # None: it is on this host
+        loop = shared_loop().loop
+        self._questions = None if lead is None else LeadQuestions(lead, partial(_call_later, loop))
+
+    # ---- what ranks ask
+
+    @property
+    def questions(self) -> LeadQuestions:
+        """What ranks ask the lead. Raises StoreError if that is on this host: ranks ask it themselves."""
+        if self._questions is None:
+            raise StoreError(f"{self._caller.name} asks the lead for no rank: the lead is on its own host")
+        return self._questions
+
     # ---- what is published
 
     def mirror(self, memory: MirrorMemory, show: Callable[[], None]) -> None:
@@ -176,10 +192,14 @@ class Door:
     # ---- what ranks push
 
     def join(self, rank: int, ranks: Sequence[int], threads: int, directory: Path) -> None:
-        """A rank of this host has come, whose gradients leave it in the sum of ``ranks``. ``threads``: that may add for
-        each of them. ``directory``: of the ranks' memory. Raises HandshakeError if others say that they are added to
-        other ranks."""
+        """A rank of this host has come, whose gradients leave it in the sum of ``ranks``; empty: it sends its own.
+        ``threads``: that may add for each of them. ``directory``: of the ranks' memory. Raises HandshakeError if others
+        say that they are added to other ranks."""
+        if self._questions is not None:
+            self._questions.meet(rank)
         group = tuple(ranks)
+        if not group:
+            return
         with self._lock:
             other = next((each for each in self._sums if each != group and set(each) & {rank, *group}), None)
             if other is not None:
@@ -196,6 +216,11 @@ class Door:
                 self._sums[group] = HostSums(summed, units, self._shards, self._wires, self._lacks, self._fail, name)
             sums = self._sums[group]
         sums.join()
+
+    def leave(self, rank: int) -> None:
+        """A rank of this host is gone."""
+        if self._questions is not None:
+            self._questions.leave(rank)
 
     def _summed(self) -> list[int]:
         """Of each group of ranks whose gradients are added, the first one."""
@@ -230,11 +255,17 @@ class Door:
         for sums in list(self._sums.values()):
             sums.send_again(link.owner, channel, self._timeout_s)
 
+    def retire(self, error: RayZeroError) -> None:
+        """Other owners have taken over: fail what ranks ask with ``error``."""
+        if self._questions is not None:
+            self._questions.close(error)
+
     def close(self, *, retires: bool) -> None:
         """End links and threads. ``retires``: another epoch has begun, and its door goes on in the same memory.
         Idempotent."""
         self._closing.set()
         closed = StoreClosedError(f"the door of {self._caller.name} was closed")
+        self.retire(closed)
         for sums in self._sums.values():
             sums.stop()
         for link in self._links.values():
@@ -246,7 +277,13 @@ class Door:
             pool.shutdown(wait=True)
         for sums in self._sums.values():
             sums.close()
+        if self._questions is not None:
+            self._questions.join()
         for link in self._links.values():
             link.join()
         if self._memory is not None:
             self._memory.close(unlink=not retires)
+
+
+def _call_later(loop: asyncio.AbstractEventLoop, seconds: float, call: Callable[[], None]) -> None:
+    loop.call_soon_threadsafe(loop.call_later, seconds, call)

@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Published
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.long_polls import Repeats, ended, result_of
-from rayzero.store.owner.calls.spoken import answers_to, begin_said
+from rayzero.store.owner.calls.questions import answers_to, begin_questions
 from rayzero.store.owner.known_specs import KnownSpecs
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.publish_streams import PublishStream
@@ -59,7 +59,6 @@ class RankCalls:
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
-        self._repeats = Repeats()
         self._specs = KnownSpecs(model.service.owner, model.compute)
 
     # ---- attach, notices, leave
@@ -81,7 +80,7 @@ class RankCalls:
             return pb.AttachResponse(needs_spec=True)
         comes_back = request.rank in self._model.lives
         if comes_back:
-            self._repeats.forget(request.rank)  # a new life's calls may look like those of the last one
+            self._model.repeats.forget(request.rank)  # a new life's calls may look like those of the last one
         shares = self._model.shared is not None and self._model.shared.host == request.host != ""
         attached = await self._model.compute(
             partial(
@@ -98,8 +97,6 @@ class RankCalls:
         self._model.take_spec(spec)
         told = translate.told_from_pb(request.told) if request.HasField("told") else None
         step = 0
-        life = (caller_of(context.invocation_metadata() or ()) or (0, 0))[1]
-        self._model.voices.name(request.rank, life, request.voice if request.HasField("voice") else None)
         if self._model.leads:
             succeeds = self._model.shared is not None and self._model.shared.took_over
             step = self._connected_lead().attach(request.rank, spec, attached.version, told, succeeds=succeeds)
@@ -120,13 +117,12 @@ class RankCalls:
             raise StoreError(f"optimizer {self._model.service.owner} shares no memory; use transport='grpc'")
         paths = translate.paths_from_pb(request.files)
         back_at = request.back_at if request.HasField("back_at") else None
+        door = await self._model.compute(self._model.open_door, tuple(request.away)) if request.away else None
         await self._model.compute(self._model.shared.join, request.rank, paths, dict(request.controls), back_at)
-        if not request.away:
+        if door is None:
             return pb.ShareResponse()
-        door = await self._model.compute(self._model.open_door, tuple(request.away))
-        if request.summed:
-            summed, directory = tuple(request.summed), self._model.shared.directory
-            await self._model.compute(door.join, request.rank, summed, request.threads, directory)
+        summed, directory = tuple(request.summed), self._model.shared.directory
+        await self._model.compute(door.join, request.rank, summed, request.threads, directory)
         unmirrored = self._model.unmirrored
         return pb.ShareResponse(mirror=door.offer, unmirrored=to_failure(unmirrored) if unmirrored else None)
 
@@ -182,15 +178,20 @@ class RankCalls:
             await context.write(await _first_notice(stream))
             while True:
                 published, error = await stream.next()
-                if error is not None or model.shared is None or not model.shared.shares_with(request.rank):
+                if error is not None or not self._sees(request.rank):
                     await context.write(_notice(published, error))
         finally:
             model.published.close(stream)
             model.ranks.ended(request.rank, opened)
 
+    def _sees(self, rank: int) -> bool:
+        """Whether a rank sees in memory what is published."""
+        shared = self._model.shared
+        return rank in self._model.copied or (shared is not None and shared.shares_with(rank))
+
     async def mute(self, request: pb.MuteRequest, context: Context) -> pb.MuteResponse:
-        """The rank hears from another one of its host what is published, or does so no more."""
-        self._model.published.mute(f"rank {request.rank}", request.number, muted=request.muted)
+        """The rank reads a copy of its host."""
+        self._model.copied.add(request.rank)
         return pb.MuteResponse()
 
     async def leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
@@ -255,11 +256,12 @@ class RankCalls:
         return pb.StageResponse(announced=upload.came)
 
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
-        """Say what this owner does for a shard or, with ``step``, what the lead waits for."""
-        if request.step:
-            return pb.DescribeResponse(text=self._model.require_lead().describe())
-        self._model.shard(request.shard)
-        return pb.DescribeResponse(text=self._model.service.describe(request.shard))
+        """Say what this owner does for a shard or, with ``step``, what the lead waits for; a door asks it."""
+        if request.step and not self._model.leads and (door := self._model.door) is not None:
+            asked = door.questions.describe(min(self._model.poll_s, context.time_remaining() or self._model.poll_s))
+            text = await result_of(asked)
+            return pb.DescribeResponse(text=text)
+        return pb.DescribeResponse(text=self._model.describe(request))
 
     # ---- the step
 
@@ -303,36 +305,19 @@ class RankCalls:
         answer = await self._answer("Mean", request.rank, request, context)
         return answer or pb.MeanResponse(waiting=self._waiting())
 
-    async def speak(self, request: pb.SpeakRequest, context: Context) -> pb.SpeakResponse:
-        """What several ranks of a host ask; answers when all of them have their answers, or with those that are there.
-        All ask of one step, or one mean, so that none waits for what another does only after its own answer."""
-
-        def begin(rank: int, asked: Any) -> Future[Any]:
-            start = partial(self._model.steps.begin, request.method, asked)
-            return self._repeats.once(rank, request.method, asked, start)
-
-        said = begin_said(request, self._model.voices, begin)
-        until = asyncio.get_running_loop().time() + self._patience_s(context)
-        for each in said:
-            if not isinstance(each, str):
-                await ended(each, max(0.0, until - asyncio.get_running_loop().time()))
-        answers = answers_to(said)
-        return pb.SpeakResponse(answers=answers) if answers else pb.SpeakResponse(waiting=self._waiting())
-
     async def _answer(self, method: str, rank: int, request: Any, context: Context) -> Any:
         """The response to a call that a rank may repeat; None: not yet."""
-        answer = self._repeats.once(rank, method, request, partial(self._model.steps.begin, method, request))
-        return await self._wait(answer, context)
-
-    async def _wait(self, answer: Future[Any], context: Context) -> Any:
-        return answer.result() if await ended(answer, self._patience_s(context)) else None
-
-    def _patience_s(self, context: Context) -> float:
-        left = context.time_remaining()
-        return self._model.poll_s if left is None else max(0.0, min(self._model.poll_s, left - POLL_MARGIN_S))
+        answer = self._model.repeats.once(rank, method, request, partial(self._model.steps.begin, method, request))
+        return answer.result() if await ended(answer, _patience_s(self._model, context)) else None
 
     def _waiting(self) -> pb.Waiting:
         return pb.Waiting(on=self._model.require_lead().describe())
+
+
+def _patience_s(model: ServedModel, context: Context) -> float:
+    """How long a call may wait before its caller has to ask again: seconds."""
+    left = context.time_remaining()
+    return model.poll_s if left is None else max(0.0, min(model.poll_s, left - POLL_MARGIN_S))
 
 
 def _notice(published: Sequence[Published], error: RayZeroError | None) -> pb.NoticesResponse:
@@ -436,9 +421,32 @@ class OwnerCalls:
         return pb.PushResponse(announced=upload.came)
 
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
-        """Say what this owner does for a shard."""
-        self._model.shard(request.shard)
-        return pb.DescribeResponse(text=self._service.describe(request.shard))
+        """Say what this owner does for a shard or, with ``step``, what the lead waits for."""
+        return pb.DescribeResponse(text=self._model.describe(request))
+
+    async def ask(self, request: pb.AskRequest, context: Context) -> pb.AskResponse:
+        """Answer what ranks of a host ask: when all of them have their answers, or with those that are there. What a
+        rank asks that has not attached here waits: the lead before may have told it something of which this one has
+        not heard."""
+        ranks, until = self._model.ranks, asyncio.get_running_loop().time() + _patience_s(self._model, context)
+
+        def left_s() -> float:
+            return max(0.0, until - asyncio.get_running_loop().time())
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left_s()):
+                await ranks.known([each.rank for each in request.questions])
+        begun = begin_questions(request, ranks.is_known, partial(self._begin, request.method))
+        for answer in begun.values():
+            await ended(answer, left_s())
+        answers = answers_to(begun)
+        waiting = None if answers else pb.Waiting(on=self._model.require_lead().describe())
+        return pb.AskResponse(answers=answers, waiting=waiting)
+
+    def _begin(self, method: str, rank: int, life: int, asked: Any) -> Future[Any]:
+        """Begin to answer what a rank asks in its ``life``. Raises StoreClosedError if that is over."""
+        require_life(rank, life, self._model.lives)
+        return self._model.repeats.once(rank, method, asked, partial(self._steps.begin, method, asked))
 
     def _require_shared(self) -> SharedOwner:
         if self._shared is None:

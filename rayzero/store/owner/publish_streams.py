@@ -16,28 +16,18 @@ class PublishStream:
         self.listener = listener
         self._pending = dict(known)
         self._error = error
-        self._muted, self._number, self._is_over = False, 0, False
+        self._is_over = False
         self._news = asyncio.Event()
         self._news.set()  # the first message says what is published, even if that is nothing
 
     def add(self, published: Sequence[Published]) -> None:
-        """Add to what the listener has yet to hear, unless another rank of its host tells it."""
-        if not self._muted:
-            self._pending.update((each.shard, each) for each in published)
-            self._news.set()
+        """Add to what the listener has yet to hear."""
+        self._pending.update((each.shard, each) for each in published)
+        self._news.set()
 
-    def mute(self, number: int, known: dict[int, Published], *, muted: bool) -> None:
-        """Say no more what is published, or say it again; either way all of it once more, so that nothing is lost
-        between two who tell. ``number``: of the listener's request; older ones than the last have no effect."""
-        if number > self._number:
-            self._number, self._muted = number, muted
-            self._pending.update(known)
-            self._news.set()
-
-    def fail(self, error: RayZeroError, known: dict[int, Published]) -> None:
-        """The run is over: this comes with the last news, also to those who hear of publications elsewhere."""
+    def fail(self, error: RayZeroError) -> None:
+        """The run is over: this comes with the last news."""
         self._error = self._error or error
-        self._pending.update(known)
         self._news.set()
 
     def end(self) -> None:
@@ -92,12 +82,6 @@ class PublishStreams:
         self._streams.add(stream)
         return stream
 
-    def mute(self, listener: str, number: int, *, muted: bool) -> None:
-        """See ``PublishStream.mute``. No effect on a listener whose link has broken: its next stream is not muted."""
-        stream = self._newest.get(listener)
-        if stream is not None:
-            stream.mute(number, self._known, muted=muted)
-
     def close(self, stream: PublishStream) -> None:
         """Remove a listener."""
         self._streams.discard(stream)
@@ -112,4 +96,4 @@ class PublishStreams:
     def _fail(self, error: RayZeroError) -> None:
         self._error = self._error or error
         for stream in self._streams:
-            stream.fail(self._error, self._known)
+            stream.fail(self._error)

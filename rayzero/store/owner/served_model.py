@@ -25,12 +25,13 @@ from rayzero.protocol.owner import OwnerPeer
 from rayzero.protocol.ownership import owner_map
 from rayzero.quantities import count
 from rayzero.security.credentials import Identity
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.door import Door, require_away
 from rayzero.store.host.links.caller import Caller
 from rayzero.store.host.mirror_memory import MirrorMemory
+from rayzero.store.owner.calls.long_polls import Repeats
 from rayzero.store.owner.calls.rank_links import RankLinks
 from rayzero.store.owner.calls.running_calls import RunningCalls
-from rayzero.store.owner.calls.spoken import Voices
 from rayzero.store.owner.hosted import Hosted
 from rayzero.store.owner.peers.shared_peer import SharedPeer
 from rayzero.store.owner.peers.wire_peer import RemotePeer
@@ -76,7 +77,8 @@ class ServedModel:
         self.leads = False  # this owner has shard 0
         self.loop_states = LoopStates()
         self.lives: dict[int, int] = {}  # rank -> its present life, if it has died before
-        self.voices = Voices()  # which rank may speak for which
+        self.repeats = Repeats()  # what ranks ask, also through the door of their host
+        self.copied: set[int] = set()  # ranks that read what is published here in a copy of their host
         self.calls = RunningCalls(self.service.owner)
         self.ranks = RankLinks(self.service.owner, self._loop, self.service.recorder, self._gone)
         self.number, self._terms = number, terms
@@ -162,9 +164,11 @@ class ServedModel:
             return
         self.lives[rank] = life
         self.ranks.left(rank)
-        self.voices.name(rank, life, None)
+        self.repeats.forget(rank)  # a new life's calls may look like those of the last one
+        self.copied.discard(rank)
         if self.shared is not None:
             self.shared.leave(rank)
+        self._leave_door(rank)
         if self.leads and self.lead is not None:
             self.lead.lose(rank)
 
@@ -209,8 +213,7 @@ class ServedModel:
                     door.mirror(memory, self.shared.ring)
                 door.open()
                 door.failed.add_done_callback(lambda failed: service.abort(_store_error(failed.result())))
-                self.shared.on_bell = door.look
-                self.door = door
+                self.door = self.shared.door = door
                 for owner in owners:
                     if self._addresses[owner] != addresses[owner]:
                         door.succeed(owner, self._addresses[owner])
@@ -220,6 +223,14 @@ class ServedModel:
                     f"and a rank asks for {list(owners)}: ranks that share its memory must be on one host"
                 )
             return self.door
+
+    def describe(self, request: pb.DescribeRequest) -> str:
+        """What this owner does for a shard or, with ``step``, what the lead waits for. Raises StoreError if there is no
+        such shard, or this owner does not lead."""
+        if request.step:
+            return self.require_lead().describe()
+        self.shard(request.shard)
+        return self.service.describe(request.shard)
 
     def push_dtype(self, push: Contribution, unit: UnitLayout) -> torch.dtype:
         """The dtype in which the bytes of a push come, before they are encoded."""
@@ -244,9 +255,15 @@ class ServedModel:
         self.ranks.left(rank)
         if self.shared is not None:
             self.shared.leave(rank)
+        self._leave_door(rank)
         self.service.left(rank, reason)
         if self.leads and self.lead is not None:
             self.lead.leave(rank, reason)
+
+    def _leave_door(self, rank: int) -> None:
+        """Ask nothing more for a rank; after its last questions were read."""
+        if self.door is not None:
+            self.door.leave(rank)
 
     # ---- the end
 
@@ -267,6 +284,8 @@ class ServedModel:
         """The next epoch has begun: fail every wait with ``error``, and let its owners have the memory."""
         if self.leads and self.lead is not None:
             self.lead.retire(error)
+        if self.door is not None:
+            self.door.retire(error)
         self.service.retire(error)
 
     def close(self, *, retires: bool = False) -> None:

@@ -66,14 +66,12 @@ class Handshake:
         *,
         host: str,
         summed: Sequence[int],
-        voice: int | None,
         told: tuple[int, pb.Told] | None = None,
     ) -> None:
         """Attach to every owner, and keep their ``answers``; blocks.
 
-        host: whose memory the rank can map; empty: none. summed: the ranks whose gradients come as one sum. voice: the
-        rank that may ask the lead in this one's name. told: the lead's index, and what it has to know of what this rank
-        has told another lead.
+        host: whose memory the rank can map; empty: none. summed: the ranks whose gradients come as one sum. told: the
+        lead's index, and what it has to know of what this rank has told another lead.
 
         Raises HandshakeError unless kernel and version agree, StallError if a link is down all that time."""
         self._spec = translate.spec_to_bytes(spec)
@@ -87,7 +85,6 @@ class Handshake:
             process=translate.process_to_pb(this_process()),
             lease_s=self._lease_s,
             summed=summed,
-            voice=voice,
         )
         asked = {}
         for link in self._links:

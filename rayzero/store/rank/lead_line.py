@@ -1,5 +1,5 @@
-"""Sends a rank's calls to a lead in another process: by mailbox on the same host; to another host by long polls, some
-of which one rank of a host may make for all of them (voice/speaker.py)."""
+"""Sends a rank's calls to a lead in another process: through a mailbox of its host, whose other end is the lead or the
+door that asks it (store/host/lead_questions.py); by long polls where no memory is shared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rayzero.concurrency.futures import chain, fail, settle, then
+from rayzero.concurrency.futures import chain, then
 from rayzero.errors import RayZeroError, StoreClosedError
 from rayzero.protocol.messages import (
     CheckpointInfo,
@@ -28,7 +28,6 @@ from rayzero.store.host.stall import StallWatch
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.history.lead_history import LeadHistory
 from rayzero.store.rank.memory.shared_memory import SharedRank
-from rayzero.store.rank.voice.line import UnheardError, VoiceLine
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import STORE_SERVICE, methods
 
@@ -38,25 +37,27 @@ T = TypeVar("T")
 class RemoteLead:
     """A ``LeadLine`` (store/rank/connection.py) to another process.
 
-    Knows mailbox, link and messages; not what the lead does. A repeated call carries the same number, so that the lead
+    Knows mailbox, links and messages; not what the lead does. A repeated call carries the same number, so that the lead
     counts it once."""
 
-    def __init__(self, link: OwnerLink, shared: SharedRank | None, watch: StallWatch, epochs: Epochs) -> None:
-        """``shared``: this rank's shared memory, which may reach the lead; None: it has none."""
-        self._link, self._shared, self._watch, self._epochs = link, shared, watch, epochs
-        self._voice: VoiceLine | None = None  # to the rank of this host that asks for all of them
+    def __init__(
+        self, link: OwnerLink, door: OwnerLink | None, shared: SharedRank | None, watch: StallWatch, epochs: Epochs
+    ) -> None:
+        """``link``: to the lead. ``door``: the owner of this host that asks the lead; None: this rank does. ``shared``:
+        this rank's shared memory, which reaches the lead or the door; None: it has none."""
+        self._link, self._door, self._shared, self._watch, self._epochs = link, door, shared, watch, epochs
         self._rank = link.caller.number
         self._writes = 0  # calls so far
         self._history = LeadHistory()
         self._answers = ThreadPoolExecutor(1, f"rayzero-rank{link.caller.number}-answers")  # freed by: close()
 
     def enter(self, link: OwnerLink, shared: SharedRank | None, watch: StallWatch) -> None:
-        """Ask the lead of the next epoch from now on; see ``__init__``."""
-        self._link, self._shared, self._watch, self._voice = link, shared, watch, None
+        """Ask the lead of the next epoch from now on; see ``__init__``. ``meet_door`` comes later."""
+        self._link, self._door, self._shared, self._watch = link, None, shared, watch
 
-    def speak_through(self, voice: VoiceLine | None) -> None:
-        """Let a voice ask what it can. None: this rank asks itself."""
-        self._voice = voice
+    def meet_door(self, door: OwnerLink | None) -> None:
+        """See ``__init__``."""
+        self._door = door
 
     def finish(self, awaited: str, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """See ``LeadLine.finish``."""
@@ -64,18 +65,14 @@ class RemoteLead:
         request = pb.FinishRequest(report=translate.report_to_pb(report), inputs=sent)
         self._history.finish(report, inputs)
         return self._ask(
-            awaited,
-            "Finish",
-            request,
-            lambda answer: self._history.normed(translate.norm_from_pb(answer.norm)),
-            of=report.step,
+            awaited, "Finish", request, lambda answer: self._history.normed(translate.norm_from_pb(answer.norm))
         )
 
     def commit(self, awaited: str, step: int, inputs: StepInputs) -> Future[Decision]:
         """See ``LeadLine.commit``."""
         request = pb.CommitRequest(rank=self._rank, step=step, inputs=translate.inputs_to_pb(inputs))
         self._history.commit(step, inputs)
-        return self._ask(awaited, "Commit", request, self._decision_of, of=step)
+        return self._ask(awaited, "Commit", request, self._decision_of)
 
     def decision(self, awaited: str, step: int) -> Future[Decision]:
         """See ``LeadLine.decision``."""
@@ -132,66 +129,20 @@ class RemoteLead:
         """See ``LeadLine.mean``."""
         request = translate.mean_to_pb(self._rank, number, given)
         self._history.mean(number, given)
-        return self._ask(awaited, "Mean", request, lambda answer: tuple(answer.mean.values), of=number)
+        return self._ask(awaited, "Mean", request, lambda answer: tuple(answer.mean.values))
 
-    def _ask(
-        self, awaited: str, method: str, request: Any, read: Callable[[Any], T], of: int | None = None
-    ) -> Future[T]:
-        """``read``: turns the response into the result. ``of``: what a voice has to know of it; None: none carries
-        it."""
-        return self._epochs.make(partial(self._ask_once, awaited, method, request, read, of))
+    def _ask(self, awaited: str, method: str, request: Any, read: Callable[[Any], T]) -> Future[T]:
+        """``read``: turns the response into the result."""
+        return self._epochs.make(partial(self._ask_once, awaited, method, request, read))
 
-    def _ask_once(self, awaited: str, method: str, request: Any, read: Callable[[Any], T], of: int | None) -> Future[T]:
+    def _ask_once(self, awaited: str, method: str, request: Any, read: Callable[[Any], T]) -> Future[T]:
         asked = self._shared.ask_lead(method, request.SerializeToString()) if self._shared is not None else None
         if asked is not None:
             response = methods(STORE_SERVICE)[method].response
             answer = then(asked, lambda message: read(response.FromString(message)))
         else:
-
-            def ask_itself() -> Future[T]:
-                return LongPoll(self._link, method, request, read, executor=self._answers, awaited=awaited).future
-
-            voice = self._voice
-            answer = (
-                ask_itself()
-                if voice is None or of is None
-                else self._ask_voice(voice, method, of, request, read, ask_itself)
-            )
+            answer = LongPoll(self._link, method, request, read, executor=self._answers, awaited=awaited).future
         return self._watch.watch(answer, awaited, self.describe)
-
-    def _ask_voice(
-        self,
-        voice: VoiceLine,
-        method: str,
-        of: int,
-        request: Any,
-        read: Callable[[Any], T],
-        ask_itself: Callable[[], Future[T]],
-    ) -> Future[T]:
-        """Ask through the voice, and without it if it does not carry the question."""
-        answer: Future[T] = Future()
-        answer.set_running_or_notify_cancel()
-        response = methods(STORE_SERVICE)[method].response
-
-        def take(heard: Future[bytes]) -> None:  # in the thread in which all answers are taken: see told()
-            try:
-                settle(answer, read(response.FromString(heard.result())))
-            except Exception as error:  # whatever it is, the future raises it
-                fail(answer, error)
-
-        def over(heard: Future[bytes]) -> None:
-            if not isinstance(heard.exception(), UnheardError):
-                try:
-                    self._answers.submit(take, heard)
-                except RuntimeError:  # shut down by close()
-                    fail(answer, StoreClosedError(f"rank {self._rank} closed its store"))
-            elif not answer.done():  # whoever waited has not given up
-                asked = ask_itself()
-                answer.add_done_callback(lambda _: fail(asked, StoreClosedError("nobody waits any more")))
-                chain(asked, answer)
-
-        voice.ask(method, of, request.SerializeToString()).add_done_callback(over)
-        return answer
 
     def is_over(self, link: OwnerLink) -> bool:
         """Whether this is the line over ``link``."""
@@ -201,9 +152,7 @@ class RemoteLead:
         """What the lead's successor has to know of what this rank has told the lead; blocks. Call it once the lead is
         dead and its channel is closed: every answer that has come is noted first."""
         if self._shared is not None:
-            self._shared.take_answers()
-        if self._voice is not None:
-            self._voice.drop()  # what is asked without an answer by now is asked again of the successor
+            self._shared.ask_again()
         try:
             self._answers.submit(lambda: None).result()
         except RuntimeError:  # shut down by close()
@@ -212,7 +161,13 @@ class RemoteLead:
 
     def describe(self, timeout_s: float) -> Future[str]:
         """Ask the lead what it waits for; does not block. The future ends within ``timeout_s`` seconds."""
-        return self._link.describe(pb.DescribeRequest(step=True), timeout_s)
+        return (self._door or self._link).describe(pb.DescribeRequest(step=True), timeout_s)
+
+    def leave(self) -> None:
+        """Ask the lead what the door may not have asked yet, before it hears that this rank leaves; does not block."""
+        if self._door is not None and self._shared is not None:
+            for method, request in self._shared.questions:
+                self._link.ask(method, methods(STORE_SERVICE)[method].request.FromString(request))
 
     def close(self) -> None:
         """End the thread that completes answers, after the link and the mailbox have been closed. Idempotent."""

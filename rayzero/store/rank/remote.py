@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from rayzero.concurrency.futures import settled, then
-from rayzero.config.zero import HostPush, HostVoice
+from rayzero.config.zero import HostPush
 from rayzero.errors import ConfigError, EpochOverError, RayZeroError, UnsupportedError
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import Attached, LoopState, ModelSpec, Pushed, SharedPaths, Write
@@ -31,7 +31,6 @@ from rayzero.store.rank.history.repeated_pushes import NOTHING, RepeatedPushes
 from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.memory.rank_memory import RankMemory
 from rayzero.store.rank.rank_store import closed_error
-from rayzero.store.rank.voice.participant import VoiceParticipant
 from rayzero.store.rank.ways import Ways
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate
@@ -63,7 +62,6 @@ class RemoteConnection:
         share: Path | None = None,
         share_with_all: bool = False,
         host_push: HostPush = "never",
-        host_voice: HostVoice = "never",
         ranks_here: Sequence[int] = (),
         outlives_owners: bool = False,
         ownership: Ownership | None = None,
@@ -75,8 +73,8 @@ class RemoteConnection:
         and come back. ``stall_timeout``: seconds a wait for a peer may last without progress.
         ``wire_compression``: see ``ZeroConfig``. ``share``: the directory for memory shared with owners of this host;
         None: gRPC to all. ``share_with_all``: attach raises UnsupportedError if an owner shares no memory with this
-        rank. ``host_push``,
-        ``host_voice``: see ``ZeroConfig``. ``ranks_here``: the ranks of this host, the same in every life of this one.
+        rank. ``host_push``: see ``ZeroConfig``. ``ranks_here``: the ranks of this host, the same in every life of this
+        one.
         ``outlives_owners``: wait for the successor of an owner whose process has died (``succeed``), take part in a
         change of the owners (``next``), and keep what was pushed for both; else either is the end of the run.
         ``ownership``: who owns what by now; None: it is the run's first epoch.
@@ -100,7 +98,6 @@ class RemoteConnection:
             share=share,
             share_with_all=share_with_all,
             host_push=host_push,
-            host_voice=host_voice,
             ranks_here=ranks_here,
             outlives_owners=outlives_owners,
             recorder=recorder,
@@ -135,17 +132,6 @@ class RemoteConnection:
             recorder=self.recorder,
         )
         self._share, self._share_with_all = share, share_with_all
-        self._voice = VoiceParticipant(  # freed by: end(), leave(), and _join()
-            host_voice,
-            rank,
-            ranks_here,
-            share,
-            key=token,
-            model=model,
-            epoch=epoch,
-            life=life,
-            stall_timeout=stall_timeout,
-        )
         self._memory = RankMemory(  # freed by: free()
             rank,
             share,
@@ -160,6 +146,7 @@ class RemoteConnection:
         self._repeats: RepeatedPushes | None = None  # after attach, if this rank keeps what it pushes
         self._loop: LoopHistory | None = None  # after attach
         self._bring: Callable[[Write], Future[None]] | None = None  # after attach, if this host has a copy
+        self._copied: tuple[int, ...] = ()  # the owners of which it has one
 
     # ---- handshake
 
@@ -183,8 +170,7 @@ class RemoteConnection:
 
     def _shake_hands(self, plan: SharedPlan, host: str, told: tuple[int, pb.Told] | None = None) -> None:
         """Attach to every owner; see ``Handshake.attach``."""
-        voice = self._voice.who_speaks(plan.spec)
-        self._handshake.attach(plan.spec, host=host, summed=self._memory.summed, voice=voice, told=told)
+        self._handshake.attach(plan.spec, host=host, summed=self._memory.summed, told=told)
 
     def _join_host(self, plan: SharedPlan, page_lock: torch.device | None) -> None:
         """Share memory with the owners and the other ranks of this host."""
@@ -220,12 +206,18 @@ class RemoteConnection:
         back_at = self._open_step(plan) if self.life else None
         threads = self._memory.adding_threads(on_gpu=page_lock)
         mirror = self._handshake.share(shared.offer(), back_at, away, threads)
-        self._bring = None
+        self._bring, self._copied = None, ()
         if isinstance(mirror, SharedPaths):  # first: what is in the copy must not be missed
             self._board.copied(shard.index for owner in away for shard in plan.shards_of(owner))
         if self._memory.meet_mirror(mirror):
             self._ways.mirror(away, shared)
-            self._bring = self._bring_written
+            self._bring, self._copied = self._bring_written, tuple(away)
+            for owner in away:
+                self._mute(self._links[owner])
+
+    def _mute(self, link: OwnerLink) -> None:
+        """Hear no more from an owner what it publishes: it is in the copy. Without an answer, its link is over."""
+        link.ask("Mute", pb.MuteRequest(rank=self.rank))
 
     def _bring_written(self, write: Write) -> Future[None]:
         """Let this host's copy have what was written; done once it has."""
@@ -239,8 +231,8 @@ class RemoteConnection:
     def _begin(self, plan: SharedPlan) -> None:
         """Be connected to the lead and the keeper, and send again what a former life had pushed."""
         link, step = self._links[plan.shard_map.owner(0)], self._open_step(plan)
-        self._lead = RemoteLead(link, self._memory.shared, self._watch, self.epochs)  # freed by: free()
-        self._open_voice(plan)
+        door = self._door(plan)
+        self._lead = RemoteLead(link, door, self._memory.shared, self._watch, self.epochs)  # freed by: free()
         self._loop = LoopHistory(
             self.rank,
             self._keeper,
@@ -255,12 +247,10 @@ class RemoteConnection:
         if self.life:
             self._push_again()
 
-    def _open_voice(self, plan: SharedPlan) -> None:
-        """Ask the lead through the voice of this host, if the lead is elsewhere, and hear through it of other owners
-        that are; and be it, if this rank is the one."""
-        assert self._lead is not None
-        lead, away = self._links[plan.shard_map.owner(0)], {owner: self._links[owner] for owner in self._ways.senders}
-        self._lead.speak_through(self._voice.open(plan.spec, lead, away, self._board))
+    def _door(self, plan: SharedPlan) -> OwnerLink | None:
+        """The owner of this host that asks the lead for its ranks; None: the lead is here, or no owner is."""
+        offers, lead = self._handshake.offers, plan.shard_map.owner(0)
+        return self._links[plan.answering(offers)] if offers and lead not in offers else None
 
     @property
     def _senders(self) -> Mapping[int, GradientSender]:
@@ -306,7 +296,6 @@ class RemoteConnection:
         self._ways.end(over)
         for link in self._links:
             link.close()
-        self._voice.close()
         self._watch.close(over)
 
     def retire(self) -> None:
@@ -315,10 +304,9 @@ class RemoteConnection:
         self._join()
 
     def _join(self) -> None:
-        """Wait for the threads of links and of the line to the voice, once these are closed."""
+        """Wait for the threads of links, once these are closed."""
         for link in self._links:
             link.join()
-        self._voice.join()
 
     def take_over(self, before: RemoteConnection) -> Joined:
         """Shake hands with the owners of this epoch, and go on where ``before``, which is retired, has ended; blocks.
@@ -339,7 +327,7 @@ class RemoteConnection:
         self._memory.enter(plan, offers, away, self._board)
         self._share_memory(plan, away, page_lock=self._memory.page_locked)
         self._memory.enter_windows(away)
-        self._open_voice(plan)
+        self._lead.meet_door(self._door(plan))
         self._repeats, self._plan = self._repeated(plan), plan
         self._loop.give_all(plan, maps=self._keeper.owner not in self._ways.senders)
         self._push_again()
@@ -360,7 +348,6 @@ class RemoteConnection:
             return
         told = None
         if self._lead is not None and self._lead.is_over(link):
-            self._voice.drop()
             told = self._lead.told()
         self._handshake.greet(link, channel, told)
         if self._loop is not None and self._loop.is_with(link):
@@ -368,6 +355,8 @@ class RemoteConnection:
         if self._plan is not None:
             self._handshake.require_values(link)
         self._handshake.share_again(link, channel)
+        if link.owner in self._copied:
+            self._mute(link)
         self._ways.wires[link.owner].stage_again(channel, self.stall_timeout)
         if link.owner in self._senders and self._repeats is not None:
             self._repeats.send(link.owner, channel)
@@ -439,9 +428,7 @@ class RemoteConnection:
     # ---- notices
 
     def _hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
-        self._voice.pass_on(link, notice)  # first: what follows here may take a while
         self._board.publish(translate.published_from_pb(notice))
-        self._voice.heard(link, notice)
         if notice.HasField("abort"):
             log.debug("rank %d: %s ends the run: %s", self.rank, link.name, notice.abort.message)
             self._board.release(link.owner, from_failure(notice.abort))
@@ -463,14 +450,14 @@ class RemoteConnection:
     def leave(self, reason: str) -> None:
         """Tell the owners and end every wait; see ``Connection.leave``."""
         self._ways.give_up()
-        self._voice.leave()  # what the voice has not said yet, this rank says itself, before it leaves
+        if self._lead is not None:
+            self._lead.leave()
         if self._handshake.has_begun:
             say_goodbye(self._links, reason)
         self._board.fail(closed_error(self.rank))
         self._ways.end(closed_error(self.rank))
         for link in self._links:
             link.close()  # an attach in another thread fails
-        self._voice.close()
         self._watch.close()  # after the links, so that no unanswered question holds up its thread
 
     def free(self) -> None:

@@ -62,7 +62,6 @@ def connect_store(
             share=share if reason is None else None,
             share_with_all=config.transport == "shm",
             host_push=config.pushes_for_host if reason is None else "never",
-            host_voice=config.host_voice if reason is None else "never",
             ranks_here=ranks_here,
             outlives_owners=outlives_owners,
             ownership=ownership,

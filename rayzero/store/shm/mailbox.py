@@ -11,7 +11,7 @@ import threading
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rayzero.concurrency.futures import fail, settle
 from rayzero.errors import RayZeroError, StoreError
@@ -59,15 +59,15 @@ class _News:
         self._where = cells
         self._cells = cells.cells()
         self._seen = array("Q", [0] * SLOTS)
-        self._taken = list(taken)
+        self.taken = list(taken)
 
     def take(self) -> list[tuple[int, int, bytes]]:
         """(slot, number, message) of each whole message, once. One that is being written rings when it is done."""
         found = []
         for slot in changed(self._where.address, self._where.stride, self._seen, SLOTS):
             read = self._cells[slot].read()
-            if read is not None and read[0] != self._taken[slot]:
-                self._taken[slot] = read[0]
+            if read is not None and read[0] != self.taken[slot]:
+                self.taken[slot] = read[0]
                 found.append((slot, *read))
         return found
 
@@ -76,6 +76,19 @@ def _answered(cell: Cell) -> int:
     """The number of the last question that was answered in ``cell``; 0 if there is none, or if the answer was cut."""
     read = cell.read()
     return 0 if read is None else int(_ANSWERED.unpack_from(read[1])[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A question that has no answer."""
+
+    method: str
+    request: bytes
+    answer: Future[bytes] = field(default_factory=Future)
+
+    @property
+    def message(self) -> bytes:
+        return _ASKED.pack(len(self.method)) + self.method.encode() + self.request
 
 
 class Asker:
@@ -92,48 +105,64 @@ class Asker:
         self._lock = threading.Lock()
         self._numbers = [load_acquire_64(questions.address + i * questions.stride) // 2 for i in range(SLOTS)]
         # by cell, the number of the last question, also of a former life of this process
-        self._open: dict[int, Future[bytes]] = {}  # slot -> its answer
+        self._open: dict[int, _Open] = {}  # by slot
         self._closed: RayZeroError | None = None
 
     def ask(self, method: str, request: bytes) -> Future[bytes] | None:
         """Ask; None if the question is too long or too many are open, so that the caller must use gRPC. After ``close``
         the future raises its error."""
-        message = _ASKED.pack(len(method)) + method.encode() + request
-        future: Future[bytes] = Future()
+        asked = _Open(method, request)
         with self._lock:
             if self._closed is not None:
-                fail(future, self._closed)
-                return future
+                fail(asked.answer, self._closed)
+                return asked.answer
             slot = next((slot for slot in range(SLOTS) if slot not in self._open), None)
-            if slot is None or len(message) > self._capacity:
+            if slot is None or len(asked.message) > self._capacity:
                 return None
-            self._open[slot] = future
-            self._numbers[slot] += 1
-            self._cells[slot].write(message)
+            self._open[slot] = asked
+            self._write(slot)
         self._bell.ring()
-        return future
+        return asked.answer
+
+    def _write(self, slot: int) -> None:
+        """Under the lock."""
+        self._numbers[slot] += 1
+        self._cells[slot].write(self._open[slot].message)
+
+    def ask_again(self) -> None:
+        """Ask anew what has no answer: none is heard any more that is on its way."""
+        with self._lock:
+            for slot in self._open:
+                self._write(slot)
+        self._bell.ring()
+
+    @property
+    def open(self) -> list[tuple[str, bytes]]:
+        """(method, request) of each question that has no answer."""
+        with self._lock:
+            return [(asked.method, asked.request) for asked in self._open.values()]
 
     def take_answers(self) -> None:
         """Settle the questions whose answers are there. Only one thread may call it."""
         for slot, _, message in self._news.take():
             number, is_error = _ANSWERED.unpack_from(message)
             with self._lock:
-                future = self._open.pop(slot, None) if number == self._numbers[slot] else None
-            if future is None:
+                asked = self._open.pop(slot, None) if number == self._numbers[slot] else None
+            if asked is None:
                 continue
             body = message[_ANSWERED.size :]
             if is_error:
-                fail(future, from_failure(pb.Failure.FromString(body)))
+                fail(asked.answer, from_failure(pb.Failure.FromString(body)))
             else:
-                settle(future, body)
+                settle(asked.answer, body)
 
     def close(self, error: RayZeroError) -> None:
         """Fail open questions and later ones with ``error``."""
         with self._lock:
             self._closed = error
             left, self._open = list(self._open.values()), {}
-        for future in left:
-            fail(future, error)
+        for asked in left:
+            fail(asked.answer, error)
 
 
 class Answerer:
@@ -166,11 +195,14 @@ class Answerer:
         return found
 
     def answer(self, slot: int, number: int, response: bytes | RayZeroError) -> None:
-        """Answer a question with a response or an error. A response that is too long becomes a StoreError."""
+        """Answer a question with a response or an error, unless another one has taken its place. A response that is too
+        long becomes a StoreError."""
         if isinstance(response, bytes) and len(response) > self._capacity - _ANSWERED.size:
             response = StoreError(f"an answer of {len(response):,} bytes does not fit a mailbox of {self._capacity:,}")
         is_error = isinstance(response, RayZeroError)
         body = bytes(to_failure(response).SerializeToString()) if isinstance(response, RayZeroError) else response
         with self._locks[slot]:
+            if self._news.taken[slot] != number:
+                return
             self._cells[slot].write(_ANSWERED.pack(number, is_error) + body[: self._capacity - _ANSWERED.size])
         self._bell.ring()

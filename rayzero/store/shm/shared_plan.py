@@ -17,7 +17,7 @@ Every word has one writer, except bells: a process that has news for a bell's li
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -121,6 +121,11 @@ class SharedPlan:
             return Slab.attach(Path(path), writable=writable, run=self.spec.run, layout_digest=self.spec.layout.digest)
         except OSError as exc:
             raise StoreError(f"{who} cannot map {path}: {exc.strerror}; set transport='grpc'") from exc
+
+    def answering(self, owners: Iterable[int]) -> int:
+        """The owner that answers the ranks of a host, of those that are there: the lead, or else the host's door."""
+        here, lead = set(owners), self.shard_map.owner(0)
+        return lead if lead in here else min(here)
 
     def shards_of(self, owner: int) -> list[Shard]:
         """An owner's shards, in the order of its version lines."""

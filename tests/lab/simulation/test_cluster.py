@@ -110,7 +110,7 @@ def test_the_lead_handles_its_messages_one_after_another() -> None:
     assert found.lead == pytest.approx(14 * 0.125 / found.seconds)
 
 
-SPEAKING = ZeroConfig(prefetch_buffer_size=1, host_voice="always")
+ASKING = replace(SHM, ask_once_per_host=True)
 
 
 def on_three_hosts(**changes) -> Run:
@@ -121,37 +121,28 @@ def on_three_hosts(**changes) -> Run:
     return run_of(1, compute=compute, machine=machine, **{**places, **changes})
 
 
-def test_a_voice_asks_for_the_ranks_of_a_host_that_is_not_the_leads() -> None:
-    """2 finishes of ranks beside the lead and 2 of voices, and as many answers; 4 messages to and from each owner."""
-    plain, spoken = (simulate(on_three_hosts(zero=zero), steps=4) for zero in (ZeroConfig(), SPEAKING))
-    assert (plain.lead_messages, spoken.lead_messages) == (2 * 6 + 4 * 4, 2 * (2 + 2) + 4 * 4)
-    grpc = simulate(on_three_hosts(zero=SPEAKING, options=GRPC), steps=4)
-    assert grpc.lead_messages == plain.lead_messages, "ranks that share no memory have no voice"
+def test_a_door_asks_for_the_ranks_of_a_host_that_is_not_the_leads() -> None:
+    """2 finishes of ranks beside the lead and 2 of doors, and as many answers; 4 messages to and from each owner."""
+    plain, asked = (simulate(on_three_hosts(options=options), steps=4) for options in (SHM, ASKING))
+    assert (plain.lead_messages, asked.lead_messages) == (2 * 6 + 4 * 4, 2 * (2 + 2) + 4 * 4)
 
 
-@pytest.mark.parametrize(("ranks", "voices"), [(64, False), (66, True)])
-def test_hosts_have_voices_in_runs_of_more_than_64_ranks(ranks: int, voices: bool) -> None:
-    """By the rule of the store (``speaks_for_host``). The owner is alone on its host."""
-    run = run_of(1, rank_hosts=tuple(rank // 2 for rank in range(ranks)), owner_hosts=(99,))
-    assert simulate(run).lead_messages == 2 * (ranks // 2 if voices else ranks) + 4
-
-
-def test_the_lead_works_for_each_rank_of_which_a_voice_speaks() -> None:
-    """Two finishes of voices, each of two ranks, while the lead is waited for; and as many answers."""
-    costs = replace(FREE, message_s=0.125, spoken_s=0.03125)
-    run = on_three_hosts(rank_hosts=(1, 1, 2, 2), owner_hosts=(0,), zero=SPEAKING, costs=costs)
-    free = replace(run, costs=replace(costs, spoken_s=0.0))
+def test_the_lead_works_for_each_rank_for_which_a_door_asks() -> None:
+    """Two finishes of doors, each of two ranks, while the lead is waited for; and as many answers."""
+    costs = replace(FREE, message_s=0.125, question_s=0.03125)
+    run = on_three_hosts(rank_hosts=(1, 1, 2, 2), owner_hosts=(0,), options=ASKING, costs=costs)
+    free = replace(run, costs=replace(costs, question_s=0.0))
     found = simulate(run, steps=4)
     assert found.seconds - seconds_of(free) == pytest.approx(2 * 4 * 0.03125)
     assert found.lead * found.seconds == pytest.approx((2 * 2 + 4) * 0.125 + 2 * 4 * 0.03125)
-    unmeasured = simulate(replace(run, costs=replace(costs, spoken_s=None)), steps=4)
+    unmeasured = simulate(replace(run, costs=replace(costs, question_s=None)), steps=4)
     assert unmeasured.lead * unmeasured.seconds == pytest.approx((2 * 2 + 4) * 0.125 + 2 * 4 * 0.125)
 
 
-def test_an_owner_tells_each_rank_of_another_host_or_its_voice() -> None:
+def test_an_owner_tells_each_rank_of_another_host_or_its_door() -> None:
     """4 ranks on other hosts, 2 on the owner's; what comes after the first notice waits for it."""
     run = on_three_hosts(owner_hosts=(0,), costs=replace(FREE, notice_s=0.125))
-    each, once = (seconds_of(replace(run, zero=zero)) for zero in (ZeroConfig(), SPEAKING))
+    each, once = (seconds_of(replace(run, options=options)) for options in (SHM, ASKING))
     assert each - seconds_of(replace(run, costs=FREE)) == pytest.approx(4 * 0.125)
     assert each - once == pytest.approx(2 * 0.125)
 
@@ -393,7 +384,9 @@ def test_what_cannot_be_simulated_is_refused(run: Run, error: type[Exception], s
         simulate(run)
 
 
-@pytest.mark.parametrize("run", [run_of(options=replace(SHM, fetch_once_per_host=True)), on_three_hosts(zero=SPEAKING)])
+@pytest.mark.parametrize(
+    "run", [run_of(options=replace(SHM, fetch_once_per_host=True)), on_three_hosts(options=ASKING)]
+)
 def test_what_a_host_does_once_needs_its_ranks_together(run: Run) -> None:
     with pytest.raises(UnsupportedError, match="leave full out"):
         simulate(run, full=True)

@@ -75,6 +75,10 @@ class RankLinks:
         async with self._came:
             self._came.notify_all()
 
+    def is_known(self, rank: int) -> bool:
+        """Whether a rank has attached, in whichever life."""
+        return rank in self._processes
+
     async def known(self, ranks: Collection[int]) -> None:
         """Wait until these ranks have attached, in whichever life."""
         async with self._came:

@@ -24,6 +24,7 @@ from rayzero.slabs.arena import Arena
 from rayzero.slabs.header import check_header, lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import SHARED_MEMORY, sweep
+from rayzero.store.host.door import Door
 from rayzero.store.owner.memory.control_slab import ControlSlab
 from rayzero.store.owner.memory.moved_shards import free_moved
 from rayzero.store.owner.memory.next_epoch import carried
@@ -35,7 +36,7 @@ from rayzero.store.shm.mailbox import Answerer, Asker
 from rayzero.store.shm.places import Places
 from rayzero.store.shm.same_host import host_identity
 from rayzero.store.shm.shard_lines import ShardLines, TotalLines
-from rayzero.store.shm.shared_plan import LATER, SharedPlan, Wanted
+from rayzero.store.shm.shared_plan import LATER, SharedPlan, Wanted, life_of
 from rayzero.store.shm.signals import Bell, load_acquire_64, store_release_64
 from rayzero.store.shm.words import (
     Stamps,
@@ -60,9 +61,10 @@ class _Rank:
     """A rank of this host."""
 
     rank: int
+    life: int
     bell: Bell
     stamps: Stamps
-    questions: Answerer
+    questions: Answerer | None  # None: it asks another owner of this host
     slabs: tuple[Slab, ...]
 
 
@@ -104,7 +106,7 @@ class SharedOwner:
         self._lead: Answerer | None = None  # where this owner answers the lead
         self._others: list[Slab] = []  # control slabs of other owners
         self._listener: Listener | None = None
-        self.on_bell: Callable[[], None] = lambda: None  # called when ranks of this host have announced something
+        self.door: Door | None = None  # of this host, if this owner is that
         self._plan: SharedPlan | None = None
         self._memory: OwnerSlabs | None = None
         self._control: Slab | None = None
@@ -240,12 +242,13 @@ class SharedOwner:
         control = plan.attach(rank_memory.control, who, writable=True)
         slabs = tuple(plan.attach(path, who, writable=False, life=control.header.facts) for path in rank_memory.tensors)
         gradients = Arena(plan.gradients(), slabs)
-        bell = bell_of(control)
-        questions = cells_of(control, "questions", 0, plan.question_bytes)
-        answers = cells_of(self._own_control(), "answers", rank, plan.answer_bytes)
-        resumes = self._note_life(rank, control.header.facts.incarnation)
-        answerer = Answerer(questions, answers, bell, resumes=resumes)
-        joined = _Rank(rank, bell, Stamps(control, plan), answerer, (control, *slabs))
+        bell, incarnation = bell_of(control), control.header.facts.incarnation
+        resumes, answerer = self._note_life(rank, incarnation), None
+        if plan.answering(owners) == self.owner:
+            questions = cells_of(control, "questions", 0, plan.question_bytes)
+            answers = cells_of(self._own_control(), "answers", rank, plan.answer_bytes)
+            answerer = Answerer(questions, answers, bell, resumes=resumes)
+        joined = _Rank(rank, life_of(incarnation), bell, Stamps(control, plan), answerer, (control, *slabs))
         self._service.map_gradients(rank, plan.gradient_memory(gradients), back_at)
         with self._lock:
             self._meet_owners(owners)
@@ -336,7 +339,8 @@ class SharedOwner:
     def _listen(self) -> None:
         with self._looking:
             self._look()
-        self.on_bell()
+        if self.door is not None:
+            self.door.look()
 
     def _hear(self, take: Callable[[], None]) -> None:
         """Take one kind of message. One that cannot be read ends the run; others are still read, so that ranks that ask
@@ -353,22 +357,31 @@ class SharedOwner:
         for rank in list(self._ranks.values()):
             self._look_at(rank)
         if self._lead is not None:
-            self._hear(partial(self._answer_all, self._lead))
+            self._hear(partial(self._answer_all, self._lead, self._steps.begin_bytes))
         for asker in self._orders.values():
             self._hear(asker.take_answers)
 
     def _look_at(self, rank: _Rank) -> None:
         self._hear(partial(self._observe, rank))
-        self._hear(partial(self._answer_all, rank.questions))
+        if rank.questions is not None:
+            self._hear(partial(self._answer_all, rank.questions, partial(self._ask, rank)))
 
     def _observe(self, rank: _Rank) -> None:
         for unit, pushed in rank.stamps.news():
             self._service.observe(rank.rank, unit, pushed)
 
-    def _answer_all(self, answerer: Answerer) -> None:
+    def _ask(self, rank: _Rank, method: str, request: bytes) -> Future[bytes]:
+        """Begin to answer a rank, or let the door of this host ask the lead."""
+        assert self._plan is not None
+        if self.owner == self._plan.shard_map.owner(0):
+            return self._steps.begin_bytes(method, request)
+        assert self.door is not None, "a rank's door is opened before its questions are read"
+        return self.door.questions.ask(rank.rank, rank.life, method, request)
+
+    def _answer_all(self, answerer: Answerer, ask: Callable[[str, bytes], Future[bytes]]) -> None:
         for slot, number, method, request in answerer.take_questions():
             try:
-                answer = self._steps.begin_bytes(method, request)
+                answer = ask(method, request)
             except RayZeroError as exc:
                 answerer.answer(slot, number, exc)
                 continue

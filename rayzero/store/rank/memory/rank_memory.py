@@ -129,8 +129,7 @@ class RankMemory:
         self.shared = SharedRank(
             self._rank, plan, self._directory, life=self._life, key=self._key, page_lock=page_lock, pooled=pooled
         )
-        for owner, memory in offers.items():
-            self.shared.meet(owner, memory)
+        self.shared.meet(offers)
         self.shares = bool(offers)
 
     def meet_mirror(self, memory: SharedPaths | RayZeroError | None) -> bool:

@@ -63,7 +63,7 @@ class _Owner:
 class SharedRank:
     """What one rank shares with the owners of its host.
 
-    Knows slabs, bells, windows and the lead's mailbox; not steps, or owners on other hosts. One thread waits on the
+    Knows slabs, bells, windows and a mailbox; not steps, or owners on other hosts. One thread waits on the
     bell and takes in published versions and answers."""
 
     def __init__(
@@ -113,8 +113,8 @@ class SharedRank:
         self.door: int | None = None  # the owner that sends this rank's gradients to other hosts in sums
         self._mirror: MirrorLines | None = None  # this host's copy of what other owners publish
         self._windows: UnitWindows | None = None
-        self._lead: Asker | None = None
-        self._taking = threading.RLock()  # held while the lead's answers are taken, each once
+        self._asker: Asker | None = None  # of the lead, or of the door that asks it
+        self._taking = threading.RLock()  # held while answers are taken, each once
         self._listener: Listener | None = None
 
     # ---- joining
@@ -148,9 +148,19 @@ class SharedRank:
         """The files that owners have to map."""
         return SharedPaths(str(self._control.path), tuple(str(slab.path) for slab in self._gradients.slabs))
 
-    def meet(self, owner: int, memory: SharedPaths) -> None:
-        """Map an owner's slabs. Raises HandshakeError if they are not from this run."""
-        self._owners[owner] = self._met(owner, memory)
+    def meet(self, memories: Mapping[int, SharedPaths]) -> None:
+        """Map the slabs of this host's owners. Raises HandshakeError if they are not from this run."""
+        for owner, memory in memories.items():
+            self._owners[owner] = self._met(owner, memory)
+        if memories:
+            self._open_mailbox()
+
+    def _open_mailbox(self) -> None:
+        """Ask the owner of this host that answers its ranks."""
+        answering, plan = self._owners[self._plan.answering(self._owners)], self._plan
+        questions = cells_of(self._control, "questions", 0, plan.question_bytes)
+        answers = cells_of(answering.control, "answers", self.rank, plan.answer_bytes)
+        self._asker = Asker(questions, answers, answering.bell)
 
     def _met(self, owner: int, memory: SharedPaths) -> _Owner:
         plan, who = self._plan, f"rank {self.rank}"
@@ -164,12 +174,7 @@ class SharedRank:
                 "others do: install the same rayzero in every process"
             )
         places = {key: replace(shapes[key], slab=slab, offset=offset) for key, slab, offset in memory.places}
-        params = Arena.over(places, slabs)
-        if owner == plan.shard_map.owner(0):
-            questions = cells_of(self._control, "questions", 0, plan.question_bytes)
-            answers = cells_of(control, "answers", self.rank, plan.answer_bytes)
-            self._lead = Asker(questions, answers, bell_of(control))
-        return _Owner(owner, control, params, plan)
+        return _Owner(owner, control, Arena.over(places, slabs), plan)
 
     def meet_mirror(self, memory: SharedPaths) -> Arena:
         """Map this host's copy of what owners on other hosts publish; returns its shards. Raises as ``meet`` does."""
@@ -185,10 +190,10 @@ class SharedRank:
         """Go on with the owners of the next epoch; ``enter_windows`` comes later. ``memories``: of those of this host.
         Questions to the lead that have no answer must be asked again. Raises HandshakeError as ``meet`` does."""
         before, self._plan, self._board = self._owners, plan, board
-        lead, self._lead = self._lead, None
-        if lead is not None:
-            lead.close(EpochOverError(f"rank {self.rank}: the lead was another one before"))
-        self._owners = {owner: self._met(owner, memory) for owner, memory in memories.items()}
+        asker, self._asker, self._owners = self._asker, None, {}
+        if asker is not None:
+            asker.close(EpochOverError(f"rank {self.rank}: the lead was another one before"))
+        self.meet(memories)
         for each in before.values():
             each.close()
         self._bell.ring()
@@ -223,10 +228,10 @@ class SharedRank:
         self.on_bell()
 
     def take_answers(self) -> None:
-        """Settle the questions that the lead has answered. Any thread may call it."""
-        if self._lead is not None:
+        """Settle the questions that have answers. Any thread may call it."""
+        if self._asker is not None:
             with self._taking:
-                self._lead.take_answers()
+                self._asker.take_answers()
 
     # ---- a step
 
@@ -280,13 +285,25 @@ class SharedRank:
         remove_former_lives(self._plan.spec, self.rank, life_of(self._incarnation), self.directory)
 
     def ask_lead(self, method: str, request: bytes) -> Future[bytes] | None:
-        """Ask the lead; None where shared memory does not reach it, or does not hold the question."""
-        return self._lead.ask(method, request) if self._lead is not None else None
+        """Ask the lead, perhaps through the door of this host; None where the mailbox does not hold the question."""
+        return self._asker.ask(method, request) if self._asker is not None else None
+
+    def ask_again(self) -> None:
+        """The lead has died: take the answers that have come, and ask its successor the rest."""
+        if self._asker is not None:
+            with self._taking:
+                self._asker.take_answers()
+                self._asker.ask_again()
+
+    @property
+    def questions(self) -> list[tuple[str, bytes]]:
+        """(method, request) of each question to the lead that has no answer."""
+        return [] if self._asker is None else self._asker.open
 
     def lost(self, owner: int, error: RayZeroError) -> None:
-        """An owner is gone. If it was the lead, pending questions fail with ``error``."""
-        if self._lead is not None and owner == self._plan.shard_map.owner(0):
-            self._lead.close(error)
+        """An owner is gone. If it was the lead, or answered for it, pending questions fail with ``error``."""
+        if self._asker is not None and owner in (self._plan.shard_map.owner(0), self._plan.answering(self._owners)):
+            self._asker.close(error)
 
     # ---- parameters
 
@@ -304,8 +321,8 @@ class SharedRank:
         """End the listener and release everything. Pending questions fail with ``error``. Idempotent."""
         if self._listener is not None:
             self._listener.close()
-        if self._lead is not None:
-            self._lead.close(error)
+        if self._asker is not None:
+            self._asker.close(error)
         for lock in self._locks:
             lock.release()
         for owner in self._owners.values():

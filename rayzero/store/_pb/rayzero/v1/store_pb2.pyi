@@ -199,7 +199,7 @@ class GetHostResponse(_message.Message):
     def __init__(self, host: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "process", "lease_s", "told", "lost_before", "spec_digest", "summed", "voice")
+    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "process", "lease_s", "told", "lost_before", "spec_digest", "summed")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -213,7 +213,6 @@ class AttachRequest(_message.Message):
     LOST_BEFORE_FIELD_NUMBER: _ClassVar[int]
     SPEC_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SUMMED_FIELD_NUMBER: _ClassVar[int]
-    VOICE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     rank: int
     spec: bytes
@@ -227,8 +226,7 @@ class AttachRequest(_message.Message):
     lost_before: int
     spec_digest: str
     summed: _containers.RepeatedScalarFieldContainer[int]
-    voice: int
-    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ..., told: _Optional[_Union[Told, _Mapping]] = ..., lost_before: _Optional[int] = ..., spec_digest: _Optional[str] = ..., summed: _Optional[_Iterable[int]] = ..., voice: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ..., told: _Optional[_Union[Told, _Mapping]] = ..., lost_before: _Optional[int] = ..., spec_digest: _Optional[str] = ..., summed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Told(_message.Message):
     __slots__ = ("steps", "means", "saved", "begun")
@@ -396,14 +394,10 @@ class NoticesResponse(_message.Message):
     def __init__(self, published: _Optional[_Iterable[_Union[NoticesResponse.Published, _Mapping]]] = ..., abort: _Optional[_Union[Failure, _Mapping]] = ..., process: _Optional[_Union[Process, _Mapping]] = ...) -> None: ...
 
 class MuteRequest(_message.Message):
-    __slots__ = ("rank", "number", "muted")
+    __slots__ = ("rank",)
     RANK_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    MUTED_FIELD_NUMBER: _ClassVar[int]
     rank: int
-    number: int
-    muted: bool
-    def __init__(self, rank: _Optional[int] = ..., number: _Optional[int] = ..., muted: bool = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ...) -> None: ...
 
 class MuteResponse(_message.Message):
     __slots__ = ()
@@ -697,9 +691,9 @@ class MeanResponse(_message.Message):
     waiting: Waiting
     def __init__(self, mean: _Optional[_Union[MeanResponse.Mean, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
 
-class SpeakRequest(_message.Message):
-    __slots__ = ("rank", "method", "said")
-    class Said(_message.Message):
+class AskRequest(_message.Message):
+    __slots__ = ("method", "questions")
+    class Question(_message.Message):
         __slots__ = ("rank", "life", "request")
         RANK_FIELD_NUMBER: _ClassVar[int]
         LIFE_FIELD_NUMBER: _ClassVar[int]
@@ -708,32 +702,28 @@ class SpeakRequest(_message.Message):
         life: int
         request: bytes
         def __init__(self, rank: _Optional[int] = ..., life: _Optional[int] = ..., request: _Optional[bytes] = ...) -> None: ...
-    RANK_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
-    SAID_FIELD_NUMBER: _ClassVar[int]
-    rank: int
+    QUESTIONS_FIELD_NUMBER: _ClassVar[int]
     method: str
-    said: _containers.RepeatedCompositeFieldContainer[SpeakRequest.Said]
-    def __init__(self, rank: _Optional[int] = ..., method: _Optional[str] = ..., said: _Optional[_Iterable[_Union[SpeakRequest.Said, _Mapping]]] = ...) -> None: ...
+    questions: _containers.RepeatedCompositeFieldContainer[AskRequest.Question]
+    def __init__(self, method: _Optional[str] = ..., questions: _Optional[_Iterable[_Union[AskRequest.Question, _Mapping]]] = ...) -> None: ...
 
-class SpeakResponse(_message.Message):
+class AskResponse(_message.Message):
     __slots__ = ("answers", "waiting")
     class Answer(_message.Message):
-        __slots__ = ("said", "response", "failure", "unheard")
-        SAID_FIELD_NUMBER: _ClassVar[int]
+        __slots__ = ("questions", "response", "failure")
+        QUESTIONS_FIELD_NUMBER: _ClassVar[int]
         RESPONSE_FIELD_NUMBER: _ClassVar[int]
         FAILURE_FIELD_NUMBER: _ClassVar[int]
-        UNHEARD_FIELD_NUMBER: _ClassVar[int]
-        said: _containers.RepeatedScalarFieldContainer[int]
+        questions: _containers.RepeatedScalarFieldContainer[int]
         response: bytes
         failure: Failure
-        unheard: str
-        def __init__(self, said: _Optional[_Iterable[int]] = ..., response: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., unheard: _Optional[str] = ...) -> None: ...
+        def __init__(self, questions: _Optional[_Iterable[int]] = ..., response: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
-    answers: _containers.RepeatedCompositeFieldContainer[SpeakResponse.Answer]
+    answers: _containers.RepeatedCompositeFieldContainer[AskResponse.Answer]
     waiting: Waiting
-    def __init__(self, answers: _Optional[_Iterable[_Union[SpeakResponse.Answer, _Mapping]]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+    def __init__(self, answers: _Optional[_Iterable[_Union[AskResponse.Answer, _Mapping]]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
 
 class OpenTensorStreamRequest(_message.Message):
     __slots__ = ("rank", "owner", "host")
