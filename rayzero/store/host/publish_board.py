@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ class _PublishWait:
     missing: set[int]
     version: int
     published: Future[None]
-    since: float
 
 
 class PublishBoard:
@@ -40,7 +38,7 @@ class PublishBoard:
 
     def when(self, owner: int, shards: Sequence[int], version: int) -> Future[None]:
         """Done once all ``shards`` have ``version`` or a later one, or ``owner`` is released; fails after ``fail``."""
-        wait = _PublishWait(owner, set(shards), version, Future(), time.monotonic())
+        wait = _PublishWait(owner, set(shards), version, Future())
         with self._lock:
             ready = self._arrived(wait) or owner in self._released
             error = None if ready else self._error
@@ -101,12 +99,6 @@ class PublishBoard:
         taken = [wait for wait in self._waits if wanted(wait)]
         self._waits.difference_update(taken)
         return taken
-
-    def waited_for(self, at_least_s: float) -> set[int]:
-        """The owners that somebody has waited for that long."""
-        now = time.monotonic()
-        with self._lock:
-            return {wait.owner for wait in self._waits if now - wait.since > at_least_s}
 
     def release(self, owner: int, reason: RayZeroError) -> None:
         """``owner`` is ending the run: it still publishes what is decided, and nothing else. Every wait for it, now and

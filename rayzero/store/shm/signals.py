@@ -23,7 +23,6 @@ __all__ = [
     "Cell",
     "available",
     "changed",
-    "compare_exchange_64",
     "load_acquire_32",
     "load_acquire_64",
     "store_release_32",
@@ -61,12 +60,6 @@ def load_acquire_32(address: int) -> int:
 def load_acquire_64(address: int) -> int:
     """Load a 64-bit word, and see everything written before it was stored."""
     return int(_signals().load_acquire_64(address))
-
-
-def compare_exchange_64(address: int, expected: int, value: int) -> bool:
-    """Store a 64-bit word if it is ``expected``; whether it was. One of several processes that try it succeeds, and
-    sees everything written before the word was stored."""
-    return int(_signals().compare_exchange_64(address, expected, value)) == expected
 
 
 def changed(address: int, stride: int, seen: array[int], count: int) -> list[int]:
@@ -174,7 +167,6 @@ class _Signals:
         self.store_release_64 = typed(quick.rz_store_release_64, None, c_void_p, c_uint64)
         self.load_acquire_32 = typed(quick.rz_load_acquire_32, c_uint32, c_void_p)
         self.load_acquire_64 = typed(quick.rz_load_acquire_64, c_uint64, c_void_p)
-        self.compare_exchange_64 = typed(quick.rz_compare_exchange_64, c_uint64, c_void_p, c_uint64, c_uint64)
         self.changed = typed(quick.rz_changed, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p)
         self.ring = typed(quick.rz_ring, None, c_void_p)
         self.wait = typed(slow.rz_wait, c_uint32, c_void_p, c_uint32, c_int64)
