@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -41,8 +41,10 @@ def hosted(
     return HostedModels(owner, 3, ownership=OWNERSHIP, share=directory, recorder=recorder, succeeds=succeeds)
 
 
-def ranks_beside_a_door(stack: ExitStack, here: Path, recorder: MemoryRecorder) -> list[Rank]:
-    """Two ranks whose host, ``here``, has a door; their owners are on another one."""
+def connect(
+    stack: ExitStack, here: Path, places: Sequence[Path | None], recorder: MemoryRecorder
+) -> list[RemoteConnection]:
+    """Connections of ranks, which share memory in ``places``, to a door in ``here`` and to owners on another host."""
     models = [hosted(owner, SHARED_MEMORY) for owner in range(DOOR)] + [hosted(DOOR, here, recorder)]
     servers = []
     for each in models:
@@ -51,12 +53,22 @@ def ranks_beside_a_door(stack: ExitStack, here: Path, recorder: MemoryRecorder) 
     addresses = [server.address for server in servers]
     for server in servers:
         server.connect_peers(addresses)
-    stores = [
-        RankStore(RemoteConnection(rank, addresses, token=TOKEN, share=here, ownership=OWNERSHIP)) for rank in range(2)
+    return [
+        RemoteConnection(rank, addresses, token=TOKEN, share=place, ownership=OWNERSHIP)
+        for rank, place in enumerate(places)
     ]
+
+
+def begin(stack: ExitStack, connections: Sequence[RemoteConnection]) -> list[Rank]:
+    stores = [RankStore(connection) for connection in connections]
     for store in stores:
         stack.callback(store.close)
-    return start(stores, make_spec(2))
+    return start(stores, make_spec(len(stores)))
+
+
+def ranks_beside_a_door(stack: ExitStack, here: Path, recorder: MemoryRecorder) -> list[Rank]:
+    """Two ranks whose host, ``here``, has a door; their owners are on another one."""
+    return begin(stack, connect(stack, here, (here, here), recorder))
 
 
 def test_ranks_beside_a_door_have_the_bits_of_every_other_store(stack: ExitStack, slab_dir: Path) -> None:
@@ -71,6 +83,14 @@ def test_ranks_beside_a_door_have_the_bits_of_every_other_store(stack: ExitStack
     gauges = recorder.gauges()
     assert list(gauges[SHARDS].values()) == [0]
     assert PARAM_VERSION not in gauges  # it has none that could be behind
+
+
+def test_ranks_have_links_to_owners_with_shards_and_to_the_door_of_their_host(stack: ExitStack, slab_dir: Path) -> None:
+    """Rank 0 is beside the door, rank 1 on a host without: it asks the door once which host that is on."""
+    connections = connect(stack, slab_dir, (slab_dir, None), MemoryRecorder())
+    ranks = begin(stack, connections)
+    take_step(ranks, [random_grads(ranks[0].spec, rank) for rank in range(2)])
+    assert [sorted(connection._links) for connection in connections] == [[0, 1, DOOR], [0, 1]]
 
 
 def test_what_a_door_leaves_is_no_part_of_what_a_dead_run_has(stack: ExitStack, slab_dir: Path) -> None:

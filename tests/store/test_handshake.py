@@ -53,14 +53,14 @@ def answer(**fields: Any) -> pb.AttachResponse:
 
 
 def shaken(*owners: Owner, **said: Any) -> Handshake:
-    handshake = Handshake(1, cast(list[OwnerLink], list(owners)), stall_timeout=60.0)
+    handshake = Handshake(1, {link.owner: cast(OwnerLink, link) for link in owners}, len(owners), stall_timeout=60.0)
     assert not handshake.has_begun
     handshake.attach(make_spec(), **{"host": "here", "summed": (0, 1)} | said)
     return handshake
 
 
 def meet(handshake: Handshake, owner: int, successor: Owner, told: pb.Told | None = None) -> None:
-    links = {link.owner: link for link in handshake._links}
+    links = handshake._links
     handshake.greet(links[owner], cast(Channel, successor), told)
     handshake.require_values(links[owner])
     handshake.share_again(links[owner], cast(Channel, successor))
@@ -76,7 +76,7 @@ def test_every_owner_is_asked_the_same_under_its_own_number() -> None:
     asked[1].owner = 0
     assert asked[0] == asked[1]
     assert not asked[0].spec
-    assert list(handshake.answers) == [answer(), answer()]
+    assert handshake.answers == {0: answer(), 1: answer()}
 
 
 def test_only_an_owner_that_does_not_know_the_spec_gets_it() -> None:

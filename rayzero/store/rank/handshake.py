@@ -7,7 +7,7 @@ predecessor had: the same files of shared memory, and values that are loaded. If
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 from rayzero.concurrency.futures import chain
@@ -31,10 +31,11 @@ class Handshake:
 
     Knows requests and answers; not what is done with the memory that owners offer, or what travels afterwards."""
 
-    def __init__(self, rank: int, links: Sequence[OwnerLink], stall_timeout: float) -> None:
-        """``links``: by owner. ``stall_timeout``: seconds that a wait for a peer may last without progress. An owner
-        allocates, or restores a checkpoint, before it answers: it has at least as long as any other call."""
-        self._rank, self._links = rank, links
+    def __init__(self, rank: int, links: Mapping[int, OwnerLink], num_owners: int, stall_timeout: float) -> None:
+        """``links``: by owner, to those that this rank has to do with. ``stall_timeout``: seconds that a wait for a
+        peer may last without progress. An owner allocates, or restores a checkpoint, before it answers: it has at least
+        as long as any other call."""
+        self._rank, self._links, self._num_owners = rank, links, num_owners
         self._lease_s, self._deadline_s = stall_timeout * _LEASE, max(QUICK_S, stall_timeout)
         self._spec = b""  # the model's, as JSON; it is sent only where an owner needs it
         self._asked: pb.AttachRequest | None = None  # what every owner, and every successor, is asked
@@ -42,7 +43,7 @@ class Handshake:
         self._shared: dict[int, pb.SharedFiles] = {}  # by owner, what those had offered that know of this rank's memory
         self._mirror: pb.SharedFiles | None = None  # this host's copy of the others' parameters
         self._successors: dict[int, pb.AttachResponse] = {}  # by owner, what its last successor has answered
-        self.answers: Sequence[pb.AttachResponse] = ()  # by owner, what this rank goes on with
+        self.answers: Mapping[int, pb.AttachResponse] = {}  # by owner, what this rank goes on with
 
     @property
     def has_begun(self) -> bool:
@@ -53,12 +54,14 @@ class Handshake:
 
     def owners_on(self, host: str) -> list[int]:
         """The owners that share the memory of this host; blocks. Raises StallError if a link is down all that time."""
-        for link in self._links:
+        if not host:
+            return []
+        request, links = pb.GetHostRequest(rank=self._rank), list(self._links.values())
+        for link in links:
             link.open()
-        request = pb.GetHostRequest(rank=self._rank)
-        asked = {link: link.ask("GetHost", request, self._deadline_s) for link in self._links}
+        asked = {link: link.ask("GetHost", request, self._deadline_s) for link in links}
         answers = answers_of(asked, self._deadline_s)
-        return [link.owner for link, answer in zip(asked, answers, strict=True) if answer.host == host != ""]
+        return [link.owner for link, answer in zip(links, answers, strict=True) if answer.host == host]
 
     def attach(
         self,
@@ -80,22 +83,22 @@ class Handshake:
             rank=self._rank,
             spec_digest=translate.spec_digest(self._spec),
             layout_digest=spec.layout.digest,
-            num_owners=len(self._links),
+            num_owners=self._num_owners,
             host=host,
             process=translate.process_to_pb(this_process()),
             lease_s=self._lease_s,
             summed=summed,
         )
         asked = {}
-        for link in self._links:
+        for link in self._links.values():
             link.open()
             mine = _to_owner(self._asked, link.owner)
             if told is not None and link.owner == told[0]:
                 mine.told.CopyFrom(told[1])
             asked[link] = self._ask(link, mine)
-        answers = answers_of(asked, self._deadline_s)
-        self._require_same("kernel", [answer.kernel for answer in answers])
-        self._require_same("version", [answer.version for answer in answers])
+        answers = dict(zip(self._links, answers_of(asked, self._deadline_s), strict=True))
+        self._require_same("kernel", [answer.kernel for answer in answers.values()])
+        self._require_same("version", [answer.version for answer in answers.values()])
         self.answers = answers
 
     def _ask(self, link: OwnerLink, request: pb.AttachRequest) -> Future[pb.AttachResponse]:
@@ -117,17 +120,17 @@ class Handshake:
         return whole
 
     def _require_same(self, what: str, values: Sequence[str | int]) -> None:
-        for link, value in zip(self._links, values, strict=True):
+        first, *_ = self._links.values()
+        for link, value in zip(self._links.values(), values, strict=True):
             if value != values[0]:
                 raise HandshakeError(
-                    f"{self._links[0].name} has {what} {values[0]!r}, {link.name} has {value!r}: "
-                    "all owners of a run must agree"
+                    f"{first.name} has {what} {values[0]!r}, {link.name} has {value!r}: all owners of a run must agree"
                 )
 
     @property
     def offers(self) -> dict[int, SharedPaths]:
         """By owner of this host, the memory that it offers."""
-        found = {owner: answer.shared for owner, answer in enumerate(self.answers) if answer.shared.control}
+        found = {owner: answer.shared for owner, answer in self.answers.items() if answer.shared.control}
         return {owner: translate.paths_from_pb(files) for owner, files in found.items()}
 
     def share(

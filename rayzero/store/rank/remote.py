@@ -102,8 +102,8 @@ class RemoteConnection:
             outlives_owners=outlives_owners,
             recorder=recorder,
         )
-        self._links = [  # freed by: leave() and free()
-            OwnerLink(
+        self._links = {  # by owner. freed by: leave() and free(); of doors on other hosts by _part_with_doors()
+            owner: OwnerLink(
                 Caller.rank(rank, life),
                 owner,
                 address,
@@ -117,14 +117,15 @@ class RemoteConnection:
                 rejoin=self._rejoin if outlives_owners else None,
             )
             for owner, address in enumerate(addresses)
-        ]
-        self._handshake = Handshake(rank, self._links, stall_timeout)
+        }
+        self._num_owners = len(addresses)
+        self._handshake = Handshake(rank, self._links, self._num_owners, stall_timeout)
         self._outlives_owners = outlives_owners
         self._board = PublishBoard()
         self._watch = StallWatch(f"rank {rank}", stall_timeout)
         self._ways = Ways(  # freed by: retire() and free()
             rank,
-            self._links,
+            list(self._links.values()),
             wire_compression,
             board=self._board,
             watch=self._watch,
@@ -152,9 +153,13 @@ class RemoteConnection:
 
     def attach(self, spec: ModelSpec, *, page_lock: torch.device | None) -> Joined:
         """Shake hands with every owner; see ``Connection.attach``."""
-        plan = SharedPlan.of(spec, len(self._links), self._ownership)
-        if self._lead is None and self._memory.may_sum:
-            self._memory.choose_sums(plan, self._handshake.owners_on(self._memory.identity))
+        plan = SharedPlan.of(spec, self._num_owners, self._ownership)
+        if self._lead is None:
+            asks = self._memory.may_sum or self._doors
+            here = self._handshake.owners_on(self._memory.identity) if asks else []
+            self._part_with_doors(here)
+            if self._memory.may_sum:
+                self._memory.choose_sums(plan, here)
         self._shake_hands(plan, self._memory.identity)
         if self._lead is None:
             try:
@@ -167,6 +172,19 @@ class RemoteConnection:
             self._begin(plan)
             self._handshake.check_successors()
         return self._joined(plan, page_lock)
+
+    def _part_with_doors(self, here: Sequence[int]) -> None:
+        """Leave the doors of other hosts alone: this rank has nothing to do with them. ``here``: the owners of this
+        host."""
+        for owner in self._doors:
+            if owner not in here and owner in self._links:
+                link = self._links.pop(owner)
+                link.close()
+                link.join()
+
+    @property
+    def _doors(self) -> range:
+        return range(0) if self._ownership is None else self._ownership.door_numbers
 
     def _shake_hands(self, plan: SharedPlan, host: str, told: tuple[int, pb.Told] | None = None) -> None:
         """Attach to every owner; see ``Handshake.attach``."""
@@ -191,13 +209,13 @@ class RemoteConnection:
     def _away(self, plan: SharedPlan) -> list[int]:
         """The owners on other hosts that have shards."""
         offers, shards = self._handshake.offers, plan.shard_map
-        return [link.owner for link in self._links if link.owner not in offers and shards.num_shards_of(link.owner)]
+        return [owner for owner in self._links if owner not in offers and shards.num_shards_of(owner)]
 
     def _share_memory(self, plan: SharedPlan, away: Sequence[int], *, page_lock: bool) -> None:
         """Reach the owners of this host through shared memory, and let them map this rank's. One of them copies what
         the owners ``away`` publish."""
         self._memory.require_door(away, self._handshake.offers)
-        self._ways.use([link.owner for link in self._links if plan.shard_map.num_shards_of(link.owner)])
+        self._ways.use([owner for owner in self._links if plan.shard_map.num_shards_of(owner)])
         shared = self._memory.shared
         if shared is None:
             return
@@ -263,7 +281,7 @@ class RemoteConnection:
         return Joined(
             attached=Attached(
                 version=answers[0].version,
-                needs_load=any(answer.needs_load for answer in answers),
+                needs_load=any(answer.needs_load for answer in answers.values()),
                 step=self._open_step(plan),
             ),
             spec=plan.spec,
@@ -294,7 +312,7 @@ class RemoteConnection:
         over = EpochOverError(f"rank {self.rank}: other owners have taken over")
         self._board.fail(over)
         self._ways.end(over)
-        for link in self._links:
+        for link in list(self._links.values()):
             link.close()
         self._watch.close(over)
 
@@ -305,7 +323,7 @@ class RemoteConnection:
 
     def _join(self) -> None:
         """Wait for the threads of links, once these are closed."""
-        for link in self._links:
+        for link in self._links.values():
             link.join()
 
     def take_over(self, before: RemoteConnection) -> Joined:
@@ -314,15 +332,17 @@ class RemoteConnection:
         assert before._plan is not None
         assert before._lead is not None
         assert before._loop is not None
-        plan = SharedPlan.of(before._plan.spec, len(self._links), self._ownership)
+        plan = SharedPlan.of(before._plan.spec, self._num_owners, self._ownership)
         self._memory, self._lead, self._loop = before._memory, before._lead, before._loop
         lead, told = plan.shard_map.owner(0), self._lead.told()
         self._lead.enter(self._links[lead], self._memory.shared, self._watch)  # first: its successor is told the same
         self._loop.enter(self._keeper)
-        self._shake_hands(plan, self._memory.identity if self._memory.shares else "", (lead, told))
-        for link, answer in zip(self._links, self._handshake.answers, strict=True):
+        identity = self._memory.identity if self._memory.shares else ""
+        self._part_with_doors(self._handshake.owners_on(identity) if self._doors else [])
+        self._shake_hands(plan, identity, (lead, told))
+        for owner, answer in self._handshake.answers.items():
             if answer.needs_load:
-                raise self._handshake.lost_values(link)
+                raise self._handshake.lost_values(self._links[owner])
         offers, away = self._handshake.offers, self._away(plan)
         self._memory.enter(plan, offers, away, self._board)
         self._share_memory(plan, away, page_lock=self._memory.page_locked)
@@ -338,7 +358,8 @@ class RemoteConnection:
 
     def succeed(self, owner: int, address: str) -> None:
         """An owner's process has died; its successor is at ``address``. Calls that were not answered are repeated."""
-        self._links[owner].succeed(address)
+        if (link := self._links.get(owner)) is not None:
+            link.succeed(address)
 
     def _rejoin(self, link: OwnerLink, channel: Channel) -> None:
         """Shake hands with a successor, which has taken over its predecessor's memory, and give it again what this rank
@@ -422,8 +443,9 @@ class RemoteConnection:
 
     @property
     def _keeper(self) -> OwnerLink:
-        """The owner that keeps the states of this rank's loop."""
-        return self._links[self.rank % len(self._links)]
+        """The owner that keeps the states of this rank's loop: the same in each of its lives."""
+        keepers = [link for owner, link in self._links.items() if owner not in self._doors]
+        return keepers[self.rank % len(keepers)]
 
     # ---- notices
 
@@ -453,10 +475,10 @@ class RemoteConnection:
         if self._lead is not None:
             self._lead.leave()
         if self._handshake.has_begun:
-            say_goodbye(self._links, reason)
+            say_goodbye(list(self._links.values()), reason)
         self._board.fail(closed_error(self.rank))
         self._ways.end(closed_error(self.rank))
-        for link in self._links:
+        for link in list(self._links.values()):
             link.close()  # an attach in another thread fails
         self._watch.close()  # after the links, so that no unanswered question holds up its thread
 
