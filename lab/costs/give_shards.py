@@ -35,7 +35,8 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.peers.shard_source import RemoteShards
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
+from rayzero.store.wire.rpc import CallTerms
 
 MIB = 1 << 20
 TOKEN = "benchmark"
@@ -47,7 +48,7 @@ def own(pipe: Connection, mib: int, shown: Identity | None) -> None:
     models, spec = HostedModels(0, 1, share=SHARED_MEMORY), spec_of([mib * MIB])
     with serve_models(models, token=TOKEN, tls=shown) as server:
         server.connect_peers([server.address])
-        store = RankStore(RemoteConnection(0, [server.address], token=TOKEN, tls=shown, share=SHARED_MEMORY))
+        store = RankStore(RemoteConnection(0, [server.address], RankTerms(token=TOKEN, tls=shown, share=SHARED_MEMORY)))
         store.attach(spec)
         store.load(0, torch.randn(spec.layout.units[0].numel)).result()
         server.hold()
@@ -81,10 +82,7 @@ def take(address: str, shown: Identity | None, into: dict[int, list[torch.Tensor
     source = RemoteShards(
         0,
         address,
-        token=TOKEN,
-        tls=shown,
-        model=0,
-        epoch=0,
+        CallTerms(token=TOKEN, tls=shown),
         taker=1,
         timeout_s=60.0,
         given_up=threading.Event(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing.place import Connect, LivingConnect
 
@@ -67,25 +67,20 @@ class ServedReach:
     def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
         """See ``Reach``."""
 
-        def make(addresses: Sequence[str], ownership: Ownership | None) -> RemoteConnection:
-            return RemoteConnection(
-                rank,
-                addresses,
-                token=self.token,
-                tls=self.tls,
-                stall_timeout=self.stall_timeout,
-                wire_compression=self.config.wire_compression,
-                share=self._host_of(rank),
-                host_push=self.config.pushes_for_host if self.share else "never",
-                ranks_here=self._ranks_with(rank),
-                outlives_owners=self.outlives_owners,
-                ownership=ownership,
-                recorder=recorder,
-                model=model,
-                life=life,
-            )
-
-        return table.connect(make)
+        terms = RankTerms(
+            token=self.token,
+            tls=self.tls,
+            stall_timeout=self.stall_timeout,
+            wire_compression=self.config.wire_compression,
+            share=self._host_of(rank),
+            host_push=self.config.pushes_for_host if self.share else "never",
+            ranks_here=self._ranks_with(rank),
+            outlives_owners=self.outlives_owners,
+            recorder=recorder,
+            model=model,
+            life=life,
+        )
+        return table.connect(rank, terms)
 
     def _host_of(self, rank: int) -> Path | None:
         return self.hosts.get(f"rank {rank}", self.share)

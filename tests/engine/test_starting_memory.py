@@ -27,7 +27,7 @@ from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing import run_ranks
 
@@ -99,7 +99,7 @@ class Connect:
     def __call__(self, rank: int, recorder: Recorder, model: int) -> ParameterStore:
         return RankStore(
             RemoteConnection(
-                rank, self.addresses, token=self.token, share=SHARED_MEMORY, recorder=recorder, model=model
+                rank, self.addresses, RankTerms(token=self.token, share=SHARED_MEMORY, recorder=recorder, model=model)
             )
         )
 

@@ -17,7 +17,7 @@ from rayzero.engine.private_torch import load_compiler_only_to_compile
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.testing.rank_processes import PRELOADED
 
 TOKEN = "the token of this test run"
@@ -60,13 +60,15 @@ def run_rank(
             RemoteConnection(
                 rank,
                 addresses,
-                token=TOKEN,
-                model=model,
-                life=life,
-                stall_timeout=30.0,
-                share=directory,
-                share_with_all=True,
-                outlives_owners=True,
+                RankTerms(
+                    token=TOKEN,
+                    model=model,
+                    life=life,
+                    stall_timeout=30.0,
+                    share=directory,
+                    share_with_all=True,
+                    outlives_owners=True,
+                ),
             )
         )
         context.on_close(store.close)

@@ -25,7 +25,7 @@ from rayzero.protocol.store import ParameterStore
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity, name_of_rank
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.telemetry.recorder import MemoryRecorder
 
 OWNERS, RANKS, STEPS = 2, 2, 20
@@ -89,7 +89,7 @@ class Member:
             stores = []
             for rank in range(RANKS):
                 shown = Identity(self._shown[f"rank {rank}"])
-                stores.append(RankStore(RemoteConnection(rank, addresses, token=TOKEN, tls=shown)))
+                stores.append(RankStore(RemoteConnection(rank, addresses, RankTerms(token=TOKEN, tls=shown))))
                 stack.callback(stores[-1].close)
             return digest(stores)
 

@@ -23,7 +23,7 @@ from rayzero.protocol.messages import ModelSpec
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.testing.rank_processes import PRELOADED
 
 from .stores import TOKEN, inprocess
@@ -170,7 +170,7 @@ def disturbed(
         for rank, shared in enumerate(shares):
             share = directory if shared else None
             connection = RemoteConnection(
-                rank, owners.addresses, token=TOKEN, share=share, outlives_owners=True, **options
+                rank, owners.addresses, RankTerms(token=TOKEN, share=share, outlives_owners=True, **options)
             )
             owners.stores.append(stack.enter_context(closing(RankStore(connection))))
         ranks = start(owners.stores, spec)

@@ -31,7 +31,7 @@ from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.store.wire import tensor_streams
 from rayzero.telemetry.recorder import MemoryRecorder
@@ -113,7 +113,7 @@ def ranks_of(made: Net, spec: ModelSpec, way: str = "grpc", **options: Any) -> I
     terms = {"token": TOKEN, "stall_timeout": 60.0, "recorder": made.recorder}
     terms |= {"grpc": {}, "mixed": {"share": SHARED_MEMORY}}[way]
     with ExitStack() as stack:
-        stores = [RankStore(RemoteConnection(rank, addresses, **terms | options)) for rank in range(RANKS)]
+        stores = [RankStore(RemoteConnection(rank, addresses, RankTerms(**terms | options))) for rank in range(RANKS)]
         for store in stores:
             stack.callback(store.close)
         yield start(stores, spec)

@@ -17,7 +17,7 @@ from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.store.shm.same_host import why_no_sharing
 
 # Its own: other tests run beside, and ports are given out again. Processes that these tests start have the same.
@@ -101,14 +101,16 @@ def over_grpc(
                 RemoteConnection(
                     rank,
                     addresses,
-                    token=token,
-                    stall_timeout=stall_timeout,
-                    share=somewhere,
-                    ownership=ownership,
-                    host_push=host_push,
-                    ranks_here=range(world_size),
-                    model=model,
-                    life=life,
+                    RankTerms(
+                        token=token,
+                        stall_timeout=stall_timeout,
+                        share=somewhere,
+                        host_push=host_push,
+                        ranks_here=range(world_size),
+                        model=model,
+                        life=life,
+                    ),
+                    ownership,
                 )
             )
 

@@ -14,7 +14,7 @@ from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.store.shm.recovery import Outcome, assess, read_run
 from rayzero.store.shm.signals import available
 from rayzero.telemetry.names import PARAM_VERSION, SHARDS
@@ -54,7 +54,7 @@ def connect(
     for server in servers:
         server.connect_peers(addresses)
     return [
-        RemoteConnection(rank, addresses, token=TOKEN, share=place, ownership=OWNERSHIP)
+        RemoteConnection(rank, addresses, RankTerms(token=TOKEN, share=place), OWNERSHIP)
         for rank, place in enumerate(places)
     ]
 

@@ -46,7 +46,7 @@ from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.store.rank.select import connect_store
 from rayzero.store.wire import rpc, translate
 from rayzero.store.wire.rpc import (
@@ -91,7 +91,9 @@ def connected(servers: Sequence[OwnerServer], world_size: int = 1, **options: An
     with ExitStack() as stack:
         stores = []
         for rank in range(world_size):
-            store = RankStore(RemoteConnection(rank, [s.address for s in servers], **{"token": TOKEN} | options))
+            store = RankStore(
+                RemoteConnection(rank, [s.address for s in servers], RankTerms(**{"token": TOKEN} | options))
+            )
             stack.callback(store.close)
             stores.append(store)
         yield stores
@@ -353,10 +355,10 @@ def test_a_dead_process_is_noticed_at_once() -> None:
     spec = make_spec(2)
     with serving(2) as servers, connected(servers, 2, stall_timeout=1000.0) as stores:
         program = f"""
-            from rayzero.store.rank.remote import RemoteConnection
+            from rayzero.store.rank.remote import RankTerms, RemoteConnection
             from rayzero.store.rank.rank_store import RankStore
             from store.toy import make_spec
-            store = RankStore(RemoteConnection(1, {[s.address for s in servers]!r}, token={TOKEN!r}))
+            store = RankStore(RemoteConnection(1, {[s.address for s in servers]!r}, RankTerms(token={TOKEN!r})))
             store.attach(make_spec(2))
             print("attached", flush=True)
             input()
@@ -470,14 +472,14 @@ def test_a_store_that_another_thread_closes_while_it_attaches_leaves_nothing(
 def test_a_process_that_forgets_to_close_exits_in_silence() -> None:
     program = """
         from rayzero.owner.service import ShardService
-        from rayzero.store.rank.remote import RemoteConnection
+        from rayzero.store.rank.remote import RankTerms, RemoteConnection
         from rayzero.store.rank.rank_store import RankStore
         from rayzero.store.owner.server import OwnerServer
         from store.toy import make_spec, random_grads, start, take_step
         spec = make_spec(1, kernel="torch")
         server = OwnerServer(ShardService(0, 1), token="t")
         server.connect_peers([server.address])
-        ranks = start([RankStore(RemoteConnection(0, [server.address], token="t"))], spec)
+        ranks = start([RankStore(RemoteConnection(0, [server.address], RankTerms(token="t")))], spec)
         take_step(ranks, [random_grads(spec, 1)])
         ranks[0].fetch_unit(0, 2)
         print("done")

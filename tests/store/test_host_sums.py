@@ -29,7 +29,7 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.memory import rank_memory
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available
 from rayzero.store.wire.tensor_stream import Sent
@@ -86,13 +86,15 @@ class Place:
         connection = RemoteConnection(
             rank,
             self.addresses,
-            token=self.token,
-            share=self.directories[self._hosts[rank]],
-            ranks_here=[other for other, host in enumerate(self._hosts) if host == self._hosts[rank]],
-            life=life,
-            ownership=self._ownership,
-            recorder=recorder,
-            **options,
+            RankTerms(
+                token=self.token,
+                share=self.directories[self._hosts[rank]],
+                ranks_here=[other for other, host in enumerate(self._hosts) if host == self._hosts[rank]],
+                life=life,
+                recorder=recorder,
+                **options,
+            ),
+            self._ownership,
         )
         store = RankStore(connection)
         self._stack.callback(store.close)

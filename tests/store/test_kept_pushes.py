@@ -14,7 +14,7 @@ from rayzero.errors import StateLostError
 from rayzero.protocol.messages import ModelSpec
 from rayzero.slabs.sweep import sweep
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.store.shm.signals import available
 
 from .deaths import Owners, Run, differing, disturbed, random_kills, train, undisturbed
@@ -65,7 +65,7 @@ def test_an_owner_that_dies_before_all_values_are_loaded_is_refused_by_name(
     """Rank 0 no longer has the values of the units that it has loaded."""
     ours, owners = spec(1, "loading"), Owners(slab_dir, 1)
     share = slab_dir if shared else None
-    connection = RemoteConnection(0, owners.addresses, token=TOKEN, share=share, outlives_owners=True)
+    connection = RemoteConnection(0, owners.addresses, RankTerms(token=TOKEN, share=share, outlives_owners=True))
     with closing(RankStore(connection)) as store:
         owners.stores = [store]
         store.attach(ours)

@@ -27,7 +27,7 @@ from rayzero.store.owner.server import serve_models
 from rayzero.store.rank import handshake
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.store.wire.payload import CHUNK_BYTES
 from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, LinkNumber, break_of, link_of, methods
@@ -282,7 +282,7 @@ def test_closing_ends_every_wait_for_a_link_at_once() -> None:
     spec = toy_spec(1)
     with net(spec) as made:
         addresses = [proxy.address for proxy in made.for_ranks]
-        store = RankStore(RemoteConnection(0, addresses, token=TOKEN, stall_timeout=600.0))
+        store = RankStore(RemoteConnection(0, addresses, RankTerms(token=TOKEN, stall_timeout=600.0)))
         (rank,) = start([store], spec)
         for proxy in made.for_ranks:
             proxy.stop()
@@ -298,7 +298,7 @@ def test_closing_ends_every_wait_for_a_link_at_once() -> None:
 
 def test_an_owner_that_was_never_there_is_not_waited_for() -> None:
     began = time.monotonic()
-    store = RankStore(RemoteConnection(0, ["127.0.0.1:1"], token=TOKEN))
+    store = RankStore(RemoteConnection(0, ["127.0.0.1:1"], RankTerms(token=TOKEN)))
     with pytest.raises(TransferError, match=r"rank 0, optimizer 0 at 127.0.0.1:1: UNAVAILABLE"):
         store.attach(toy_spec(1))
     store.close()
@@ -313,7 +313,7 @@ def test_an_owner_that_dies_before_a_rank_has_met_it_is_waited_for_if_it_gets_a_
     with net(spec) as made:
         addresses = [proxy.address for proxy in made.for_ranks]
         table = OwnerTable(["127.0.0.1:1", *addresses[1:]])
-        store = table.connect(lambda known, _: RemoteConnection(0, known, token=TOKEN, outlives_owners=True))
+        store = table.connect(0, RankTerms(token=TOKEN, outlives_owners=True))
         with ThreadPoolExecutor(1) as threads:
             attaching = threads.submit(store.attach, spec)
             time.sleep(0.5)
@@ -405,7 +405,8 @@ def test_an_owner_that_dies_is_named_at_once(dead: int) -> None:
                 assert process.said() == "connected"
             addresses = [proxy.address for proxy in proxies]
             stores = [
-                RankStore(RemoteConnection(rank, addresses, token=TOKEN, stall_timeout=600.0)) for rank in range(2)
+                RankStore(RemoteConnection(rank, addresses, RankTerms(token=TOKEN, stall_timeout=600.0)))
+                for rank in range(2)
             ]
             ranks = start(stores, spec)
             take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
@@ -436,7 +437,7 @@ def test_an_owner_that_dies_while_a_rank_attaches_is_not_waited_for() -> None:
         address = process.said()
         process.say(address)
         assert process.said() == "connected"
-        store = RankStore(RemoteConnection(0, [address], token=TOKEN))
+        store = RankStore(RemoteConnection(0, [address], RankTerms(token=TOKEN)))
         with ThreadPoolExecutor(1) as threads:
             attaching = threads.submit(store.attach, toy_spec(1))
             assert process.said() == "attaching"
@@ -454,7 +455,7 @@ def test_the_lead_names_an_owner_that_dies_to_ranks_that_cannot_see_it(monkeypat
         for process in (zero, one):
             process.say(*addresses)
             assert process.said() == "connected"
-        store = RankStore(RemoteConnection(0, addresses, token=TOKEN, stall_timeout=600.0))
+        store = RankStore(RemoteConnection(0, addresses, RankTerms(token=TOKEN, stall_timeout=600.0)))
         (rank,) = start([store], spec)
         take_step([rank], [random_grads(spec, 1)])
         rank.fetch()
@@ -476,7 +477,7 @@ def test_a_rank_of_another_host_whose_link_stays_down_is_gone_after_its_lease(mo
         near = [server.address for server in made.servers]
         far = [theirs.address if owner == made.lead else address for owner, address in enumerate(near)]
         stores = [
-            RankStore(RemoteConnection(rank, addresses, token=TOKEN, stall_timeout=4.0))
+            RankStore(RemoteConnection(rank, addresses, RankTerms(token=TOKEN, stall_timeout=4.0)))
             for rank, addresses in enumerate((near, far))
         ]
         ranks = start(stores, spec)

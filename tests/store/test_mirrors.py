@@ -29,7 +29,7 @@ from rayzero.store.host.mirrors import Mirror
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available
 from rayzero.telemetry.names import TRANSFER_BYTES
@@ -69,7 +69,9 @@ class Place:
         self.recorders.append(recorder)
         options = {"stall_timeout": WAIT} | self._options
         connection = RemoteConnection(
-            rank, self.addresses, token=self.token, share=self.directory, life=life, recorder=recorder, **options
+            rank,
+            self.addresses,
+            RankTerms(token=self.token, share=self.directory, life=life, recorder=recorder, **options),
         )
         store = RankStore(connection)
         self._stack.callback(store.close)
@@ -210,7 +212,7 @@ def test_nothing_is_lost_with_the_owner_that_keeps_it_or_one_that_publishes(
 def test_what_its_predecessor_had_does_not_come_again_and_stays_mapped(hosts: tuple[Path, Path]) -> None:
     here, other_host = hosts
     spec, owners = make_spec(1, shard_numel=4096), Owners(here, OWNERS, other_host)
-    connection = RemoteConnection(0, owners.addresses, token=TOKEN, share=here, outlives_owners=True)
+    connection = RemoteConnection(0, owners.addresses, RankTerms(token=TOKEN, share=here, outlives_owners=True))
     owners.stores.append(RankStore(connection))
     with closing(owners), closing(owners.stores[0]):
         ranks = start(owners.stores, spec)
@@ -231,7 +233,7 @@ def test_what_its_predecessor_had_does_not_come_again_and_stays_mapped(hosts: tu
 def test_a_successor_that_cannot_go_on_with_it_is_the_end(hosts: tuple[Path, Path]) -> None:
     here, other_host = hosts
     spec, owners = make_spec(1), Owners(here, OWNERS, other_host)
-    connection = RemoteConnection(0, owners.addresses, token=TOKEN, share=here, outlives_owners=True)
+    connection = RemoteConnection(0, owners.addresses, RankTerms(token=TOKEN, share=here, outlives_owners=True))
     owners.stores.append(RankStore(connection))
     with closing(owners), closing(owners.stores[0]):
         ranks = start(owners.stores, spec)

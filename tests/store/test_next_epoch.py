@@ -31,11 +31,19 @@ from rayzero.store.owner.peers.shard_source import RemoteShards
 from rayzero.store.owner.server import serve_models
 from rayzero.store.owner.tensor_port import OwnerStream
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.store.wire import tensor_streams
 from rayzero.store.wire.payload import Assembly
-from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, methods, open_channel, stream_metadata, token_metadata
+from rayzero.store.wire.rpc import (
+    OWNER_SERVICE,
+    STORE_SERVICE,
+    CallTerms,
+    methods,
+    open_channel,
+    stream_metadata,
+    token_metadata,
+)
 from rayzero.store.wire.tensor_stream import TICKET_BYTES, WELCOME, StreamEndedError
 from store.proxy import Proxy
 from store.stores import TOKEN
@@ -61,7 +69,7 @@ def owner(shown: Identity | None = None) -> Iterator[Owner]:
     models, spec = HostedModels(0, 1, share=SHARED_MEMORY), make_spec(world_size=1)
     with serve_models(models, token=TOKEN, tls=shown) as server, Proxy(server.address) as proxy:
         server.connect_peers([server.address])
-        store = RankStore(RemoteConnection(0, [server.address], token=TOKEN, tls=shown, share=SHARED_MEMORY))
+        store = RankStore(RemoteConnection(0, [server.address], RankTerms(token=TOKEN, tls=shown, share=SHARED_MEMORY)))
         try:
             ranks = start([store], spec)
             for step in range(2):
@@ -79,8 +87,10 @@ def owner(shown: Identity | None = None) -> Iterator[Owner]:
 
 
 def source(proxy: Proxy, *, epoch: int = 0, **more: Any) -> RemoteShards:
-    terms = {"given_up": threading.Event(), "timeout_s": 20.0, "taker": 1, "tls": None} | more
-    return RemoteShards(0, proxy.address, token=TOKEN, model=0, epoch=epoch, **terms)
+    terms = CallTerms(token=TOKEN, tls=more.pop("tls", None), epoch=epoch)
+    return RemoteShards(
+        0, proxy.address, terms, **{"given_up": threading.Event(), "timeout_s": 20.0, "taker": 1} | more
+    )
 
 
 def empty_like(shards: dict[int, list[Tensor]]) -> dict[int, list[Tensor]]:

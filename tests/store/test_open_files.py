@@ -96,9 +96,9 @@ def test_a_rank_has_as_many_files_open_as_owners_make() -> None:
 
 @pytest.mark.parametrize("num_owners", [1, 2, 3, 4, 7, 8, 64, 256])
 def test_a_rank_has_no_more_transfers_with_an_owner_than_threads_for_it(num_owners: int) -> None:
-    pool, streams = fetches.transfer_threads(num_owners, "rank 0", "push")
-    pool.shutdown()
-    assert fetches.most_transfers(num_owners) == streams + min(3 * streams, pool._max_workers)
+    threads = fetches.TransferThreads(num_owners, "rank 0")
+    threads.close()
+    assert fetches.most_transfers(num_owners) == threads.streams + min(3 * threads.streams, threads.pushes._max_workers)
     assert tensor_connections(num_owners) <= 4
 
 

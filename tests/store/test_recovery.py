@@ -28,7 +28,7 @@ from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.store.shm.recovery import DeadRun, DeadShard, Outcome, RecoveryVerdict, assess, read_run
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available
@@ -168,7 +168,9 @@ def halt_at(point: str, patch: Any, stop: Any = halt) -> None:
 
 def two_steps(stack: ExitStack, spec: ModelSpec, directory: Path = SHARED_MEMORY) -> Rank:
     store = RankStore(
-        RemoteConnection(0, served(stack, 1, directory=directory), token=TOKEN, share=directory, stall_timeout=20)
+        RemoteConnection(
+            0, served(stack, 1, directory=directory), RankTerms(token=TOKEN, share=directory, stall_timeout=20)
+        )
     )
     stack.callback(store.close)
     (rank,) = start([store], spec)
@@ -210,7 +212,7 @@ def test_an_update_that_stopped_anywhere_is_told_from_the_files(point: str, monk
 def test_every_kernel_stamps_what_it_wrote(kernel: str) -> None:
     spec = replace(make_spec(1), run=f"stamps-{kernel}", kernel=kernel)
     with ExitStack() as stack:
-        store = RankStore(RemoteConnection(0, served(stack, 1), token=TOKEN, share=SHARED_MEMORY))
+        store = RankStore(RemoteConnection(0, served(stack, 1), RankTerms(token=TOKEN, share=SHARED_MEMORY)))
         stack.callback(store.close)
         (rank,) = start([store], spec)
         rank.push(random_grads(spec, 1))

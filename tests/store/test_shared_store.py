@@ -29,7 +29,7 @@ from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.store.rank.select import connect_store
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available
@@ -86,7 +86,10 @@ def served(
 def ranks_of(
     stack: ExitStack, addresses: list[str], world_size: int, *, share: Path = SHARED_MEMORY, **options: Any
 ) -> list[Rank]:
-    stores = [RankStore(RemoteConnection(r, addresses, token=TOKEN, share=share, **options)) for r in range(world_size)]
+    stores = [
+        RankStore(RemoteConnection(r, addresses, RankTerms(token=TOKEN, share=share, **options)))
+        for r in range(world_size)
+    ]
     for store in stores:
         stack.callback(store.close)
     return start(stores, make_spec(world_size))
@@ -161,7 +164,7 @@ def test_gradients_are_gathered_where_owners_read_and_parameters_read_where_owne
 def test_bytes_are_counted_as_shared_memory(stack: ExitStack) -> None:
     recorder = MemoryRecorder()
     addresses = served(stack, 2)
-    store = RankStore(RemoteConnection(0, addresses, token=TOKEN, share=SHARED_MEMORY, recorder=recorder))
+    store = RankStore(RemoteConnection(0, addresses, RankTerms(token=TOKEN, share=SHARED_MEMORY, recorder=recorder)))
     stack.callback(store.close)
     (rank,) = start([store], make_spec(1))
     take_step([rank], [random_grads(rank.spec, 1)])
@@ -196,7 +199,7 @@ def test_a_directory_without_room_is_one_line_at_start(stack: ExitStack) -> None
         hyper=base.hyper,
         group_of=((0,),),
     )
-    store = RankStore(RemoteConnection(0, served(stack, 1), token=TOKEN, share=SHARED_MEMORY))
+    store = RankStore(RemoteConnection(0, served(stack, 1), RankTerms(token=TOKEN, share=SHARED_MEMORY)))
     stack.callback(store.close)
     with pytest.raises(MemoryPlanError, match=r"needs .* but "):
         store.attach(spec)
@@ -225,7 +228,9 @@ def test_the_memory_of_a_run_is_the_plans_within_5_percent(
         accumulation_steps=accumulation_steps,
     )
     addresses = served(stack, 2)
-    stores = [RankStore(RemoteConnection(rank, addresses, token=TOKEN, share=SHARED_MEMORY)) for rank in range(2)]
+    stores = [
+        RankStore(RemoteConnection(rank, addresses, RankTerms(token=TOKEN, share=SHARED_MEMORY))) for rank in range(2)
+    ]
     for store in stores:
         stack.callback(store.close)
     start(stores, spec)

@@ -25,7 +25,7 @@ from rayzero.errors import StallError
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
 from store.stores import TOKEN
@@ -69,7 +69,7 @@ def one_rank(way: str, away: int, slab_dir: Path) -> Iterator[tuple[Rank, Forked
         process.say(*addresses)
         assert process.said() == "connected"
         server.connect_peers(addresses)
-        store = RankStore(RemoteConnection(0, addresses, token=TOKEN, share=share, stall_timeout=TIMEOUT_S))
+        store = RankStore(RemoteConnection(0, addresses, RankTerms(token=TOKEN, share=share, stall_timeout=TIMEOUT_S)))
         stack.callback(store.close)
         (rank,) = start([store], make_spec(1))
         yield rank, process

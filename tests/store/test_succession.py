@@ -29,7 +29,7 @@ from rayzero.slabs.sweep import list_slabs, sweep
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.store.shm.signals import available
 from rayzero.testing.rank_processes import PRELOADED
 
@@ -103,7 +103,9 @@ def train(directory: Path, spec: ModelSpec, num_owners: int, told: Connection) -
     addresses = [server.address for server in servers]
     for server in servers:
         server.connect_peers(addresses)
-    stores = [RankStore(RemoteConnection(rank, addresses, token=TOKEN, share=directory)) for rank in range(RANKS)]
+    stores = [
+        RankStore(RemoteConnection(rank, addresses, RankTerms(token=TOKEN, share=directory))) for rank in range(RANKS)
+    ]
     ranks = start(stores, spec)
     for step in range(STEPS):
         take_step(ranks, [gradients(step, rank) for rank in range(RANKS)], CLIP)

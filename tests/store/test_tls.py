@@ -299,7 +299,7 @@ def test_a_link_that_is_cut_when_certificates_have_ended_is_opened_with_new_ones
         take_step(ranks, [random_grads(spec, 1)], 0.5)
         rank.renew(RUN.issue("rank 0", [name_of_rank(0)], timedelta(seconds=-1)))
         proxy.cut()
-        (link,) = stores[0].connection._links
+        (link,) = stores[0].connection._links.values()
         until(lambda: "; the certificate of rank 0 ended at 2" in str(link.down()))
         rank.renew(RUN.issue("rank 0", [name_of_rank(0)]))
         take_step(ranks, [random_grads(spec, 2)], 0.5)

@@ -183,7 +183,7 @@ POINTS = {
     "rank.attached": Point(f"{_STORE}.attach", _AFTER),
     "rank.meet": Point("rayzero.store.rank.memory.shared_memory:SharedRank.meet", _BEFORE),
     "rank.met": Point("rayzero.store.rank.memory.shared_memory:SharedRank.meet", _AFTER),
-    "rank.rejoin": Point("rayzero.store.rank.remote:RemoteConnection._rejoin", _BEFORE),
+    "rank.rejoin": Point("rayzero.store.rank.remote:RemoteConnection.rejoin", _BEFORE),
     # a rank: a step
     "rank.fetch": Point("rayzero.engine.units.unit_cache:UnitCache._fetch", _BEFORE),
     "rank.forward": Point(f"{_ENGINE}.close_units", _BEFORE),

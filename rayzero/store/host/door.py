@@ -18,7 +18,6 @@ from rayzero.concurrency.futures import fail, settle, then, when_all
 from rayzero.errors import HandshakeError, RayZeroError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard
 from rayzero.protocol.messages import Write
-from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.host_sums import HostSums
 from rayzero.store.host.lead_questions import LeadQuestions
@@ -31,11 +30,11 @@ from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.push_order import PushOrder
 from rayzero.store.host.stall import StallWatch
 from rayzero.store.host.summed_ranks import SummedRanks
-from rayzero.store.host.transfers.fetches import transfer_threads
+from rayzero.store.host.transfers.fetches import TransferThreads
 from rayzero.store.host.transfers.wire import WireTransfers
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate
-from rayzero.store.wire.rpc import from_failure, to_failure
+from rayzero.store.wire.rpc import CallTerms, from_failure, to_failure
 from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
@@ -75,18 +74,16 @@ class Door:
         plan: SharedPlan,
         owners: Sequence[int],
         addresses: Sequence[str],
+        terms: CallTerms,
         *,
-        token: str,
-        tls: Identity | None,
-        model: int,
         succeeds: bool,
         stall_timeout: float,
         recorder: Recorder,
     ) -> None:
         """``owners``: those on other hosts that have shards. ``addresses``: of all owners, by index. ``succeeds``: an
-        owner that dies gets a successor. ``stall_timeout``: seconds. The other arguments: see ``OwnerServer``."""
+        owner that dies gets a successor. ``stall_timeout``: seconds."""
         self.owners, self._plan, self._caller, self._timeout_s = tuple(owners), plan, caller, stall_timeout
-        self._token, self._closing = token, threading.Event()
+        self._token, self.succeeds = terms.token, succeeds
         self._shards = _shards_by_unit(plan, owners)
         self.failed: Future[RayZeroError] = Future()  # done with why the sums of this host do not reach an owner
         self._watch, self._board = StallWatch(caller.name, stall_timeout), PublishBoard()
@@ -95,38 +92,20 @@ class Door:
         self._memory: MirrorMemory | None = None
         self._mirrors: dict[int, Mirror] = {}
         self._sums: dict[tuple[int, ...], HostSums] = {}  # by the ranks whose gradients are added
-        self._fetches, _ = transfer_threads(len(owners), caller.name, "copy")
-        self._pushes, _ = transfer_threads(len(owners), caller.name, "send")
+        self._threads = TransferThreads(len(owners), caller.name, _STREAMS)  # freed by: close()
         self._links = {
-            owner: OwnerLink(
-                caller,
-                owner,
-                addresses[owner],
-                token=token,
-                tls=tls,
-                model=model,
-                epoch=plan.ownership.epoch,
-                recorder=recorder,
-                hear=self._hear,
-                over=self._over,
-                rejoin=self._greet if succeeds else None,
-                awaited=self._summed,
-            )
-            for owner in owners
+            owner: OwnerLink(caller, owner, addresses[owner], terms, self, recorder) for owner in owners
         }  # freed by: close()
         self._wires = {
             owner: WireTransfers(
                 link,
-                fetches=self._fetches,
-                pushes=self._pushes,
+                self._threads,
                 board=self._board,
                 order=PushOrder(),
                 watch=self._watch,
-                closing=self._closing,
                 lead_says=None,
                 compression="none",
                 recorder=recorder,
-                streams=_STREAMS,
             )
             for owner, link in self._links.items()
         }
@@ -176,7 +155,8 @@ class Door:
         when_all(brought, lambda _: settle(done, None), partial(fail, done))
         return then(done, lambda _: None)
 
-    def _hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
+    def hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
+        """See ``LinkUser.hear``."""
         published = translate.published_from_pb(notice)
         self._board.publish(published)
         if notice.HasField("abort"):
@@ -184,7 +164,8 @@ class Door:
         if link.owner in self._mirrors:
             self._mirrors[link.owner].hear(published)
 
-    def _over(self, link: OwnerLink, error: RayZeroError) -> None:
+    def lost(self, link: OwnerLink, error: RayZeroError) -> None:
+        """See ``LinkUser.lost``."""
         log.info("%s hears nothing of %s any more: %s", link.caller.name, link.name, error)  # ranks say the same
         if link.owner in self._mirrors:
             self._mirrors[link.owner].end(error)
@@ -222,7 +203,8 @@ class Door:
         if self._questions is not None:
             self._questions.leave(rank)
 
-    def _summed(self) -> list[int]:
+    @property
+    def awaited(self) -> list[int]:
         """Of each group of ranks whose gradients are added, the first one."""
         return [group[0] for group in list(self._sums)]
 
@@ -250,7 +232,7 @@ class Door:
         if owner in self._links:
             self._links[owner].succeed(address)
 
-    def _greet(self, link: OwnerLink, channel: Channel) -> None:
+    def rejoin(self, link: OwnerLink, channel: Channel) -> None:
         """Give a successor again what only its predecessor had; it publishes what it has by itself."""
         for sums in list(self._sums.values()):
             sums.send_again(link.owner, channel, self._timeout_s)
@@ -263,7 +245,7 @@ class Door:
     def close(self, *, retires: bool) -> None:
         """End links and threads. ``retires``: another epoch has begun, and its door goes on in the same memory.
         Idempotent."""
-        self._closing.set()
+        self._threads.closing.set()
         closed = StoreClosedError(f"the door of {self._caller.name} was closed")
         self.retire(closed)
         for sums in self._sums.values():
@@ -273,8 +255,7 @@ class Door:
         for mirror in self._mirrors.values():
             mirror.end(closed)
         self._watch.close(closed)
-        for pool in (self._fetches, self._pushes):
-            pool.shutdown(wait=True)
+        self._threads.close()
         for sums in self._sums.values():
             sums.close()
         if self._questions is not None:

@@ -39,6 +39,7 @@ from rayzero.store.owner.publish_streams import PublishStreams
 from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.owner.tensor_port import TensorPort
 from rayzero.store.shm.shared_plan import SharedPlan
+from rayzero.store.wire.rpc import CallTerms
 
 T = TypeVar("T")
 
@@ -82,7 +83,8 @@ class ServedModel:
         self.calls = RunningCalls(self.service.owner)
         self.ranks = RankLinks(self.service.owner, self._loop, self.service.recorder, self._gone)
         self.number, self._terms = number, terms
-        self._epoch = 0 if self.service.ownership is None else self.service.ownership.epoch
+        epoch = 0 if self.service.ownership is None else self.service.ownership.epoch
+        self._call_terms = CallTerms(token=terms.token, tls=terms.tls, model=number, epoch=epoch)
         self._peers: list[RemotePeer] = []
         self._addresses: list[str] = []  # of all owners, once peers are connected
         self.door: Door | None = None  # of its host, if this owner is that. freed by: close()
@@ -106,11 +108,8 @@ class ServedModel:
             RemotePeer(
                 owner,
                 address,
-                token=terms.token,
-                tls=terms.tls,
+                self._call_terms,
                 timeout_s=terms.peer_timeout_s,
-                model=self.number,
-                epoch=self._epoch,
                 recorder=service.recorder,
             )
             for owner, address in enumerate(addresses)
@@ -197,9 +196,7 @@ class ServedModel:
                     plan,
                     owners,
                     addresses,
-                    token=terms.token,
-                    tls=terms.tls,
-                    model=self.number,
+                    self._call_terms,
                     succeeds=terms.replaces_owners,
                     stall_timeout=terms.peer_timeout_s,
                     recorder=service.recorder,

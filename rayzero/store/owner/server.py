@@ -31,7 +31,7 @@ from rayzero.store.owner.peers.shard_source import RemoteShards
 from rayzero.store.owner.served_model import ServedModel, ServerTerms
 from rayzero.store.owner.tensor_port import TensorPort
 from rayzero.store.shm.words import leads, let_stand
-from rayzero.store.wire.rpc import SERVER_OPTIONS, add_port
+from rayzero.store.wire.rpc import SERVER_OPTIONS, CallTerms, add_port
 from rayzero.store.wire.translate import spec_from_bytes, spec_to_bytes
 
 _QUICK_S = 30.0  # starting and stopping a server
@@ -238,10 +238,7 @@ class OwnerServer:
         return RemoteShards(
             owner,
             addresses[owner],
-            token=terms.token,
-            tls=terms.tls,
-            model=model,
-            epoch=before.epoch,
+            CallTerms(token=terms.token, tls=terms.tls, model=model, epoch=before.epoch),
             taker=taker,
             timeout_s=terms.peer_timeout_s,
             given_up=self._given_up,

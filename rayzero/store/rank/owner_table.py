@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from rayzero.concurrency.futures import DONE
 from rayzero.protocol.ownership import Ownership
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RemoteConnection
-
-Connect = Callable[[Sequence[str], Ownership | None], RemoteConnection]
+from rayzero.store.rank.remote import RankTerms, RemoteConnection
 
 
 @dataclass(slots=True)
@@ -34,10 +32,10 @@ class OwnerTable:
         self._followed: list[_Followed] = []
         self._gone_over = DONE  # the last change: stores go over to one epoch after the other
 
-    def connect(self, make: Connect) -> RankStore:
-        """A store over a connection by ``make(addresses, ownership)``, which follows later changes."""
+    def connect(self, rank: int, terms: RankTerms) -> RankStore:
+        """A rank's store over a connection that follows later changes."""
         with self._lock:
-            connection = make(self._addresses, self._ownership)
+            connection = RemoteConnection(rank, self._addresses, terms, self._ownership)
             store = RankStore(connection)
             self._followed.append(_Followed(store, connection))
         return store

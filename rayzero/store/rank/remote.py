@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -34,14 +34,34 @@ from rayzero.store.rank.rank_store import closed_error
 from rayzero.store.rank.ways import Ways
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate
-from rayzero.store.wire.rpc import from_failure
+from rayzero.store.wire.rpc import CallTerms, from_failure
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTerms:
+    """How a rank reaches owners in other processes, in each epoch."""
+
+    token: str = field(repr=False)
+    tls: Identity | None = None
+    model: int = 0  # the number of the prepared model that the connection is for
+    life: int = 0  # how often the rank has died and come back
+    ranks_here: Sequence[int] = ()  # the ranks of this host, the same in every life of this one
+    share: Path | None = None  # directory for memory shared with owners of this host; None: gRPC to all
+    share_with_all: bool = False  # attach raises UnsupportedError if an owner shares no memory with this rank
+    host_push: HostPush = "never"  # see ``ZeroConfig``
+    wire_compression: str = "none"  # see ``ZeroConfig``
+    stall_timeout: float = 600.0  # seconds that a wait for a peer may last without progress
+    outlives_owners: bool = False
+    """Wait for the successor of an owner whose process has died (``RemoteConnection.succeed``), take part in a change
+    of the owners (``RemoteConnection.next``), and keep what was pushed for both; else either is the end of the run."""
+    recorder: Recorder = field(default_factory=NullRecorder)
+
+
 class RemoteConnection:
-    """A ``Connection`` to owners in other processes.
+    """A ``Connection`` to owners in other processes, and the user of its links (``LinkUser``).
 
     Knows the owners' addresses, which versions they have published and which transport reaches each; not units, or
     what owners and the engine do."""
@@ -49,98 +69,43 @@ class RemoteConnection:
     in_process = False
 
     def __init__(
-        self,
-        rank: int,
-        addresses: Sequence[str],
-        *,
-        token: str,
-        tls: Identity | None = None,
-        model: int = 0,
-        life: int = 0,
-        stall_timeout: float = 600.0,
-        wire_compression: str = "none",
-        share: Path | None = None,
-        share_with_all: bool = False,
-        host_push: HostPush = "never",
-        ranks_here: Sequence[int] = (),
-        outlives_owners: bool = False,
-        ownership: Ownership | None = None,
-        recorder: Recorder | None = None,
+        self, rank: int, addresses: Sequence[str], terms: RankTerms, ownership: Ownership | None = None
     ) -> None:
-        """Open a channel to each owner (``addresses`` by owner index); nothing is sent before ``attach``.
-
-        ``model``: the number of the prepared model that this connection is for. ``life``: how often the rank has died
-        and come back. ``stall_timeout``: seconds a wait for a peer may last without progress.
-        ``wire_compression``: see ``ZeroConfig``. ``share``: the directory for memory shared with owners of this host;
-        None: gRPC to all. ``share_with_all``: attach raises UnsupportedError if an owner shares no memory with this
-        rank. ``host_push``: see ``ZeroConfig``. ``ranks_here``: the ranks of this host, the same in every life of this
-        one.
-        ``outlives_owners``: wait for the successor of an owner whose process has died (``succeed``), take part in a
-        change of the owners (``next``), and keep what was pushed for both; else either is the end of the run.
-        ``ownership``: who owns what by now; None: it is the run's first epoch.
-        Raises ConfigError without addresses."""
+        """Make a link to each owner (``addresses`` by owner index); nothing is sent before ``attach``. ``ownership``:
+        who owns what by now; None: it is the run's first epoch. Raises ConfigError without addresses."""
         if not addresses:
             raise ConfigError("a store needs the address of at least one owner")
-        self.rank, self.life, self.stall_timeout = rank, life, stall_timeout
-        self.recorder = recorder or NullRecorder()
-        self._ownership = ownership
+        self.rank, self.recorder, self.stall_timeout = rank, terms.recorder, terms.stall_timeout
+        self._terms, self._ownership = terms, ownership
         epoch = 0 if ownership is None else ownership.epoch
-        self.epochs = Epochs(epoch, change=outlives_owners)
-        self._next = partial(
-            RemoteConnection,
-            rank,
-            token=token,
-            tls=tls,
-            model=model,
-            life=life,
-            stall_timeout=stall_timeout,
-            wire_compression=wire_compression,
-            share=share,
-            share_with_all=share_with_all,
-            host_push=host_push,
-            ranks_here=ranks_here,
-            outlives_owners=outlives_owners,
-            recorder=recorder,
-        )
+        self.epochs = Epochs(epoch, change=terms.outlives_owners)
+        caller = Caller.rank(rank, terms.life)
+        calls = CallTerms(token=terms.token, tls=terms.tls, model=terms.model, epoch=epoch)
         self._links = {  # by owner. freed by: leave() and free(); of doors on other hosts by _part_with_doors()
-            owner: OwnerLink(
-                Caller.rank(rank, life),
-                owner,
-                address,
-                token=token,
-                tls=tls,
-                model=model,
-                epoch=epoch,
-                recorder=self.recorder,
-                hear=self._hear,
-                over=self._lost,
-                rejoin=self._rejoin if outlives_owners else None,
-            )
+            owner: OwnerLink(caller, owner, address, calls, self, terms.recorder)
             for owner, address in enumerate(addresses)
         }
         self._num_owners = len(addresses)
-        self._handshake = Handshake(rank, self._links, self._num_owners, stall_timeout)
-        self._outlives_owners = outlives_owners
+        self._handshake = Handshake(rank, self._links, self._num_owners, terms.stall_timeout)
         self._board = PublishBoard()
-        self._watch = StallWatch(f"rank {rank}", stall_timeout)
+        self._watch = StallWatch(f"rank {rank}", terms.stall_timeout)
         self._ways = Ways(  # freed by: retire() and free()
             rank,
             list(self._links.values()),
-            wire_compression,
+            terms.wire_compression,
             board=self._board,
             watch=self._watch,
             lead_says=self._lead_says,
-            recorder=self.recorder,
+            recorder=terms.recorder,
         )
-        self._share, self._share_with_all = share, share_with_all
         self._memory = RankMemory(  # freed by: free()
             rank,
-            share,
-            life=life,
-            key=token,
-            ranks=ranks_here,
-            host_push=host_push,
-            keeps_pushed=outlives_owners,
+            terms.share,
+            life=terms.life,
+            key=terms.token,
+            ranks=terms.ranks_here,
+            host_push=terms.host_push,
+            keeps_pushed=terms.outlives_owners,
         )
         self._lead: RemoteLead | None = None  # after attach
         self._plan: SharedPlan | None = None  # after attach
@@ -194,11 +159,11 @@ class RemoteConnection:
         """Share memory with the owners and the other ranks of this host."""
         offers = self._handshake.offers
         away = self._away(plan)
-        if self._share_with_all and away:
+        if self._terms.share_with_all and away:
             raise UnsupportedError(
                 f"transport='shm', but optimizers {away} share no memory with rank {self.rank}: use 'auto'"
             )
-        if self._share is not None:
+        if self._terms.share is not None:
             ways = {"shared memory": list(offers), "gRPC (another host or container)": away}
             said = ", ".join(f"{way} to optimizers {owners}" for way, owners in ways.items() if owners)
             log.info("rank %d: %s", self.rank, said)
@@ -221,7 +186,7 @@ class RemoteConnection:
             return
         self._ways.share(self._handshake.offers, shared)
         shared.door = min(self._handshake.offers) if away and self._memory.summed else None
-        back_at = self._open_step(plan) if self.life else None
+        back_at = self._open_step(plan) if self._terms.life else None
         threads = self._memory.adding_threads(on_gpu=page_lock)
         mirror = self._handshake.share(shared.offer(), back_at, away, threads)
         self._bring, self._copied = None, ()
@@ -256,13 +221,13 @@ class RemoteConnection:
             self._keeper,
             plan,
             self._memory.shared,
-            self._share,
+            self._terms.share,
             maps=self._keeper.owner not in self._ways.senders,
-            back_at=step if self.life else None,
+            back_at=step if self._terms.life else None,
         )
-        former = self._former(plan, step) if self.life else NOTHING
+        former = self._former(plan, step) if self._terms.life else NOTHING
         self._repeats, self._plan = self._repeated(plan, former), plan
-        if self.life:
+        if self._terms.life:
             self._push_again()
 
     def _door(self, plan: SharedPlan) -> OwnerLink | None:
@@ -293,7 +258,7 @@ class RemoteConnection:
             bring=self._bring,
             finished=self._memory.shared.finished if self._memory.summed and self._memory.shared else None,
             gradients=self._memory.gradients,
-            keeps_pushed=self._outlives_owners and bool(self._senders),
+            keeps_pushed=self._terms.outlives_owners and bool(self._senders),
             gradient_tier="shm" if self._memory.shared is not None else "ram" if page_lock is None else "pinned",
             kernel=answers[0].kernel,
             transport=self._ways.transport,
@@ -303,7 +268,7 @@ class RemoteConnection:
 
     def next(self, addresses: Sequence[str], ownership: Ownership) -> RemoteConnection:
         """A connection to the owners of the next epoch; see ``take_over``."""
-        after = self._next(addresses, ownership=ownership)
+        after = RemoteConnection(self.rank, addresses, self._terms, ownership)
         after.epochs = self.epochs
         return after
 
@@ -356,12 +321,22 @@ class RemoteConnection:
 
     # ---- successors of owners
 
+    @property
+    def succeeds(self) -> bool:
+        """See ``LinkUser.succeeds``."""
+        return self._terms.outlives_owners
+
+    @property
+    def awaited(self) -> Sequence[int]:
+        """See ``LinkUser.awaited``."""
+        return ()
+
     def succeed(self, owner: int, address: str) -> None:
         """An owner's process has died; its successor is at ``address``. Calls that were not answered are repeated."""
         if (link := self._links.get(owner)) is not None:
             link.succeed(address)
 
-    def _rejoin(self, link: OwnerLink, channel: Channel) -> None:
+    def rejoin(self, link: OwnerLink, channel: Channel) -> None:
         """Shake hands with a successor, which has taken over its predecessor's memory, and give it again what this rank
         has sent and only the predecessor had. Raises StateLostError if it lacks values that the predecessor
         had."""
@@ -408,7 +383,7 @@ class RemoteConnection:
     def _push_again(self) -> None:
         """Send again what owners elsewhere may lack; blocks."""
         if self._repeats is not None:
-            self._repeats.send_all([self._links[owner] for owner in self._senders], self._ways.pushes)
+            self._repeats.send_all([self._links[owner] for owner in self._senders], self._ways.threads.pushes)
 
     def announce(self, unit: int, pushed: Pushed) -> None:
         """See ``Connection.announce``."""
@@ -449,13 +424,14 @@ class RemoteConnection:
 
     # ---- notices
 
-    def _hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
+    def hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
+        """See ``LinkUser.hear``."""
         self._board.publish(translate.published_from_pb(notice))
         if notice.HasField("abort"):
             log.debug("rank %d: %s ends the run: %s", self.rank, link.name, notice.abort.message)
             self._board.release(link.owner, from_failure(notice.abort))
 
-    def _lost(self, link: OwnerLink, error: RayZeroError) -> None:
+    def lost(self, link: OwnerLink, error: RayZeroError) -> None:
         """The owner will never answer again: every wait fails, because nothing would end it."""
         self._board.fail(error)
         if self._memory.shared is not None:

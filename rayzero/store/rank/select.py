@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 from rayzero.config import ZeroConfig
 from rayzero.errors import UnsupportedError
-from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
 from rayzero.security.credentials import Identity
 from rayzero.store.rank.owner_table import OwnerTable
-from rayzero.store.rank.remote import RemoteConnection
+from rayzero.store.rank.remote import RankTerms
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
 
@@ -49,23 +48,18 @@ def connect_store(
         level = logging.INFO if share is None else logging.WARNING  # shared memory was wanted
         log.log(level, "rank %d uses gRPC to every owner: %s", rank, reason)
 
-    def make(addresses: Sequence[str], ownership: Ownership | None) -> RemoteConnection:
-        return RemoteConnection(
-            rank,
-            addresses,
-            token=token,
-            tls=tls,
-            model=model,
-            life=life,
-            stall_timeout=config.stall_timeout,
-            wire_compression=config.wire_compression,
-            share=share if reason is None else None,
-            share_with_all=config.transport == "shm",
-            host_push=config.pushes_for_host if reason is None else "never",
-            ranks_here=ranks_here,
-            outlives_owners=outlives_owners,
-            ownership=ownership,
-            recorder=recorder,
-        )
-
-    return table.connect(make)
+    terms = RankTerms(
+        token=token,
+        tls=tls,
+        model=model,
+        life=life,
+        stall_timeout=config.stall_timeout,
+        wire_compression=config.wire_compression,
+        share=share if reason is None else None,
+        share_with_all=config.transport == "shm",
+        host_push=config.pushes_for_host if reason is None else "never",
+        ranks_here=ranks_here,
+        outlives_owners=outlives_owners,
+        recorder=recorder,
+    )
+    return table.connect(rank, terms)

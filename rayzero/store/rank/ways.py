@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Iterable, Sequence
 
 from rayzero.errors import RayZeroError
@@ -10,7 +9,7 @@ from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.push_order import PushOrder
 from rayzero.store.host.stall import Describe, StallWatch
-from rayzero.store.host.transfers.fetches import transfer_threads
+from rayzero.store.host.transfers.fetches import TransferThreads
 from rayzero.store.host.transfers.wire import WireTransfers
 from rayzero.store.rank.connection import GradientSender, Transfers
 from rayzero.store.rank.memory.shared_memory import SharedRank
@@ -37,23 +36,18 @@ class Ways:
         """``links``: by owner. ``compression``: see ``WireTransfers``. ``lead_says``: asks the lead whom the step waits
         for."""
         self._rank, self._board, self._watch, self._recorder = rank, board, watch, recorder
-        self._closing = threading.Event()
-        self._fetches, streams = transfer_threads(len(links), f"rank {rank}", "fetch")
-        self.pushes, _ = transfer_threads(len(links), f"rank {rank}", "push")
+        self.threads = TransferThreads(len(links), f"rank {rank}")  # freed by: close()
         self.order = PushOrder()
         self.wires = [
             WireTransfers(
                 link,
-                fetches=self._fetches,
-                pushes=self.pushes,
+                self.threads,
                 board=board,
                 order=self.order,
                 watch=watch,
-                closing=self._closing,
                 lead_says=lead_says,
                 compression=compression,
                 recorder=recorder,
-                streams=streams,
             )
             for link in links
         ]
@@ -83,7 +77,7 @@ class Ways:
             shared,
             self.wires[owner],
             board=self._board,
-            copies=self._fetches,
+            copies=self.threads.fetches,
             recorder=self._recorder,
             copied=copied,
         )
@@ -95,7 +89,7 @@ class Ways:
 
     def give_up(self) -> None:
         """Repeat nothing any more after a pause."""
-        self._closing.set()
+        self.threads.closing.set()
 
     def end(self, error: RayZeroError) -> None:
         """End every wait for a turn with ``error``. Idempotent."""
@@ -104,5 +98,4 @@ class Ways:
 
     def close(self) -> None:
         """End every transfer and thread, after ``end`` and once the links are closed. Idempotent."""
-        for pool in (self._fetches, self.pushes):
-            pool.shutdown(wait=True)
+        self.threads.close()

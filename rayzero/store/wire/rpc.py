@@ -6,7 +6,7 @@ import hmac
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -159,6 +159,21 @@ def token_metadata(token: str, model: int = 0, epoch: int = 0) -> Metadata:
     """The metadata of every call. ``model``: the number of the prepared model that the call is about. ``epoch``: in
     which it is made (protocol/ownership.py)."""
     return ((TOKEN_KEY, token), (MODEL_KEY, str(model)), (EPOCH_KEY, str(epoch)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTerms:
+    """What every call of a process to a run's owners shows."""
+
+    token: str = field(repr=False)
+    tls: Identity | None = None  # None: no TLS
+    model: int = 0  # the number of the prepared model that calls are about
+    epoch: int = 0  # in which the owners are these
+
+    @property
+    def metadata(self) -> Metadata:
+        """Of each call."""
+        return token_metadata(self.token, self.model, self.epoch)
 
 
 def life_metadata(rank: int, life: int) -> Metadata:

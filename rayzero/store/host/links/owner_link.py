@@ -14,11 +14,11 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
@@ -26,17 +26,13 @@ from rayzero.concurrency.backoff import backoff
 from rayzero.concurrency.futures import fail, failed, settle
 from rayzero.concurrency.processes import ProcessIdentity, SeenProcess
 from rayzero.errors import RayZeroError, StallError, StateLostError, StoreClosedError, StoreError
-from rayzero.security.credentials import Identity, utc
+from rayzero.security.credentials import utc
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.caller import Caller
 from rayzero.store.host.links.channel import QUICK_S, BrokenLinkError, Channel, NoAnswerError
 from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate
-from rayzero.store.wire.rpc import (
-    LinkNumber,
-    break_of,
-    token_metadata,
-)
+from rayzero.store.wire.rpc import CallTerms, LinkNumber, break_of
 from rayzero.store.wire.tensor_stream import StreamEndedError
 from rayzero.telemetry.recorder import Recorder
 
@@ -53,6 +49,32 @@ class LinkDownError(StallError):
     """A link is down. The message says since when, so it differs each time: it must not count as news of a peer."""
 
 
+class LinkUser(Protocol):
+    """What a link tells of. Every call comes in a thread of the link's."""
+
+    @property
+    def succeeds(self) -> bool:
+        """Whether an owner whose process dies gets a successor; False: that is the end of its link."""
+        ...
+
+    @property
+    def awaited(self) -> Sequence[int]:
+        """The ranks without which a link does not open; see ``Channel``."""
+        ...
+
+    def hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
+        """The owner says something unasked."""
+        ...
+
+    def rejoin(self, link: OwnerLink, channel: Channel) -> None:
+        """There is a channel to a successor of the owner; no other call goes there before this returns."""
+        ...
+
+    def lost(self, link: OwnerLink, error: RayZeroError) -> None:
+        """The owner will never answer again; at most once."""
+        ...
+
+
 class OwnerLink:
     """A link to one owner, which is opened again whenever it breaks. See [Note: a broken link].
 
@@ -63,29 +85,16 @@ class OwnerLink:
         caller: Caller,
         owner: int,
         address: str,
-        *,
-        token: str,
-        tls: Identity | None,
+        terms: CallTerms,
+        user: LinkUser,
         recorder: Recorder,
-        hear: Callable[[OwnerLink, pb.NoticesResponse], None],
-        over: Callable[[OwnerLink, RayZeroError], None],
-        rejoin: Callable[[OwnerLink, Channel], None] | None = None,
-        awaited: Callable[[], Sequence[int]] = tuple,
-        model: int = 0,
-        epoch: int = 0,
     ) -> None:
-        """``model``: the number of the prepared model that every call is about. ``epoch``: in which the owner is this
-        one. ``hear`` is called with every notice, and ``over`` at most once, with why the owner will never answer
-        again, both in a thread of the link's. So is ``rejoin``, with a channel to a successor of the owner, before any
-        other call goes there; None: the death of the owner's process is the end of the link. ``awaited``: the ranks
-        without which the link does not open; see ``Channel``."""
-        self._rejoin = rejoin
+        """``user``: hears of the link."""
         self._met: ProcessIdentity | None = _NOBODY
         self.owner, self.caller = owner, caller
-        self.name = f"optimizer {owner} at {address}" + (f" for prepared model {model}" if model else "")
-        self._address, self._metadata = address, token_metadata(token, model, epoch) + caller.metadata
-        self._shown = tls
-        self._hear, self._tell_over, self._recorder, self._awaited = hear, over, recorder, awaited
+        self.name = f"optimizer {owner} at {address}" + (f" for prepared model {terms.model}" if terms.model else "")
+        self._address, self._metadata, self._shown = address, terms.metadata + caller.metadata, terms.tls
+        self._user, self._recorder = user, recorder
         self._number = LinkNumber(caller.name, 0)
         self._lock = threading.Lock()
         self._trying: Channel | None = None  # the latest one. freed by: _follow
@@ -120,7 +129,7 @@ class OwnerLink:
             error = self._follow()
             if self._openings > opened:
                 pauses, opened = backoff(), self._openings
-            never = self._rejoin is None and not opened and time.monotonic() - self._down_since > _FIRST_S
+            never = not self._user.succeeds and not opened and time.monotonic() - self._down_since > _FIRST_S
             if never or not isinstance(error, BrokenLinkError):
                 self._stop(error)
             if not self._ended.is_set():
@@ -128,15 +137,15 @@ class OwnerLink:
         self._forget()
         assert self._end is not None
         if not self._closed:
-            self._tell_over(self, self._end)
+            self._user.lost(self, self._end)
 
     def _follow(self) -> RayZeroError:
         """Open the link and follow the owner's notices until they end; why they did."""
         self._number = self._number.next()
         channel = Channel(
-            self.caller, self.name, self._address, self._number, self._metadata, self._shown, self._awaited()
+            self.caller, self.name, self._address, self._number, self._metadata, self._shown, self._user.awaited
         )
-        channel.met = self._openings > 0 or self._rejoin is not None
+        channel.met = self._openings > 0 or self._user.succeeds
         with self._lock:
             self._trying = channel
             if self._end is not None:
@@ -147,7 +156,7 @@ class OwnerLink:
                     self._see(translate.process_from_pb(notice.process))
                     self._meet(channel)
                     self._opened(channel)
-                self._hear(self, notice)
+                self._user.hear(self, notice)
             return StoreError(f"{self.caller.name}: {self.name} stopped")
         except RayZeroError as error:
             if isinstance(error, BrokenLinkError):
@@ -242,12 +251,12 @@ class OwnerLink:
     def _meet(self, channel: Channel) -> None:
         """Shake hands with a successor; the first process is greeted by whoever uses the link."""
         if self._met not in (_NOBODY, self._process):
-            if self._rejoin is None:
+            if not self._user.succeeds:
                 raise StateLostError(
                     f"{self.caller.name}: another process answers as {self.name}, which has nothing of what the one "
                     "before had: its host has come back, perhaps; resume from the newest checkpoint"
                 )
-            self._rejoin(self, channel)
+            self._user.rejoin(self, channel)
             log.warning("%s: %s has a successor, and goes on", self.caller.name, self.name)
         self._met = self._process
 
@@ -282,7 +291,7 @@ class OwnerLink:
 
     def _died(self, process: ProcessIdentity) -> None:
         """The owner's process is dead: the end, or the time to wait for its successor."""
-        if self._rejoin is None:
+        if not self._user.succeeds:
             self._stop(StoreError(f"optimizer {self.owner} (pid {process.pid}) has died"))
             return
         self._forget()

@@ -63,6 +63,29 @@ class Progress:
         self.chunks = max(self.chunks, self._now)
 
 
+class TransferThreads:
+    """The threads that move the bytes of one caller to and from all of its owners. So a push never queues behind
+    fetches, or behind the pushes to an owner that hangs."""
+
+    def __init__(self, num_owners: int, who: str, streams: int | None = None) -> None:
+        """``who``: "rank 3". ``streams``: of each method, to one owner at once, at most; None: as many as there are
+        threads for it."""
+        threads, shared = _shared_out(num_owners)
+        self.streams = shared if streams is None else streams
+        self.closing = threading.Event()  # set when the caller closes: nothing is repeated any more
+        self.fetches, self.pushes = (
+            ThreadPoolExecutor(
+                threads, f"rayzero-{who.replace(' ', '')}-{way}", initializer=use_torch_threads, initargs=(1,)
+            )
+            for way in ("fetch", "push")
+        )  # freed by: close()
+
+    def close(self) -> None:
+        """End the threads, once the links are closed. Idempotent."""
+        for pool in (self.fetches, self.pushes):
+            pool.shutdown(wait=True)
+
+
 class WireFetches:
     """Fetches what one owner has published.
 
@@ -71,20 +94,19 @@ class WireFetches:
     def __init__(
         self,
         link: OwnerLink,
+        threads: TransferThreads,
         *,
-        fetches: ThreadPoolExecutor,
         board: PublishBoard,
         watch: StallWatch,
-        closing: threading.Event,
         recorder: Recorder,
-        streams: int = 1,
     ) -> None:
-        """``fetches``: the threads that move bytes, shared by all owners. ``board``: says whether the owner is ending
-        the run. ``closing``: set when the caller closes. ``streams``: the most streams at once."""
+        """``threads``: shared by all owners. ``board``: says whether the owner is ending the run."""
         self.owner, self.transport = link.owner, "grpc"
         self._link, self._board, self._watch = link, board, watch
-        self._closing, self._recorder = closing, recorder
-        self._fetches: Batches[Download] = Batches(fetches, partial(self._run, self._download), at_once=streams)
+        self._closing, self._recorder = threads.closing, recorder
+        self._fetches: Batches[Download] = Batches(
+            threads.fetches, partial(self._run, self._download), at_once=threads.streams
+        )
 
     def fetch_kept(
         self,
@@ -251,14 +273,6 @@ class WireFetches:
             raise ended from error  # it says more than a lost connection
         log.info("%s repeats a %s after: %s", self._link.caller.name, direction, error)
         self._recorder.add(TRANSFER_RETRIES, direction=direction, transport="grpc")
-
-
-def transfer_threads(num_owners: int, who: str, direction: str) -> tuple[ThreadPoolExecutor, int]:
-    """The threads that move bytes of ``who`` ("rank 3") in one direction, and how many of them one owner may hold. So a
-    push never queues behind fetches, or behind the pushes to an owner that hangs."""
-    threads, streams = _shared_out(num_owners)
-    name = f"rayzero-{who.replace(' ', '')}-{direction}"
-    return ThreadPoolExecutor(threads, name, initializer=use_torch_threads, initargs=(1,)), streams
 
 
 def _shared_out(num_owners: int) -> tuple[int, int]:

@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -30,7 +29,14 @@ from rayzero.store.host.push_order import PushOrder
 from rayzero.store.host.stall import Describe, StallWatch
 from rayzero.store.host.transfers.batches import Batches
 from rayzero.store.host.transfers.calls import upload
-from rayzero.store.host.transfers.fetches import ATTEMPTS, RETRY_PAUSE_S, Progress, WireFetches, indices
+from rayzero.store.host.transfers.fetches import (
+    ATTEMPTS,
+    RETRY_PAUSE_S,
+    Progress,
+    TransferThreads,
+    WireFetches,
+    indices,
+)
 from rayzero.store.host.transfers.parts import Download, Sending, holes_of
 from rayzero.store.traffic import count_bytes
 from rayzero.store.wire import translate
@@ -57,39 +63,22 @@ class WireTransfers(WireFetches):
     def __init__(
         self,
         link: OwnerLink,
+        threads: TransferThreads,
         *,
-        fetches: ThreadPoolExecutor,
-        pushes: ThreadPoolExecutor,
         board: PublishBoard,
         order: PushOrder,
         watch: StallWatch,
-        closing: threading.Event,
         lead_says: Describe | None,
         compression: str,
         recorder: Recorder,
-        streams: int = 1,
     ) -> None:
-        """``fetches``, ``pushes``: the threads that move bytes, shared by all owners. ``closing``: set when the store
-        closes. ``lead_says``: asks the lead whom the step waits for; None: only owners are asked. ``compression``: of
-        gradients, as in ``ZeroConfig.wire_compression``. ``streams``: the most streams of one method at once."""
-        super().__init__(
-            link,
-            fetches=fetches,
-            board=board,
-            watch=watch,
-            closing=closing,
-            recorder=recorder,
-            streams=streams,
-        )
+        """``threads``: shared by all owners. ``lead_says``: asks the lead whom the step waits for; None: only owners
+        are asked. ``compression``: of gradients, as in ``ZeroConfig.wire_compression``."""
+        super().__init__(link, threads, board=board, watch=watch, recorder=recorder)
         self._order, self._lead_says, self._compression = order, lead_says, compression
-        self._pushes: Batches[Sending] = Batches(
-            pushes, partial(self._run, partial(self._upload, "Push")), at_once=streams
-        )
-        self._loads: Batches[Sending] = Batches(
-            pushes, partial(self._run, partial(self._upload, "Load")), at_once=streams
-        )
-        self._stages: Batches[Sending] = Batches(
-            pushes, partial(self._run, partial(self._upload, "Stage")), at_once=streams
+        self._pushes, self._loads, self._stages = (
+            Batches[Sending](threads.pushes, partial(self._run, partial(self._upload, way)), at_once=threads.streams)
+            for way in ("Push", "Load", "Stage")
         )
         self._staged: Sending | None = None  # the values of the last write, until it is made
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from rayzero.concurrency.backoff import backoff
 from rayzero.errors import RayZeroError, StallError, StoreError, TransferError
 from rayzero.protocol.messages import LoopState
-from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.memory.next_epoch import EpochFacts
 from rayzero.store.wire import translate
@@ -25,6 +24,7 @@ from rayzero.store.wire.payload import Assembly, byte_view
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
+    CallTerms,
     break_of,
     from_status,
     gave_no_answer,
@@ -32,7 +32,6 @@ from rayzero.store.wire.rpc import (
     methods,
     open_channel,
     stream_metadata,
-    token_metadata,
 )
 from rayzero.store.wire.tensor_stream import Receiving, StreamEndedError, TensorStream
 from rayzero.store.wire.tensor_streams import LET_THROUGH, Opening, TensorStreams, UnreachedPortError, failure_of
@@ -55,21 +54,18 @@ class RemoteShards:
         self,
         owner: int,
         address: str,
+        terms: CallTerms,
         *,
-        token: str,
-        tls: Identity | None,
-        model: int,
-        epoch: int,
         taker: int,
         timeout_s: float,
         down_s: float = 30.0,
         given_up: threading.Event,
     ) -> None:
-        """``epoch``: the present one. ``taker``: who takes shards, by its number in the next one. ``timeout_s``: how
-        long shards may take to come; ``down_s``: how long the link may be down. ``given_up``: once it is set, calls end
-        with a StoreError: the owners stay as they are."""
-        self._name, self._address, self._tls = f"optimizer {owner} at {address}", address, tls
-        self._metadata, self._timeout_s, self._down_s = token_metadata(token, model, epoch), timeout_s, down_s
+        """``terms``: of the present epoch. ``taker``: who takes shards, by its number in the next one. ``timeout_s``:
+        how long shards may take to come; ``down_s``: how long the link may be down. ``given_up``: once it is set, calls
+        end with a StoreError: the owners stay as they are."""
+        self._name, self._address, self._tls = f"optimizer {owner} at {address}", address, terms.tls
+        self._metadata, self._timeout_s, self._down_s = terms.metadata, timeout_s, down_s
         self._taker, self._given_up = taker, given_up
         self._reached = 0  # bytes of the shards that are asked for, up to which they have come by now
 

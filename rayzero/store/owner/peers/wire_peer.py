@@ -30,6 +30,7 @@ from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
+    CallTerms,
     LinkNumber,
     Metadata,
     break_of,
@@ -38,7 +39,6 @@ from rayzero.store.wire.rpc import (
     methods,
     open_channel,
     to_failure,
-    token_metadata,
 )
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
@@ -82,19 +82,15 @@ class RemotePeer:
         self,
         owner: int,
         address: str,
+        terms: CallTerms,
         *,
-        token: str,
-        tls: Identity | None = None,
         timeout_s: float = 600.0,
-        model: int = 0,
-        epoch: int = 0,
         recorder: Recorder | None = None,
     ) -> None:
-        """``timeout_s``: the longest that a call may take, in seconds, while its link is down or open. ``model``: the
-        prepared model's number. ``epoch``: in which the owners are these."""
+        """``timeout_s``: the longest that a call may take, in seconds, while its link is down or open."""
         self.owner = owner
         self._name = f"optimizer {owner} at {address}"
-        self._address, self._tls, self._metadata = address, tls, token_metadata(token, model, epoch)
+        self._address, self._tls, self._metadata = address, terms.tls, terms.metadata
         self._timeout_s = timeout_s
         self._recorder = recorder or NullRecorder()
         self._loop = shared_loop()
