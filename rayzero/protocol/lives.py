@@ -13,4 +13,9 @@ def require_life(rank: int, life: int, lives: Mapping[int, int]) -> None:
     """Raise StoreClosedError if ``rank`` has a later life than ``life``. ``lives``: the present ones of ranks that have
     died."""
     if lives.get(rank, 0) > life:
-        raise StoreClosedError(f"rank {rank} was replaced: its life {life} is over, {lives[rank]} is its present one")
+        raise life_is_over(rank, life, lives[rank])
+
+
+def life_is_over(rank: int, life: int, present: int) -> StoreClosedError:
+    """The error of what a rank asked in a ``life`` before its ``present`` one."""
+    return StoreClosedError(f"rank {rank} was replaced: its life {life} is over, {present} is its present one")

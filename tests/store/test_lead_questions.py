@@ -26,6 +26,7 @@ from rayzero.store.host.door import Door
 from rayzero.store.host.lead_questions import LeadQuestions
 from rayzero.store.host.links.caller import Caller
 from rayzero.store.host.links.owner_link import OwnerLink
+from rayzero.store.owner.calls.long_polls import Repeats
 from rayzero.store.owner.calls.questions import answers_to, begin_questions
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.shm.signals import available
@@ -97,6 +98,20 @@ def test_what_was_asked_leaves_when_the_others_are_late_and_theirs_in_another_ca
     assert lead.made() == [("Mean", [0, 1])]
     questions.ask(2, 0, "Mean", b"")
     assert lead.made()[1:] == [("Mean", [2])], "the others have asked before"
+
+
+def test_the_time_of_those_that_have_left_is_not_that_of_the_next(door: tuple[LeadQuestions, Lead]) -> None:
+    questions, lead = door
+    for rank in range(RANKS):
+        questions.ask(rank, 0, "Finish", b"")
+    lead.asked[0][2].set_result(answered(range(RANKS)))
+    until(lambda: not questions._asked["Finish"])
+    questions.ask(0, 0, "Finish", b"")
+    (of_the_first, of_the_next) = lead.later
+    of_the_first()
+    assert len(lead.asked) == 1
+    of_the_next()
+    assert lead.made()[1:] == [("Finish", [0])]
 
 
 def test_other_questions_leave_at_once(door: tuple[LeadQuestions, Lead]) -> None:
@@ -323,6 +338,18 @@ def test_discards_go_by_themselves_and_the_next_attempt_together(calls: Counter[
         one_step(ranks, 1)
         assert not calls["Discard"]
         assert masters(ranks[0])
+
+
+def test_nobody_waits_for_what_a_rank_asked_before_it_died() -> None:
+    """Two ranks ask in one call, and one of them comes back: the other hears at once what it asked for."""
+    repeats = Repeats()
+    asked = pb.MeanRequest(rank=1, number=1)
+    call = repeats.once(1, "Mean", asked, Future)
+    repeats.end(1, StoreClosedError("rank 1 was replaced"))
+    with pytest.raises(StoreClosedError, match="rank 1 was replaced"):
+        call.result(0)
+    again: Future[Any] = repeats.once(1, "Mean", asked, Future)
+    assert not again.done()
 
 
 @needs_memory

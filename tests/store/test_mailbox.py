@@ -128,6 +128,27 @@ def test_what_is_asked_again_has_the_answer_to_the_last_question_alone(both: tup
     assert asker.open == []
 
 
+def test_an_answer_to_a_rank_that_has_died_is_none_to_its_next_life() -> None:
+    """Both ask their first question in the first cell, and the answers' cells are the same."""
+    first, second, theirs = control("asker"), control("asker"), control("answerer")
+    Asker(cells(first), cells(theirs), bell(theirs)).ask("Finish", b"of a life that is over")
+    before = Answerer(cells(first), cells(theirs), bell(first))
+    before.close()
+    asker = Asker(cells(second), cells(theirs), bell(theirs))
+    now = Answerer(cells(second), cells(theirs), bell(second))
+    future = asker.ask("Finish", b"norm?")
+    before.answer(0, 1, b"late")
+    asker.take_answers()
+    assert future is not None
+    assert not future.done()
+    ((slot, number, *_),) = now.take_questions()
+    now.answer(slot, number, b"norm")
+    asker.take_answers()
+    assert future.result(0) == b"norm"
+    for slab in (first, second, theirs):
+        slab.close()
+
+
 def test_an_error_arrives_as_itself(both: tuple[Asker, Answerer]) -> None:
     asker, answerer = both
     future = asker.ask("Finish", b"")

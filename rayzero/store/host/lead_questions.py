@@ -87,8 +87,15 @@ class LeadQuestions:
         if method not in _TOGETHER:
             self._send(method)
         elif not self._send_if_whole(method) and first:
-            self._later(_PATIENCE_S, partial(self._send, method))
+            self._later(_PATIENCE_S, partial(self._send_late, method, question))
         return question.answer
+
+    def _send_late(self, method: str, first: _Question) -> None:
+        """The time of those that have waited since ``first`` is over, unless they have left."""
+        with self._lock:
+            waits = first in self._waiting[method]
+        if waits:
+            self._send(method)
 
     def _send_if_whole(self, method: str) -> bool:
         """Send what is asked if all ranks of the host have asked; whether that was so."""

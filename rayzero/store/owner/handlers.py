@@ -79,8 +79,6 @@ class RankCalls:
         if spec is None:
             return pb.AttachResponse(needs_spec=True)
         comes_back = request.rank in self._model.lives
-        if comes_back:
-            self._model.repeats.forget(request.rank)  # a new life's calls may look like those of the last one
         shares = self._model.shared is not None and self._model.shared.host == request.host != ""
         attached = await self._model.compute(
             partial(

@@ -20,6 +20,7 @@ from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.lead.lead import StepLead
 from rayzero.owner.loop_states import LoopStates
 from rayzero.protocol.gradient_sum import gradient_dtype
+from rayzero.protocol.lives import life_is_over
 from rayzero.protocol.messages import Contribution, ModelSpec
 from rayzero.protocol.owner import OwnerPeer
 from rayzero.protocol.ownership import owner_map
@@ -159,11 +160,12 @@ class ServedModel:
     def lose(self, rank: int, life: int) -> None:
         """A rank has died and comes back in ``life``: nothing that it did in earlier lives counts any more, unless it
         is decided. Call it on the event loop. Idempotent."""
-        if self.lives.get(rank, 0) >= life:
+        before = self.lives.get(rank, 0)
+        if before >= life:
             return
         self.lives[rank] = life
         self.ranks.left(rank)
-        self.repeats.forget(rank)  # a new life's calls may look like those of the last one
+        self.repeats.end(rank, life_is_over(rank, before, life))  # its new life's calls may look the same
         self.copied.discard(rank)
         if self.shared is not None:
             self.shared.leave(rank)

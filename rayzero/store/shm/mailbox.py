@@ -184,6 +184,7 @@ class Answerer:
         self._capacity = answers.capacity
         self._bell = bell
         self._locks = [threading.Lock() for _ in range(SLOTS)]
+        self._closed = False
 
     def take_questions(self) -> list[tuple[int, int, str, bytes]]:
         """(slot, number, method, request) of each new question. Only one thread may call it."""
@@ -202,7 +203,14 @@ class Answerer:
         is_error = isinstance(response, RayZeroError)
         body = bytes(to_failure(response).SerializeToString()) if isinstance(response, RayZeroError) else response
         with self._locks[slot]:
-            if self._news.taken[slot] != number:
+            if self._closed or self._news.taken[slot] != number:
                 return
             self._cells[slot].write(_ANSWERED.pack(number, is_error) + body[: self._capacity - _ANSWERED.size])
         self._bell.ring()
+
+    def close(self) -> None:
+        """Answer nothing more: the cells are another asker's from now on."""
+        self._closed = True
+        for lock in self._locks:
+            with lock:  # an answer that is being written is whole
+                pass

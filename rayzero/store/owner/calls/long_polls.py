@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from hashlib import sha256
 from typing import Any, TypeVar
 
+from rayzero.concurrency.futures import fail
+from rayzero.errors import RayZeroError
 from rayzero.quantities import count, format_bytes
 from rayzero.store.owner.calls.refused import TooManyCallsError
 from rayzero.store.wire.rpc import MAX_MESSAGE_BYTES
@@ -83,9 +85,11 @@ class Repeats:
                 f"for one of {format_bytes(size)}; it may have {WAITING_CALLS} of {format_bytes(WAITING_BYTES)}"
             )
 
-    def forget(self, rank: int) -> None:
-        """Drop the calls of a rank that has died."""
-        self._calls.pop(rank, None)
+    def end(self, rank: int, error: RayZeroError) -> None:
+        """Drop the calls of a rank that has died: those that wait fail with ``error``, so that no other rank's in the
+        same message waits for them."""
+        for call in self._calls.pop(rank, {}).values():
+            fail(call, error)
 
     def _forget(self, calls: dict[_Key, Future[Any]]) -> None:
         done = [key for key, future in calls.items() if future.done()]

@@ -398,6 +398,8 @@ class SharedOwner:
             return
         with self._looking:
             self._look_at(gone)
+        if gone.questions is not None:  # the rank's next life has the same cells here
+            gone.questions.close()
         for slab in gone.slabs:
             slab.close()
 
