@@ -259,7 +259,9 @@ class _Run:
     def start(self, process: Process, ownership: Ownership) -> None:
         member, life = process.member, process.life
         for former in [dead for dead in self._dead if dead.member == member]:
-            self._dead.pop(former).join()
+            dead = self._dead.pop(former)
+            dead.join()
+            dead.close()
             log.warning("%s died and is started again", member)
         ours, theirs = self._server.Pipe()
         be = self._rank(member.index, life) if member.kind is MemberKind.RANK else self._owner(member, life, ownership)
@@ -329,6 +331,9 @@ class _Run:
                 child.join(max(0.0, deadline - time.monotonic()))
                 child.kill()
                 child.join()
+                child.close()
+        for pipe in self._pipes.values():
+            pipe.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,8 +181,8 @@ POINTS = {
     # a rank: its start, also in a later life
     "rank.attach": Point(f"{_STORE}.attach", _BEFORE),
     "rank.attached": Point(f"{_STORE}.attach", _AFTER),
-    "rank.meet": Point("rayzero.store.rank.memory.shared_memory:SharedRank.meet", _BEFORE),
-    "rank.met": Point("rayzero.store.rank.memory.shared_memory:SharedRank.meet", _AFTER),
+    "rank.meet": Point("rayzero.store.rank.memory.shared_memory:SharedRank._met", _BEFORE),
+    "rank.met": Point("rayzero.store.rank.memory.shared_memory:SharedRank._met", _AFTER),
     "rank.rejoin": Point("rayzero.store.rank.remote:RemoteConnection.rejoin", _BEFORE),
     # a rank: a step
     "rank.fetch": Point("rayzero.engine.units.unit_cache:UnitCache._fetch", _BEFORE),
