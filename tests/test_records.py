@@ -19,7 +19,7 @@ from rayzero.cluster.continuation import States
 from rayzero.cluster.files.run_record import RECORD, RunRecord, read_record
 from rayzero.cluster.files.viewer_file import VIEWER_FILE, read_viewer
 from rayzero.cluster.loggers.feed import FeedState
-from rayzero.cluster.run import Member, Recovery, Rescaled, Routing
+from rayzero.cluster.run import Member, Recovery, Rescaled
 from rayzero.elastic.requests import ScaleRequest, take
 from rayzero.errors import RayZeroError
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
@@ -72,7 +72,7 @@ MEMBER = Member(who="rank 0", pid=7, node="n", host="h")
 RUN = {
     "run": "demo", "state": "running", "error": None, "started_at": 1.0, "ended_at": None,
     "driver": {"pid": 1, "host": "h"}, "ray_address": "h:1", "ray_auth_mode": None, "members": [asdict(MEMBER)],
-    "spares": [asdict(MEMBER)], "routing": {"epoch": 0, "addresses": ["h:2"]},
+    "spares": [asdict(MEMBER)], "addresses": ["h:2"],
     "recoveries": [asdict(Recovery(who="rank 0", pid=7, seconds=2.0))], "replacing": ["rank 1"], "rescaling": "said",
     "rescales": [asdict(Rescaled(id="a", why="asked for", before=1, after=2, failed=None))],
     "telemetry": {"http_sd": "u", "page": "u", "targets": [{"address": "h:3", "labels": {"role": "rank"}}]},
@@ -196,7 +196,6 @@ def test_what_is_no_record_at_all_is_refused_in_one_line(name: str, content: byt
 
 def test_the_record_of_a_run_has_every_entry_here() -> None:
     assert RUN.keys() == RunRecord.model_fields.keys()
-    assert Routing(**RUN["routing"]).epoch == 0
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from rayzero.quantities import count
 _MAX_CONFIG = 1 << 24  # bytes
 _OF_THE_RECORD = (
     "run", "state", "error", "resumed_from", "started_at", "ended_at", "recoveries", "replacing", "rescaling",
-    "rescales", "members", "spares", "routing", "metrics", "telemetry", "loggers",
+    "rescales", "members", "spares", "addresses", "metrics", "telemetry", "loggers",
 )  # fmt: skip
 
 

@@ -100,7 +100,7 @@ def _prepare_again(request: RunRequest, journal: Journal, lost: RunFailedError) 
     left = still_outlived(request.run.max_failures, journal.outlived)
     why = str(lost).partition("\n")[0]
     request.on_phase(f"{why}; {directory.start}, in {wait_s:g} s {left}")
-    request.on_restart()
+    request.record.write()
     time.sleep(wait_s)  # whatever ended the run may not be over: a host that restarts, a cluster that shrinks
     refuse_name_in_use(request.run.name, _GONE_S)  # Ray frees a name some time after its actor has ended
 
@@ -185,7 +185,7 @@ def _start(request: RunRequest, placement: Reservation, actors: RunActors, journ
         ownership=ownership,
         remains=remains_of(request, actors),
     )
-    journal.routing = actors.start(
+    journal.addresses = actors.start(
         owners,
         share=request.zero.shared_directory,
         slab_dir=Path(request.zero.slab_dir),
@@ -207,7 +207,9 @@ def _start(request: RunRequest, placement: Reservation, actors: RunActors, journ
         seconds, journal.lost_at = time.monotonic() - journal.lost_at, None
         actors.coordinator.recovered.remote("run", "the run", {"restart": seconds})
         journal.recoveries.append(Recovery(who="the run", pid=None, seconds=seconds))
-    request.on_start()
+    record = request.record.write()
+    if request.on_start is not None:
+        request.on_start(record)
     is_https = any(target.scheme == "https" for target in journal.targets)
     if is_https and request.access is not None and request.access.given is None:
         request.on_phase(

@@ -108,7 +108,7 @@ class GroupOwners:
             self._hold.close()  # the actors' end sweeps
         if self._actors is not None:
             if politely and self._replacement is not None:
-                with suppress(RunFailedError):  # a coordinator that Ray has started again knows nothing
+                with suppress(RunFailedError):  # the coordinator may be gone
                     self._actors.move(RunState.FINISHED)
                 self._actors.stop_owners()
             self._unwatch()
@@ -134,7 +134,7 @@ class GroupOwners:
             succeeds=former is not None and former.continued,
             remains=self._remains,
         )
-        routing = self._actors.start(
+        addresses = self._actors.start(
             owners,
             share=self._share,
             slab_dir=Path(self._config.slab_dir),
@@ -144,10 +144,10 @@ class GroupOwners:
             former=former,
         )
         self._actors.move(RunState.RUNNING)
-        members = [MemberId(MemberKind.OWNER, owner) for owner in range(len(routing.addresses))]
+        members = [MemberId(MemberKind.OWNER, owner) for owner in range(len(addresses))]
         self._controller = Controller(
             0,
-            routing.addresses,
+            addresses,
             max_failures=self._max_failures,
             bound=frozenset(members) if self._share is None else frozenset(),
             outlived=self._outlived,

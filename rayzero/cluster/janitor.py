@@ -94,7 +94,9 @@ def clear_up(
         awaited.close()
     if discovery_dir is not None:
         with suppress(OSError):  # the next start removes what stays, as below
-            _sweep_announcements(discovery_dir)
+            from rayzero.cluster.files.file_discovery import sweep_announcements
+
+            sweep_announcements(discovery_dir)
     wait_or_kill(processes, ends_s, _KILL_S)
     if hold is not None and slab_dir is not None and keep is not None:
         _wait_for_a_driver(hold, slab_dir, keep)
@@ -119,12 +121,6 @@ def _wait_for_a_driver(hold: Hold, slab_dir: Path, keep: KeptStates) -> None:
     if found.returncode == 0:
         hold.tell(int(found.stdout), time.time() + keep.seconds)
         time.sleep(keep.seconds)
-
-
-def _sweep_announcements(folder: Path) -> None:
-    from rayzero.cluster.files.file_discovery import sweep_announcements
-
-    sweep_announcements(folder)
 
 
 def main() -> None:

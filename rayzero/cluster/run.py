@@ -22,7 +22,6 @@ __all__ = [
     "Recovery",
     "Report",
     "Rescaled",
-    "Routing",
     "RunState",
     "coordinator_name",
     "optimizer_name",
@@ -79,14 +78,6 @@ class Member:
     host: str  # node address
     open_files: int | None = None  # that it may have open at once; None: it has not said
     has_shards: bool = True  # False: an optimizer that is there for the ranks of its host alone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
-    """The owners' addresses, by owner index. Any change makes a new epoch."""
-
-    epoch: int
-    addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

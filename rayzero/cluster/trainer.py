@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rayzero.cluster.continuation import States, Successor
+from rayzero.cluster.continuation import Successor
 from rayzero.cluster.driver import drive
 from rayzero.cluster.files.metrics_log import MakeRow, row_of_report, trim_log
 from rayzero.cluster.files.run_dir import RunDirectory
-from rayzero.cluster.files.run_record import (
-    DriverProcess,
-    ExporterAddress,
-    LoggerState,
-    RunRecord,
-    TelemetryAddresses,
-)
 from rayzero.cluster.files.tracing import TRACE_FILE, write_trace
 from rayzero.cluster.interrupts import interruptible
-from rayzero.cluster.journal import Journal, OnPhase, OnReport, RunRequest
-from rayzero.cluster.live.page import PAGE_PATH
+from rayzero.cluster.journal import Journal, OnPhase, OnReport, OnStart, RecordWriter, RunRequest
 from rayzero.cluster.loggers.reporter import flat_settings
 from rayzero.cluster.loop import pack_loop
 from rayzero.cluster.nodes.local_ray import LocalRay
-from rayzero.cluster.run import DISCOVERY_PATH, RunState
+from rayzero.cluster.run import RunState
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.config.loggers import require_loggers
-from rayzero.errors import ConfigError, RayZeroError, RunFailedError, UnsupportedError
+from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.security.issuer import issuer
 from rayzero.security.metrics_access import MetricsAccess
-from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import Measurements
 from rayzero.telemetry.trace_file import last_steps
@@ -46,8 +33,6 @@ from rayzero.telemetry.trace_file import last_steps
 __all__ = ["PhaseLines", "Result", "ZeroTrainer"]
 
 log = logging.getLogger(__name__)
-
-_RECORD_EVERY_S = 1.0  # how old run.json may be while reports come in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +89,7 @@ class ZeroTrainer:
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         on_report: OnReport | None = None,
-        on_start: Callable[[dict[str, Any]], None] | None = None,
+        on_start: OnStart | None = None,
         on_phase: OnPhase | None = None,
         make_row: MakeRow = row_of_report,
         saves_checkpoints: bool = False,
@@ -164,22 +149,16 @@ class ZeroTrainer:
         return f"was stopped; continue from {newest} with RunConfig({settings})"
 
     def _fit(self, directory: RunDirectory, raise_on_error: bool, ray: LocalRay | None) -> Result:
-        started = time.time()
         journal = Journal()
+        record = RecordWriter(journal, directory, self._zero, self._scaling, self._run)
         trim_log(directory.path, directory.rows_until)
         error: RunFailedError | None = None
         refused = False  # nothing was started: an earlier run's record stays
-
-        def record() -> None:
-            self._record(directory, journal, started, directory.checkpoints.latest)
-
-        now_and_then = _AtMostEvery(_RECORD_EVERY_S, record)
-        on_start = partial(self._started, directory, journal, started)
-        request = self._request(directory, ray, on_start, now_and_then, record)
+        request = self._request(directory, record, ray)
         earlier = directory.read_record_file()
         try:
             with interruptible():
-                record()
+                record.write()
                 drive(request, journal)
             journal.state = RunState.FINISHED
         except RunFailedError as failed:
@@ -195,12 +174,12 @@ class ZeroTrainer:
             if refused:
                 directory.restore_record_file(earlier)
             else:
-                newest = directory.checkpoints.catalog().newest()
-                self._record(directory, journal, started, newest, error)
+                directory.checkpoints.latest = directory.checkpoints.catalog().newest()
+                record.write(error)
             self._write_trace(directory, journal)
         if error is not None and raise_on_error:
             raise error
-        return _result(directory, journal, newest, error, time.time() - started)
+        return _result(directory, journal, error, record.seconds)
 
     def _write_trace(self, directory: RunDirectory, journal: Journal) -> None:
         """Write the trace, if the run keeps one, from the processes that could still send their spans."""
@@ -212,19 +191,7 @@ class ZeroTrainer:
             except ConfigError as error:  # the training itself has succeeded
                 log.warning("%s", error)
 
-    def _started(self, directory: RunDirectory, journal: Journal, started: float) -> None:
-        record = self._record(directory, journal, started, directory.checkpoints.latest)
-        if self._on_start is not None:
-            self._on_start(record)
-
-    def _request(
-        self,
-        directory: RunDirectory,
-        ray: LocalRay | None,
-        on_start: Callable[[], None],
-        on_change: Callable[[], None],
-        on_stop: Callable[[], None],
-    ) -> RunRequest:
+    def _request(self, directory: RunDirectory, record: RecordWriter, ray: LocalRay | None) -> RunRequest:
         return RunRequest(
             packed_loop=self._packed_loop,
             fewest_optimizers=self._scaling.num_optimizers,
@@ -232,6 +199,7 @@ class ZeroTrainer:
             scaling=self._scaling,
             run=self._run,
             directory=directory,
+            record=record,
             ray=ray,
             access=self._access,
             make_row=self._make_row,
@@ -239,67 +207,8 @@ class ZeroTrainer:
             settings=self._settings,
             on_report=self._on_report,
             on_phase=self._on_phase or PhaseLines(),
-            on_start=on_start,
-            on_restart=on_stop,
-            on_change=on_change,
-            on_rescale=on_stop,
-            on_stop=on_stop,
+            on_start=self._on_start,
         )
-
-    def _record(
-        self,
-        directory: RunDirectory,
-        journal: Journal,
-        started: float,
-        checkpoint: Path | None,
-        error: RayZeroError | None = None,
-    ) -> dict[str, Any]:
-        """Write ``run.json``, and return what is in it.
-
-        ``checkpoint``: the run's newest one that is known without reading the folder."""
-        is_up = journal.state is not RunState.STARTING  # what it had before a restart is gone
-        record = RunRecord(
-            run=self._run.name,
-            state=journal.state,
-            error=None if error is None else str(error),
-            started_at=started,
-            ended_at=None if journal.state.is_open else time.time(),
-            driver=DriverProcess(pid=os.getpid(), host=socket.gethostname()),
-            ray_address=journal.ray_address,
-            ray_auth_mode=os.environ.get("RAY_AUTH_MODE"),
-            members=journal.members if is_up else [],
-            spares=journal.spares if is_up else [],
-            routing=journal.routing,
-            recoveries=journal.recoveries,
-            replacing=journal.replacing,
-            rescaling=journal.rescaling,
-            rescales=journal.rescales,
-            telemetry=_telemetry(journal, self._run.telemetry.web_config is not None) if is_up else None,
-            loggers=[] if journal.loggers is None else [LoggerState(**one) for one in journal.loggers.described()],
-            metrics={str(rank): dict(report.metrics) for rank, report in sorted(journal.latest.items())},
-            checkpoint=_text(checkpoint),
-            checkpoints_elsewhere=[str(path) for path in directory.checkpoints.elsewhere],
-            resumed_from=_text(directory.resume),
-            states=self._states(directory),
-            measured={who: measured.to_json() for who, measured in journal.measured.items()},
-            config={
-                "zero": self._zero.model_dump(mode="json"),
-                "scaling": self._scaling.model_dump(mode="json"),
-                "run": self._run.model_dump(mode="json"),
-            },
-        )
-        try:
-            directory.write_record(record)
-        except OSError as failed:  # a full disk is no reason to end a training
-            log.warning("%s/run.json is not up to date: %s", directory.path, failed.strerror)
-        return record.plain()
-
-    def _states(self, directory: RunDirectory) -> States | None:
-        """Where the run's states are in shared memory, for a run that continues it; None: they are not kept."""
-        shared = self._zero.shared_directory
-        if shared is None or not self._run.keep_states or why_no_sharing(shared) is not None:
-            return None
-        return States.in_directory(directory.start.lineage, shared)
 
 
 def _shown(loop_config: Any, zero: ZeroConfig, scaling: ScalingConfig) -> dict[str, Any]:
@@ -307,18 +216,6 @@ def _shown(loop_config: Any, zero: ZeroConfig, scaling: ScalingConfig) -> dict[s
     of_the_loop = loop_config if isinstance(loop_config, Mapping) else {}
     ours = {"zero": zero.model_dump(mode="json"), "scaling": scaling.model_dump(mode="json")}
     return flat_settings({str(name): value for name, value in of_the_loop.items()} | ours)
-
-
-def _telemetry(journal: Journal, has_web_config: bool) -> TelemetryAddresses | None:
-    """The addresses of the run's exporters and of its live page; None without telemetry. A browser cannot show what the
-    run's own tools show, so where they alone are let in there is no page."""
-    if not journal.targets:
-        return None
-    return TelemetryAddresses(
-        http_sd=journal.targets[0].url(DISCOVERY_PATH),
-        page=journal.targets[0].url(PAGE_PATH) if has_web_config or journal.targets[0].scheme == "http" else None,
-        targets=[ExporterAddress(address=target.address, labels=target.discovered) for target in journal.targets],
-    )
 
 
 class PhaseLines:
@@ -335,34 +232,13 @@ class PhaseLines:
         print(f"{self._clock() - self._started:5.1f} s  {phase}", file=sys.stderr, flush=True)
 
 
-class _AtMostEvery:
-    """Calls ``action`` when called, unless it did so less than ``seconds`` ago."""
-
-    def __init__(self, seconds: float, action: Callable[[], None]) -> None:
-        self._seconds = seconds
-        self._action = action
-        self._last = -math.inf
-
-    def __call__(self) -> None:
-        now = time.monotonic()
-        if now - self._last >= self._seconds:
-            self._last = now
-            self._action()
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
-
-
-def _result(
-    directory: RunDirectory, journal: Journal, checkpoint: Path | None, error: RunFailedError | None, seconds: float
-) -> Result:
+def _result(directory: RunDirectory, journal: Journal, error: RunFailedError | None, seconds: float) -> Result:
     latest = journal.latest
     num_ranks = sum(member.who.startswith("rank") for member in journal.members)
     return Result(
         metrics=dict(latest[0].metrics) if 0 in latest else {},
         path=directory.path,
-        checkpoint=checkpoint,
+        checkpoint=directory.checkpoints.latest,
         error=error,
         metrics_per_rank=tuple(dict(latest[rank].metrics) if rank in latest else {} for rank in range(num_ranks)),
         measured=dict(journal.measured),

@@ -27,7 +27,7 @@ RECORD = {
     "driver": {"pid": 1, "host": "h"}, "members": [{"who": "rank 0", "pid": 1, "node": "n", "host": "h"}],
     "resumed_from": None,
     "telemetry": {"http_sd": "http://h:1/sd", "targets": [{"address": "h:1", "labels": {"a": "b"}}]},
-    "routing": None, "metrics": {},
+    "addresses": [], "metrics": {},
     "recoveries": [{"who": "rank 0", "pid": 7, "seconds": 2.0, "time": time.time()}],
     "rescales": [
         {

@@ -134,7 +134,7 @@ def test_status_and_export_of_a_finished_run(whole):
     assert [Path(path).name for path in described["checkpoints"]] == ["step-000015", "step-000030", "step-000040"]
     assert described["checkpoint"] == described["checkpoints"][-1]
     assert [who["who"] for who in described["members"]] == ["optimizer 0", "optimizer 1", "rank 0", "rank 1"]
-    assert len(described["routing"]["addresses"]) == 2
+    assert len(described["addresses"]) == 2
     assert described["plan"] == read_plan(whole / "runs" / "a")
     assert {rank: metrics["step"] for rank, metrics in described["metrics"].items()} == {"0": STEPS, "1": STEPS}
     assert f"step        {STEPS} of {STEPS}" in finish("status", cwd=whole)
@@ -211,7 +211,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     for line in process.stdout:
         if line.startswith("step 16/"):
             break
-    shown = list(map(name_shown, json.loads((folder / "runs/b/run.json").read_text())["routing"]["addresses"]))
+    shown = list(map(name_shown, json.loads((folder / "runs/b/run.json").read_text())["addresses"]))
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 130, err

@@ -52,7 +52,7 @@ def test_a_signal_to_everyone_tells_the_ranks_and_leaves_nothing_not_even_ray(tm
     assert read_record(run)["state"] == "stopped"
     if number == signal.SIGINT:
         assert sorted(path.name for path in run.glob("ended-*")) == ["ended-0", "ended-1"], "the loops' finally ran"
-    assert not any(listens(address) for address in record["routing"]["addresses"])
+    assert not any(listens(address) for address in record["addresses"])
     assert left_in_shared_memory(shm) == set()
 
 

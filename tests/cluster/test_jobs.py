@@ -153,7 +153,7 @@ def test_a_script_joins_the_cluster_of_ray_address_and_sigterm_ends_the_run_and_
     places = {member["who"]: member["node"] for member in record["members"]}
     assert places["rank 0"] == places["optimizer 0"] != places["rank 1"], "the optimizer is beside its rank"
     hosts = {member["host"] for member in record["members"]}
-    assert {address.rpartition(":")[0] for address in record["routing"]["addresses"]} <= hosts, "not on loopback"
+    assert {address.rpartition(":")[0] for address in record["addresses"]} <= hosts, "not on loopback"
     members = [psutil.Process(member["pid"]) for member in record["members"]]
     (nodes,) = (json.loads(line) for line in said.splitlines() if line.startswith('{"driver"'))
     assert nodes["coordinator"] == nodes["driver"], "who looks for http_sd looks beside the driver"
@@ -161,7 +161,7 @@ def test_a_script_joins_the_cluster_of_ray_address_and_sigterm_ends_the_run_and_
     said += script.communicate(timeout=200)[0]
     assert script.returncode == 128 + signal.SIGTERM, said
     assert still_there(members, timeout_s=20) == []
-    assert not any(listens(address) for address in record["routing"]["addresses"])
+    assert not any(listens(address) for address in record["addresses"])
     assert read_record(tmp_path / "script")["state"] == "stopped"
     ended = sorted(path.name for path in (tmp_path / "script").glob("ended-*"))
     assert ended == ["ended-0", "ended-1"], "the loops' finally ran"

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 
 from rayzero.cluster.files.metrics_log import METRICS, MetricsLog
 from rayzero.cluster.live import page as live_page
-from rayzero.cluster.live.curves import MOST_POINTS, Curve, Curves
-from rayzero.cluster.live.page import DATA_PATH, PAGE_PATH, LivePage
+from rayzero.cluster.live.page import DATA_PATH, MOST_POINTS, PAGE_PATH, Curve, Curves, LivePage
 from rayzero.cluster.live.snapshot import Known, RunEvent
 from rayzero.cluster.processes.coordinator import Coordinator
 from rayzero.cluster.run import Member, Report, RunState
@@ -293,7 +292,7 @@ def test_the_coordinator_tells_what_happened(tmp_path: Path) -> None:
         await coordinator.rescaled("done", {}, 0.25, 10)
         await coordinator.logged("wandb", 3, 0)
         await coordinator.logged("mlflow", 0, 1)
-        await coordinator.move(RunState.FAILED, "why")
+        await coordinator.move(RunState.FAILED)
 
     asyncio.run(live())
     known = coordinator._known()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.cluster.processes.member_process import MemberProcess
 from rayzero.cluster.processes.optimizer_actor import OptimizerActor
+from rayzero.cluster.processes.owner_process import MemberProcess
 from rayzero.cluster.processes.rank_worker import RankWorker
 
 NOBODY = 65534

@@ -46,7 +46,7 @@ def test_to_a_host_that_joins_later_and_back(tmp_path: Path) -> None:
     with one_node() as cluster:
         script = start_script(tmp_path, STEPS, script=SCRIPT, RAY_ADDRESS=cluster.address)
         said = until_it_trains(script)
-        assert all("127.0.0.1" in one for one in read_record(tmp_path / "demo")["routing"]["addresses"]), "on one node"
+        assert all("127.0.0.1" in one for one in read_record(tmp_path / "demo")["addresses"]), "on one node"
         cluster.add_node(apart=True)
         said += script.communicate(timeout=300)[0]
         assert script.returncode == 0, said

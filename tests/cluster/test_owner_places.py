@@ -8,7 +8,6 @@ import pytest
 
 from rayzero.cluster.nodes import owner_places, reservation
 from rayzero.cluster.nodes.owner_places import (
-    Host,
     OwnerPlace,
     OwnerPlaces,
     check_memory,
@@ -23,9 +22,9 @@ from rayzero.errors import ConfigError
 GIB = 1 << 30
 LABELS = {"rayzero.io/role": "optimizer"}
 NODES = [
-    Host("a", "10.0.0.1", {}, 4 * GIB),
-    Host("b", "10.0.0.2", LABELS, 4 * GIB),
-    Host("c", "10.0.0.3", LABELS, 4 * GIB),
+    Node(id="a", address="10.0.0.1", labels={}, memory=4 * GIB),
+    Node(id="b", address="10.0.0.2", labels=LABELS, memory=4 * GIB),
+    Node(id="c", address="10.0.0.3", labels=LABELS, memory=4 * GIB),
 ]
 RANKS = ["a"]
 

@@ -12,8 +12,8 @@ import ray
 
 from rayzero.cluster.actors.calls import ANSWER_S, START_S
 from rayzero.cluster.journal import Journal
-from rayzero.cluster.nodes.owner_places import Host
-from rayzero.cluster.run import Rescaled, Routing
+from rayzero.cluster.nodes.resources import Node
+from rayzero.cluster.run import Rescaled
 from rayzero.cluster.upkeep import ray_processes
 from rayzero.cluster.upkeep import rescaling as module
 from rayzero.cluster.upkeep.ray_processes import RayProcesses
@@ -100,8 +100,8 @@ class Actors:
     def enter(self, ownership: Any, addresses: Any) -> None:
         self.handles["optimizer 2"], self.members["optimizer 2"] = Handle("optimizer 2"), self.members["optimizer 1"]
 
-    def enlist(self, addresses: Any) -> Routing:
-        return Routing(epoch=0, addresses=tuple(addresses))
+    def enlist(self) -> None:
+        """Nobody is told."""
 
     def has_lost_host(self, who: str) -> bool:
         return False
@@ -120,7 +120,7 @@ class Run:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: dict[str, Any] = {}
         self.said: list[str] = []
-        monkeypatch.setattr(module, "hosts", lambda: [Host("n", "10.0.0.1", {}, 1e12)])
+        monkeypatch.setattr(module, "alive_nodes", lambda: [Node(id="n", address="10.0.0.1", memory=1e12)])
         monkeypatch.setattr(ray_processes, "control", lambda method: method)
         monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls, []))
         monkeypatch.setattr(ray, "get", self.answer)
@@ -208,7 +208,7 @@ def test_a_change_whose_processes_find_no_place_is_refused_once_and_the_next_one
 def test_after_a_change_each_node_with_ranks_has_an_optimizer(
     doors: int, num: int, change: Rescale, nodes: dict[int, str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "hosts", lambda: [Host(node, node, {}, 1e12) for node in "nm"])
+    monkeypatch.setattr(module, "alive_nodes", lambda: [Node(id=node, address=node, memory=1e12) for node in "nm"])
     run.controller.ownership = Ownership(2, doors=doors)
     run.actors.members["rank 1"] = run.actors.members["optimizer 1"] = SimpleNamespace(node="m", host="m", pid=7)
     request = run.scale(num)

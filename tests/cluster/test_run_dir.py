@@ -37,7 +37,7 @@ def config(tmp_path, **settings) -> RunConfig:
 def test_a_new_run_gets_a_directory_and_no_checkpoint(tmp_path):
     directory = RunDirectory.open(config(tmp_path))
     assert directory.path == tmp_path / "demo"
-    assert directory.resume is None
+    assert directory.start.checkpoint is None
     assert directory.checkpoints.catalog().newest() is None
 
 
@@ -370,13 +370,3 @@ def test_a_running_record_whose_pid_was_given_to_a_younger_process_is_a_lost_run
     assert run_status(tmp_path).items() >= record.items()
     (tmp_path / "run.json").write_text(json.dumps(record | {"started_at": 1.0}))
     assert run_status(tmp_path)["state"] == "lost"
-
-
-def test_an_attempt_that_failed_is_not_the_end_of_a_run_before_its_driver_says_so(tmp_path, monkeypatch):
-    me = {"pid": os.getpid(), "host": socket.gethostname()}
-    record = {"run": "demo", "state": "starting", "started_at": time.time(), "driver": me}
-    (tmp_path / "run.json").write_text(json.dumps(record))
-    told = {"state": "failed", "error": "rank 1 died", "reports_dropped": 3}
-    monkeypatch.setattr("rayzero.cluster.files.run_status.ray.is_initialized", lambda: True)
-    monkeypatch.setattr("rayzero.cluster.files.run_status._ask_coordinator", lambda _: told)
-    assert run_status(tmp_path).items() >= (record | {"reports_dropped": 3}).items()

@@ -111,15 +111,14 @@ def test_the_record_tells_what_became_of_the_run_and_no_token(watched):
     assert record["state"] == "finished"
     assert [member["who"] for member in record["members"]] == ["optimizer 0", "optimizer 1", "rank 0", "rank 1"]
     assert record["config"]["scaling"]["num_workers"] == 2
-    assert all(address.startswith("127.0.0.1:") for address in record["routing"]["addresses"])
+    assert all(address.startswith("127.0.0.1:") for address in record["addresses"])
     assert "token" not in json.dumps(record)
     assert run_status(watched.result.path) == record
 
 
-def test_status_of_a_run_that_goes_on_comes_from_its_coordinator(watched):
+def test_the_status_of_a_run_that_goes_on_has_its_owners(watched):
     assert watched.status["state"] == "running"
-    assert watched.status["metrics"][str(watched.reports[0].rank)]["world_size"] == 2
-    assert watched.status["routing"]["epoch"] == 1
+    assert len(watched.status["addresses"]) == 2
 
 
 def test_a_run_name_in_use_is_refused_and_the_first_run_goes_on(watched):

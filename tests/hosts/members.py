@@ -76,9 +76,9 @@ class Member:
         return self._served.serve(node)
 
     def connect(self, *addresses: str) -> str:
-        """See ``ServedOwner.connect_peers``."""
+        """See ``OwnerServer.connect_peers``."""
         assert self._served is not None
-        self._served.connect_peers(addresses)
+        self._served.server.connect_peers(addresses)
         return "connected"
 
     def train(self, *addresses: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from saved import save_checkpoint
 
-from rayzero.cluster.files.run_lock import RunLock
+from rayzero.cluster.files.run_dir import RunLock
 from rayzero.errors import CheckpointError, ConfigError, DataError, MemoryPlanError, UnsupportedError
 from rayzero.recipes.lm import train_loop
 from rayzero.recipes.model import build_model

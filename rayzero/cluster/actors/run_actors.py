@@ -39,7 +39,7 @@ from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import Janitor, KeptStates
 from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.nodes.file_limits import too_few_files
-from rayzero.cluster.nodes.owner_places import OwnerPlace, OwnerPlaces, door_place, hosts
+from rayzero.cluster.nodes.owner_places import OwnerPlace, OwnerPlaces, door_place
 from rayzero.cluster.nodes.reservation import Reservation
 from rayzero.cluster.nodes.session import alive_nodes, answered, ray_answers
 from rayzero.cluster.processes.coordinator import this_process
@@ -47,7 +47,7 @@ from rayzero.cluster.processes.optimizer_actor import OptimizerActor
 from rayzero.cluster.processes.owner_process import OwnerSettings
 from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings, Renewed
 from rayzero.cluster.processes.rank_worker import RankSettings, RankWorker
-from rayzero.cluster.run import Member, Routing, RunState, optimizer_name, rank_name
+from rayzero.cluster.run import Member, RunState, optimizer_name, rank_name
 from rayzero.config import TelemetryConfig
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import Ownership
@@ -136,9 +136,9 @@ class RunActors:
         former: Former | None = None,
         discovery_dir: Path | None = None,
         warm_spares: int = 0,
-    ) -> Routing:
+    ) -> tuple[str, ...]:
         """Create every actor, open the owners' ports and all exporters, register them with the coordinator; returns the
-        routing table.
+        owners' addresses.
 
         owners: see ``plan_owners``. share: directory of shared memory, None: none. slab_dir: where it would be.
         max_failures: how often whoever dies may be started again (``start_owner``, ``start_rank``; the coordinator by
@@ -169,14 +169,14 @@ class RunActors:
             exporters = plan_exporters(self._run, {**lead, **self.members}, telemetry, slab_dir)
             self.exporters = Exporters(exporters, telemetry.bind, self.certificates)
             self._open_exporters()
-        routing = self._open_ports()
+        addresses = self._open_ports()
         if share is not None and former is not None:
             take_over(share, former)
         self.spares = Spares(
             warm_spares, [self.members[who].node for who in self._roster.with_shards], self._make_spare
         )
         self.spares.fill()
-        return routing
+        return addresses
 
     def too_few_files(
         self, num_owners: int, others: Mapping[str, Member], *, num_ranks: int | None = None
@@ -227,7 +227,7 @@ class RunActors:
         """Note the processes that are on this node."""
         self.local.find(everyone, self.driver_node)
 
-    def _open_ports(self) -> Routing:
+    def _open_ports(self) -> tuple[str, ...]:
         nodes = {member.node for member in self.members.values()}
         # ranks of another library may be on any host
         one_node = len(nodes) == 1 and (bool(self.ranks) or len(alive_nodes()) == 1)
@@ -238,7 +238,8 @@ class RunActors:
         if not one_node:
             self._require_reached(addresses)
         self.ask({who: control(a.connect_peers).remote(addresses) for who, a in serving.items()}, START_S)
-        return self.enlist(addresses)
+        self.enlist()
+        return addresses
 
     def _open_exporters(self) -> None:
         own = self.exporters.of(_COORDINATOR)
@@ -343,7 +344,7 @@ class RunActors:
         """The exporter of an owner that joins on ``node``; None without telemetry."""
         if not self.exporters.targets:
             return None
-        address = next(host.address for host in hosts() if host.id == node)
+        address = next(known.address for known in alive_nodes() if known.id == node)
         beside_first = node == self.members[optimizer_name(0)].node
         coming = [each.exporter for each in self._joining if each.exporter is not None]
         return self.exporters.for_owner(owner, address, beside_first=beside_first, coming=coming)
@@ -408,11 +409,10 @@ class RunActors:
         del self.members[who]
         self.local.let_end(who)
 
-    def enlist(self, addresses: Sequence[str]) -> Routing:
-        """Enter who the run's processes are now where they are known. Returns the routing table."""
-        told = self.coordinator.enlist.remote(list(self.members.values()), addresses, self.exporters.targets)
-        routing: Routing = self.ask({_COORDINATOR: told}, ANSWER_S)[_COORDINATOR]
-        return routing
+    def enlist(self) -> None:
+        """Tell the coordinator who the run's processes are now."""
+        told = self.coordinator.enlist.remote(list(self.members.values()), self.exporters.targets)
+        self.ask({_COORDINATOR: told}, ANSWER_S)
 
     def take_spare(self, call: Any) -> None:
         """Take a call of ``spares.calls`` that has ended."""
@@ -434,9 +434,9 @@ class RunActors:
             self.exporters.opened([target])
         log.info("%s is pid %d now, it was pid %d", who, member.pid, before.pid)
 
-    def resume_coordinator(self, routing: Routing) -> int:
+    def resume_coordinator(self) -> int:
         """Ray has started another coordinator: tell it what the last one knew. Returns its process id."""
-        known = list(self.members.values()), routing, self.exporters.targets
+        known = list(self.members.values()), self.exporters.targets
         again = self.exporters.again(_COORDINATOR), self.certificates.viewer
         told = self.coordinator.resume.remote(*known, *again)
         member: Member = self.ask({_COORDINATOR: told}, ANSWER_S)[_COORDINATOR]
@@ -452,9 +452,9 @@ class RunActors:
         """The actor of a member."""
         return self.owners.get(who) or self.ranks[who]
 
-    def move(self, state: RunState, error: str | None = None) -> None:
+    def move(self, state: RunState) -> None:
         """Set the run's state at the coordinator."""
-        self.ask({_COORDINATOR: self.coordinator.move.remote(state, error)}, ANSWER_S)
+        self.ask({_COORDINATOR: self.coordinator.move.remote(state)}, ANSWER_S)
 
     def renew(self, who: str) -> Any:
         """Send a member, or the coordinator, its newest certificates. Returns the call."""
@@ -487,7 +487,7 @@ class RunActors:
     def has_lost_host(self, who: str | None = None) -> bool:
         """Whether the node of a member (None: of this process) has left the cluster."""
         host = self.driver_node if who is None else self.members[who].node
-        return all(node["NodeID"] != host for node in ray.nodes() if node["Alive"])
+        return all(node.id != host for node in alive_nodes())
 
     # ---- end ----------------------------------------------------------------------------------------------------
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -15,23 +17,25 @@ from typing import Any
 from rayzero.checkpoint import Catalog, CheckpointReader, checkpoint_folders, stale_folders, sweep_stale
 from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.cluster.continuation import Continuation, Lost, Successor, find_continuation
-from rayzero.cluster.files.run_lock import LOCK, RunLock
-from rayzero.cluster.files.run_record import RECORD, RunRecord, read_record
+from rayzero.cluster.files.run_record import RECORD, DriverProcess, RunRecord, read_record
 from rayzero.cluster.run import RunState
 from rayzero.config import RunConfig
 from rayzero.convert.remote_checkpoints import local_checkpoint
 from rayzero.errors import CheckpointError, ConfigError
-from rayzero.files import replace_file, to_json
+from rayzero.files import read_bytes, replace_file, to_json
+from rayzero.records import parse_record
 from rayzero.slabs.hold import Hold
 
 __all__ = [
     "RunCheckpoints",
     "RunDirectory",
+    "RunLock",
     "StartPoint",
     "checkpoints_of",
     "find_start",
 ]
 
+LOCK = ".lock"
 _CHECKPOINTS = "checkpoints"
 _FETCHED = ".fetched"  # beside the runs, where every node sees it: copies of remote checkpoints
 _ENDS_S = 60.0  # how long the processes of a killed driver may take to end: its janitor kills those that stay
@@ -113,6 +117,65 @@ class RunCheckpoints:
         return checkpoint.name if checkpoint.parent == self.folder else str(checkpoint)
 
 
+class RunLock:
+    """An exclusive flock on ``.lock`` in a run directory, held from :meth:`take` to :meth:`close`.
+
+    The file stays after the run, because only the lock on it counts. Programs that the holder starts do not inherit the
+    lock."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor  # freed by: close()
+
+    @classmethod
+    def take(cls, directory: Path) -> RunLock:
+        """Lock ``directory``, which must exist. Raises ConfigError when another driver holds it or it cannot be
+        locked."""
+        try:
+            descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise ConfigError(f"cannot write to {directory}: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConfigError(
+                f"{directory} is in use by a run that is still running ({_holder(directory)}); wait until it ends, "
+                "stop it, or choose another run directory"
+            ) from None
+        except OSError as error:
+            os.close(descriptor)
+            raise ConfigError(f"cannot lock {directory / LOCK}: {error.strerror}; use another file system") from error
+        return cls(descriptor)
+
+    def sign(self) -> None:
+        """Write who holds the lock, for the message of a driver that is refused."""
+        assert self._descriptor is not None
+        text = DriverProcess(pid=os.getpid(), host=socket.gethostname()).model_dump_json()
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, text.encode(), 0)
+
+    def close(self) -> None:
+        """Release the lock. Idempotent."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _holder(directory: Path) -> str:
+    """Who holds the lock; a holder that has only just taken it has not signed yet."""
+    try:
+        holder = parse_record(read_bytes(directory / LOCK, at_most=1 << 16), DriverProcess)
+        return f"pid {holder.pid} on {holder.host}"
+    except (OSError, ValueError):
+        return "a process that has only just begun"
+
+
 @dataclass(slots=True, kw_only=True)
 class RunDirectory:
     """The directory of one run's files, locked against other drivers until :meth:`close` or the end of the process.
@@ -159,11 +222,6 @@ class RunDirectory:
         return cls(
             path=path, start=start, began=start.checkpoint, checkpoints=checkpoints, fresh=fresh, lock=lock, hold=hold
         )
-
-    @property
-    def resume(self) -> Path | None:
-        """The checkpoint the run starts from."""
-        return self.start.checkpoint
 
     def __enter__(self) -> RunDirectory:
         return self

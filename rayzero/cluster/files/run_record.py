@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from rayzero.cluster.continuation import States
-from rayzero.cluster.run import Member, Recovery, Rescaled, Routing, RunState
+from rayzero.cluster.run import Member, Recovery, Rescaled, RunState
 from rayzero.errors import ConfigError
 from rayzero.records import JsonRecord, load_record
 
@@ -76,7 +76,7 @@ class RunRecord(JsonRecord):
     ray_auth_mode: str | None = None
     members: list[Member] = Field(default_factory=list)
     spares: list[Member] = Field(default_factory=list)
-    routing: Routing | None = None
+    addresses: list[str] = Field(default_factory=list)  # of the owners, by index
     recoveries: list[Recovery] = Field(default_factory=list)
     replacing: list[str] = Field(default_factory=list)
     rescaling: str | None = None

@@ -1,8 +1,4 @@
-"""The state of a run for ``rayzero status``, read from its record, which the driver keeps up to date.
-
-Asks Ray only if this process is already connected to it: joining a cluster takes long and needs its token, and the
-record has nearly as much.
-"""
+"""The state of a run for ``rayzero status``, read from its record, which the driver keeps up to date."""
 
 from __future__ import annotations
 
@@ -12,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import ray
 
 from rayzero.cluster.files.run_record import RECORD, read_record
-from rayzero.cluster.run import NAMESPACE, RunState, coordinator_name
+from rayzero.cluster.run import RunState
 from rayzero.errors import ConfigError
 from rayzero.slabs.hold import held_in
 from rayzero.store.shm.same_host import host_identity
@@ -24,13 +19,11 @@ __all__ = ["LOST", "kept_states", "list_runs", "run_status"]
 
 LOST = "lost"  # the record says starting or running, but the driver is gone
 
-_ANSWER_S = 5.0
 _CLOCK_S = 2.0  # error of a process's start time, which is counted from boot
 
 
 def run_status(run_dir: Path) -> dict[str, Any]:
-    """What is known of the run in ``run_dir``: its ``run.json``, updated by the coordinator's view if this process is
-    on the run's Ray.
+    """What is known of the run in ``run_dir``: its ``run.json``.
 
     ``state`` is a RunState's value, or ``"lost"``. Raises ConfigError when no run was recorded there.
     """
@@ -39,12 +32,7 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(f"{run_dir} holds no run, because it has no {RECORD}")
     if record["state"] not in (RunState.STARTING, RunState.RUNNING):
         return record
-    if not _driver_lives(record):
-        return record | {"state": LOST}
-    live = _ask_coordinator(record) if ray.is_initialized() else None
-    if live is not None and not RunState(live["state"]).is_open:  # the driver may start the run again
-        live |= {"state": None, "error": None}
-    return record | {key: value for key, value in (live or {}).items() if value is not None}
+    return record if _driver_lives(record) else record | {"state": LOST}
 
 
 def kept_states(record: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -88,16 +76,6 @@ def list_runs(storage_path: Path) -> list[dict[str, Any]]:
         return []
     records = [read_record(path.parent) for path in sorted(storage_path.glob(f"*/{RECORD}"))]
     return sorted((record for record in records if record), key=lambda record: float(record["started_at"]))
-
-
-def _ask_coordinator(record: dict[str, Any]) -> dict[str, Any] | None:
-    """The coordinator's description of a run on the Ray that this process is on; None if it has no such coordinator."""
-    try:
-        coordinator = ray.get_actor(coordinator_name(record["run"]), namespace=NAMESPACE)
-        described: dict[str, Any] = ray.get(coordinator.describe.remote(), timeout=_ANSWER_S)
-        return described
-    except (ValueError, ray.exceptions.RayError):
-        return None
 
 
 def _driver_lives(record: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from rayzero.cluster.files.row_tail import Value
-from rayzero.cluster.loggers.reporter import LoggedRun, Reporter
+from rayzero.cluster.loggers.reporter import LoggedRun
 from rayzero.files import replace_file
 
 FILE = "metrics.csv"
@@ -68,8 +68,3 @@ def _read(path: Path) -> list[dict[str, str]]:
     whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
     rows = csv.DictReader(io.StringIO(whole + "\n", newline=""))
     return [{name: value for name, value in row.items() if value} for row in rows if (row["step"] or "").isdigit()]
-
-
-def open_reporter(run: LoggedRun, first_step: int) -> Reporter:
-    """See ``reporter.opener``."""
-    return CsvReporter(run, first_step)

@@ -11,7 +11,7 @@ from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
 from rayzero.cluster.files.row_tail import Value
-from rayzero.cluster.loggers.reporter import LoggedRun, Reporter
+from rayzero.cluster.loggers.reporter import LoggedRun
 
 _RUN = "run_id"
 _STATES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
@@ -22,7 +22,7 @@ _MOST_TEXT = 6000  # of one parameter
 class MlflowReporter:
     """MLflow keeps every value of a step, so each is sent once, and steps that come again stay as they were."""
 
-    def __init__(self, run: LoggedRun) -> None:
+    def __init__(self, run: LoggedRun, first_step: int) -> None:
         self._client = MlflowClient()
         if _RUN not in run.memory:
             run.memory[_RUN] = self._made(run)
@@ -57,8 +57,3 @@ class MlflowReporter:
 def _allowed(name: str) -> str:
     """The name, without the characters that MLflow refuses."""
     return re.sub(r"[^\w\-. :/]", "_", name)
-
-
-def open_reporter(run: LoggedRun, first_step: int) -> Reporter:
-    """See ``reporter.opener``."""
-    return MlflowReporter(run)

@@ -46,22 +46,24 @@ class Reporter(Protocol):
         ...
 
 
-Open = Callable[[LoggedRun, int], Reporter]
+_CLASSES = {
+    "tensorboard": "tensorboard:TensorBoardReporter",
+    "wandb": "wandb:WandbReporter",
+    "mlflow": "mlflow:MlflowReporter",
+    "csv": "csv_file:CsvReporter",
+}
 
 
-def opener(name: LoggerName) -> Open:
-    """The function that opens a logger: (the run, the first step that it will be given). Imports its package."""
-    module = import_module(f"rayzero.cluster.loggers.{_MODULES[name]}")
-    return cast(Open, module.open_reporter)
+def opener(name: LoggerName) -> Callable[[LoggedRun, int], Reporter]:
+    """The class of a logger's reporters: of (the run, the first step that it will be given). Imports its package."""
+    module, _, kind = _CLASSES[name].partition(":")
+    return cast(Callable[[LoggedRun, int], Reporter], getattr(import_module(f"{__package__}.{module}"), kind))
 
 
 def replaces(name: LoggerName) -> bool:
     """Whether rows of steps that come again replace the earlier ones, as in metrics.jsonl. Others keep what they
     had."""
     return name in ("tensorboard", "csv")
-
-
-_MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "csv": "csv_file"}
 
 
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from rayzero.cluster.files.row_tail import Value
-from rayzero.cluster.loggers.reporter import LoggedRun, Reporter
+from rayzero.cluster.loggers.reporter import LoggedRun
 
 FOLDER = "tensorboard"
 
@@ -38,8 +38,3 @@ class TensorBoardReporter:
 
     def close(self, state: str) -> None:
         self._writer.close()
-
-
-def open_reporter(run: LoggedRun, first_step: int) -> Reporter:
-    """See ``reporter.opener``."""
-    return TensorBoardReporter(run, first_step)

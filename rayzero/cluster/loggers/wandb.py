@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import wandb
 
 from rayzero.cluster.files.row_tail import Value
-from rayzero.cluster.loggers.reporter import LoggedRun, Reporter
+from rayzero.cluster.loggers.reporter import LoggedRun
 
 _ID = "id"
 
@@ -18,7 +18,7 @@ _ID = "id"
 class WandbReporter:
     """W&B's step is the run's; W&B takes no step that it has had, so steps that come again stay as they were."""
 
-    def __init__(self, run: LoggedRun) -> None:
+    def __init__(self, run: LoggedRun, first_step: int) -> None:
         run.memory.setdefault(_ID, secrets.token_hex(4))
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "rayzero"),
@@ -40,8 +40,3 @@ class WandbReporter:
 
     def close(self, state: str) -> None:
         self._run.finish(exit_code=0 if state in ("finished", "restarting") else 1)
-
-
-def open_reporter(run: LoggedRun, first_step: int) -> Reporter:
-    """See ``reporter.opener``."""
-    return WandbReporter(run)

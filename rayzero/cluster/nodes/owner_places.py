@@ -12,12 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rayzero.cluster.nodes.reservation import Reservation
-from rayzero.cluster.nodes.resources import matches
+from rayzero.cluster.nodes.resources import Node, matches
 from rayzero.cluster.nodes.session import ray_answers
 from rayzero.errors import ConfigError
 from rayzero.quantities import count, format_bytes
@@ -27,26 +26,7 @@ _PROCESS_BYTES = 100 << 20  # of an optimizer actor that owns nothing: what it d
 _FREE_S = 1  # how long Ray may take to reserve CPUs that are free
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
-    """A node of the cluster on which an optimizer actor may be."""
-
-    id: str
-    address: str
-    labels: Mapping[str, str]
-    memory: float  # bytes that Ray gives out in all
-
-
-def hosts() -> list[Host]:
-    """The nodes of the cluster that are alive."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    return [
-        Host(node["NodeID"], node["NodeManagerAddress"], node.get("Labels", {}), node["Resources"].get("memory", 0.0))
-        for node in alive
-    ]
-
-
-def check_nodes(named: Collection[str], nodes: Sequence[Host]) -> None:
+def check_nodes(named: Collection[str], nodes: Sequence[Node]) -> None:
     """Raise ConfigError if something is named that is no node of the cluster, by id or address."""
     known = {name for node in nodes for name in (node.id, node.address)}
     strangers = sorted(set(named) - known)
@@ -57,7 +37,7 @@ def check_nodes(named: Collection[str], nodes: Sequence[Host]) -> None:
         )
 
 
-def check_memory(more: int, nodes: Sequence[Host]) -> None:
+def check_memory(more: int, nodes: Sequence[Node]) -> None:
     """Raise ConfigError if so many more processes do not fit into the cluster's memory, whatever they own."""
     memory, needed = sum(node.memory for node in nodes), more * _PROCESS_BYTES
     if needed > memory:
@@ -69,7 +49,7 @@ def check_memory(more: int, nodes: Sequence[Host]) -> None:
 
 def choose(
     there: Sequence[str],
-    nodes: Sequence[Host],
+    nodes: Sequence[Node],
     *,
     rank_nodes: Sequence[str],
     placement: str,
@@ -92,7 +72,7 @@ def choose(
     return min(fitting, key=lambda node: (not near[node.id], owners[node.id])).id
 
 
-def is_placed(node: Host, *, rank_nodes: Collection[str], placement: str, labels: Mapping[str, str]) -> bool:
+def is_placed(node: Node, *, rank_nodes: Collection[str], placement: str, labels: Mapping[str, str]) -> bool:
     """Whether an optimizer actor on ``node`` is where ``placement`` wants it; see ``choose``."""
     if placement == "cpu_nodes":
         return matches(labels, node.labels)

@@ -40,7 +40,9 @@ Placement = Literal["beside_rank", "packed", "cpu_nodes"]
 class Node:
     """All resources of one node of the cluster, used or not."""
 
-    cpus: float
+    id: str = ""
+    address: str = ""
+    cpus: float = 0.0
     gpus: float = 0.0
     memory: float = 0.0  # bytes that Ray gives out
     labels: Mapping[str, str] = field(default_factory=dict)

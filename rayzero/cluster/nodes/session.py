@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -130,13 +131,20 @@ def started_here() -> bool:
 
 def alive_nodes() -> list[Node]:
     """All resources of each node of the cluster, used or not."""
-    return [_node(node["Resources"], node.get("Labels", {})) for node in ray.nodes() if node["Alive"]]
+    return [
+        _node(node["Resources"], node["NodeID"], node["NodeManagerAddress"], node.get("Labels", {}))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 def free_resources() -> Node:
     """The free resources of all nodes together."""
-    return _node(ray.available_resources(), {})
+    return _node(ray.available_resources())
 
 
-def _node(has: Mapping[str, float], labels: Mapping[str, str]) -> Node:
-    return Node(cpus=has.get("CPU", 0.0), gpus=has.get("GPU", 0.0), memory=has.get("memory", 0.0), labels=labels)
+def _node(
+    has: Mapping[str, float], id: str = "", address: str = "", labels: Mapping[str, str] = MappingProxyType({})
+) -> Node:
+    cpus, gpus, memory = (has.get(resource, 0.0) for resource in ("CPU", "GPU", "memory"))
+    return Node(id=id, address=address, cpus=cpus, gpus=gpus, memory=memory, labels=labels)

@@ -1,7 +1,7 @@
-"""The coordinator: one named actor per run that keeps the routing table, the run's state and the ranks' reports.
+"""The coordinator: one named actor per run that takes the ranks' reports and serves discovery and the live page.
 
-It only records. The driver writes the routing table and the run's state; ranks send reports, which it writes to
-metrics.jsonl; ``rayzero status`` reads. No training step waits for it.
+It only records. Ranks send reports, which it writes to metrics.jsonl and passes on to the driver; the driver says who
+takes part and what happens. No training step waits for it.
 
 [Note: another coordinator] If its process dies, Ray starts another one, which knows nothing. It has a *life* of its
 own, which its answers name: so the driver notices and tells it who takes part, and each rank sends its last reports
@@ -16,9 +16,9 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ray
 
@@ -26,7 +26,7 @@ from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.live.page import LivePage
 from rayzero.cluster.live.snapshot import Known, RunEvent
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
-from rayzero.cluster.run import DISCOVERY_PATH, Member, Report, Routing, RunState
+from rayzero.cluster.run import DISCOVERY_PATH, Member, Report, RunState
 from rayzero.concurrency.open_files import raise_open_files
 from rayzero.quantities import count
 from rayzero.telemetry.discovery import Target, service_discovery
@@ -46,21 +46,11 @@ from rayzero.telemetry.names import (
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
 from rayzero.telemetry.scrape import Viewer
 
-__all__ = ["LATE_S", "Coordinator", "HeardReports", "Heartbeats", "News", "RunStatus", "this_process"]
+__all__ = ["LATE_S", "Coordinator", "HeardReports", "Heartbeats", "News", "UnreadReports", "this_process"]
 
 LATE_S = 10.0  # a process without a heartbeat for this long is late
 EVENTS_KEPT = 50  # on the live page
-REPORTS_KEPT = 10_000  # kept between two reads of the driver; older ones are dropped and counted in `reports_dropped`
-
-
-_S = RunState
-_MOVES: dict[RunState, frozenset[RunState]] = {
-    _S.STARTING: frozenset({_S.RUNNING, _S.FAILED, _S.STOPPED}),
-    _S.RUNNING: frozenset({_S.RUNNING, _S.FINISHED, _S.FAILED, _S.STOPPED}),
-    _S.FINISHED: frozenset(),
-    _S.FAILED: frozenset(),
-    _S.STOPPED: frozenset(),
-}
+REPORTS_KEPT = 10_000  # kept between two reads of the driver; older ones are dropped
 
 
 def this_process(who: str) -> Member:
@@ -114,80 +104,24 @@ class HeardReports:
         self._before = dict(self._newest)
 
 
-class RunStatus:
-    """The record of one run: state, members, routing, each rank's last metrics, checkpoints, unread reports.
+class UnreadReports:
+    """The ranks' reports that the driver has not had. Knows values; not Ray or files."""
 
-    The plain object behind the actor. Knows values; not Ray, files or time zones (times are seconds since 1970)."""
-
-    def __init__(self, run: str, *, started_at: float) -> None:
-        self._run = run
-        self._started_at = started_at
-        self._state = RunState.STARTING
-        self._error: str | None = None
-        self._members: tuple[Member, ...] = ()
-        self._routing = Routing(epoch=0, addresses=())
-        self._latest: dict[int, Report] = {}
-        self.checkpoints: list[str] = []
-        self._unread: deque[Report] = deque()
-        self._dropped = 0
+    def __init__(self) -> None:
         self._heard = HeardReports()
-
-    def move(self, state: RunState, error: str | None = None) -> None:
-        """Change the run's state. Raises ``ValueError`` for a transition that is not allowed."""
-        if state not in _MOVES[self._state]:
-            raise ValueError(f"run {self._run!r} cannot go from {self._state} to {state}")
-        self._state, self._error = state, error
-
-    def enlist(self, members: Sequence[Member]) -> None:
-        """Set who takes part."""
-        self._members = tuple(members)
-
-    def route(self, addresses: Sequence[str]) -> Routing:
-        """Set the owners' addresses; a new epoch when they differ from before."""
-        if tuple(addresses) != self._routing.addresses:
-            self._routing = Routing(epoch=self._routing.epoch + 1, addresses=tuple(addresses))
-        return self._routing
-
-    def resume(self, routing: Routing) -> None:
-        """Go on with a run that another process has recorded until now."""
-        self._state, self._routing = RunState.RUNNING, routing
+        self._unread: deque[Report] = deque(maxlen=REPORTS_KEPT)
 
     def add(self, reports: Sequence[Report]) -> list[Report]:
         """Take a rank's reports, in its order. Returns those that no life of the rank had made before."""
         new = [report for report in reports if self._heard.is_new(report)]
-        for report in new:
-            self._latest[report.rank] = report
-            if report.checkpoint is not None and report.checkpoint not in self.checkpoints:
-                self.checkpoints.append(report.checkpoint)
-            self._unread.append(report)
-        while len(self._unread) > REPORTS_KEPT:
-            self._unread.popleft()
-            self._dropped += 1
+        self._unread.extend(new)
         return new
 
-    def take_unread(self) -> list[Report]:
+    def take(self) -> list[Report]:
         """Reports not taken before, in order of arrival."""
-        unread, self._unread = list(self._unread), deque()
+        unread = list(self._unread)
+        self._unread.clear()
         return unread
-
-    def known(self, events: Sequence[RunEvent]) -> Known:
-        """What the live page shows of it. May be called in any thread."""
-        hosts = {member.who: member.host for member in self._members}
-        return Known(run=self._run, state=str(self._state), started_at=self._started_at, hosts=hosts, events=events)
-
-    def describe(self) -> dict[str, Any]:
-        """Everything but the unread reports, as JSON-able values."""
-        return {
-            "run": self._run,
-            "state": str(self._state),
-            "error": self._error,
-            "started_at": self._started_at,
-            "members": [asdict(member) for member in self._members],
-            "routing": {"epoch": self._routing.epoch, "addresses": list(self._routing.addresses)},
-            "metrics": {str(rank): report.metrics for rank, report in sorted(self._latest.items())},
-            "checkpoints": list(self.checkpoints),
-            "reports_dropped": self._dropped,
-        }
 
 
 class Heartbeats:
@@ -246,13 +180,16 @@ def kind_of(who: str) -> str:
 
 
 class Coordinator:
-    """The actor: an event loop around a :class:`RunStatus`. All its calls but ``next_reports`` are short."""
+    """The actor: an event loop. All its calls but ``next_reports`` are short."""
 
     def __init__(self, run: str, log: MetricsLog | None, started_at: float) -> None:
         """``log``: where only this process writes reports; None if ranks report to another library. ``started_at``: of
         the run, seconds since 1970."""
         self._life = secrets.token_hex(4)
-        self._status = RunStatus(run, started_at=started_at)
+        self._run, self._started_at, self._state = run, started_at, RunState.STARTING
+        self._hosts: Mapping[str, str] = {}  # of the members; replaced as a whole: the live page's thread reads it
+        self._unread = UnreadReports()
+        self._checkpoints: set[str] = set()  # that were reported
         self._log = log
         self._heartbeats = Heartbeats()
         self._recorder = MemoryRecorder()
@@ -295,7 +232,13 @@ class Coordinator:
 
     def _known(self) -> Known:
         """Called in the live page's thread."""
-        return self._status.known(self._events)
+        return Known(
+            run=self._run,
+            state=str(self._state),
+            started_at=self._started_at,
+            hosts=self._hosts,
+            events=self._events,
+        )
 
     def _happened(self, text: str, *, bad: bool = False) -> None:
         self._events = (*self._events, RunEvent(time.time(), text, bad))[-EVENTS_KEPT:]
@@ -304,27 +247,22 @@ class Coordinator:
         """See :meth:`Heartbeats.beat`."""
         self._heartbeats.beat(who, update_seconds)
 
-    async def move(self, state: RunState, error: str | None = None) -> None:
-        """See :meth:`RunStatus.move`."""
-        self._status.move(state, error)
+    async def move(self, state: RunState) -> None:
+        """The run is in another state."""
+        self._state = state
         self._happened(f"the run is {state}", bad=state is RunState.FAILED)
         if state is RunState.RUNNING:
             self._ready.set()
 
-    async def enlist(
-        self, members: Sequence[Member], addresses: Sequence[str], targets: Sequence[Target] = ()
-    ) -> Routing:
-        """See :meth:`RunStatus.enlist` and :meth:`RunStatus.route`; ``targets``: the exporters that discovery lists
-        from now on."""
-        self._status.enlist(members)
+    async def enlist(self, members: Sequence[Member], targets: Sequence[Target] = ()) -> None:
+        """Set who takes part, and the exporters that discovery lists."""
+        self._hosts = {member.who: member.host for member in members}
         self._heartbeats.enlist([member.who for member in members])
         self._targets = tuple(targets)
-        return self._status.route(addresses)
 
     async def resume(
         self,
         members: Sequence[Member],
-        routing: Routing,
         targets: Sequence[Target],
         exporter: ExporterSettings | None,
         viewer: Viewer,
@@ -334,8 +272,8 @@ class Coordinator:
         driver may have meant a life that died over it."""
         if self._log is not None:
             self._log.go_on()
-        self._status.resume(routing)
-        await self.enlist(members, routing.addresses, targets)
+        self._state = RunState.RUNNING
+        await self.enlist(members, targets)
         if exporter is not None and self._exporter is None:
             await self.open_exporter(exporter, viewer)
         self._ready.set()
@@ -378,10 +316,11 @@ class Coordinator:
         await self._ready.wait()
         if life not in (None, self._life):
             return Received(self._life)
-        saved = len(self._status.checkpoints)
-        new = self._status.add(reports)
-        for checkpoint in self._status.checkpoints[saved:]:
-            self._happened(f"checkpoint {checkpoint.rpartition('/')[2]}")
+        new = self._unread.add(reports)
+        for checkpoint in (report.checkpoint for report in new):
+            if checkpoint is not None and checkpoint not in self._checkpoints:
+                self._checkpoints.add(checkpoint)
+                self._happened(f"checkpoint {checkpoint.rpartition('/')[2]}")
         if self._log is not None:
             self._log.add(new)
         self._news.set()
@@ -396,7 +335,7 @@ class Coordinator:
         await self._news.wait()
         if not self._ended:
             self._news.clear()
-        unread = self._status.take_unread()
+        unread = self._unread.take()
         self._passing_on = {report.rank: (report.step, report.number) for report in unread}
         return News(unread, self._life)
 
@@ -409,7 +348,3 @@ class Coordinator:
         """Every loop has ended: make ``next_reports`` return without waiting."""
         self._ended = True
         self._news.set()
-
-    async def describe(self) -> dict[str, Any]:
-        """See :meth:`RunStatus.describe`."""
-        return self._status.describe() | {"rows_lost": self._log.lost if self._log is not None else 0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,11 +17,9 @@ with uncollected():  # a process of a run does nothing else meanwhile
 
     from rayzero.cluster.nodes.numa import bind
     from rayzero.cluster.processes.coordinator import this_process
-    from rayzero.cluster.processes.member_process import MemberProcess
-    from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
+    from rayzero.cluster.processes.owner_process import MemberProcess, OwnerSettings, ServedOwner
     from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
     from rayzero.cluster.run import Load, Member, optimizer_name
-    from rayzero.elastic.reform import Step
     from rayzero.kernels.bandwidth import measure_bandwidth
     from rayzero.memory.pressure import PressureGauge, read_host_pressure
     from rayzero.memory.process_memory import own_bytes
@@ -101,11 +99,7 @@ class OptimizerActor(MemberProcess):
 
     def succeed(self, owner: int, address: str) -> None:
         """Another owner has died; its successor is at ``address``."""
-        self._served.succeed(owner, address)
-
-    def carry_out(self, step: Step, arguments: Sequence[Any]) -> Any:
-        """See ``ServedOwner.carry_out``."""
-        return self._served.carry_out(step, arguments)
+        self._served.server.succeed(owner, address)
 
     def open_exporter(self, settings: ExporterSettings, coordinator: Any) -> Target:
         """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""

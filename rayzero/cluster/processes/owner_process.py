@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rayzero.cluster.nodes.reachability import address_to_serve, own_addresses
+from rayzero.cluster.nodes.reachability import address_to_serve, own_addresses, unreachable
 from rayzero.cluster.processes.remains import Remains
 from rayzero.elastic.reform import Step
 from rayzero.protocol.ownership import Ownership
@@ -19,7 +20,7 @@ from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
 
-__all__ = ["OwnerSettings", "ServedOwner"]
+__all__ = ["MemberProcess", "OwnerSettings", "ServedOwner"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +79,15 @@ class ServedOwner:
         )
         return self._server.address
 
-    def tensor_address(self, address: str) -> str:
-        """See ``OwnerServer.tensor_address``."""
+    @property
+    def server(self) -> OwnerServer:
+        """What ranks and other owners reach."""
         assert self._server is not None, "serve() comes first"
-        return self._server.tensor_address(address)
+        return self._server
 
     def listen(self, host: str) -> str:
         """Serve on a free port of ``host``, too; the address there."""
-        assert self._server is not None, "serve() comes first"
-        return self._server.listen(self._at(host))
+        return self.server.listen(self._at(host))
 
     def _at(self, host: str) -> str:
         return address_to_serve(f"optimizer {self._settings.owner}", host, self._settings.network, own_addresses())
@@ -96,31 +97,6 @@ class ServedOwner:
         if self._identity is not None:
             self._identity.renew(tls)
 
-    def connect_peers(self, addresses: Sequence[str]) -> None:
-        """Set the addresses of all owners, its own included. Call it before the first rank attaches."""
-        assert self._server is not None, "serve() comes first"
-        self._server.connect_peers(addresses)
-
-    def succeed(self, owner: int, address: str) -> None:
-        """See ``OwnerServer.succeed``."""
-        assert self._server is not None, "serve() comes first"
-        self._server.succeed(owner, address)
-
-    def lose(self, rank: int, life: int) -> None:
-        """See ``OwnerServer.lose``."""
-        assert self._server is not None, "serve() comes first"
-        self._server.lose(rank, life)
-
-    def carry_out(self, step: Step, arguments: Sequence[Any]) -> Any:
-        """Take a step of a change of the owners; see elastic/reform.py. Raises RayZeroError if it cannot."""
-        assert self._server is not None, "serve() comes first"
-        return getattr(self._server, step)(*arguments)
-
-    def abandon(self) -> None:
-        """See ``OwnerServer.abandon``."""
-        assert self._server is not None, "serve() comes first"
-        self._server.abandon()
-
     def stop(self) -> None:
         """Close the port, free the shards. Idempotent."""
         if self._server is not None:
@@ -128,3 +104,49 @@ class ServedOwner:
         self.models.close()
         if self._janitor is not None:
             self._janitor.close()
+
+
+class MemberProcess:
+    """A process that may have an owner in it: a rank worker, or an optimizer actor. What a run's driver asks of both
+    alike, of the owner and of the host."""
+
+    _owner: ServedOwner | None  # None: it is no owner, or none yet
+
+    @property
+    def _served(self) -> ServedOwner:
+        assert self._owner is not None, "this process is no owner, or none yet"
+        return self._owner
+
+    # ---- the owner: see ServedOwner and OwnerServer
+
+    def serve(self, host: str) -> str:
+        return self._served.serve(host)
+
+    def tensor_address(self, address: str) -> str:
+        return self._served.server.tensor_address(address)
+
+    def listen(self, host: str) -> str:
+        return self._served.listen(host)
+
+    def connect_peers(self, addresses: Sequence[str]) -> None:
+        self._served.server.connect_peers(addresses)
+
+    def lose(self, rank: int, life: int) -> None:
+        self._served.server.lose(rank, life)
+
+    def abandon(self) -> None:
+        self._served.server.abandon()
+
+    def carry_out(self, step: Step, arguments: Sequence[Any]) -> Any:
+        """Take a step of a change of the owners; see elastic/reform.py. Raises RayZeroError if it cannot."""
+        return getattr(self._served.server, step)(*arguments)
+
+    # ---- the host
+
+    def unreachable(self, addresses: Sequence[str]) -> dict[str, str]:
+        """Those owners' addresses that this host does not reach, and why."""
+        return unreachable(addresses)
+
+    def sees(self, path: str) -> bool:
+        """Whether a file that the driver has written is on this host, too, where this process may look."""
+        return os.path.exists(path)  # Path.exists() raises what a folder without permission does

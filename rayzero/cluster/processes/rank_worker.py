@@ -19,8 +19,7 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.cluster.loop import PackedLoop, unpack_loop
     from rayzero.cluster.nodes.numa import bind, cpus_near_gpu
     from rayzero.cluster.processes.coordinator import Received, this_process
-    from rayzero.cluster.processes.member_process import MemberProcess
-    from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
+    from rayzero.cluster.processes.owner_process import MemberProcess, OwnerSettings, ServedOwner
     from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
     from rayzero.cluster.processes.remains import Remains, leaving_nothing
     from rayzero.cluster.processes.report_channel import ReportChannel, ReportGauges, ReportSender, RunGoneError
@@ -125,13 +124,13 @@ class RankWorker(MemberProcess):
 
     def succeed_beside(self, owner: int, address: str) -> None:
         """Tell the owner beside this rank what ``succeed`` tells the rank."""
-        self._served.succeed(owner, address)
+        self._served.server.succeed(owner, address)
 
     def carry_out(self, step: Step, arguments: Sequence[Any]) -> Any:
         """Take a step of a change of the owners. As a rank, go over to other ones: the addresses and the ownership of
         the next epoch (``OwnerTable.go_over``). The other steps are those of the owner beside it."""
         if step is not Step.CHANGE:
-            return self._served.carry_out(step, arguments)
+            return super().carry_out(step, arguments)
         addresses, ownership = arguments
         with self._moving:
             self._owners, self._successors = (addresses, ownership), []

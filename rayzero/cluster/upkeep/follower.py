@@ -18,7 +18,7 @@ from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.processes.coordinator import HeardReports, News
 from rayzero.cluster.processes.rank_worker import RankSettings
 from rayzero.cluster.processes.remains import Remains
-from rayzero.cluster.run import Recovery, Report, Routing, RunState, actor_name
+from rayzero.cluster.run import Recovery, Report, RunState, actor_name
 from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, is_lost
 from rayzero.cluster.upkeep.autoscaling import Autoscaling
 from rayzero.cluster.upkeep.ray_processes import RayProcesses
@@ -54,7 +54,7 @@ def remains_of(request: RunRequest, actors: RunActors) -> Remains:
     return Remains.of_run(start.lineage, actors.driver_node, replaces=replaces, over=over)
 
 
-def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> list[RankSettings]:
+def _rank_settings(request: RunRequest, actors: RunActors, addresses: tuple[str, ...]) -> list[RankSettings]:
     start = request.directory.start
     goes_on = start.continuation
     names = [actor_name(MemberId(MemberKind.RANK, rank)) for rank in range(request.scaling.num_workers)]
@@ -75,7 +75,7 @@ def _rank_settings(request: RunRequest, actors: RunActors, routing: Routing) -> 
             use_gpu=request.scaling.use_gpu,
             bind_numa=request.scaling.bind_numa,
             config=request.zero,
-            addresses=routing.addresses,
+            addresses=addresses,
             ownership=actors.ownership,
             outlives_owners=request.run.max_failures > 0 and request.zero.shared_directory is not None,
             token=actors.certificates.token,
@@ -111,10 +111,10 @@ class Follower:
 
     def __init__(self, actors: RunActors, journal: Journal, request: RunRequest) -> None:
         self._actors = actors
-        settings = _rank_settings(request, actors, journal.routing)
+        settings = _rank_settings(request, actors, journal.addresses)
         self._controller = Controller(
             request.scaling.num_workers,
-            journal.routing.addresses,
+            journal.addresses,
             max_failures=request.run.max_failures,
             bound=_bound(request),
             beside=_beside(request),
@@ -141,7 +141,7 @@ class Follower:
             self._processes,
             journal,
             say=request.on_phase,
-            changed=request.on_rescale,
+            changed=request.record.write,
         )
         self._rescaling = self._replacement.rescaling = Rescaling(
             actors,
@@ -151,7 +151,7 @@ class Follower:
             zero=request.zero,
             scaling=request.scaling,
             say=request.on_phase,
-            changed=request.on_rescale,
+            changed=request.record.write,
         )
         access = request.access
         tools = {} if access is None else {"rayzero top": lambda: write_viewer(self._run_dir, access.viewer)}
@@ -163,8 +163,7 @@ class Follower:
         self._journal = journal
         self._recovered, self._rescaled = len(journal.recoveries), len(journal.rescales)
         self._on_report = request.on_report
-        self._on_change = request.on_change
-        self._on_stop = request.on_stop
+        self._record = request.record
         self._on_phase = request.on_phase
         self._checkpoints = request.directory.checkpoints
 
@@ -251,7 +250,7 @@ class Follower:
         that ``on_report`` raises."""
         self._actors.local.kill_stopped()
         with suppress(RunFailedError):  # the coordinator may be what failed
-            self._actors.move(state, reason)
+            self._actors.move(state)
         for call in self._actors.stop_ranks(self._loops, reason):
             self._take_outcome(call, self._loops.pop(call))
         with suppress(forgives):
@@ -262,8 +261,7 @@ class Follower:
         """Record the stop at once: a Ray that got the same signal is ending, and may end this process a minute
         later."""
         self._journal.state = RunState.STOPPED
-        with suppress(OSError):  # it is recorded again at the end
-            self._on_stop()
+        self._record.write()
 
     def _take(self, call: Any) -> None:
         if call in self._loops:
@@ -320,7 +318,7 @@ class Follower:
         if (over := self._controller.spend()) is not None:
             self._watch.failed(Failure(who="coordinator", what=f"died: {over}."), began)
             return
-        pid = self._actors.resume_coordinator(self._journal.routing)
+        pid = self._actors.resume_coordinator()
         seconds = time.monotonic() - began
         self._actors.coordinator.recovered.remote("coordinator", "the coordinator", {"re-form": seconds})
         self._journal.recoveries.append(Recovery(who="coordinator", pid=pid, seconds=seconds))
@@ -346,4 +344,4 @@ class Follower:
             if on_report is not None:
                 on_report(report)
             self._on_report = on_report
-        self._on_change()
+        self._record.write_now_and_then()

@@ -36,7 +36,7 @@ class Replacement:
         journal: Journal,
         *,
         say: OnPhase,
-        changed: Callable[[], None],
+        changed: Callable[[], object],
     ) -> None:
         """``journal``: where recoveries and the members of now are entered. ``say``: called with what happens,
         ``changed`` when others are being replaced."""
@@ -164,7 +164,8 @@ class Replacement:
         match event:
             case Serves() if recovering is not None:
                 recovering.answered, recovering.pid = time.monotonic(), self._actors.members[recovering.who].pid
-                self._journal.enter(self._actors.enlist(self._controller.addresses), self._actors)
+                self._actors.enlist()
+                self._journal.enter(self._controller.addresses, self._actors)
             case Answered(process, "succeed") | Died(process):
                 told = [one for one in self._recovering.values() if process in one.telling]
                 for one in told if isinstance(event, Died) else told[:1]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.journal import Journal, OnPhase
-from rayzero.cluster.nodes.owner_places import check_memory, check_nodes, choose, hosts, is_placed
-from rayzero.cluster.run import Rescaled, Routing, optimizer_name
+from rayzero.cluster.nodes.owner_places import check_memory, check_nodes, choose, is_placed
+from rayzero.cluster.nodes.session import alive_nodes
+from rayzero.cluster.run import Rescaled, optimizer_name
 from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.elastic import reform
@@ -103,7 +104,7 @@ class Rescaling:
         zero: ZeroConfig,
         scaling: ScalingConfig,
         say: OnPhase,
-        changed: Callable[[], None],
+        changed: Callable[[], object],
     ) -> None:
         """``journal``: where changes are entered. ``say``: called with what happens, ``changed`` with each step."""
         self._actors, self._supervisor, self._processes, self._journal = actors, supervisor, processes, journal
@@ -160,7 +161,7 @@ class Rescaling:
     def _planned(self, change: _Change) -> Rescale:
         """Who stays, and where those that join are to be. Nodes with ranks keep an optimizer, also those to avoid."""
         avoid, before, labels = change.request.avoid, change.before, self._scaling.optimizer_labels
-        alive = hosts()
+        alive = alive_nodes()
         check_nodes(avoid, alive)
         check_memory(change.request.num_optimizers - before, alive)
         placement = change.request.placement or self._placement
@@ -219,7 +220,7 @@ class Rescaling:
             if each is not None:
                 self._end(each, "its processes have ended before; ask again if the run starts again")
 
-    def _end(self, change: _Change, failed: str | None, routing: Routing | None = None) -> None:
+    def _end(self, change: _Change, failed: str | None) -> None:
         rescaled = change.rescaled(time.monotonic(), failed)
         outcome = "given_up" if failed else "done"
         self._actors.coordinator.rescaled.remote(outcome, dict(rescaled.seconds), rescaled.pause, rescaled.moved_bytes)
@@ -231,9 +232,9 @@ class Rescaling:
             said = f"{count(change.before, 'optimizer')} as before: {failed}"
         self._say(said)
         self._progress(None)
-        if routing is not None:
+        if failed is None:
             self._journal.num_optimizers = rescaled.after
-            self._journal.enter(routing, self._actors)
+            self._journal.enter(self._controller.addresses, self._actors)
         self._enter(rescaled)
 
     def _enter(self, rescaled: Rescaled) -> None:
@@ -272,7 +273,8 @@ class Rescaling:
                 case reform.Retire():
                     change, self._change = self._change, None
                     if change is not None:
-                        self._end(change, None, self._actors.enlist(self._controller.addresses))
+                        self._actors.enlist()
+                        self._end(change, None)
         if self._change is None:
             self._next()
 
