@@ -13,8 +13,6 @@ from rayzero.cli.runs import plain
 from rayzero.quantities import count, format_bytes
 from rayzero.telemetry.picture import CAUSES, PHASES, RESULTS, Bar, Picture, RankRow
 
-__all__ = ["render"]
-
 _MOST_ROWS = 16  # in one table: those that waited longest, worked longest or are fullest
 _PHASE_BAR = 60  # letters
 _LEGEND_COLUMNS = 3

@@ -24,21 +24,6 @@ from rayzero.slabs.sweep import FoundSlab, list_slabs, sweep
 from rayzero.store.shm.recovery import DeadRun, Outcome, assess, read_run
 from rayzero.store.shm.same_host import host_identity, why_no_sharing
 
-__all__ = [
-    "Continuation",
-    "Former",
-    "Left",
-    "Lost",
-    "States",
-    "Successor",
-    "await_left",
-    "choose",
-    "find_continuation",
-    "read_left",
-    "take_over",
-    "what_is_left",
-]
-
 _LOOK_S = 0.1  # between two looks at processes that still run
 
 

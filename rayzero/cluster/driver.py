@@ -39,8 +39,6 @@ from rayzero.protocol.ownership import Ownership, device_owners
 from rayzero.quantities import count
 from rayzero.telemetry.discovery import service_discovery
 
-__all__ = ["drive"]
-
 _LOOK_S = 1.0  # between two looks for places
 _GONE_S = 60.0  # until the processes of a driver that was killed have left the cluster
 

@@ -44,8 +44,6 @@ from rayzero.errors import RunFailedError
 from rayzero.slabs.hold import Hold
 from rayzero.store.shm.same_host import why_no_sharing
 
-__all__ = ["GroupOwners"]
-
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # between two looks whether the block has ended

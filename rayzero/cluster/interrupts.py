@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["delayed", "interruptible", "postponed", "shielded"]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME_S = 0.5  # timeout(1) signals a process and then its whole group, so one stop brings two signals
 

@@ -30,8 +30,6 @@ from rayzero.concurrency.survivor import Maker, Survivor
 from rayzero.slabs.hold import Hold, hold_or_none
 from rayzero.slabs.sweep import sweep
 
-__all__ = ["Janitor", "KeptStates", "clear_up"]
-
 _ENDS_S = 30.0  # how long Ray may take to end the actors of a driver that is gone
 _KILL_S = 20.0  # how long the kernel may take to free a killed process
 

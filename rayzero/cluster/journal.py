@@ -34,8 +34,6 @@ from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.recorder import Measurements
 
-__all__ = ["Journal", "OnPhase", "OnReport", "OnStart", "RecordWriter", "RunRequest"]
-
 OnReport = Callable[[Report], None]
 OnPhase = Callable[[str], None]  # called with a short description of each phase as it begins
 OnStart = Callable[[dict[str, Any]], None]  # called with the run's record

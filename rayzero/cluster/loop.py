@@ -13,8 +13,6 @@ from ray import cloudpickle
 
 from rayzero.errors import ConfigError
 
-__all__ = ["PackedLoop", "TrainLoop", "pack_loop", "unpack_loop"]
-
 TrainLoop = Callable[..., Any]  # train_loop(config), or train_loop()
 
 

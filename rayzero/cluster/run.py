@@ -13,21 +13,6 @@ from typing import Any
 
 from rayzero.elastic.members import MemberId, MemberKind
 
-__all__ = [
-    "DISCOVERY_PATH",
-    "NAMESPACE",
-    "TRACE_PATH",
-    "Load",
-    "Member",
-    "Recovery",
-    "Report",
-    "Rescaled",
-    "RunState",
-    "coordinator_name",
-    "optimizer_name",
-    "rank_name",
-]
-
 NAMESPACE = "rayzero"  # Ray namespace of the run's named actor
 DISCOVERY_PATH = "/sd"  # of the coordinator's exporter: Prometheus' http_sd
 TRACE_PATH = "/trace"  # of every exporter: its process's spans

@@ -15,8 +15,6 @@ from rayzero.config.zero import Placement
 from rayzero.elastic.requests import ScaleRequest, ask, withdraw
 from rayzero.errors import ConfigError, RunFailedError
 
-__all__ = ["scale"]
-
 _LOOK_S = 0.2
 _TAKEN_S = 120.0  # in which a driver takes a request: it looks twice a second, but not while it starts the run again
 

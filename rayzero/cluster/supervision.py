@@ -23,18 +23,6 @@ from rayzero.errors import (
 )
 from rayzero.telemetry.recorder import Measurements
 
-__all__ = [
-    "Failure",
-    "OneCause",
-    "RankOutcome",
-    "Verdict",
-    "Watch",
-    "death_of",
-    "failure_of",
-    "is_lost",
-    "run_failed",
-]
-
 SETTLE_S = 3.0  # how long a consequence waits for its cause: Ray reports a dead process within a second
 
 _CAUSES = (

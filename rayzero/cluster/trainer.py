@@ -30,8 +30,6 @@ from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import Measurements
 from rayzero.telemetry.trace_file import last_steps
 
-__all__ = ["PhaseLines", "Result", "ZeroTrainer"]
-
 log = logging.getLogger(__name__)
 
 

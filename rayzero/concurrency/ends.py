@@ -10,8 +10,6 @@ from contextlib import suppress
 
 import psutil
 
-__all__ = ["ends", "kill", "lives", "process_born", "wait_or_kill"]
-
 
 def process_born(pid: int, born: float) -> psutil.Process | None:
     """The process with this pid and ``create_time``; None: it has ended, and another one may have its pid."""

@@ -22,8 +22,6 @@ import psutil
 
 from rayzero.concurrency.ends import ends, kill, lives, process_born
 
-__all__ = ["Maker", "Survivor", "with_own_path"]
-
 # a shell's background jobs read nothing unless told what; a reader of the maker's output must not wait for one
 _DETACH = 'exec 3<&0; "$@" <&3 3<&- >/dev/null & echo $!'
 _LOOK_S = 1.0  # how long a maker may be gone unnoticed while a child of it keeps the pipe open

@@ -18,8 +18,6 @@ from rayzero.elastic.reform import Abandon, Ask, Join, Kill, Release, Retire, St
 from rayzero.layout.rescale import Rescale
 from rayzero.protocol.ownership import Ownership, Prepared
 
-__all__ = ["Answered", "Died", "Ended", "Event", "Processes", "Serves", "Supervisor"]
-
 log = logging.getLogger(__name__)
 
 

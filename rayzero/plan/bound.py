@@ -23,8 +23,6 @@ from rayzero.plan.work import Work
 from rayzero.protocol.gradient_sum import has_totals
 from rayzero.store.shm.settled import GradientBytes
 
-__all__ = ["StepBound", "StepTraffic", "bound_step", "step_traffic"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTraffic:

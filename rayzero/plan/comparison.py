@@ -13,9 +13,6 @@ from rayzero.telemetry import names
 from rayzero.telemetry.metric import Metric, Role
 from rayzero.telemetry.scrape import Scrape, Scraped
 
-__all__ = ["Comparison", "compare_bytes", "compare_step", "format_comparisons"]
-
-
 _LEAST_BYTES = 32 << 20  # every process grows by some MiB, whatever it trains
 _LEAST_S = 0.01  # calls, threads and messages take some milliseconds of a step that no bound counts
 

@@ -18,8 +18,6 @@ from rayzero.errors import ConfigError
 from rayzero.lanes.link_speed import measure_link
 from rayzero.memory.process_memory import host_limits
 
-__all__ = ["Hardware", "Hosts", "measure_here"]
-
 _LARGEST = 256 << 20  # bytes of the arrays that memory speed is measured with
 _ROUNDS = 5
 _PRODUCT_S = 0.2  # a size whose product takes longer is left out

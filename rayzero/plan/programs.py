@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from rayzero.memory.process_memory import ProcessMemory
 
-__all__ = ["Imported", "Programs"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:

@@ -32,8 +32,6 @@ from rayzero.quantities import count, format_bytes
 from rayzero.store.host.host_sums import AT_ONCE
 from rayzero.store.shm.settled import GradientBytes
 
-__all__ = ["DeviceBytes", "HostBytes", "RunBytes", "check_budgets", "check_fits", "plan_bytes"]
-
 FP32 = 4  # bytes
 
 

@@ -33,8 +33,6 @@ from rayzero.layout.model_layout import ModelLayout, UnitLayout
 from rayzero.memory.pool import buffer_bytes
 from rayzero.modes import MachineMode
 
-__all__ = ["Offload", "Work", "measure_work"]
-
 
 def _attention_forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]

@@ -28,8 +28,6 @@ from rayzero.recipes.run_log import StepRow
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.scrape import Scrape, scrape
 
-__all__ = ["PLAN", "PLAN_STEPS", "PlanCheck", "measure_hardware", "read_plan"]
-
 PLAN = "plan.json"
 _MAX_PLAN = 1 << 24  # bytes
 PLAN_STEPS = 20  # after these, every page has been used, and owners report how much they grew

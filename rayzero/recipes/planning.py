@@ -28,17 +28,6 @@ from rayzero.recipes.lm import next_token_loss
 from rayzero.recipes.model import build_model
 from rayzero.recipes.recipe import RecipeConfig
 
-__all__ = [
-    "RecipePlan",
-    "RecipeWork",
-    "plan_recipe",
-    "recipe_bytes",
-    "recipe_hardware",
-    "recipe_work",
-    "reserve",
-    "state_bytes",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeWork:

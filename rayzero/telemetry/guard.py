@@ -19,8 +19,6 @@ from typing import Any
 
 from rayzero.errors import ConfigError
 
-__all__ = ["Guard", "Protection", "load_pair", "require_bcrypt"]
-
 REST = 9  # a wrong password is followed by a rest, as many times as long as its comparison: guesses take 1/10 of a core
 
 _AUTHORIZATION = re.compile(rb"\r\nauthorization:[ \t]*([^\r\n]*)", re.IGNORECASE)

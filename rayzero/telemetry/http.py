@@ -26,8 +26,6 @@ from weakref import WeakSet
 
 from rayzero.telemetry.guard import Guard
 
-__all__ = ["Page", "PageServer", "listen"]
-
 REFRESH_S = 1.0  # a page requested again within this time is not made again
 IDLE_S = 150.0  # between two requests of a connection; Prometheus keeps them open, and asks once a minute
 WRITE_S = 10.0  # to take an answer

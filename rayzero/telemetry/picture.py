@@ -16,8 +16,6 @@ from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Metric, Role
 from rayzero.telemetry.scrape import Scrape, Scraped, Series
 
-__all__ = ["CAUSES", "PHASES", "Bar", "OwnerRow", "Picture", "RankRow", "draw_from", "keep"]
-
 PHASES = ("data", "forward", "fetch_wait", "backward", "grad_push", "norm", "optimizer", "checkpoint")
 CAUSES = ("fetch", "push", "norm", "optimizer")  # a wait in mean_over_ranks is part of the phase data
 RESULTS = ("hit", "late", "miss")

@@ -19,8 +19,6 @@ from rayzero.telemetry.guard import load_pair
 from rayzero.telemetry.metric import Metric
 from rayzero.telemetry.recorder import Labels
 
-__all__ = ["Scrape", "Scraped", "Series", "Viewer", "discover", "parse_series", "read_pages", "scrape"]
-
 _MOST_BYTES = 32 << 20  # of one page
 
 

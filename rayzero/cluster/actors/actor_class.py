@@ -10,8 +10,6 @@ import ray
 
 from rayzero.cluster.forks.worker_fork import TOKEN, fork_token
 
-__all__ = ["CONTROL", "actor_class", "forked"]
-
 CONTROL = "control"  # concurrency group of the calls that must be answered while `run` or `watch` lasts
 
 _SAME_INTERPRETER = {"working_dir", "py_modules", "excludes", "env_vars", "config"}  # of a job's runtime environment

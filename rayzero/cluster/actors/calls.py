@@ -17,17 +17,6 @@ from rayzero.cluster.run import Member
 from rayzero.cluster.supervision import Failure, death_of, failure_of, run_failed
 from rayzero.errors import ConfigError, RunFailedError
 
-__all__ = [
-    "ANSWER_S",
-    "START_S",
-    "STOP_S",
-    "ask",
-    "ask_config",
-    "control",
-    "failure_from_ray",
-    "failure_of_call",
-]
-
 START_S = 120.0  # until an actor has imported torch and answers; slow on a loaded machine
 ANSWER_S = 30.0  # a call that only reads or sets a value
 STOP_S = 5.0  # how long a process may take to stop before it is killed

@@ -13,8 +13,6 @@ from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry.guard import Protection
 from rayzero.telemetry.scrape import Viewer
 
-__all__ = ["Certificates"]
-
 
 class Certificates:
     """The token and the credentials of one run, and what opens its exporters. They stay with the driver, and travel as

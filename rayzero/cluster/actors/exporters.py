@@ -13,8 +13,6 @@ from rayzero.config import TelemetryConfig
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Role
 
-__all__ = ["Exporters", "plan_exporters"]
-
 
 def plan_exporters(
     run: str, members: Mapping[str, Member], config: TelemetryConfig, slab_dir: Path

@@ -16,8 +16,6 @@ from rayzero.cluster.supervision import Failure
 from rayzero.concurrency.ends import kill, wait_or_kill
 from rayzero.concurrency.processes import is_stopped
 
-__all__ = ["KILL_S", "LocalProcesses"]
-
 KILL_S = 20.0  # how long the kernel may take to free a killed process: a machine out of memory or CPUs is slow
 
 _END_S = 5.0  # how long it may take to free one that this process has killed

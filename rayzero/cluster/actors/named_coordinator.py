@@ -14,8 +14,6 @@ from rayzero.cluster.processes.coordinator import Coordinator
 from rayzero.cluster.run import NAMESPACE, coordinator_name
 from rayzero.errors import ConfigError
 
-__all__ = ["make_coordinator", "refuse_name_in_use"]
-
 _LOOK_S = 0.2  # between two looks whether a dead driver's run has left the cluster
 
 

@@ -15,8 +15,6 @@ from rayzero.cluster.run import optimizer_name, rank_name
 from rayzero.config import TelemetryConfig
 from rayzero.protocol.ownership import Ownership
 
-__all__ = ["OwnerRoster", "plan_owners"]
-
 DOOR_THREADS = 1  # of an optimizer actor without shards, which computes nothing
 
 

@@ -13,8 +13,6 @@ from rayzero.cluster.nodes.reachability import require_reached
 from rayzero.cluster.supervision import failure_of
 from rayzero.errors import ConfigError
 
-__all__ = ["ReachTarget", "ReachTrial", "Tries"]
-
 _DEATHS = (  # of a process, or of its node
     ray.exceptions.RayActorError,
     ray.exceptions.WorkerCrashedError,

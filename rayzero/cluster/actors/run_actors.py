@@ -55,8 +55,6 @@ from rayzero.slabs.sweep import sweep
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.recorder import Measurements
 
-__all__ = ["Joining", "RunActors"]
-
 log = logging.getLogger(__name__)
 
 _COORDINATOR = "coordinator"

@@ -12,8 +12,6 @@ import ray
 
 from rayzero.cluster.run import Member
 
-__all__ = ["Spares"]
-
 log = logging.getLogger(__name__)
 
 

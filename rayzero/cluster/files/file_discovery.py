@@ -14,8 +14,6 @@ import psutil
 from rayzero.errors import ConfigError
 from rayzero.files import replace_file
 
-__all__ = ["announced", "sweep_announcements"]
-
 
 @contextmanager
 def announced(directory: Path, run: str, targets: bytes) -> Iterator[Path]:

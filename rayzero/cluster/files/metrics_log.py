@@ -23,20 +23,6 @@ from rayzero.files import parse_json, read_bytes, replace_file, to_json
 from rayzero.quantities import count
 from rayzero.telemetry.metric import fault_of
 
-__all__ = [
-    "METRICS",
-    "MakeRow",
-    "MetricsLog",
-    "Row",
-    "WrittenRows",
-    "latest_metrics",
-    "parse_row",
-    "read_log",
-    "row_of_report",
-    "trim_log",
-    "written_rows",
-]
-
 METRICS = "metrics.jsonl"
 _MAX_LOG = 1 << 32  # bytes: about ten million steps
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from rayzero.cluster.files.metrics_log import METRICS, Row, parse_row
 
-__all__ = ["RowTail", "Value", "values_of"]
-
 Value = float | int | str
 
 _MOST_ROWS = 500  # at once

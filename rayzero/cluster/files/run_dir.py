@@ -26,15 +26,6 @@ from rayzero.files import read_bytes, replace_file, to_json
 from rayzero.records import parse_record
 from rayzero.slabs.hold import Hold
 
-__all__ = [
-    "RunCheckpoints",
-    "RunDirectory",
-    "RunLock",
-    "StartPoint",
-    "checkpoints_of",
-    "find_start",
-]
-
 LOCK = ".lock"
 _CHECKPOINTS = "checkpoints"
 _FETCHED = ".fetched"  # beside the runs, where every node sees it: copies of remote checkpoints

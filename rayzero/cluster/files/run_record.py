@@ -12,16 +12,6 @@ from rayzero.cluster.run import Member, Recovery, Rescaled, RunState
 from rayzero.errors import ConfigError
 from rayzero.records import JsonRecord, load_record
 
-__all__ = [
-    "RECORD",
-    "DriverProcess",
-    "ExporterAddress",
-    "LoggerState",
-    "RunRecord",
-    "TelemetryAddresses",
-    "read_record",
-]
-
 RECORD = "run.json"
 
 _MOST = 1 << 28  # bytes

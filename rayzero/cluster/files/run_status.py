@@ -15,8 +15,6 @@ from rayzero.errors import ConfigError
 from rayzero.slabs.hold import held_in
 from rayzero.store.shm.same_host import host_identity
 
-__all__ = ["LOST", "kept_states", "list_runs", "run_status"]
-
 LOST = "lost"  # the record says starting or running, but the driver is gone
 
 _CLOCK_S = 2.0  # error of a process's start time, which is counted from boot

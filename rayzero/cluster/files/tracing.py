@@ -18,8 +18,6 @@ from rayzero.telemetry.scrape import Viewer, discover, read_pages
 from rayzero.telemetry.spans import ASKED_S, Recorded
 from rayzero.telemetry.trace_file import trace_of
 
-__all__ = ["TRACE_FILE", "trace_run", "write_trace"]
-
 TRACE_FILE = "trace.json"  # in the folder of a run that kept its trace
 
 _ANSWER_S = 10.0  # for a whole page, however slowly its bytes come

@@ -13,8 +13,6 @@ from rayzero.files import to_json
 from rayzero.records import load_record
 from rayzero.telemetry.scrape import Viewer
 
-__all__ = ["VIEWER_FILE", "read_viewer", "viewable", "write_viewer"]
-
 VIEWER_FILE = ".metrics-viewer.json"
 
 _MOST_BYTES = 1 << 20

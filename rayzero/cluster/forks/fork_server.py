@@ -28,8 +28,6 @@ with uncollected():
 
     import rayzero.engine.prepare  # noqa: F401  what workers import, but for Ray
 
-__all__ = ["ForkServer"]
-
 _ASKS_S = 10.0  # how long a process may take to say what it asks for
 
 

@@ -27,8 +27,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["LENGTH", "READ_ONCE", "TOKEN", "fork_token", "make_ready", "peer_is_us", "start_server"]
-
 TOKEN = "RAYZERO_FORK_SERVER"  # the environment variable that names the driver
 LENGTH = struct.Struct("!I")  # of a request's text, before it; the worker's standard streams go with it
 READ_ONCE = ("RAY_RAYLET_PID", "RAY_JOB_ID")  # what Ray's library reads of its environment as it is imported

@@ -23,8 +23,6 @@ from rayzero.telemetry.http import Page
 from rayzero.telemetry.picture import draw_from, keep
 from rayzero.telemetry.scrape import Scrape, Viewer, scrape
 
-__all__ = ["DATA_PATH", "MOST_POINTS", "PAGE_PATH", "Curve", "Curves", "LivePage"]
-
 PAGE_PATH = "/"
 DATA_PATH = "/live.json"
 MOST_POINTS = 400  # of one curve: about as many as a screen has pixels for

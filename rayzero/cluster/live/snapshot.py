@@ -11,8 +11,6 @@ from rayzero.telemetry.names import MEMORY_BYTES
 from rayzero.telemetry.picture import PHASES, Picture
 from rayzero.telemetry.scrape import Scrape
 
-__all__ = ["Known", "RunEvent", "described", "memory_by_tier"]
-
 _TIERS = ("gpu", "pinned", "shm", "ram")
 
 

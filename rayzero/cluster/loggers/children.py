@@ -27,8 +27,6 @@ from rayzero.cluster.interrupts import shielded
 from rayzero.concurrency.survivor import with_own_path
 from rayzero.config.loggers import LoggerName
 
-__all__ = ["LoggerJob", "Loggers", "Progress", "Tell"]
-
 FOLDER = ".loggers"
 _END_S = {"finished": 30.0, "restarting": 30.0}  # for the last rows of a run that ended so; else:
 _STOP_S = 5.0

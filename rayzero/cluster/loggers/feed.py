@@ -19,8 +19,6 @@ from rayzero.cluster.loggers.reporter import Reporter
 from rayzero.files import replace_file, to_json
 from rayzero.records import JsonRecord, Whole, load_record
 
-__all__ = ["Bookmark", "Feed", "FeedState", "begin", "said"]
-
 _MOST_ROWS = 500  # at once
 _MOST_SAVED = 1 << 16  # bytes of a bookmark's file
 

@@ -15,8 +15,6 @@ from typing import Any, Protocol, cast
 from rayzero.cluster.files.row_tail import Value
 from rayzero.config.loggers import LoggerName
 
-__all__ = ["LoggedRun", "Reporter", "flat_settings", "opener", "replaces"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRun:

@@ -20,8 +20,6 @@ from rayzero.cluster.interrupts import delayed, shielded
 from rayzero.concurrency.survivor import with_own_path
 from rayzero.errors import RunFailedError
 
-__all__ = ["END", "NOT_FOR_RAY", "LocalRay", "begin_ray"]
-
 END = signal.SIGUSR1  # what ends Ray and its process
 # which a terminal, a shell or a service manager sends to everyone: Ray ends when the driver says so, or has ended
 NOT_FOR_RAY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["bind", "choose_cpus", "cpus_near_gpu", "numa_nodes", "parse_cpus"]
-
 NODES = Path("/sys/devices/system/node")
 DEVICES = Path("/sys/bus/pci/devices")
 

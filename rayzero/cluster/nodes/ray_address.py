@@ -19,8 +19,6 @@ from ray._private.utils import read_ray_address
 import rayzero
 from rayzero.errors import ConfigError
 
-__all__ = ["RayAddress", "find_ray", "silence_at"]
-
 VARIABLE = "RAY_ADDRESS"
 
 _ANSWER_S = 5.0

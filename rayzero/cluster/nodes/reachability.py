@@ -15,8 +15,6 @@ from rayzero.quantities import count
 from rayzero.security.addresses import host_and_port, is_loopback
 from rayzero.store.wire.tensor_streams import LET_THROUGH
 
-__all__ = ["address_to_serve", "own_addresses", "require_reached", "unreachable"]
-
 CONNECT_S = 5.0
 
 

@@ -18,8 +18,6 @@ from rayzero.elastic.doors import hosts_without_owner
 from rayzero.errors import ConfigError
 from rayzero.quantities import count
 
-__all__ = ["Reservation", "placed"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:

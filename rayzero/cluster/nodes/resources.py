@@ -17,19 +17,6 @@ from typing import Literal
 from rayzero.config import ScalingConfig
 from rayzero.quantities import count, format_bytes
 
-__all__ = [
-    "Node",
-    "ResourceGroup",
-    "ResourcePlan",
-    "Share",
-    "Strategy",
-    "describe_nodes",
-    "matches",
-    "missing_resources",
-    "plan_optimizers",
-    "plan_resources",
-]
-
 _LEAST_CPUS = 0.01  # Ray counts CPUs in steps of 0.0001; a bundle with none may be placed anywhere
 
 Strategy = Literal["STRICT_PACK", "PACK", "SPREAD"]  # Ray's words: one node; few nodes; many nodes

@@ -22,8 +22,6 @@ from rayzero.cluster.run import NAMESPACE
 from rayzero.errors import RunFailedError
 from rayzero.security.addresses import host_and_port
 
-__all__ = ["alive_nodes", "answered", "free_resources", "ray_answers", "ray_session", "started_here"]
-
 _CONNECT_S = 5.0  # how long a running Ray may take to answer
 _LOOK_S = 1.0  # between two looks whether Ray is still there
 

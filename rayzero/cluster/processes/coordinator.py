@@ -46,8 +46,6 @@ from rayzero.telemetry.names import (
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
 from rayzero.telemetry.scrape import Viewer
 
-__all__ = ["LATE_S", "Coordinator", "HeardReports", "Heartbeats", "News", "UnreadReports", "this_process"]
-
 LATE_S = 10.0  # a process without a heartbeat for this long is late
 EVENTS_KEPT = 50  # on the live page
 REPORTS_KEPT = 10_000  # kept between two reads of the driver; older ones are dropped

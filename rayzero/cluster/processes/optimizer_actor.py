@@ -36,8 +36,6 @@ with uncollected():  # a process of a run does nothing else meanwhile
     )
     from rayzero.telemetry.recorder import Measurements, MemoryRecorder, Reading
 
-__all__ = ["OptimizerActor"]
-
 _PLAN_STEPS = 20  # after which every page has been used
 
 

@@ -20,8 +20,6 @@ from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
 
-__all__ = ["MemberProcess", "OwnerSettings", "ServedOwner"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerSettings:

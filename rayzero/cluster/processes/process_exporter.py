@@ -36,15 +36,6 @@ from rayzero.telemetry.recorder import MemoryRecorder, Reading
 from rayzero.telemetry.scrape import Viewer
 from rayzero.telemetry.spans import SpanRing
 
-__all__ = [
-    "BEAT_S",
-    "LOOPBACK",
-    "ExporterSettings",
-    "MemorySource",
-    "ProcessExporter",
-    "Renewed",
-]
-
 LOOPBACK = "127.0.0.1"
 BEAT_S = 2.0  # between two heartbeats of a process
 

@@ -40,8 +40,6 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS, STEP_SECONDS
     from rayzero.telemetry.recorder import Measurements, MemoryRecorder
 
-__all__ = ["RankSettings", "RankWorker"]
-
 _FLUSH_S = 30.0  # how long a finished loop waits for its last reports to be sent
 
 

@@ -11,8 +11,6 @@ import ray
 from rayzero.slabs.slab_janitor import SlabJanitor
 from rayzero.slabs.sweep import sweep
 
-__all__ = ["Remains", "leaving_nothing"]
-
 _SUCCEEDS_S = 150.0  # until a death is noticed and its successor is up, on a loaded machine
 
 

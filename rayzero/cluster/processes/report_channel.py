@@ -17,8 +17,6 @@ from rayzero.errors import StoreClosedError
 from rayzero.telemetry.names import MAX_REPORTED, REPORTED, TRAIN_LOSS
 from rayzero.telemetry.recorder import Recorder
 
-__all__ = ["ReportChannel", "ReportGauges", "ReportSender", "RunGoneError"]
-
 log = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ import ray
 from rayzero.cluster.processes.remains import Remains
 from rayzero.security.credentials import Credentials
 
-__all__ = ["GroupEnded", "GroupStart", "GroupsAsked", "WorkerGroup", "WorkerGroups"]
-
 _LOOK_S = 0.5  # between two looks whether a rank still wants its answer
 
 

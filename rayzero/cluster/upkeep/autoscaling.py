@@ -14,8 +14,6 @@ from rayzero.cluster.run import Load, Rescaled
 from rayzero.elastic.autoscaler import Bounds, History, StepWindow, given_up, look
 from rayzero.elastic.requests import ScaleRequest
 
-__all__ = ["Autoscaling", "window_of"]
-
 log = logging.getLogger(__name__)
 
 _ASK_S = 2.0  # between two questions

@@ -17,8 +17,6 @@ from rayzero.cluster.supervision import Failure, death_of
 from rayzero.concurrency.processes import process_with, watch_process
 from rayzero.elastic.members import Process
 
-__all__ = ["Death", "Deaths", "EndWatch", "Recovering"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:

@@ -37,8 +37,6 @@ from rayzero.elastic.supervisor import Ended
 from rayzero.errors import RunFailedError
 from rayzero.protocol.ownership import Ownership, device_owners
 
-__all__ = ["Follower", "ownership_of"]
-
 _REQUEST_S = 0.5  # between two looks for a request for other optimizers
 
 

@@ -25,8 +25,6 @@ from rayzero.elastic.supervisor import Answered, Died, Event, Serves
 from rayzero.errors import ConfigError, RayZeroError
 from rayzero.protocol.ownership import Ownership
 
-__all__ = ["RayProcesses"]
-
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # between two looks for stopped processes

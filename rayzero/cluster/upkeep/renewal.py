@@ -20,8 +20,6 @@ from rayzero.cluster.actors.calls import failure_from_ray
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.errors import ConfigError, RayZeroError
 
-__all__ = ["Renewal"]
-
 LOOK_S = 60.0  # between two looks, and between two tries
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,6 @@ from rayzero.elastic.controller import Controller, Start, Succeed, still_outlive
 from rayzero.elastic.members import MemberId, MemberKind, Process
 from rayzero.elastic.supervisor import Answered, Died, Event, Serves, Supervisor
 
-__all__ = ["Replacement"]
-
 
 class Replacement:
     """Passes what happens to processes on to a Supervisor, and writes down what comes of it.

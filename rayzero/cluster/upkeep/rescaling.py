@@ -25,8 +25,6 @@ from rayzero.layout.rescale import Rescale
 from rayzero.protocol.ownership import Prepared, device_owners
 from rayzero.quantities import count, format_bytes
 
-__all__ = ["Rescaling", "why_not"]
-
 _REPLACED = "another change was asked for before it began"
 _SAID = {
     Step.START: "starting what is missing",
