@@ -63,7 +63,6 @@ def drive(request: RunRequest, journal: Journal) -> None:
 
 
 def _with_optimizers(request: RunRequest, ownership: Ownership | None) -> RunRequest:
-    """The run, with the optimizers that it had."""
     return request if ownership is None else replace(request, scaling=_of(request.scaling, ownership.num_optimizers))
 
 
@@ -264,7 +263,6 @@ def _discoverable(request: RunRequest, actors: RunActors) -> AbstractContextMana
 
 
 def _follow(request: RunRequest, actors: RunActors, journal: Journal) -> RunFailedError | None:
-    """Follow the run to its end; see ``_attempt``."""
     follower = Follower(actors, journal, request)
     try:
         watch = follower.follow()

@@ -57,7 +57,6 @@ class Janitor:
 
     @property
     def pid(self) -> int:
-        """The janitor's process id."""
         return self._survivor.pid
 
     def watch(self, processes: Iterable[psutil.Process]) -> None:

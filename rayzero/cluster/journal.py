@@ -70,10 +70,6 @@ class Journal:
         self.addresses, self.members = tuple(addresses), list(actors.members.values())
         self.targets = actors.exporters.targets
 
-    def note(self, report: Report) -> None:
-        """Take one report."""
-        self.latest[report.rank] = report
-
 
 class RecordWriter:
     """Writes ``run.json``, the record of one run, from what its driver knows.

@@ -150,13 +150,11 @@ class Watch:
             self.failed(outcome.failure, now_s)
 
     def failed(self, failure: Failure, now_s: float) -> None:
-        """A process failed or died."""
         if not self._failures:
             self._first_failure_s = now_s
         self._failures.append(failure)
 
     def verdict(self, now_s: float) -> Verdict:
-        """The decision at ``now_s``."""
         if not self._failures:
             return Verdict.RUNNING if self._running else Verdict.FINISHED
         settled = now_s - self._first_failure_s >= self._settle_s

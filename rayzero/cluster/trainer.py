@@ -226,7 +226,6 @@ class PhaseLines:
         self._started = clock()
 
     def __call__(self, phase: str) -> None:
-        """``phase`` begins."""
         print(f"{self._clock() - self._started:5.1f} s  {phase}", file=sys.stderr, flush=True)
 
 

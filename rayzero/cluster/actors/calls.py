@@ -65,7 +65,6 @@ def failure_of_call(who: str, call: Any, member: Member | None = None) -> Failur
 
 
 def failure_from_ray(who: str, error: ray.exceptions.RayError, member: Member | None) -> Failure:
-    """The failure of the process whose call failed."""
     if isinstance(error, ray.exceptions.RayTaskError):
         original = error.cause if isinstance(error.cause, BaseException) else error
         return failure_of(who, original, traceback_text=str(error))

@@ -45,7 +45,6 @@ class LocalProcesses:
             self._janitor.watch(self._processes.values())
 
     def rename(self, before: str, now: str) -> None:
-        """A process has another name now, if it is here."""
         process = self._processes.pop(before, None)
         if process is not None:
             self._processes[now] = process
@@ -75,7 +74,6 @@ class LocalProcesses:
     # ---- ends
 
     def kill(self, who: str) -> None:
-        """Kill a process, if it is here."""
         process = self._processes.get(who)
         if process is not None:
             kill(process)

@@ -91,13 +91,11 @@ class OwnerRoster:
 
     @property
     def with_shards(self) -> list[str]:
-        """Of optimizer actors that have shards."""
         num = len(self._settings) - self.num_beside if self.ownership is None else self.ownership.num_optimizers
         return list(map(optimizer_name, range(num)))
 
     @property
     def beside(self) -> list[str]:
-        """Of those beside ranks."""
         return list(map(rank_name, range(self.num_beside)))
 
     def of(self, who: str) -> OwnerSettings | None:
@@ -105,7 +103,6 @@ class OwnerRoster:
         return self._settings.get(who)
 
     def number(self, who: str) -> int:
-        """The index of an owner."""
         return self._settings[who].owner
 
     def of_successor(self, who: str) -> OwnerSettings:
@@ -145,11 +142,9 @@ class OwnerRoster:
     # ---- where they listen
 
     def host(self, who: str) -> str:
-        """Where an owner listens."""
         return self._hosts[who]
 
     def listen(self, hosts: Mapping[str, str]) -> None:
-        """These owners listen there."""
         self._hosts |= hosts
 
     @property

@@ -186,12 +186,10 @@ class RunActors:
 
     @property
     def with_shards(self) -> dict[str, Any]:
-        """The optimizer actors that have shards, by name."""
         return {who: self.owners[who] for who in self._roster.with_shards}
 
     @property
     def ownership(self) -> Ownership | None:
-        """See ``OwnerRoster.ownership``."""
         return self._roster.ownership
 
     @property
@@ -222,7 +220,6 @@ class RunActors:
         return self.ranks[who]
 
     def _find_processes(self, everyone: Mapping[str, Member]) -> None:
-        """Note the processes that are on this node."""
         self.local.find(everyone, self.driver_node)
 
     def _open_ports(self) -> tuple[str, ...]:
@@ -413,7 +410,6 @@ class RunActors:
         self.ask({_COORDINATOR: told}, ANSWER_S)
 
     def take_spare(self, call: Any) -> None:
-        """Take a call of ``spares.calls`` that has ended."""
         member = self.spares.take(call)
         if member is not None:
             self._find_processes({member.who: member})
@@ -447,11 +443,9 @@ class RunActors:
         return control(getattr(self.handle(who), method)).remote(*arguments)
 
     def handle(self, who: str) -> Any:
-        """The actor of a member."""
         return self.owners.get(who) or self.ranks[who]
 
     def move(self, state: RunState) -> None:
-        """Set the run's state at the coordinator."""
         self.ask({_COORDINATOR: self.coordinator.move.remote(state)}, ANSWER_S)
 
     def renew(self, who: str) -> Any:
@@ -469,12 +463,10 @@ class RunActors:
 
     @cached_property
     def driver_node(self) -> str:
-        """The id of this process's node."""
         return str(ray.get_runtime_context().get_node_id())
 
     @property
     def everybody(self) -> list[str]:
-        """The coordinator and the members, by name."""
         return [_COORDINATOR, *self.members]
 
     def ask(self, calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:

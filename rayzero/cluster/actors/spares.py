@@ -37,12 +37,10 @@ class Spares:
 
     @property
     def actors(self) -> list[Any]:
-        """Of all of them."""
         return [spare.actor for spare in self._spares.values()]
 
     @property
     def members(self) -> list[Member]:
-        """Those that are up."""
         return [spare.member for spare in self._spares.values() if spare.member is not None]
 
     def fill(self) -> None:

@@ -106,7 +106,6 @@ class MetricsLog:
             raise
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -90,7 +90,6 @@ class RunCheckpoints:
         return [*checkpoint_folders(self.folder), *(path for path in self._elsewhere if (path / MANIFEST).exists())]
 
     def __contains__(self, checkpoint: Path) -> bool:
-        """Whether ``checkpoint`` is the run's own."""
         return checkpoint.is_relative_to(self.folder.parent) or checkpoint in self._elsewhere
 
     def anything_stale(self) -> bool:
@@ -146,7 +145,6 @@ class RunLock:
         os.pwrite(self._descriptor, text.encode(), 0)
 
     def close(self) -> None:
-        """Release the lock. Idempotent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -221,7 +219,6 @@ class RunDirectory:
         self.close()
 
     def close(self) -> None:
-        """Release the lock. Idempotent."""
         self.let_go()
         self.lock.close()
 
@@ -273,7 +270,6 @@ class RunDirectory:
         return None
 
     def restore_record_file(self, earlier: bytes | None) -> None:
-        """Restore ``run.json`` to what :meth:`read_record_file` returned."""
         if earlier is None:
             (self.path / RECORD).unlink(missing_ok=True)
         else:

@@ -82,7 +82,6 @@ class RunRecord(JsonRecord):
     config: dict[str, Any] = Field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
-        """All entries, as plain values."""
         return self.model_dump()
 
 

@@ -16,7 +16,6 @@ _CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
 
 def main() -> None:
-    """Start the worker of this command line."""
     arguments = sys.argv[1:]
     given = next((one.removeprefix(_CONTEXT) for one in arguments if one.startswith(_CONTEXT)), "{}")
     variables = _of_a_forked_worker(json.loads(given))

@@ -81,7 +81,6 @@ class Curves:
                 self._curves.setdefault(name, Curve()).add(step, float(value))
 
     def points(self) -> dict[str, list[tuple[int, float]]]:
-        """Every curve's points, by name."""
         return {name: curve.points for name, curve in self._curves.items()}
 
 

@@ -38,7 +38,6 @@ class Driver:
         self._line, self._pid, self._came = line, pid, b""
 
     def request(self) -> LoggerJob:
-        """What it wants of this process."""
         word = self.word(_LOCK_S)
         if word is None:
             raise SystemExit(f"the driver said nothing for {_LOCK_S:g} s")
@@ -134,7 +133,6 @@ def _progress(feed: Feed, reporter: Reporter, complete: bool = False) -> Progres
 
 
 def main() -> None:
-    """See the module."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     driver = Driver(socket.socket(fileno=int(sys.argv[1])), os.getppid())
     request = driver.request()

@@ -88,7 +88,6 @@ class Feed:
 
     @property
     def bookmark(self) -> Bookmark:
-        """What the logger has had."""
         return self._saved.bookmark
 
     def forward(self) -> bool:

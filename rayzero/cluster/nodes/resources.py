@@ -57,17 +57,14 @@ class ResourceGroup:
 
     @cached_property
     def cpus(self) -> float:
-        """CPUs of all its processes."""
         return round(math.fsum(share.cpus for share in self.shares), 4)
 
     @cached_property
     def gpus(self) -> int:
-        """GPUs of all its processes."""
         return sum(share.gpus for share in self.shares)
 
     @cached_property
     def memory(self) -> int:
-        """Bytes reserved for all its processes."""
         return sum(share.memory for share in self.shares)
 
     def pieces(self) -> Iterator[tuple[Share, ...]]:
@@ -91,17 +88,14 @@ class ResourcePlan:
 
     @property
     def cpus(self) -> float:
-        """CPUs of all processes."""
         return math.fsum(group.cpus for group in self.groups)
 
     @property
     def gpus(self) -> int:
-        """GPUs of all processes."""
         return sum(group.gpus for group in self.groups)
 
     @property
     def memory(self) -> int:
-        """Bytes reserved for all processes."""
         return sum(group.memory for group in self.groups)
 
     def place_of_optimizer(self, optimizer: int) -> tuple[int, int]:

@@ -137,7 +137,6 @@ def alive_nodes() -> list[Node]:
 
 
 def free_resources() -> Node:
-    """The free resources of all nodes together."""
     return _node(ray.available_resources())
 
 

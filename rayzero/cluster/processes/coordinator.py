@@ -202,7 +202,6 @@ class Coordinator:
         self._ready = asyncio.Event()  # the driver has told this process of the run: reports are taken
 
     async def hello(self) -> Member:
-        """This process's name, host and pid."""
         return this_process("coordinator")
 
     async def life(self) -> str:
@@ -242,7 +241,6 @@ class Coordinator:
         self._events = (*self._events, RunEvent(time.time(), text, bad))[-EVENTS_KEPT:]
 
     async def beat(self, who: str, update_seconds: float | None) -> None:
-        """See :meth:`Heartbeats.beat`."""
         self._heartbeats.beat(who, update_seconds)
 
     async def move(self, state: RunState) -> None:

@@ -121,7 +121,6 @@ class OptimizerActor(MemberProcess):
         return self._exporter.target
 
     def load(self) -> Load:
-        """What this owner has done so far."""
         updates = self._recorder.timing(OPTIMIZER_UPDATE_SECONDS)
         return Load(updates.count, updates.total)
 

@@ -79,7 +79,6 @@ class ServedOwner:
 
     @property
     def server(self) -> OwnerServer:
-        """What ranks and other owners reach."""
         assert self._server is not None, "serve() comes first"
         return self._server
 

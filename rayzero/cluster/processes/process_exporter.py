@@ -58,7 +58,6 @@ class ExporterSettings:
     protection: Protection | None = None  # what is asked of clients; None: nothing
 
     def target(self, address: str) -> Target:
-        """The exporter as discovery describes it."""
         scheme = "http" if self.protection is None else self.protection.scheme
         return Target(address=address, run=self.run, role=self.role, node=self.node, index=self.index, scheme=scheme)
 
@@ -154,7 +153,6 @@ class ProcessExporter:
         self._pulse = None if coordinator is None else Pulse(settings.who, coordinator, update_seconds)
 
     def renew(self, protection: Protection) -> None:
-        """See ``Exporter.renew``."""
         self._exporter.renew(protection)
 
     def close(self) -> None:
@@ -182,7 +180,6 @@ class Pulse:
                 return
 
     def close(self) -> None:
-        """Stop the heartbeat. Idempotent."""
         self._ended.set()
         self._thread.join()
 

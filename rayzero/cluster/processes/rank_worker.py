@@ -88,7 +88,6 @@ class RankWorker(MemberProcess):
         self._exporter: ProcessExporter | None = None  # open to the end: a loop that has returned still shows
 
     def hello(self) -> Member:
-        """Who and where this is."""
         return this_process(rank_name(self._rank))
 
     def open_exporter(self, settings: ExporterSettings, coordinator: Any) -> Target:
@@ -138,7 +137,6 @@ class RankWorker(MemberProcess):
         return None
 
     def load(self) -> Load:
-        """What this rank has done so far."""
         steps = self._recorder.timing(STEP_SECONDS)
         return Load(steps.count, steps.total, self._recorder.total(EXPOSED_WAIT_SECONDS, cause="optimizer"))
 

@@ -162,7 +162,6 @@ class GroupsAsked:
     actor: Any
 
     def join(self, group: WorkerGroup, rank: int, process: str) -> GroupStart | GroupEnded:
-        """See ``WorkerGroups.join``."""
         try:
             answer: GroupStart | GroupEnded = ray.get(self.actor.join.remote(group, rank, process))
         except ray.exceptions.RayError as error:

@@ -116,7 +116,6 @@ class Autoscaling:
             self._request(self._wanted, resize.why)
 
     def ended(self, rescaled: Rescaled) -> None:
-        """A request for other owners has ended."""
         self._before = None
         if rescaled.failed is not None and self._wanted is not None and rescaled.id == self._wanted.id:
             self._history = given_up(self._history, rescaled.before)

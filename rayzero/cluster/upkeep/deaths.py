@@ -99,7 +99,6 @@ class EndWatch:
             return [(who, pid, at) for who, pid, at in found if self._watched.get(who, (0,))[0] == pid]
 
     def close(self) -> None:
-        """End every watch. Idempotent."""
         for who in list(self._watched):
             self.forget(who)
 

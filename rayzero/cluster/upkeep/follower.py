@@ -336,7 +336,7 @@ class Follower:
 
     def _pass_on(self, reports: Iterable[Report]) -> None:
         for report in filter(self._heard.is_new, reports):
-            self._journal.note(report)
+            self._journal.latest[report.rank] = report
             self._checkpoints.note(report.checkpoint)
             on_report, self._on_report = self._on_report, None  # one that raises is not called again
             if on_report is not None:

@@ -200,7 +200,6 @@ class RayProcesses:
         return [*self._watches, *self._starts, *self._asked, *self._past, *trials]
 
     def take(self, call: Any) -> list[Event]:
-        """One of ``calls`` has ended."""
         if call in self._watches:
             return self._take_end(call, self._watches.pop(call))
         if call in self._starts:

@@ -76,7 +76,6 @@ class Replacement:
                 self.do(event)
 
     def act(self) -> None:
-        """Do what is due by now."""
         now = time.monotonic()
         self._act_on_deaths(now)
         if self._controller.max_failures:
@@ -86,7 +85,6 @@ class Replacement:
                 self.do(event)
 
     def do(self, event: Event) -> None:
-        """Do what follows from an event."""
         actions = self.supervisor.take(event)
         self._note(event)
         for action in actions:
@@ -128,7 +126,6 @@ class Replacement:
         self._die(Died(self._processes.present(failure.who), counted), death)
 
     def _die(self, event: Died, death: Death) -> None:
-        """Do what follows from a death."""
         member, failure = event.process.member, death.failure
         self._dead[member] = Recovering(who=failure.who, death=death, acted=time.monotonic())
         self._recovering.pop(member, None)
