@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
+from rayzero.config import ZeroConfig
 from rayzero.errors import ConfigError
 
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "quantization")  # codecs that encode on the device
@@ -51,6 +53,18 @@ class OffloadPolicy:
     """The most bytes of page-locked host buffers; beyond them, buffers are pageable. None: no bound. CUDA only."""
     poison: bool = False
     """For tests: fill buffers with 0xFF (NaN) before and after use, so that a read at the wrong time shows."""
+
+    @classmethod
+    def of(cls, config: ZeroConfig, *, rank: int = 0, poison: bool = False) -> Self:
+        """The policy of a rank's config."""
+        return cls(
+            min_bytes=config.activation_min_bytes,
+            fraction=config.activation_fraction,
+            device_budget_bytes=config.activation_device_budget,
+            host_cap_bytes=config.activation_host_budget,
+            rank=rank,
+            poison=poison,
+        )
 
     def __post_init__(self) -> None:
         for name in ("min_bytes", "rank", "delta_bytes", "margin", "prefetch"):

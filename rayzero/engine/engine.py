@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from rayzero.activations.offload import ActivationOffload
 from rayzero.config import ZeroConfig
-from rayzero.engine.autograd.gradient_sums import GradientSums
-from rayzero.engine.autograd.gradients import GradientCollector
+from rayzero.engine.autograd.gradients import GradientCollector, GradientSums, TrainedSlots
 from rayzero.engine.autograd.handles import SavedWeights
 from rayzero.engine.autograd.hooks import UnitCalls
 from rayzero.engine.autograd.pass_times import PassTimes
@@ -27,15 +26,12 @@ from rayzero.engine.engine_memory import EngineMemory, HeapPeak, MemoryStrategy,
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.step_clock import LoopMoments, StepClock
-from rayzero.engine.trained import TrainedSlots
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.residency import Residency, mapped_units, stays_up
 from rayzero.engine.units.schedule import Phase
 from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.unit_cache import UnitCache
-from rayzero.engine.values.registry import Registered
-from rayzero.engine.values.state_dict import StateDictLoad
-from rayzero.engine.values.unit_values import UnitValues
+from rayzero.engine.values import Registered, StateDictLoad, UnitValues
 from rayzero.errors import GradientAccessError, UnsupportedError
 from rayzero.layout.groups import layer_groups
 from rayzero.layout.model_layout import ModelLayout

@@ -27,7 +27,7 @@ from rayzero.config import ZeroConfig
 from rayzero.convert.weights import WeightSource
 from rayzero.engine.context import RankContext, get_context, inside
 from rayzero.engine.prepare import prepare
-from rayzero.engine.start.inventory import ModelParameters, ModelParameterStats
+from rayzero.engine.start.inventory import ModelParameterStats
 from rayzero.engine.start.unit_init import Init
 from rayzero.engine.stats import as_count, measured_link, read_stats, restart_stats
 from rayzero.engine.units.partition import UnitRule
@@ -107,7 +107,7 @@ class OffloadManager:
         self.context = RankContext(device=chosen.device, config=chosen.config) if self._owns else chosen
         if isinstance(context, RankMapping):
             _check_place(context, self.context)
-        self.parameters: ModelParameterStats = ModelParameters.from_module(model).get_statistics()
+        self.parameters = ModelParameterStats.of(model)
         made = _make_optimizer(model, optimizer, lr)
         try:
             with inside(self.context):

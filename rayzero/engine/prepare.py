@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from rayzero.activations.attach import match_modules
+from rayzero.activations.offload import ActivationOffload
+from rayzero.activations.policy import OffloadPolicy
 from rayzero.codecs import CODECS
 from rayzero.concurrency.cuda_device import with_index
 from rayzero.config import ZeroConfig
 from rayzero.convert.weights import Weights, WeightSource
-from rayzero.engine.activations import offload_activations
 from rayzero.engine.autograd.hooks import CastInputs, CopyEntries, UnitCalls, hook_units
 from rayzero.engine.autograd.touch import ShardedParameter, guard_classes, guard_for, require_keepable, route_zero_grad
 from rayzero.engine.checkpoint.save import (
@@ -48,7 +49,7 @@ from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.partition import UnitPlan, UnitRule, build_layout
 from rayzero.engine.units.residency import stays_up
 from rayzero.engine.units.transfers import make_transfers
-from rayzero.engine.values.state_dict import hook_state_dict_loads
+from rayzero.engine.values import hook_state_dict_loads
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS, check_moments
 from rayzero.kernels.optimizer_class import OptimizerMaker
@@ -168,7 +169,7 @@ def prepare(
         start.bring(store.load if attached.needs_load and context.rank == 0 else None)
         engine = _engine(model, store, plan, spec, config, context, device, version, number, recorder)
         engine.adopt(_make_units(plan, params, engine, device), _root_units(plan), spec.group_of, version)
-        engine.activations = offload_activations(model, engine, config, context, recorder)
+        engine.activations = _offload_activations(model, engine, config, context, recorder)
         _hook(model, plan, engine, config)
         _engines[model] = ref(engine)
         tracked, source = restore_rank(context, checkpoint, model, device), str(checkpoint)
@@ -486,6 +487,27 @@ def _convert(param: nn.Parameter, unit: UnitLayout, device: torch.device) -> Non
             materialise(param, empty)
         else:
             param.data = empty
+
+
+def _offload_activations(
+    model: nn.Module, engine: Engine, config: ZeroConfig, context: RankContext, recorder: Recorder
+) -> ActivationOffload | None:
+    """Install ``config.offload_activations``; returns None if it is not set. The context's end uninstalls it.
+
+    [Note: on top of each other] The offload and the engine both push saved-tensor hooks, in any order. The offload's
+    hooks first pass a tensor to the engine; the engine's hooks pass a tensor that is no weight to the hooks below. Call
+    this before the engine hooks modules: then a module's offload group opens after its unit and closes before it."""
+    if not config.offload_activations:
+        return None
+    offload = ActivationOffload(
+        model,
+        OffloadPolicy.of(config, rank=context.rank, poison=engine.poison),
+        offload_modules=config.offload_activations,
+        recorder=recorder,
+        weights=None if engine.resident else engine.saved,
+    )
+    context.on_close(lambda _: offload.close())
+    return offload
 
 
 def _hook(model: nn.Module, plan: UnitPlan, engine: Engine, config: ZeroConfig) -> None:

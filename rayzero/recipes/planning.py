@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.activations.attach import match_modules
+from rayzero.activations.policy import OffloadPolicy
 from rayzero.config import ScalingConfig
-from rayzero.engine.activations import policy_of
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
-from rayzero.engine.start.inventory import ModelParameters, ModelParameterStats
+from rayzero.engine.start.inventory import ModelParameterStats
 from rayzero.engine.units.partition import ROOT
 from rayzero.kernels import adam_states
 from rayzero.kernels.moments import moment_bytes
@@ -94,12 +94,12 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on
 
     with torch.device("meta"):
         model = build()
-        parameters = ModelParameters.from_module(model).get_statistics()
+        parameters = ModelParameterStats.of(model)
         units = plan_units(model, recipe.zero_config)
     match_modules([model], recipe.zero_config.offload_activations, "offload_activations")
     offload, modules = None, recipe.zero_config.offload_activations
     if modules:
-        offload = Offload(modules=modules, policy=policy_of(recipe.zero_config, rank=0, poison=False))
+        offload = Offload(modules=modules, policy=OffloadPolicy.of(recipe.zero_config))
     work = measure_work(build, loss, units.layout, gathers=on_gpu, offload=offload)
     programs = Programs.between(imported, process_memory())
     return RecipeWork(

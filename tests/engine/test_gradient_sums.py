@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rayzero.engine.autograd.gradient_sums import GradientSums
+from rayzero.engine.autograd.gradients import GradientSums
 
 
 def test_gradients_of_16_bits_are_added_in_32() -> None:

@@ -10,7 +10,7 @@ import torch
 
 import rayzero
 from rayzero.engine.context import RankContext
-from rayzero.engine.loop.repeated_means import RepeatedMeans, key_of
+from rayzero.engine.loop.keeper import RepeatedMeans, key_of
 from rayzero.errors import StateLostError
 from rayzero.protocol.messages import MeanInput
 from rayzero.testing import Killed, run_ranks

@@ -14,11 +14,19 @@ generator of its own.)
 life then does that iteration again, over a store that answers for the decided step (``RankStore.repeat``). When it
 comes to ``optimizer.step()``, everything is put back to what it was there, so that a loss that was computed with newer
 weights leaves no trace; from there on it is the iteration's end, done once.
+
+[Note: calls before a forward] The lead pairs the ranks' nth calls of ``mean_over_ranks``. Of those between
+``optimizer.step()`` and the next forward, some end an iteration, and a rank that repeats the next one does not make
+them; others begin the next one, and it does. Nothing in the loop says where the border is. But before its forward the
+new life makes exactly the calls behind the border, and with the same values, because it computes the same: its calls
+tell where they begin. Where several places fit (two flags that are 0), the lead must have one result for all of them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +35,63 @@ import torch
 from rayzero.checkpoint.state_values import to_bytes
 from rayzero.engine.loop.comeback import Comeback, State, put_back
 from rayzero.engine.loop.rank_state import generator_states, set_generator_states
-from rayzero.engine.loop.repeated_means import RepeatedMeans, key_of
 from rayzero.engine.loop.reports import RecentReports
 from rayzero.engine.loop.tracked import Tracked
 from rayzero.engine.optimizer.param_groups import saved_options
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.buffers import persistent_buffers
+from rayzero.errors import StateLostError
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, MOST_LOOP_STATE, LoopState, MeanInput
 from rayzero.quantities import format_bytes
 
 log = logging.getLogger(__name__)
 
 RNG_AT_FORWARD = "rng at forward"  # beside "rng": see [Note: two moments]
+
+
+def key_of(given: MeanInput) -> str:
+    """Equal for equal names, shapes, values (bit for bit) and weights."""
+    numbers = struct.pack(f"<{len(given.values) + 1}d", *given.values, given.weight)
+    return hashlib.sha256(repr((given.names, given.shape)).encode() + numbers).hexdigest()[:32]
+
+
+class RepeatedMeans:
+    """Finds the numbers of the calls that a rank makes before the first forward of its new life.
+
+    Knows what was given and in which order; not the results."""
+
+    def __init__(self, rank: int, made: list[str], newest: int) -> None:
+        """``made``: keys of the earlier life's calls between its last commit and its next forward; ``newest``: the
+        number of the last one, or of the last call of all if there is none."""
+        self._rank, self._made, self._first = rank, made, newest - len(made) + 1
+        self._starts = list(range(len(made)))  # places where the repeated calls may begin
+        self._asked = 0
+
+    def next(self, given: MeanInput) -> list[int]:
+        """The numbers that the next call may have, at least one. Raises StateLostError if the earlier life made no
+        such call here."""
+        key, at = key_of(given), self._asked
+        starts = [start for start in self._starts if self._made[start + at : start + at + 1] == [key]]
+        if not starts:
+            raise self._lost(f"calls mean_over_ranks() of {given} before a forward with gradients, and did not before")
+        self._starts, self._asked = starts, at + 1
+        return [self._first + start + at for start in starts]
+
+    def end(self) -> None:
+        """The forward begins. Raises StateLostError if the earlier life made further calls before it."""
+        if self._asked and len(self._made) - self._asked not in self._starts:
+            raise self._lost("begins a forward with gradients after fewer calls of mean_over_ranks() than before")
+
+    def unclear(self) -> StateLostError:
+        """The error if the calls of the numbers have different results."""
+        return self._lost("repeats one of several calls of mean_over_ranks() with the same values and other results")
+
+    def _lost(self, why: str) -> StateLostError:
+        return StateLostError(
+            f"rank {self._rank} has died and come back, but its loop cannot repeat its step alone: it {why}. Between "
+            "optimizer.step() and the next forward give it values that a repeat computes again, and none between "
+            "prepare() and the loop; or resume the run from its newest checkpoint"
+        )
 
 
 class LoopKeeper:
@@ -61,7 +114,7 @@ class LoopKeeper:
         self._engine = optimizer.engine
         self._returns = comeback is not None and comeback.state is not None  # and has not begun a forward
         self._means: list[str] = []  # keys of the calls of mean_over_ranks since the last commit
-        self._repeated: RepeatedMeans | None = None  # [Note: calls before a forward] in repeated_means.py
+        self._repeated: RepeatedMeans | None = None  # [Note: calls before a forward]
         if comeback is not None and comeback.state is not None:
             self._repeated = RepeatedMeans(self._engine.rank, comeback.state["calls"], comeback.state["means"])
         self._open: int | None = None  # the step whose state lacks its second part

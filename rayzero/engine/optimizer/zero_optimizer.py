@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from rayzero.engine.engine import Engine
 from rayzero.engine.optimizer.given import HOOKS, attribute_values, late_attribute
-from rayzero.engine.optimizer.owned_states import OwnedStates
 from rayzero.engine.optimizer.param_groups import ResumedGroups, hyper_of
 from rayzero.engine.optimizer.states import (
     StateFormat,
@@ -28,6 +27,41 @@ from rayzero.kernels.optimizer_class import OptimizerMaker, State
 from rayzero.protocol.messages import Decision, Hyper
 
 _SCHEDULED = {"lr", "momentum", "betas"}  # options that torch's schedulers write
+
+
+class OwnedStates(dict[Any, Any]):
+    """Empty, as in torch before the first step; from then on every use is refused, and a change is at any time.
+
+    A loop that resets, prunes or reads states here would otherwise do so to none."""
+
+    def __init__(self, has_stepped: Callable[[], bool]) -> None:
+        """``has_stepped``: whether a plain optimizer would have states by now."""
+        super().__init__()
+        self._has_stepped = has_stepped
+
+    def refuse(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise UnsupportedError."""
+        raise UnsupportedError(
+            "optimizer.state is empty, because the optimizer owners keep the states: read them with "
+            "optimizer.state_dict(), and change them with optimizer.load_state_dict(), in which a parameter without "
+            "an entry in 'state' starts anew"
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __ior__ = refuse
+    clear = pop = popitem = setdefault = update = refuse
+
+
+def _until_stepped(name: str) -> Any:
+    def read(self: OwnedStates, *given: Any) -> Any:
+        if self._has_stepped():
+            self.refuse()
+        return getattr(dict, name)(self, *given)
+
+    return read
+
+
+for _name in ("__contains__", "__iter__", "__len__", "get", "items", "keys", "values"):
+    setattr(OwnedStates, _name, _until_stepped(_name))
 
 
 class ZeroOptimizer(torch.optim.Optimizer):

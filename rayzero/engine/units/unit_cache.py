@@ -29,12 +29,11 @@ from rayzero.codecs.record import codec_of
 from rayzero.config import ZeroConfig
 from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.fetch import Fetching
-from rayzero.engine.units.pace import PrefetchPace
 from rayzero.engine.units.param_unit import ParamUnit, UnitState
 from rayzero.engine.units.residency import Residency
 from rayzero.engine.units.schedule import Phase, UnitSchedule
 from rayzero.engine.units.transfers import UnitTransfers
-from rayzero.engine.units.use_times import UseTimes
+from rayzero.engine.units.use_times import PrefetchPace, UseTimes
 from rayzero.engine.units.written_units import WrittenUnits
 from rayzero.errors import MemoryPlanError, UnsupportedError
 from rayzero.memory.pool import buffer_bytes

@@ -1,1 +1,0 @@
-"""Values of parameters that users read, write, load or exchange."""
