@@ -6,20 +6,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from rayzero.activations.policy import OffloadPolicy
-from rayzero.activations.schedule.group import Group, GroupKey
-from rayzero.codecs import codec_for
+from rayzero.activations.schedule.group import Group
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.modes import outside_modes
-
-_FLOAT, _SAMPLE = torch.float32, 1 << 18  # dtype and values of the example that gives a group's share of host bytes
 
 
 class OpenGroup(Protocol):
@@ -52,14 +48,6 @@ class Grouping(Protocol):
     def planned_recompute(self, group: Group) -> bool:
         """Whether the plan has the group computed again in backward."""
         ...
-
-
-class CostFacts(TypedDict):
-    """What the cost book needs to know about a group besides its bytes and times."""
-
-    host_share: float
-    can_recompute: bool
-    input_bytes: int
 
 
 def match_modules(
@@ -123,7 +111,6 @@ class Attachment:
         self._offload = offload
         self._handles: list[RemovableHandle] = []
         self._open: list[tuple[nn.Module, OpenGroup]] = []
-        self._input_bytes: dict[GroupKey, int] = {}
         matched = match_modules(models, patterns)
         for stage, model in enumerate(models):
             self._handles.append(model.register_forward_pre_hook(_Hook(self._chunk_opener(stage))))
@@ -137,15 +124,6 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def cost_facts(self, group: Group) -> CostFacts:
-        """The facts of a committed group. Groups of modules can be recomputed; scopes in user code cannot."""
-        codec = codec_for(self._offload.policy.compress, _FLOAT)
-        return CostFacts(
-            host_share=codec.most_bytes(_SAMPLE, _FLOAT) / (_SAMPLE * _FLOAT.itemsize),
-            can_recompute=group.key in self._input_bytes,
-            input_bytes=self._input_bytes.get(group.key, 0),
-        )
 
     def _chunk_opener(self, stage: int) -> Callable[[nn.Module, Any], None]:
         def open_chunk(module: nn.Module, args: Any) -> None:
@@ -166,7 +144,7 @@ class Attachment:
         scope = self._offload.open_group(name, full, tuple(tuple(tensor.shape) for tensor in tensors))
         self._open.append((module, scope))
         if scope.group is not None and self._offload.policy.device_budget_bytes is not None:
-            self._input_bytes[scope.group.key] = sum(t.numel() * t.element_size() for t in tensors)
+            scope.group.input_bytes = sum(t.numel() * t.element_size() for t in tensors)
             self._recompute_if_planned(module, scope.group)
 
     def _recompute_if_planned(self, module: nn.Module, group: Group) -> None:

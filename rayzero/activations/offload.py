@@ -436,7 +436,7 @@ class ActivationOffload:
                 self._lane.now(stream).wait()  # the copies come after what is computed here
             self._unload.commit(group, release)
             if self._book is not None:
-                self._book.committed(group, **self._attachment.cost_facts(group))
+                self._book.committed(group)
 
     # ------------------------------------------------------------------------------------- backward
 

@@ -21,8 +21,7 @@ from rayzero.config import AutoMemoryStrategy, ZeroConfig
 from rayzero.engine.units.residency import Residency
 from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.unit_cache import UnitCache
-from rayzero.memory.heap import heap_use
-from rayzero.memory.malloc import give_back_freed
+from rayzero.memory.malloc import give_back_freed, heap_use
 from rayzero.memory.page_lock import locked_bytes
 from rayzero.memory.pressure import Pressure, PressureGauge, PressureLimits, read_memory, read_pressure
 from rayzero.memory.strategy import HeldPressures, Measures, Relief, Retry, fullest, measures

@@ -11,7 +11,7 @@ from torch import Tensor
 from rayzero.hybrid.device_side import DeviceSide
 from rayzero.hybrid.host.bucket_rules import ClassRule, Rule, TileAdam
 from rayzero.hybrid.host.buckets import Bucket, plan_buckets
-from rayzero.hybrid.host.side import BucketRun, GradientOf, HostSide
+from rayzero.hybrid.host.side import BucketRun, HostSide
 from rayzero.hybrid.options import Group, HyperLink, OptimizerClass, fused, numbers_of
 from rayzero.hybrid.placement import Targets, check_param, decide, the_device
 from rayzero.hybrid.sides import Sides
@@ -36,7 +36,6 @@ class Builder:
     pin_params: bool
     overlap: bool
     kernel: Kernel
-    gradient_of: GradientOf
     lane: Lane | None  # who copies; None: made here
     _lanes: dict[torch.device, Lane] = field(default_factory=dict)
 
@@ -58,7 +57,7 @@ class Builder:
         device = self._device_side(kept, params, group_of, groups) if kept else None
         return Sides(
             params,
-            HostSide(runs, self.gradient_of, threads=self.overlap),
+            HostSide(runs, threads=self.overlap),
             device,
             self._device_link(device),
             working,
@@ -129,7 +128,6 @@ class Builder:
             {index: fused(options_of(group), self.gpu_class) for index, group in enumerate(groups)},
             group_of,
             self.gpu_class,
-            self.gradient_of,
             fp32=self.fp32,
         )
 

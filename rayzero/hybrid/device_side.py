@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rayzero.hybrid.host.bucket_rules import Groups
 from rayzero.hybrid.host.buckets import range_of
-from rayzero.hybrid.host.side import GradientOf
+from rayzero.hybrid.host.side import gradient_of
 from rayzero.hybrid.split import Piece
 from rayzero.kernels.optimizer_class import OptimizerMaker, State, by_group, load_into, prepare_states, step_alone
 
@@ -27,14 +27,12 @@ class DeviceSide:
         groups: Groups,
         group_of: Sequence[int],
         cls: type[torch.optim.Optimizer],
-        gradient_of: GradientOf,
         *,
         fp32: bool,
     ) -> None:
         """``fp32``: 16-bit parameters are updated through fp32 masters."""
         self.pieces = [piece for piece, _ in pieces]
         self._params = [param for _, param in pieces]
-        self._gradient_of = gradient_of
         self.is_master = [fp32 and param.dtype in (torch.bfloat16, torch.float16) for param in self._params]
         self.stepped = [self._stepped(at) for at in range(len(pieces))]
         members = by_group(group_of[piece.param] for piece in self.pieces)
@@ -51,7 +49,7 @@ class DeviceSide:
 
     def step(self) -> list[int]:
         """Update every piece that has a gradient and round its master back; returns the positions of those pieces."""
-        grads = [self._gradient_of(param) for param in self._params]
+        grads = [gradient_of(param) for param in self._params]
         present = [at for at, grad in enumerate(grads) if grad is not None]
         lent = [at for at in present if self.stepped[at].grad is not grads[at]]
         kept = [self.stepped[at].grad for at in lent]  # beside a decoupled_grad
@@ -75,7 +73,6 @@ class DeviceSide:
         load_into(self.optimizer, [states[at] for at in self._at])
 
     def prepare(self) -> None:
-        """See ``Rule.prepare``."""
         prepare_states(self.optimizer)
 
 

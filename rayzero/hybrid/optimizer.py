@@ -19,11 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.hybrid.build import Builder
-from rayzero.hybrid.fraction_search import FractionSearch
 from rayzero.hybrid.gate import AwayParameter, Gate, attach
-from rayzero.hybrid.host.side import BucketRun
+from rayzero.hybrid.host.side import BucketRun, gradient_of
 from rayzero.hybrid.options import HyperLink, OptimizerClass, defaults, fitting
-from rayzero.hybrid.placement import Placement, Targets, the_device
+from rayzero.hybrid.placement import FractionSearch, Placement, Targets, the_device
 from rayzero.hybrid.sides import Sides
 from rayzero.hybrid.split import Order
 from rayzero.kernels import choose_kernel
@@ -104,7 +103,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             pin_params=pin_cpu_params,
             overlap=overlap_cpu_optimizer_d2h_h2d,
             kernel=choose_kernel(kernel),
-            gradient_of=gradient_of,
             lane=lane,
         )
         self._in_backward: InBackward = in_backward if overlap_cpu_optimizer_d2h_h2d else "nothing"
@@ -490,17 +488,3 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__reduce__()
-
-
-def gradient_of(param: Tensor) -> Tensor | None:
-    """The gradient to update ``param`` by: ``decoupled_grad`` if a framework set one, else ``grad``.
-
-    Raises UnsupportedError if it is not dense."""
-    found: Tensor | None = getattr(param, "decoupled_grad", None)
-    found = param.grad if found is None else found
-    if found is not None and found.layout is not torch.strided:
-        raise UnsupportedError(
-            f"a gradient of shape {tuple(found.shape)} is {found.layout}: offloaded gradients are dense; "
-            "use sparse=False"
-        )
-    return found

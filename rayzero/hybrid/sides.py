@@ -15,7 +15,6 @@ from rayzero.hybrid.host.side import BucketRun, HostSide
 from rayzero.hybrid.options import Group, HyperLink
 from rayzero.hybrid.placement import Placement
 from rayzero.hybrid.split import Piece
-from rayzero.hybrid.state import cut, join
 from rayzero.kernels.optimizer_class import State
 
 MASTER = "master_param"  # key of a parameter's fp32 master in its state
@@ -204,3 +203,36 @@ def _take_over(master: Tensor, value: Tensor) -> None:
 
 def _state_bytes(states: Mapping[Any, State]) -> int:
     return sum(value.nbytes for state in states.values() for value in state.values() if isinstance(value, Tensor))
+
+
+def join(parts: Sequence[tuple[Piece, State]], shape: Sequence[int], device: torch.device) -> State:
+    """A parameter's state. ``parts``: its pieces in ascending order. A single whole piece gives its live tensors; of
+    several pieces, tensors with one value per element are joined into new ones of ``shape`` on ``device``."""
+    if len(parts) == 1 and parts[0][0].whole:
+        return dict(parts[0][1])
+    first = next((state for _, state in parts if state), {})
+    return {key: _joined(key, parts, shape, device) for key in first}
+
+
+def _joined(key: str, parts: Sequence[tuple[Piece, State]], shape: Sequence[int], device: torch.device) -> Any:
+    values = [state[key] for _, state in parts]
+    if not all(_per_element(value, piece) for value, (piece, _) in zip(values, parts, strict=True)):
+        return values[0]
+    return torch.cat([value.to(device) for value in values]).view(*shape)
+
+
+def _per_element(value: Any, piece: Piece) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == piece.numel
+
+
+def cut(state: State, piece: Piece, shape: Sequence[int]) -> State:
+    """One piece's state, taken from the whole parameter's: slices of tensors that have ``shape``, other entries
+    unchanged."""
+    if piece.whole:
+        return dict(state)
+    return {
+        key: value.reshape(-1)[piece.start : piece.stop]
+        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == torch.Size(shape)
+        else value
+        for key, value in state.items()
+    }

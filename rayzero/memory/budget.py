@@ -22,7 +22,6 @@ class MemoryBudget:
         self._lock = threading.Lock()
         self._used = 0
         self._peak = 0
-        self._live = 0
 
     def reserve(self, size: int) -> Lease | None:
         """A lease of ``size`` bytes, or None if they are not free now. Raises ConfigError if ``size`` is negative."""
@@ -32,7 +31,6 @@ class MemoryBudget:
             if self.limit is not None and self._used + size > self.limit and self._used > 0:
                 return None
             self._used += size
-            self._live += 1
             self._peak = max(self._peak, self._used)
         return Lease(self, size)
 
@@ -53,20 +51,13 @@ class MemoryBudget:
         with self._lock:
             self._peak = self._used
 
-    @property
-    def num_leases(self) -> int:
-        """How many leases are live now."""
-        with self._lock:
-            return self._live
-
     def _give_back(self, size: int) -> None:
         with self._lock:
             self._used -= size
-            self._live -= 1
 
 
 class Lease:
-    """Some bytes of a budget, until ``release()`` or the end of its ``with`` block."""
+    """Some bytes of a budget, until ``release()``."""
 
     def __init__(self, budget: MemoryBudget, size: int) -> None:
         """Only ``MemoryBudget.reserve`` makes leases."""
@@ -81,15 +72,3 @@ class Lease:
         if budget is None:
             raise RuntimeError(f"a lease of {self.size} bytes was released twice")
         budget._give_back(self.size)
-
-    @property
-    def live(self) -> bool:
-        """True until the lease is released."""
-        return self._budget is not None
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.live:
-            self.release()

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rayzero.memory.heap import HeapUse
+from rayzero.memory.malloc import HeapUse
 from rayzero.memory.process_memory import ProcessMemory
 
 

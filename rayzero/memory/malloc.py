@@ -1,9 +1,12 @@
-"""Tells the C library's allocator whether to keep freed memory for the next message or to give it back."""
+"""The C library's allocator: what it has given out and keeps, and whether it keeps freed memory or gives it back."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
@@ -43,3 +46,35 @@ def give_back_freed() -> bool:
     Returns False if nothing was given back or there is no glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and bool(trim(0))
+
+
+_FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeapUse:
+    """Bytes of this process's heap."""
+
+    used: int  # given out, touched or not, including large blocks that have their own mappings
+    free: int  # freed by the program and kept by the allocator, resident or not
+
+
+def heap_use() -> HeapUse | None:
+    """Measure now, which takes each arena's lock for a moment. None without glibc 2.33 or later."""
+    mallinfo2 = _mallinfo2()
+    if mallinfo2 is None:
+        return None
+    found = mallinfo2()
+    return HeapUse(used=found.uordblks + found.hblkhd, free=found.fordblks)
+
+
+@cache
+def _mallinfo2() -> Any:
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is not None:
+        function.restype = _Mallinfo2
+    return function

@@ -50,11 +50,6 @@ class Buffer:
         """The bytes that were asked for."""
         return self.tensor.numel()
 
-    @property
-    def live(self) -> bool:
-        """True until the buffer is released."""
-        return self._release is not None
-
     def release(self) -> None:
         """Give the memory back. ``tensor`` may not be used afterwards. A second release raises RuntimeError."""
         with self._lock:
@@ -62,25 +57,6 @@ class Buffer:
         if release is None:
             raise RuntimeError(f"a buffer of {self.size_bytes} bytes was released twice")
         release()
-
-    def __enter__(self) -> Buffer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.live:
-            self.release()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolStats:
-    """What a pool holds now and held at most, in bytes of whole buffers and in counts."""
-
-    leased: int  # in use
-    free: int  # kept for reuse
-    peak_leased: int
-    allocated: int  # requested from the device's allocator since the start
-    num_leased: int
-    num_reused: int  # acquisitions that a kept buffer served
 
 
 class BufferPool:
@@ -110,7 +86,7 @@ class BufferPool:
         self._poison = poison
         self._lock = threading.Lock()
         self._free: list[_Allocation] = []  # the longest unused first
-        self._leased = self._peak = self._allocated = self._num_leased = self._num_reused = 0
+        self._leased = 0  # bytes
 
     def acquire(self, nbytes: int) -> Buffer | None:
         """A buffer of ``nbytes`` bytes with undefined contents, or None if the budget has no room for it now."""
@@ -125,7 +101,7 @@ class BufferPool:
             except BaseException:
                 lease.release()
                 raise
-            self._count(memory.size, +1)
+            self._leased += memory.size
         return Buffer(_first_bytes(memory, nbytes), memory.made, lambda: self._give_back(memory, lease))
 
     def trim(self, keep: int = 0) -> int:
@@ -135,24 +111,17 @@ class BufferPool:
             return self._trim(keep)
 
     @property
-    def stats(self) -> PoolStats:
-        """What the pool holds now and held at most."""
+    def held_bytes(self) -> int:
+        """The bytes of all its buffers, in use or kept for reuse."""
         with self._lock:
-            return PoolStats(
-                leased=self._leased,
-                free=self._free_bytes(),
-                peak_leased=self._peak,
-                allocated=self._allocated,
-                num_leased=self._num_leased,
-                num_reused=self._num_reused,
-            )
+            return self._leased + self._free_bytes()
 
     def _give_back(self, memory: _Allocation, lease: Lease) -> None:
         if self._poison:
             memory.whole.fill_(0xFF)
         with self._lock:
             self._free.append(memory)  # freed by: acquire (reuse), or trim
-            self._count(memory.size, -1)
+            self._leased -= memory.size
         lease.release()
 
     # The rest runs under the lock.
@@ -169,21 +138,14 @@ class BufferPool:
 
     def _reuse(self, kept: _Allocation) -> _Allocation:
         self._free.remove(kept)
-        self._num_reused += 1
         return kept
 
     def _allocate(self, size: int) -> _Allocation:
         if self.budget.limit is not None:
             self._trim(max(0, self.budget.limit - self._leased - size))
-        self._allocated += size
         if self.pinned_for is not None:
             return _Allocation(host_zeros(size, torch.uint8, pinned_for=self.pinned_for), size)
         return _Allocation(torch.empty(size, dtype=torch.uint8, device=self.device), size)
-
-    def _count(self, size: int, sign: int) -> None:
-        self._leased += sign * size
-        self._num_leased += sign
-        self._peak = max(self._peak, self._leased)
 
     def _trim(self, keep: int) -> int:
         before = self._free_bytes()

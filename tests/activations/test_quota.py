@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.activations.policy import OffloadPolicy
-from rayzero.activations.schedule.quota import ChunkBytes, ChunkQuota, bytes_to_offload
+from rayzero.activations.schedule.group import ChunkQuota
 from rayzero.errors import ConfigError
 
 
 def run(policy: OffloadPolicy, groups: list[int], expected: list[int] | None, margin: int = 0) -> list[int]:
-    quota = ChunkQuota(policy, None if expected is None else ChunkBytes(tuple(expected)), margin=margin)
+    quota = ChunkQuota(policy, expected, margin=margin)
     return [quota.take(nbytes, group=index) for index, nbytes in enumerate(groups)]
 
 
@@ -29,7 +29,7 @@ def test_the_share_is_exact_to_the_byte_when_the_chunk_is_known(groups, fraction
     policy = OffloadPolicy(fraction=fraction, rank=rank, delta_bytes=1000)
     taken = run(policy, groups, groups, margin)
     movable = sum(groups[: max(0, len(groups) - margin)])
-    assert sum(taken) == bytes_to_offload(policy, groups, margin) == max(0, round(fraction * (movable - rank * 1000)))
+    assert sum(taken) == max(0, round(fraction * (movable - rank * 1000)))
     assert all(0 <= t <= n for t, n in zip(taken, groups, strict=True))
     assert margin == 0 or not any(taken[len(groups) - margin :])
 

@@ -14,8 +14,7 @@ from rayzero.activations import ThreadLane
 from rayzero.activations.ledger import Ledger
 from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.schedule.chunk_order import ChunkKey
-from rayzero.activations.schedule.group import Chunk
-from rayzero.activations.schedule.quota import ChunkQuota
+from rayzero.activations.schedule.group import Chunk, ChunkQuota
 from rayzero.activations.tensors.entry import Entry, Saved
 from rayzero.activations.tensors.host_pool import HostPool
 from rayzero.activations.tensors.pieces import StoragePiece

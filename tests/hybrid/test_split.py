@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.hybrid.fraction_search import FractionSearch
 from rayzero.hybrid.host.buckets import plan_buckets
+from rayzero.hybrid.placement import FractionSearch
 from rayzero.hybrid.split import Item, chunks, host_elements, total_bytes
 
 LINE = 64

@@ -7,8 +7,8 @@ import mmap
 import pytest
 import torch
 
-from rayzero.memory.heap import HeapUse, heap_use
 from rayzero.memory.ledger_count import LedgerCount, ledger_rest, without_model
+from rayzero.memory.malloc import HeapUse, heap_use
 from rayzero.memory.process_memory import ProcessMemory, process_memory
 
 MIB = 1 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -11,28 +10,8 @@ import pytest
 import torch
 
 import rayzero.engine as engine
+from rayzero.memory.malloc import heap_use
 from rayzero.testing import run_ranks
-
-
-class MallInfo(ctypes.Structure):
-    """``struct mallinfo2`` of glibc."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in [
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        ]
-    ]
-
 
 FAULTS = """
 import resource
@@ -82,10 +61,9 @@ def kept_by_a_rank(ctx: engine.RankContext) -> float:
         model(torch.ones(1, width)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    mallinfo = ctypes.CDLL(None).mallinfo2
-    mallinfo.restype = MallInfo
-    found = mallinfo()
-    return float(found.fordblks / (4 * width**2))
+    found = heap_use()
+    assert found is not None
+    return found.free / (4 * width**2)
 
 
 def test_a_rank_keeps_neither_its_constructors_memory_nor_gradients() -> None:

@@ -68,8 +68,11 @@ def test_whoever_drops_the_last_tensor_makes_no_context_on_another_device(driver
 
     def in_a_thread() -> int:
         pool = BufferPool(pinned_for=OURS)
-        with pool.acquire(4096):
-            assert locked_bytes() == 4096
+        buffer = pool.acquire(4096)
+        assert buffer is not None
+        assert locked_bytes() == 4096
+        buffer.release()
+        del buffer
         pool.trim()
         return driver.devices.current()
 

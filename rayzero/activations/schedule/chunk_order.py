@@ -42,12 +42,7 @@ class ChunkOrder:
 
     def __init__(self) -> None:
         self._step = _Step()
-        self._learned: tuple[ChunkKey, ...] = ()
-
-    @property
-    def learned(self) -> tuple[ChunkKey, ...]:
-        """The backward order of the last whole step."""
-        return self._learned
+        self.learned: tuple[ChunkKey, ...] = ()  # the backward order of the last whole step
 
     def forward_began(self, stage: int) -> ChunkKey:
         """A new chunk of part ``stage``."""
@@ -68,7 +63,7 @@ class ChunkOrder:
         if not step.backwards:
             step.newest_first = self._newest_with_older(key)
         place = len(step.backwards)
-        step.as_learned &= place < len(self._learned) and self._learned[place] == key
+        step.as_learned &= place < len(self.learned) and self.learned[place] == key
         step.backwards.append(key)
 
     def gone(self, key: ChunkKey) -> None:
@@ -77,7 +72,7 @@ class ChunkOrder:
         step.live.discard(key)
         if not step.live:
             if step.backwards:
-                self._learned = tuple(step.backwards)
+                self.learned = tuple(step.backwards)
             self._step = _Step()
 
     def expected_after(self, key: ChunkKey) -> ChunkKey | None:
@@ -91,8 +86,8 @@ class ChunkOrder:
         """Whether no other chunk's backward is expected before ``key``'s."""
         step = self._step
         place = len(step.backwards)
-        if step.as_learned and place < len(self._learned):
-            return self._learned[place] == key
+        if step.as_learned and place < len(self.learned):
+            return self.learned[place] == key
         waiting = [other for other in step.live if other not in step.backwards]
         return key == min(waiting, key=self._rank_of, default=key)
 
@@ -101,10 +96,10 @@ class ChunkOrder:
         return key in step.live and key in step.ended and key not in step.backwards
 
     def _learned_after(self, key: ChunkKey) -> ChunkKey | None:
-        if not self._step.as_learned or key not in self._learned:
+        if not self._step.as_learned or key not in self.learned:
             return None
-        place = self._learned.index(key) + 1
-        return self._learned[place] if place < len(self._learned) else None
+        place = self.learned.index(key) + 1
+        return self.learned[place] if place < len(self.learned) else None
 
     def _ruled_after(self, key: ChunkKey) -> ChunkKey | None:
         """See [Note: the rule]."""

@@ -9,8 +9,7 @@ import torch
 from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.schedule.chunk_order import ChunkOrder
 from rayzero.activations.schedule.cost_book import CostBook
-from rayzero.activations.schedule.group import Chunk
-from rayzero.activations.schedule.quota import ChunkBytes, ChunkQuota
+from rayzero.activations.schedule.group import Chunk, ChunkQuota
 from rayzero.activations.schedule.reload import Reload
 from rayzero.activations.tensors.protected_storages import ProtectedStorages
 
@@ -34,7 +33,7 @@ class Chunks:
         self.all = False  # whether chunks offload all eligible bytes, whatever the policy's fraction
         self._current: Chunk | None = None
         self._depth = 0  # running forwards of models, one inside the other
-        self._last_bytes: dict[int, ChunkBytes] = {}  # stage -> the last chunk's
+        self._last_bytes: dict[int, tuple[int, ...]] = {}  # stage -> those of the last chunk's groups
 
     def begin(self, stage: int) -> None:
         """A forward of part ``stage`` starts. Inside another forward, or without gradients, it opens no chunk."""
@@ -85,6 +84,7 @@ class Chunks:
             return
         chunk.forward_open = False
         self._order.forward_ended(chunk.key)
-        if any(chunk.group_bytes()):
-            self._last_bytes[chunk.key.stage] = ChunkBytes(chunk.group_bytes())
+        sizes = tuple(group.saved_bytes for group in chunk.groups)
+        if any(sizes):
+            self._last_bytes[chunk.key.stage] = sizes
         self.drop_if_gone(chunk)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.schedule.cost import Choice, CostPlan, GroupCost, Link, choose
 from rayzero.activations.schedule.group import Chunk, Group, GroupKey
+from rayzero.codecs import codec_for
 from rayzero.lanes import Event, Lane, Span
 
 _DRIFT = 0.1  # share by which a group's bytes may differ from those that the plan was made for
+_FLOAT, _SAMPLE = torch.float32, 1 << 18  # dtype and values of the example that gives a group's share of host bytes
 _BACKWARD_PER_FORWARD = 2.0  # for a group whose backward was not timed
 
 
@@ -20,9 +24,8 @@ class _Measured:
 
     signature: tuple[Sequence[int], ...]
     nbytes: int
-    host_share: float
-    can_recompute: bool
-    input_bytes: int
+    host_bytes: int
+    input_bytes: int | None  # None: cannot be recomputed
     forward_s: float | None = None
     backward_s: float | None = None
 
@@ -31,11 +34,11 @@ class _Measured:
         forward = self.forward_s or 0.0
         return GroupCost(
             nbytes=self.nbytes,
-            host_bytes=round(self.nbytes * self.host_share),
+            host_bytes=self.host_bytes,
             forward_s=forward,
             backward_s=self.backward_s if self.backward_s is not None else _BACKWARD_PER_FORWARD * forward,
-            can_recompute=self.can_recompute,
-            input_bytes=self.input_bytes,
+            can_recompute=self.input_bytes is not None,
+            input_bytes=self.input_bytes or 0,
         )
 
 
@@ -72,14 +75,15 @@ class CostBook:
             return Choice.OFFLOAD
         return self._choices.get(group.key, Choice.OFFLOAD)
 
-    def committed(self, group: Group, *, host_share: float, can_recompute: bool, input_bytes: int) -> None:
+    def committed(self, group: Group) -> None:
         """A group's forward is over and its bytes are known. A recomputed group is not measured, because it has saved
         nothing but its inputs."""
         if group.recomputed:
             return
         known = self._measured.get(group.key)
         if known is None or known.signature != group.signature or _drifted(known.nbytes, group.saved_bytes):
-            known = _Measured(group.signature, group.saved_bytes, host_share, can_recompute, input_bytes)
+            host_bytes = round(group.saved_bytes * _host_share(self.policy.compress))
+            known = _Measured(group.signature, group.saved_bytes, host_bytes, group.input_bytes)
             self._measured[group.key] = known
             self._stale.setdefault(group.chunk.key.stage, ())
         if group.began is not None and group.ended is not None:
@@ -149,6 +153,11 @@ def link_of(spans: Iterable[Span]) -> Link | None:
         return None
     any_speed = next(iter(speeds.values()))
     return Link(out=speeds.get("out", any_speed), back=speeds.get("in", any_speed))
+
+
+def _host_share(compress: str) -> float:
+    """Host bytes for each byte that leaves."""
+    return codec_for(compress, _FLOAT).most_bytes(_SAMPLE, _FLOAT) / (_SAMPLE * _FLOAT.itemsize)
 
 
 def _drifted(planned: int, measured: int) -> bool:

@@ -1,4 +1,4 @@
-"""Groups of saved tensors and the chunks they belong to."""
+"""Groups of saved tensors, the chunks they belong to, and how many bytes of a chunk leave."""
 
 from __future__ import annotations
 
@@ -6,10 +6,50 @@ import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.schedule.chunk_order import ChunkKey
-from rayzero.activations.schedule.quota import ChunkQuota
 from rayzero.activations.tensors.entry import Entry, Saved
 from rayzero.lanes import Event
+
+
+class ChunkQuota:
+    """Deals out one chunk's share of bytes while its forward runs, the earliest first.
+
+    Knows byte counts; not tensors. With ``expected``, the bytes of the chunk's groups the last time, the share is exact
+    to the byte if the chunk is the same. Without it, a whole tensor leaves whenever the share stays within
+    ``fraction``, and ``margin`` and ``delta_bytes`` have no effect."""
+
+    def __init__(self, policy: OffloadPolicy, expected: Sequence[int] | None, *, margin: int) -> None:
+        self._policy = policy
+        self._expected = expected
+        self._margin = range(0) if expected is None else range(max(0, len(expected) - margin), len(expected))
+        self._target = 0 if expected is None else _share(policy, sum(expected[: self._margin.start]))
+        self._seen = self._offloaded = 0
+
+    def take(self, nbytes: int, *, group: int) -> int:
+        """How many bytes leave of a tensor of ``nbytes`` in the chunk's ``group``-th group: all, none, or as many as
+        are left up to the target."""
+        if group in self._margin:
+            return 0
+        self._seen += nbytes
+        taken = self._exact(nbytes) if self._expected is not None else self._whole(nbytes)
+        self._offloaded += taken
+        return taken
+
+    def put_back(self, nbytes: int) -> None:
+        """Take back bytes that were dealt out but had to stay, for example because the host had no room."""
+        self._offloaded -= nbytes
+
+    def _exact(self, nbytes: int) -> int:
+        target = max(self._target, _share(self._policy, self._seen))  # a bigger chunk than last time keeps its share
+        return max(0, min(nbytes, target - self._offloaded))
+
+    def _whole(self, nbytes: int) -> int:
+        return nbytes if self._offloaded + nbytes <= round(self._policy.fraction * self._seen) else 0
+
+
+def _share(policy: OffloadPolicy, nbytes: int) -> int:
+    return max(0, round(policy.fraction * (nbytes - policy.rank * policy.delta_bytes)))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -52,10 +92,6 @@ class Chunk:
         """Whether its forward is over and nothing that it saved is left."""
         return not self.forward_open and self.live == 0
 
-    def group_bytes(self) -> tuple[int, ...]:
-        """The eligible bytes of each group, in order."""
-        return tuple(group.saved_bytes for group in self.groups)
-
 
 @dataclass(slots=True, eq=False)
 class Group:
@@ -74,6 +110,7 @@ class Group:
     recomputed: bool = False
     streams: set[Hashable] = field(default_factory=set)  # on which its tensors were saved
     signature: tuple[Sequence[int], ...] = ()  # shapes of its module's inputs
+    input_bytes: int | None = None  # of the same; None: a scope in user code, which cannot be recomputed
     began: Event | None = None  # forward of its scope, if it is timed
     ended: Event | None = None
 

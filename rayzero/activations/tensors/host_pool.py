@@ -58,36 +58,19 @@ class HostBuffer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SizeClassStatus:
-    """The buffers of one size class, of ``size_bytes`` each."""
-
-    size_bytes: int
-    num_in_use: int
-    num_free: int
-    num_returning: int  # given back while a copy still uses them
-
-    @property
-    def utilization(self) -> float:
-        """The share of this class's buffers that is in use, 0 to 1."""
-        total = self.num_in_use + self.num_free + self.num_returning
-        return self.num_in_use / total if total else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatus:
     """What the pool holds now, in bytes of whole buffers, and what it has served so far, in counts."""
 
     total_bytes: int
     in_use_bytes: int
     free_bytes: int
-    returning_bytes: int
+    returning_bytes: int  # given back while a copy still uses them
     pinned_bytes: int
     peak_bytes: int
     requests: int
     hits: int
     misses: int
     refusals: int
-    classes: tuple[SizeClassStatus, ...]
 
     def as_dict(self) -> dict[str, object]:
         """Plain values, ready for JSON."""
@@ -187,25 +170,9 @@ class HostPool:
                 hits=self._hits,
                 misses=self._misses,
                 refusals=self._refusals,
-                classes=self._classes(),
             )
 
     # -------------------------------------------------------------------------------- under the lock
-
-    def _classes(self) -> tuple[SizeClassStatus, ...]:
-        found = []
-        for size in sorted(self._in_use.keys() | self._free.keys()):
-            kept = self._free.get(size, ())
-            returning = sum(buffer.is_returning for buffer in kept)
-            found.append(
-                SizeClassStatus(
-                    size_bytes=size,
-                    num_in_use=self._in_use.get(size, 0),
-                    num_free=len(kept) - returning,
-                    num_returning=returning,
-                )
-            )
-        return tuple(found)
 
     def _all_free(self) -> Iterator[HostBuffer]:
         for kept in self._free.values():

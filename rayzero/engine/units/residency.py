@@ -123,8 +123,7 @@ class Residency:
     @property
     def allocated(self) -> int:
         """Bytes of buffers, in use or free; the owners' memory is not included."""
-        stats = self._pool.stats
-        return stats.leased + stats.free
+        return self._pool.held_bytes
 
     @property
     def peak(self) -> int:

@@ -169,7 +169,7 @@ class UnitTransfers:
     def allocated(self) -> dict[tuple[str, str], int]:
         """Bytes of staging memory: (kind, tier) -> bytes, with the labels of ``names.MEMORY_BYTES``. Any thread may
         call it."""
-        return {("staging", "pinned" if self._staging.pinned_for is not None else "ram"): _held(self._staging)}
+        return {("staging", "pinned" if self._staging.pinned_for is not None else "ram"): self._staging.held_bytes}
 
     def measure_link(self, device: torch.device) -> None:
         """Measure the copies between ``device``, the rank's, and host memory: some tens of milliseconds."""
@@ -320,7 +320,7 @@ class DeviceTransfers(UnitTransfers):
 
     def allocated(self) -> dict[tuple[str, str], int]:
         """See ``UnitTransfers``."""
-        return {key: size + _held(self._arriving) for key, size in super().allocated().items()}
+        return {key: size + self._arriving.held_bytes for key, size in super().allocated().items()}
 
     def trim(self) -> int:
         """See ``UnitTransfers``."""
@@ -331,11 +331,6 @@ class DeviceTransfers(UnitTransfers):
         """See ``UnitTransfers``."""
         super().close()
         self.lane.close()
-
-
-def _held(pool: BufferPool) -> int:
-    stats = pool.stats
-    return stats.leased + stats.free
 
 
 # ---- gradients --------------------------------------------------------------------------------------------------

@@ -1,4 +1,10 @@
-"""How a bucket is updated: Adam by the tile kernels, or any other torch optimizer class by its own code."""
+"""How a bucket is updated: Adam by the tile kernels, or any other torch optimizer class by its own code.
+
+[Note: tails] Torch computes the elements after a tensor's last full vector with scalar code, which rounds differently.
+So the tile kernel updates whole lines of 64 elements, and torch's kernel the rest of each piece, as a tensor that
+begins at a line. Vector widths divide 64, so torch splits this tensor into vectors and scalars exactly as it splits the
+whole one.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +16,11 @@ from torch import Tensor, nn
 
 from rayzero.errors import ConfigError
 from rayzero.hybrid.host.buckets import Bucket
-from rayzero.hybrid.host.tails import Tails, lines
 from rayzero.hybrid.options import Group
 from rayzero.kernels import AdamMemory, AdamOptions, Kernel, adam_states, segments_of
 from rayzero.kernels.optimizer_class import OptimizerMaker, State, by_group, load_into, prepare_states, step_alone
+from rayzero.kernels.torch_kernel import fused_adam
+from rayzero.layout.model_layout import ALIGN
 
 Groups = Mapping[int, Group]  # index of a parameter group -> its options
 
@@ -77,12 +84,10 @@ class TileAdam:
 
     @property
     def state(self) -> Mapping[Tensor, State]:
-        """See ``Rule.state``."""
         views = self._bucket.master_views
         return {views[i]: self.state_of(i) for i in range(len(views)) if self._begun[i]}
 
     def update(self, present: Sequence[int], scales: Sequence[float]) -> None:
-        """See ``Rule.update``."""
         options = self._options()
         self._allocate(amsgrad=any(option.amsgrad for option in options))
         gradients, scale = _scaled(self._bucket, scales)
@@ -140,7 +145,6 @@ class TileAdam:
                 views[index].copy_(state[kind].view_as(views[index]))
 
     def prepare(self) -> None:
-        """See ``Rule.prepare``."""
         self._allocate(amsgrad=any(group.get("amsgrad") for group in self.param_groups))
         self._begun = [True] * len(self._begun)
 
@@ -164,17 +168,14 @@ class ClassRule:
 
     @property
     def param_groups(self) -> list[Group]:
-        """See ``Rule``."""
         return self._optimizer.param_groups
 
     @property
     def state(self) -> Mapping[Tensor, State]:
-        """See ``Rule.state``."""
         return self._optimizer.state
 
     @torch.no_grad()
     def update(self, present: Sequence[int], scales: Sequence[float]) -> None:
-        """See ``Rule.update``."""
         _, scale = _scaled(self._bucket, scales)
         for index in present:
             grad = self._bucket.grad_views[index].to(self._params[index].dtype)
@@ -185,15 +186,12 @@ class ClassRule:
         self._bucket.publish()
 
     def state_of(self, index: int) -> State:
-        """See ``Rule.state_of``."""
         return dict(self._optimizer.state.get(self._params[index], {}))
 
     def load(self, states: Sequence[State]) -> None:
-        """See ``Rule.load``: by the class's own ``load_state_dict``."""
         load_into(self._optimizer, [states[index] for index in self._at])
 
     def prepare(self) -> None:
-        """See ``Rule.prepare``."""
         prepare_states(self._optimizer)
 
 
@@ -208,3 +206,50 @@ def _scaled(bucket: Bucket, scales: Sequence[float]) -> tuple[Tensor, float]:
     for scale in scales[:now]:
         grads.mul_(scale)
     return grads, 1.0 if now == len(scales) else scales[now]
+
+
+def lines(numel: int) -> int:
+    """The largest multiple of 64 that is at most ``numel``."""
+    return numel // ALIGN * ALIGN
+
+
+class Tails:
+    """The elements of a bucket's pieces after their last full line, and their moments."""
+
+    def __init__(self, bucket: Bucket, moments: Mapping[str, Tensor]) -> None:
+        """``moments``: kind -> fp32, flat like the bucket."""
+        self._bucket = bucket
+        self._ranges = [
+            (at + lines(piece.numel), at + piece.numel) for at, piece in zip(bucket.offsets, bucket.pieces, strict=True)
+        ]
+        self._flats = [bucket.master, *moments.values()]
+
+    @torch.no_grad()
+    def update(
+        self, present: Sequence[int], options: Mapping[int, AdamOptions], steps: Sequence[int], scale: float
+    ) -> None:
+        """Update the tails of the pieces ``present``. ``options`` and ``steps`` (counting this one) are by piece."""
+        alike: dict[tuple[AdamOptions, int], list[int]] = {}
+        for index in present:
+            start, stop = self._ranges[index]
+            if stop > start:
+                alike.setdefault((options[index], steps[index]), []).append(index)
+        for (chosen, step), members in alike.items():
+            self._fused(members, chosen, step, scale)
+
+    def _fused(self, members: Sequence[int], options: AdamOptions, step: int, scale: float) -> None:
+        assert self._bucket.grads is not None
+        ranges = [self._ranges[index] for index in members]
+        grads = [self._bucket.grads[start:stop].float() for start, stop in ranges]
+        masters, means, squares, *largest = [[flat[start:stop] for start, stop in ranges] for flat in self._flats]
+        fused_adam(
+            options,
+            masters,
+            grads if scale == 1.0 else torch._foreach_mul(grads, scale),
+            means,
+            squares,
+            largest[0] if options.amsgrad else [],
+            [torch.tensor(float(step), dtype=torch.float32, device="cpu")] * len(members),
+        )
+        if self._bucket.params is not self._bucket.master:
+            torch._foreach_copy_([self._bucket.params[start:stop] for start, stop in ranges], masters)

@@ -15,6 +15,10 @@ bucket leaves after the work so far of every stream that one of its hooks ran on
 use, and nobody sees which streams use its parameters after that: some have waited for the caller's stream before, and
 will not do so again. So the thread waits for the copy, which is then over for all of them. It has had to wait for the
 update before, and the copy of one bucket is short beside that.
+
+[Note: staging] On a device with streams, many small gradients are gathered in device memory and copied as one;
+parameters come back the same way. That memory is allocated and used on a single stream, so the allocator can give one
+bucket's memory to the next without waiting: there is about one bucket of it per direction.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.hybrid.host.bucket_copies import bring, send
+from rayzero.errors import UnsupportedError
 from rayzero.hybrid.host.bucket_rules import Rule
 from rayzero.hybrid.host.buckets import Bucket, range_of
 from rayzero.hybrid.options import HyperLink
@@ -35,7 +39,54 @@ from rayzero.hybrid.split import Piece
 from rayzero.lanes import Event, Lane
 from rayzero.tensor_metadata import plain
 
-GradientOf = Callable[[Tensor], Tensor | None]
+
+def send(lane: Lane, bucket: Bucket, indices: Sequence[int], grads: Sequence[Tensor], after: Sequence[Event]) -> Event:
+    """Copy gradients into the bucket's gradient memory, once all in ``after`` has happened. ``grads[i]`` is on the
+    device and has the shape of piece ``indices[i]``; indices ascend."""
+    found, landing = list(grads), bucket.grads
+    assert landing is not None
+    targets = [bucket.grad_views[index] for index in indices]
+
+    def copy() -> None:
+        with plain():
+            if len(found) == 1 or lane.device.type != "cuda":
+                torch._foreach_copy_(targets, found, non_blocking=True)  # one call: models have thousands
+                return
+            start, stop = _range(bucket, indices)
+            staged = torch.zeros(stop - start, dtype=landing.dtype, device=lane.device)
+            torch._foreach_copy_(_within(bucket, indices, staged, start, found), found)
+            landing[start:stop].copy_(staged, non_blocking=True)
+
+    return lane.issue("out", copy, after=after, holds=grads)  # zero_grad() may drop them before it has run
+
+
+def bring(lane: Lane, bucket: Bucket, indices: Sequence[int], params: Sequence[Tensor], after: Event) -> Event:
+    """Copy the pieces' values from ``bucket.params`` into ``params``, once ``after`` has happened."""
+    targets, sources = list(params), [bucket.param_views[index] for index in indices]
+
+    def copy() -> None:
+        with plain():
+            if len(targets) == 1 or lane.device.type != "cuda":
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+                return
+            start, stop = _range(bucket, indices)
+            staged = bucket.params[start:stop].to(lane.device, non_blocking=True)
+            torch._foreach_copy_(targets, _within(bucket, indices, staged, start, targets))
+
+    return lane.issue("in", copy, after=[after], holds=params)  # a model may be dropped before it has run
+
+
+def _range(bucket: Bucket, indices: Sequence[int]) -> tuple[int, int]:
+    last = indices[-1]
+    return bucket.offsets[indices[0]], bucket.offsets[last] + bucket.pieces[last].numel
+
+
+def _within(
+    bucket: Bucket, indices: Sequence[int], staged: Tensor, start: int, shaped: Sequence[Tensor]
+) -> list[Tensor]:
+    """Views of the pieces in ``staged``, which begins at element ``start`` of the bucket."""
+    begins = [bucket.offsets[index] - start for index in indices]
+    return [staged[at : at + like.numel()].view(like.shape) for at, like in zip(begins, shaped, strict=True)]
 
 
 class Inline(Executor):
@@ -85,10 +136,9 @@ class HostSide:
 
     Knows the order of updates; not parameter groups, modules, or when a step begins."""
 
-    def __init__(self, runs: Sequence[BucketRun], gradient_of: GradientOf, *, threads: bool) -> None:
+    def __init__(self, runs: Sequence[BucketRun], *, threads: bool) -> None:
         """``threads=False``: updates run in the caller."""
         self.runs = list(runs)
-        self._gradient_of = gradient_of
         self._worker: Executor = ThreadPoolExecutor(1, "rayzero-hybrid-adam") if threads else Inline()
         self._runs_of: dict[int, list[BucketRun]] = {}
         for run in runs:
@@ -115,7 +165,7 @@ class HostSide:
 
     def stale(self, run: BucketRun) -> tuple[dict[int, Tensor], list[int]]:
         """(piece -> its gradient, for pieces that have one; those of them whose copy is missing or no longer valid)."""
-        grads = [self._gradient_of(param) for param in run.params]
+        grads = [gradient_of(param) for param in run.params]
         found = {index: grad for index, grad in enumerate(grads) if grad is not None}
         return found, [index for index, grad in found.items() if not run.current(index, grad)]
 
@@ -228,3 +278,17 @@ def _target(param: Tensor, run: BucketRun, index: int) -> Tensor:
 def _common_dtype(grads: Iterable[Tensor]) -> torch.dtype:
     dtypes = {grad.dtype for grad in grads}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def gradient_of(param: Tensor) -> Tensor | None:
+    """The gradient to update ``param`` by: ``decoupled_grad`` if a framework set one, else ``grad``.
+
+    Raises UnsupportedError if it is not dense."""
+    found: Tensor | None = getattr(param, "decoupled_grad", None)
+    found = param.grad if found is None else found
+    if found is not None and found.layout is not torch.strided:
+        raise UnsupportedError(
+            f"a gradient of shape {tuple(found.shape)} is {found.layout}: offloaded gradients are dense; "
+            "use sparse=False"
+        )
+    return found
