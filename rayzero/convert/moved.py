@@ -66,7 +66,6 @@ class Strided:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @cached_property

@@ -35,7 +35,6 @@ class RemoteFolder:
 
     @property
     def name(self) -> str:
-        """The last part of the URL."""
         return self.url.rpartition("/")[2]
 
     def __truediv__(self, name: str) -> RemoteFolder:

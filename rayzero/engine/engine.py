@@ -204,7 +204,6 @@ class Engine:
 
     @outside_modes
     def close_units(self, units: Sequence[ParamUnit], pushed_hooks: bool) -> None:
-        """That forward has ended, well or not."""
         self.passes.closed(units, self._in_forward)
         if pushed_hooks:
             self.saved.pop()
@@ -230,7 +229,6 @@ class Engine:
 
     @contextmanager
     def touched(self, units: Sequence[ParamUnit]) -> Iterator[None]:
-        """An operation uses Parameters of ``units``: they are up and plain inside the context."""
         pushed_hooks = self.open_units(units)
         try:
             yield
@@ -245,16 +243,13 @@ class Engine:
             self.cache.writes.lend(unit)
 
     def set_flag(self, param: nn.Parameter, unit: ParamUnit, on: bool) -> None:
-        """The user has set ``param.requires_grad``."""
         self.unfrozen.note(unit, unit.slot_of(param), on)
 
     def name_of(self, param: nn.Parameter, unit: ParamUnit) -> str:
-        """The name of one of a unit's Parameters."""
         return unit.layout.slots[unit.slot_of(param)].name
 
     @outside_modes
     def sent_gradient(self, param: nn.Parameter, unit: ParamUnit) -> str | None:
-        """The name of ``param`` if its gradient has left this rank in the open step, else None."""
         if not self.step_state.counts[unit.index] and unit.index not in self._sums:
             return None
         return self.name_of(param, unit)
@@ -273,7 +268,6 @@ class Engine:
 
     @outside_modes
     def begin_forward(self) -> None:
-        """The model's own forward starts."""
         if self.loop is not None:
             self.loop.begin_forward()
         self._in_forward = True
@@ -293,7 +287,6 @@ class Engine:
 
     @outside_modes
     def end_forward(self) -> None:
-        """The model's own forward has ended, well or not."""
         self._in_forward = False
         self.passes.end_forward()
         self._heap.look(self.step_state.step)
@@ -530,7 +523,6 @@ class Engine:
 
     @outside_modes
     def take_loaded(self, param: nn.Parameter, unit: ParamUnit, value: Tensor) -> bool:
-        """Take a Parameter's values from the load_state_dict() that is running; False: none is."""
         return self.loading.take(param, unit, value)
 
     @outside_modes

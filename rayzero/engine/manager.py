@@ -137,7 +137,6 @@ class OffloadManager:
         return self._call(self._forward, *inputs, **keywords)
 
     async def forward_pass_async(self, *inputs: Any, **keywords: Any) -> Any:
-        """See ``forward_pass``."""
         return await self._call_async(self._forward, *inputs, **keywords)
 
     def _forward(self, *inputs: Any, **keywords: Any) -> Any:
@@ -167,7 +166,6 @@ class OffloadManager:
         self._call(self._backward, loss_or_grad)
 
     async def backward_pass_async(self, loss_or_grad: Tensor) -> None:
-        """See ``backward_pass``."""
         await self._call_async(self._backward, loss_or_grad)
 
     def _backward(self, loss_or_grad: Tensor) -> None:
@@ -217,7 +215,6 @@ class OffloadManager:
         self._call(self._step, lr)
 
     async def optimizer_step_async(self, lr: float | None = None) -> None:
-        """See ``optimizer_step``."""
         await self._call_async(self._step, lr)
 
     def _step(self, lr: float | None) -> None:
@@ -242,7 +239,6 @@ class OffloadManager:
         return self._call(read_stats, self._engine)
 
     async def get_performance_stats_async(self) -> Stats:
-        """See ``get_performance_stats``."""
         return await self._call_async(read_stats, self._engine)
 
     def get_memory_stats(self) -> MemoryStats:
@@ -250,7 +246,6 @@ class OffloadManager:
         return self._call(self._memory)
 
     async def get_memory_stats_async(self) -> MemoryStats:
-        """See ``get_memory_stats``."""
         return await self._call_async(self._memory)
 
     def _memory(self) -> MemoryStats:
@@ -261,7 +256,6 @@ class OffloadManager:
         return self._call(self._prefetch)
 
     async def get_prefetch_status_async(self) -> PrefetchStats:
-        """See ``get_prefetch_status``."""
         return await self._call_async(self._prefetch)
 
     def _prefetch(self) -> PrefetchStats:
@@ -278,7 +272,6 @@ class OffloadManager:
         return self._call(self._free)
 
     async def force_memory_optimization_async(self) -> dict[str, Freed]:
-        """See ``force_memory_optimization``."""
         return await self._call_async(self._free)
 
     def _free(self) -> dict[str, Freed]:
@@ -293,7 +286,6 @@ class OffloadManager:
         return self._call(self._adapt)
 
     async def adapt_performance_async(self) -> Adaptation:
-        """See ``adapt_performance``."""
         return await self._call_async(self._adapt)
 
     def _adapt(self) -> Adaptation:
@@ -316,7 +308,6 @@ class OffloadManager:
         self._call(self._reset)
 
     async def reset_state_async(self) -> None:
-        """See ``reset_state``."""
         await self._call_async(self._reset)
 
     def _reset(self) -> None:

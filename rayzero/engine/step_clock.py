@@ -72,9 +72,7 @@ class LoopMoments(Protocol):
         """``step`` is committed next."""
         ...
 
-    def begin_forward(self) -> None:
-        """The model's forward begins."""
-        ...
+    def begin_forward(self) -> None: ...
 
     def mean(self, given: MeanInput) -> tuple[float, ...]:
         """See ``ParameterStore.mean``. Waits."""
@@ -127,7 +125,6 @@ class StepClock:
         self.rate.count(tokens)
 
     def enter(self, phase: str) -> None:
-        """Enter a phase."""
         now = self._clock()
         self._spent[self._phase] += now - self._since
         if phase != self._phase:

@@ -120,7 +120,6 @@ class HyperLink:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two options have equal values."""
     if a is b:
         return True
     if isinstance(a, Tensor) or isinstance(b, Tensor):

@@ -35,7 +35,6 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
         return self.stop - self.start
 
 

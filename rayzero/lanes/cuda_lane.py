@@ -30,7 +30,6 @@ class CudaEvent(StreamEvent):
         self.event.record(stream)
 
     def join(self) -> None:
-        """See ``Event``."""
         with self._lane.current():
             self.event.synchronize()
 
@@ -140,7 +139,6 @@ class CudaLane:
                 return CudaEvent(self, stream, self.graph())
 
     def stream(self) -> Hashable:
-        """See ``Lane``."""
         return torch.cuda.current_stream(self.device)
 
     def used(self, memory: Tensor) -> None:

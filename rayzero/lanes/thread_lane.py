@@ -27,7 +27,6 @@ class ThreadEvent:
         self.at = at  # of a moment: seconds of the performance counter
 
     def finished(self) -> bool:
-        """See ``Event``."""
         return self._future.done()
 
     def settle(self) -> BaseException | None:
@@ -39,7 +38,6 @@ class ThreadEvent:
         self._future.result()
 
     def join(self) -> BaseException | None:
-        """See ``Event``."""
         return self.settle()
 
     def before_free(self, *memory: Tensor) -> None:
@@ -121,14 +119,12 @@ class ThreadLane:
         return ThreadEvent(DONE, time.perf_counter())
 
     def stream(self) -> Hashable:
-        """See ``Lane``."""
         return None
 
     def used(self, memory: Tensor) -> None:
         """See ``Lane``: does nothing. Whoever computes holds the memory meanwhile."""
 
     def seconds(self, start: Event, stop: Event) -> float | None:
-        """See ``Lane``."""
         assert isinstance(start, ThreadEvent)
         assert isinstance(stop, ThreadEvent)
         return stop.at - start.at
@@ -143,7 +139,6 @@ class ThreadLane:
             self._last[direction].settle()
 
     def drain(self, direction: Direction) -> None:
-        """See ``Lane``."""
         self.settle(direction)
 
     def capturing(self) -> bool:
@@ -151,7 +146,6 @@ class ThreadLane:
         return False
 
     def close(self) -> None:
-        """See ``Lane``."""
         threads, self._threads = self._threads, {}
         for thread in threads.values():
             thread.shutdown(wait=True)

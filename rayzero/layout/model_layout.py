@@ -225,7 +225,6 @@ class ModelLayout:
         return tuple(shard for shards in self.shards_by_unit for shard in shards)
 
     def slices(self, shard: Shard) -> tuple[SlotSlice, ...]:
-        """See ``slices_of``."""
         return slices_of(self.units[shard.unit], shard)
 
     @cached_property

@@ -138,7 +138,6 @@ class Unreported:
         context.report(asdict(self.report), checkpoint=self.checkpoint, exact=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers and text, for ``rayzero.track``."""
         report = asdict(self.report)
         if self.report.grad_norm is None and is_well(self.decision):  # once the next step is committed, it surely is
             report["grad_norm"] = self.decision.result().norm
@@ -161,7 +160,6 @@ class LateRow:
             self.before = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers and text, for ``rayzero.track``."""
         return {"loss": float(self.loss), "before": self.before and self.before.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -182,7 +180,6 @@ class TrainedTokens:
     total: int = 0
 
     def state_dict(self) -> dict[str, int]:
-        """The number, for ``rayzero.track``."""
         return {"total": self.total}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -64,7 +64,6 @@ class Identity:
         self.now = newer
 
     def protects(self, address: str) -> bool:
-        """See ``Credentials.protects``."""
         return self.now.protects(address)
 
 

@@ -39,7 +39,6 @@ class Protection:
 
     @property
     def scheme(self) -> str:
-        """As in a URL."""
         return "http" if self.certificate is None else "https"
 
     def context(self) -> ssl.SSLContext | None:

@@ -229,7 +229,6 @@ class _Connection(asyncio.Protocol):
         return self.stuck or (self._below is not None and self._below.get_write_buffer_size() > 0)
 
     def stop_waiting(self) -> None:
-        """End a handshake or a comparison. Idempotent."""
         if self._waits_for is not None:
             self._waits_for.cancel()
 

@@ -70,7 +70,6 @@ class Tally:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all events."""
         self._count, self._total = 0, 0.0
         self._shortest, self._longest = float("inf"), 0.0
 
@@ -85,7 +84,6 @@ class Tally:
 
     @property
     def value(self) -> Durations:
-        """All events so far."""
         if not self._count:
             return Durations()
         return Durations(count=self._count, total=self._total, shortest=self._shortest, longest=self._longest)
@@ -99,7 +97,6 @@ class CopyTally:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all copies."""
         with self._lock:
             self._copies = self._bytes = self._timed = 0
             self._seconds, self._peak = 0.0, 0.0
@@ -116,7 +113,6 @@ class CopyTally:
 
     @property
     def value(self) -> Copies:
-        """All copies so far."""
         with self._lock:
             return Copies(
                 count=self._copies,

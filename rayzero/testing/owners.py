@@ -47,7 +47,6 @@ class OwnReach:
     own: Connect
 
     def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
-        """See ``Reach``."""
         return self.own(rank, recorder, model)
 
 
@@ -65,7 +64,6 @@ class ServedReach:
     tls: Identity | None = None
 
     def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
-        """See ``Reach``."""
 
         terms = RankTerms(
             token=self.token,

@@ -72,7 +72,6 @@ class ModelStates:
 
     @property
     def stage(self) -> int:
-        """ZeRO's stage."""
         return step_count(self._zero.get("stage", 0), "stage")
 
     @property

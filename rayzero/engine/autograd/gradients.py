@@ -185,5 +185,4 @@ class GradientSums:
         return [s if s is None else s.to(unit.layout.dtype) for s in self._sums.pop(unit.index)]
 
     def clear(self) -> None:
-        """Forget them."""
         self._sums.clear()

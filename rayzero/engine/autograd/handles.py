@@ -108,7 +108,6 @@ class SavedWeights:
         push_saved_tensor_hooks(pack, unpack)
 
     def pop(self) -> None:
-        """Pop our hooks."""
         pop_saved_tensor_hooks()
 
     @outside_modes

@@ -90,7 +90,6 @@ class UnitCalls:
 
     @outside_graphs
     def before(self) -> None:
-        """The forward starts."""
         self._frames.append(None)
         if self._is_root and len(self._frames) == 1:
             self._engine.begin_forward()
@@ -98,7 +97,6 @@ class UnitCalls:
 
     @outside_graphs
     def after(self) -> None:
-        """The forward has ended."""
         if not self._frames:
             return
         pushed_hooks = self._frames.pop()

@@ -81,7 +81,6 @@ class PassTimes:
             self._spans.add(lane, ", ".join(unit.name for unit in units), began, now, self._step())
 
     def end_forward(self) -> None:
-        """The model's forward has ended."""
         self.forwards += graph_task_id() < 0  # a recomputation is part of its backward
         self._mark(self._clock())
 
@@ -101,7 +100,6 @@ class PassTimes:
         self._mark(now)
 
     def end_backward(self) -> None:
-        """The pass has ended."""
         self._in_backward = False
         self.backwards += 1
 

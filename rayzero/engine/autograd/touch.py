@@ -74,9 +74,7 @@ class Toucher(Protocol):
         """The parameter was given a ``requires_grad``."""
         ...
 
-    def name_of(self, param: nn.Parameter, unit: Any) -> str:
-        """The parameter's name."""
-        ...
+    def name_of(self, param: nn.Parameter, unit: Any) -> str: ...
 
 
 class _WeakClassAttribute(Generic[_Held]):

@@ -40,7 +40,6 @@ class OwnedStates(dict[Any, Any]):
         self._has_stepped = has_stepped
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise UnsupportedError."""
         raise UnsupportedError(
             "optimizer.state is empty, because the optimizer owners keep the states: read them with "
             "optimizer.state_dict(), and change them with optimizer.load_state_dict(), in which a parameter without "
@@ -119,7 +118,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        """The class of the user's optimizer."""
         return self.make.cls
 
     def hyper(self) -> tuple[Hyper, ...]:

@@ -31,13 +31,9 @@ _NO_FUNCTION: Any = nn.Parameter.__torch_function__
 class OwnsData(Protocol):
     """A unit that is up: the owner of its Parameters' memory."""
 
-    def data_of(self, param: Tensor) -> Tensor:
-        """What ``param.data`` is."""
-        ...
+    def data_of(self, param: Tensor) -> Tensor: ...
 
-    def assign_data(self, param: Tensor, value: Tensor) -> None:
-        """``param.data = value``."""
-        ...
+    def assign_data(self, param: Tensor, value: Tensor) -> None: ...
 
 
 units_by_storage: WeakValueDictionary[int, OwnsData] = WeakValueDictionary()

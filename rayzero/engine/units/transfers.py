@@ -207,7 +207,6 @@ class DeviceTransfers(UnitTransfers):
         held: int | None,
         ahead: bool,
     ) -> Fetching:
-        """See ``UnitTransfers``."""
         self._reap()
         uses = buffer.uses(self.lane)
         free = uses.so_far()
@@ -270,7 +269,6 @@ class DeviceTransfers(UnitTransfers):
 
     @property
     def caller_is_captured(self) -> bool:
-        """See ``UnitTransfers``."""
         return self.lane.capturing()
 
     @property
@@ -319,16 +317,13 @@ class DeviceTransfers(UnitTransfers):
         self.lane.drain("out")
 
     def allocated(self) -> dict[tuple[str, str], int]:
-        """See ``UnitTransfers``."""
         return {key: size + self._arriving.held_bytes for key, size in super().allocated().items()}
 
     def trim(self) -> int:
-        """See ``UnitTransfers``."""
         self._reap()
         return super().trim() + self._arriving.trim()
 
     def close(self) -> None:
-        """See ``UnitTransfers``."""
         super().close()
         self.lane.close()
 
