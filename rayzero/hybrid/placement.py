@@ -120,9 +120,7 @@ class FractionSearch:
     An update's time grows with the fraction; the part that the computation waits for does not hide. While there is no
     wait, the fraction grows, but not back to a value that caused one."""
 
-    def __init__(self, least: float = 0.0) -> None:
-        """``least``: never go below."""
-        self._least = least
+    def __init__(self) -> None:
         self._too_much = float("inf")
         self._busy: list[float] = []
         self._stalls: list[float] = []
@@ -136,7 +134,7 @@ class FractionSearch:
             return None
         busy, stall = median(self._busy), median(self._stalls)
         self._busy, self._stalls = [], []
-        wanted = min(1.0, max(self._least, self._better(fraction, busy, stall)))
+        wanted = min(1.0, self._better(fraction, busy, stall))
         worth = abs(wanted - fraction) >= _LEAST_MOVE or wanted == 1.0 > fraction
         return wanted if worth else None
 

@@ -207,10 +207,10 @@ def _spread(sizes: Sequence[int], groups: Sequence[int], num_owners: int, policy
     raise ConfigError(f"shard_map is {policy!r} but must be one of {', '.join(POLICIES)}")
 
 
-def resident_bytes(unit: UnitLayout, num_states: int = 2) -> int:
-    """How many bytes an owner keeps per element: parameters, fp32 master (fp32 parameters are the master) and fp32
-    optimizer states. For a frozen unit it keeps the parameters, and the master if there is one."""
+def resident_bytes(unit: UnitLayout) -> int:
+    """How many bytes an owner keeps per element: parameters, fp32 master (fp32 parameters are the master) and two
+    fp32 optimizer states. For a frozen unit it keeps the parameters, and the master if there is one."""
     if not unit.trainable:
         return unit.dtype.itemsize + (4 if unit.frozen_master else 0)
     published = 0 if unit.dtype is torch.float32 else unit.dtype.itemsize
-    return published + 4 * (1 + num_states)
+    return published + 4 * (1 + 2)

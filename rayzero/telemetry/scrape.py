@@ -59,21 +59,19 @@ class Series:
 
     def get(self, metric: Metric, suffix: str = "", **labels: str) -> float | None:
         """Sum over every series of this name that has all these labels; None if there is none."""
-        found = [value for _, value in self._having(metric, suffix, labels)]
+        found = [value for of, value in self._of(metric, suffix) if labels.items() <= dict(of).items()]
         return sum(found) if found else None
 
-    def by_label(self, metric: Metric, label: str, suffix: str = "") -> dict[str, float]:
+    def by_label(self, metric: Metric, label: str) -> dict[str, float]:
         """Sums by the values of one label."""
         sums: dict[str, float] = {}
-        for labels, value in self._having(metric, suffix, {}):
+        for labels, value in self._of(metric):
             of = dict(labels).get(label, "")
             sums[of] = sums.get(of, 0.0) + value
         return sums
 
-    def _having(self, metric: Metric, suffix: str, wanted: Mapping[str, str]) -> Iterator[tuple[Labels, float]]:
-        for (name, labels), value in self.values.items():
-            if name == metric.name + suffix and wanted.items() <= dict(labels).items():
-                yield labels, value
+    def _of(self, metric: Metric, suffix: str = "") -> Iterator[tuple[Labels, float]]:
+        return ((labels, value) for (name, labels), value in self.values.items() if name == metric.name + suffix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

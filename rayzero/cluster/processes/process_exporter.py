@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rayzero.cluster.run import TRACE_PATH
-from rayzero.memory.ledger_count import LedgerCount, ledger_rest, without_model
 from rayzero.memory.malloc import give_back_freed, heap_use
-from rayzero.memory.process_memory import node_memory, process_memory
+from rayzero.memory.process_memory import LedgerCount, ledger_rest, node_memory, process_memory, without_model
 from rayzero.security.credentials import Credentials
 from rayzero.security.refusals import Refusals
 from rayzero.telemetry.discovery import Target

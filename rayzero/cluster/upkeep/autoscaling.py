@@ -22,15 +22,15 @@ _STEPS = 5  # of a window, at least
 Loads = Mapping[str, Load]  # by process
 
 
-def window_of(before: Loads, now: Loads, steps: int = _STEPS) -> StepWindow | None:
-    """Seconds a step between two measurements of all processes; None: the ranks have taken fewer than ``steps``, or
+def window_of(before: Loads, now: Loads) -> StepWindow | None:
+    """Seconds a step between two measurements of all processes; None: the ranks have taken too few, or
     the processes are others."""
     if before.keys() != now.keys() or any(now[who].count < before[who].count for who in now):
         return None
     taken = {who: _difference(before[who], now[who]) for who in now}
     ranks = [load for who, load in taken.items() if who.startswith("rank")]
     owners = [load for who, load in taken.items() if not who.startswith("rank")]
-    if not ranks or not owners or min(load.count for load in (*ranks, *owners)) < steps:
+    if not ranks or not owners or min(load.count for load in (*ranks, *owners)) < _STEPS:
         return None
     return StepWindow(
         step_s=max(load.seconds / load.count for load in ranks),
