@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from rayzero.lanes.cuda_lane import CudaLane
-from rayzero.lanes.lane import AT_ONCE_S, Direction, Event, Lane, Span
-from rayzero.lanes.stream_uses import StreamUses
+from rayzero.lanes.lane import AT_ONCE_S, Direction, Event, Lane, Span, StreamUses
 from rayzero.lanes.thread_lane import ThreadLane
 
 __all__ = ["AT_ONCE_S", "CudaLane", "Direction", "Event", "Lane", "Span", "StreamUses", "ThreadLane", "make_lane"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rayzero.activations import ActivationOffload, OffloadPolicy
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.lanes.stream_event import StreamEvent
+from rayzero.lanes.cuda_lane import StreamEvent
 from tests.activations.models import equal, transformer
 from tests.support.simulated_lane import CaptureError, SimulatedLane
 

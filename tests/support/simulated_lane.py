@@ -61,8 +61,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from rayzero.engine.units.transfers import UnitTransfers, device_transfers
+from rayzero.lanes.cuda_lane import StreamEvent
 from rayzero.lanes.lane import SPANS_KEPT, Direction, Event, Lane, Span
-from rayzero.lanes.stream_event import StreamEvent
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.modes import MachineMode
 from rayzero.protocol.store import ParameterStore

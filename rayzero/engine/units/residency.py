@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from rayzero.engine.private_torch import owning_slice
 from rayzero.errors import ConfigError
 from rayzero.lanes import Lane, StreamUses
 from rayzero.layout.model_layout import ModelLayout, UnitLayout
-from rayzero.memory.budget import MemoryBudget
-from rayzero.memory.pool import BufferPool, buffer_bytes
+from rayzero.memory.budget import Lease, MemoryBudget
+from rayzero.memory.pool import Buffer, BufferPool, buffer_bytes
 from rayzero.protocol.store import ParameterStore
 
 Slices = tuple[torch.UntypedStorage, ...]
@@ -33,21 +33,13 @@ Views = tuple[Tensor, Slices]  # a buffer in one shape: flat, and a storage per 
 _USES = "uses"
 
 
-class BudgetHold(Protocol):
-    """Bytes taken from the budget."""
-
-    def release(self) -> None:
-        """Give them back, once."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitBuffer:
     """Leased memory for one unit's parameters, and a storage over each slot's range of it."""
 
     flat: Tensor  # 1D, unit.numel elements, the unit's dtype
     slices: Slices  # per slot; swapped under its Parameter while the unit is up
-    lease: BudgetHold  # freed by: Residency.release
+    lease: Buffer | Lease  # freed by: Residency.release
     mapped: bool = False  # True: the owners' memory, which only they fill
     made: dict[Any, Any] = field(default_factory=dict)  # stays with the memory from lease to lease
 
