@@ -134,9 +134,8 @@ class Builder:
     def _device_link(self, side: DeviceSide | None) -> HyperLink:
         if side is None:
             return HyperLink([], lambda: [])
-        optimizer = side.optimizer
         return HyperLink(
-            side.group_indices, lambda: optimizer.param_groups, lambda group: fused(options_of(group), self.gpu_class)
+            side.group_indices, lambda: side.param_groups, lambda group: fused(options_of(group), self.gpu_class)
         )
 
     def _lane(self, device: torch.device) -> Lane:

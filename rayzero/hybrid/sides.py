@@ -68,7 +68,7 @@ class Sides:
 
     def _stepped(self, at: int) -> Tensor:
         assert self.device is not None
-        return self.device.stepped[at]
+        return self.device.tensors[at]
 
     def written(self, indices: Iterable[int]) -> set[int]:
         """Which of these parameters were written to, not by this optimizer, since they last equalled their masters."""

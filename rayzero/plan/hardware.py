@@ -8,18 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from time import perf_counter, thread_time
+from time import thread_time
 
 import psutil
 import torch
 
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import ConfigError
-from rayzero.lanes.link_speed import measure_link
+from rayzero.lanes.link_speed import fastest, measure_link
 from rayzero.memory.process_memory import host_limits
 
 _LARGEST = 256 << 20  # bytes of the arrays that memory speed is measured with
-_ROUNDS = 5
 _PRODUCT_S = 0.2  # a size whose product takes longer is left out
 
 
@@ -85,20 +84,20 @@ def _product_speed(device: torch.device, dtype: torch.dtype) -> float:
     its caches: a large one takes seconds, and a step is faster than that."""
     if device.type == "cuda":
         return _speed_at(8192, device, dtype)
-    fastest = 0.0
+    best = 0.0
     for size in (128, 256, 512, 1024):
-        if 2 * size**3 > _PRODUCT_S * (fastest or inf):
+        if 2 * size**3 > _PRODUCT_S * (best or inf):
             break
-        fastest = max(fastest, _speed_at(size, device, dtype))
-    return fastest
+        best = max(best, _speed_at(size, device, dtype))
+    return best
 
 
 def _speed_at(size: int, device: torch.device, dtype: torch.dtype) -> float:
     a, b = (torch.randn(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
-    fastest = _best(lambda: torch.mm(a, b), device)
+    seconds = fastest(lambda: torch.mm(a, b), device)
     if device.type == "cpu":
-        fastest = min(fastest, _undisturbed(lambda: torch.mm(a, b), device) / _cores())
-    return 2 * size**3 / fastest
+        seconds = min(seconds, _undisturbed(lambda: torch.mm(a, b), device) / _cores())
+    return 2 * size**3 / seconds
 
 
 def _undisturbed(act: Callable[[], object], device: torch.device) -> float:
@@ -106,7 +105,7 @@ def _undisturbed(act: Callable[[], object], device: torch.device) -> float:
     before = torch.get_num_threads()
     use_torch_threads(1)
     try:
-        return _best(act, device, clock=thread_time)
+        return fastest(act, device, clock=thread_time)
     finally:
         use_torch_threads(before)
 
@@ -120,16 +119,4 @@ def _cores() -> int:
 def _memory_speed(size: int) -> float:
     """Bytes read and written per second by torch's threads, in place."""
     array = torch.ones(size // 4, dtype=torch.float32, device="cpu")
-    return 2 * size / _best(lambda: array.mul_(1.0), torch.device("cpu"))
-
-
-def _best(act: Callable[[], object], device: torch.device, clock: Callable[[], float] = perf_counter) -> float:
-    """Seconds of the fastest of a few calls."""
-    seconds = []
-    for _ in range(_ROUNDS + 1):  # the first warms up
-        start = clock()
-        act()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(clock() - start)
-    return min(seconds[1:])
+    return 2 * size / fastest(lambda: array.mul_(1.0), torch.device("cpu"))

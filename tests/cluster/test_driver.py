@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,13 +77,18 @@ class EndedRun:
         return {}
 
 
+def record_that(write: Callable[[], object]) -> Any:
+    """A record whose writing is ``write``."""
+    return SimpleNamespace(write=write, write_now_and_then=write)
+
+
 def asked(**told: Any) -> Any:
     """What a follower takes of a run's request; ``told``: what it is to do."""
     directory = SimpleNamespace(
         path=Path("nowhere"), checkpoints=RunCheckpoints(Path("nowhere")), start=StartPoint(checkpoint=None, step=0)
     )
-    nothing = {"on_report": None, "on_change": lambda: None, "on_stop": lambda: None, "on_phase": lambda _: None}
-    nothing |= {"on_rescale": lambda: None, "fewest_optimizers": 0, "access": None}
+    nothing = {"on_report": None, "on_phase": lambda _: None, "fewest_optimizers": 0, "access": None}
+    nothing["record"] = record_that(lambda: None)
     nobody = SimpleNamespace(
         num_workers=0,
         num_optimizers=0,
@@ -111,7 +117,7 @@ def test_a_signal_while_the_last_reports_are_handed_on_loses_and_doubles_none(at
 
     stopped: list[bool] = []
     actors = EndedRun([Report(rank=0, metrics={"step": step}) for step in range(5)])
-    request = asked(on_report=take, on_change=lambda: stop("the change"))
+    request = asked(on_report=take, record=record_that(lambda: stop("the change")))
     follower = Follower(actors, Journal(), request)  # type: ignore[arg-type]
     with interruptible():
         with pytest.raises(SystemExit):
@@ -207,13 +213,9 @@ def test_reports_that_came_after_the_open_call_was_answered_are_told() -> None:
 def test_the_record_says_stopped_before_any_actor_is_asked_for_anything() -> None:
     told: list[tuple[RunState, list[RunState]]] = []
     actors, journal = EndedRun([]), Journal(state=RunState.RUNNING)
-
-    def on_stop() -> None:
-        told.append((journal.state, list(actors.moves)))
-        raise OSError("the disk is full")
-
-    Follower(actors, journal, asked(on_stop=on_stop)).take_down(RunState.STOPPED, "interrupted")  # type: ignore[arg-type]
-    assert told == [(RunState.STOPPED, [])]
+    record = record_that(lambda: told.append((journal.state, list(actors.moves))))
+    Follower(actors, journal, asked(record=record)).take_down(RunState.STOPPED, "interrupted")  # type: ignore[arg-type]
+    assert told[0] == (RunState.STOPPED, [])
     assert actors.moves == [RunState.STOPPED]
 
 
@@ -341,7 +343,7 @@ def test_a_run_that_cannot_start_again_says_what_ended_it_and_why_not(
 
     monkeypatch.setattr(driver_module, "refuse_name_in_use", refuse)
     monkeypatch.setattr(driver_module.time, "sleep", lambda seconds: None)
-    request = asked(directory=Restarted(), on_restart=lambda: None)
+    request = asked(directory=Restarted())
     journal = Journal(state=RunState.RUNNING, outlived=1)
     with pytest.raises(RunFailedError) as failed:
         _again(request, journal, RunFailedError("run 'demo' failed: rank 1 died"))
@@ -360,7 +362,7 @@ def test_a_start_that_fails_is_one_more_failure(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(driver_module, name, done)
     monkeypatch.setattr(driver_module.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(driver_module, "replace", lambda request, scaling: request)
-    request = asked(directory=Restarted(), on_restart=lambda: None, run=RunConfig(max_failures=1 + left))
+    request = asked(directory=Restarted(), run=RunConfig(max_failures=1 + left))
     journal = Journal(outlived=1)
     first = RunFailedError("run 'demo' failed: rank 1 died")
     if left:
@@ -388,7 +390,7 @@ def test_a_run_that_starts_again_has_no_rows_of_the_steps_that_it_makes_again(
     monkeypatch.setattr(driver_module, "replace", lambda request, scaling: request)
     directory = Restarted()
     directory.path, directory.rows_until = tmp_path, 3
-    request = asked(directory=directory, on_restart=lambda: None, run=RunConfig(max_failures=2))
+    request = asked(directory=directory, run=RunConfig(max_failures=2))
     assert _again(request, Journal(outlived=1), RunFailedError("run 'demo' failed: rank 1 died")) is None
     assert begun == [[1, 2, 3]]
 
@@ -402,7 +404,7 @@ def test_the_record_of_a_run_that_starts_again_names_no_dead_process_and_outlast
         journal.members = [Member(who="rank 0", pid=7, node="n", host="h")]
         journal.targets = (Target(address="h:1", run="demo", role=Role.RANK, node="h", index=0),)
         journal.state, journal.restarts = RunState.STARTING, 1
-        request.on_restart()
+        request.record.write()
         records.append(read_record(tmp_path / "demo"))
         raise ValueError("on_phase")
 

@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import rayzero
@@ -75,7 +76,8 @@ class Told:
 def test_the_owner_beside_a_rank_hears_of_a_successor_by_itself() -> None:
     """While owners change, it is in the next epoch already, and the rank is not: the same number is another owner."""
     worker: Any = RankWorker(0, 1, None)
-    worker._owner, worker._table = owner, table = Told(), Told()
+    owner, table = Told(), Told()
+    worker._owner, worker._table = SimpleNamespace(server=owner), table
     worker.succeed_beside(4, "a4")
     assert (owner.successors, table.successors) == ([(4, "a4")], [])
     worker.succeed(1, "a1")

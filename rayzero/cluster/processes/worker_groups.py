@@ -76,12 +76,7 @@ class WorkerGroups:
                     why=f"rank {rank} was {before} and is now {process}, in the same group of workers; start the whole "
                     "group again, not one of its workers"
                 )
-            await self._news.wait_for(lambda: self._end_of(group.name) is not None or self._start is not None)
-            end = self._end_of(group.name)
-            if end is not None:
-                return end
-            assert self._start is not None
-            return self._start
+            return await self._answer(group.name, None)
 
     def _begin(self, group: WorkerGroup) -> None:
         if self._newest is not None:
@@ -93,12 +88,15 @@ class WorkerGroups:
         """What the ranks of the group would begin with now, as soon as it is not ``known``: an owner has moved, or
         ranks are to show another certificate."""
         async with self._news:
-            await self._news.wait_for(lambda: self._end_of(group) is not None or self._start not in (None, known))
-            end = self._end_of(group)
-            if end is not None:
-                return end
-            assert self._start is not None
-            return self._start
+            return await self._answer(group, known)
+
+    async def _answer(self, group: str, known: GroupStart | None) -> GroupStart | GroupEnded:
+        await self._news.wait_for(lambda: self._end_of(group) is not None or self._start not in (None, known))
+        end = self._end_of(group)
+        if end is not None:
+            return end
+        assert self._start is not None
+        return self._start
 
     def _end_of(self, group: str) -> GroupEnded | None:
         if self._over is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from contextlib import closing, suppress
 from typing import Any
 
@@ -18,7 +17,7 @@ from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.processes.coordinator import HeardReports, News
 from rayzero.cluster.processes.rank_worker import RankSettings
 from rayzero.cluster.processes.remains import Remains
-from rayzero.cluster.run import Recovery, Report, RunState, actor_name
+from rayzero.cluster.run import Recovery, RunState, actor_name
 from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, is_lost
 from rayzero.cluster.upkeep.autoscaling import Autoscaling
 from rayzero.cluster.upkeep.ray_processes import RayProcesses
@@ -281,12 +280,8 @@ class Follower:
 
     def _take_news(self, call: Any) -> None:
         news = self._processes.answer(call, "coordinator")
-        if news is None:
-            return
-        if self._is_of_another(news):
-            self._take_coordinator()
-        self._news = self._actors.coordinator.next_reports.remote(self._life)
-        self._pass_on(news.reports)
+        if news is not None:
+            self._hear(news)
 
     # ---- other processes that take places
 
@@ -303,11 +298,6 @@ class Follower:
 
     def _note_spares(self) -> None:
         self._journal.spares = self._actors.spares.members
-
-    def _is_of_another(self, news: News) -> bool:
-        """Whether they are the first news of a coordinator that has taken another one's place."""
-        before, self._life = self._life, news.life
-        return news.life != before
 
     def _take_coordinator(self) -> None:
         """Ray has started another coordinator; see [Note: another coordinator]."""
@@ -329,13 +319,15 @@ class Follower:
         for _ in range(2):
             self._actors.ask({"coordinator": self._actors.coordinator.end_news.remote()}, ANSWER_S)
             news = self._actors.ask({"coordinator": self._news}, ANSWER_S)["coordinator"]
-            if self._is_of_another(news):
-                self._take_coordinator()
-            self._news = self._actors.coordinator.next_reports.remote(self._life)  # take_down() may come after this
-            self._pass_on(news.reports)
+            self._hear(news)
 
-    def _pass_on(self, reports: Iterable[Report]) -> None:
-        for report in filter(self._heard.is_new, reports):
+    def _hear(self, news: News) -> None:
+        """Pass on the reports, and ask for the next ones."""
+        before, self._life = self._life, news.life
+        if news.life != before:
+            self._take_coordinator()
+        self._news = self._actors.coordinator.next_reports.remote(self._life)
+        for report in filter(self._heard.is_new, news.reports):
             self._journal.latest[report.rank] = report
             self._checkpoints.note(report.checkpoint)
             on_report, self._on_report = self._on_report, None  # one that raises is not called again

@@ -9,7 +9,7 @@ whole one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rayzero.errors import ConfigError
 from rayzero.hybrid.host.buckets import Bucket
 from rayzero.hybrid.options import Group
+from rayzero.hybrid.split import Piece
 from rayzero.kernels import AdamMemory, AdamOptions, Kernel, adam_states, segments_of
 from rayzero.kernels.optimizer_class import OptimizerMaker, State, by_group, load_into, prepare_states, step_alone
 from rayzero.kernels.torch_kernel import fused_adam
@@ -149,50 +150,63 @@ class TileAdam:
         self._begun = [True] * len(self._begun)
 
 
-class ClassRule:
-    """One instance of a torch optimizer class over a bucket's masters. The class creates its states at the first
-    update."""
+class PieceOptimizer:
+    """One torch optimizer over a tensor for each piece. Its class creates its states at the first update."""
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        pieces: Sequence[Piece],
+        groups: Groups,
+        group_of: Sequence[int],
+        cls: type[torch.optim.Optimizer],
+    ) -> None:
+        """``tensors``: what is updated, by piece. ``group_of``: parameter index -> group."""
+        self.tensors = tensors
+        members = by_group(group_of[piece.param] for piece in pieces)
+        self.group_indices = list(members)
+        self._at = [i for own in members.values() for i in own]  # pieces in the optimizer's order
+        params = [[cast("nn.Parameter", tensors[i]) for i in own] for own in members.values()]  # or leaves
+        self.optimizer = OptimizerMaker(cls).build([groups[g] for g in self.group_indices], params)
+
+    @property
+    def param_groups(self) -> list[Group]:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Mapping[Tensor, State]:
+        return self.optimizer.state
+
+    def state_of(self, index: int) -> State:
+        return dict(self.optimizer.state.get(self.tensors[index], {}))
+
+    def load(self, states: Sequence[State]) -> None:
+        load_into(self.optimizer, [states[index] for index in self._at])
+
+    def prepare(self) -> None:
+        prepare_states(self.optimizer)
+
+
+class ClassRule(PieceOptimizer):
+    """An optimizer class of torch over a bucket's masters."""
 
     def __init__(
         self, bucket: Bucket, groups: Groups, group_of: Sequence[int], cls: type[torch.optim.Optimizer]
     ) -> None:
         """``group_of``: parameter index -> group."""
         self._bucket = bucket
-        self._params = [nn.Parameter(view) for view in bucket.master_views]
-        members = by_group(group_of[piece.param] for piece in bucket.pieces)
-        self.group_indices = list(members)
-        self._at = [i for own in members.values() for i in own]  # pieces in the optimizer's order
-        self._optimizer = OptimizerMaker(cls).build(
-            [groups[g] for g in self.group_indices], [[self._params[i] for i in own] for own in members.values()]
-        )
-
-    @property
-    def param_groups(self) -> list[Group]:
-        return self._optimizer.param_groups
-
-    @property
-    def state(self) -> Mapping[Tensor, State]:
-        return self._optimizer.state
+        super().__init__([nn.Parameter(view) for view in bucket.master_views], bucket.pieces, groups, group_of, cls)
 
     @torch.no_grad()
     def update(self, present: Sequence[int], scales: Sequence[float]) -> None:
         _, scale = _scaled(self._bucket, scales)
         for index in present:
-            grad = self._bucket.grad_views[index].to(self._params[index].dtype)
-            self._params[index].grad = grad if scale == 1.0 else grad * scale
-        step_alone(self._optimizer)
+            grad = self._bucket.grad_views[index].to(self.tensors[index].dtype)
+            self.tensors[index].grad = grad if scale == 1.0 else grad * scale
+        step_alone(self.optimizer)
         for index in present:
-            self._params[index].grad = None
+            self.tensors[index].grad = None
         self._bucket.publish()
-
-    def state_of(self, index: int) -> State:
-        return dict(self._optimizer.state.get(self._params[index], {}))
-
-    def load(self, states: Sequence[State]) -> None:
-        load_into(self._optimizer, [states[index] for index in self._at])
-
-    def prepare(self) -> None:
-        prepare_states(self._optimizer)
 
 
 def _scaled(bucket: Bucket, scales: Sequence[float]) -> tuple[Tensor, float]:
