@@ -24,3 +24,9 @@ def alone() -> Iterator[RankContext]:
     """Rank 0 of 1 with an in-process store, closed at the end."""
     with running_in(RankContext()) as context:
         yield context
+
+
+@pytest.fixture(params=[False, True], ids=["copied", "mapped"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters in buffers of the rank's own, or where the owners write them."""
+    monkeypatch.setenv("RAYZERO_DEBUG", "0" if request.param else "1")

@@ -86,6 +86,18 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
 
 
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], rank: int = 0) -> list[Tensor]:
+    """The plain loop over a rank's batches of these steps; the losses."""
+    losses = []
+    for step in steps:
+        loss = token_loss(model, tokens(step, rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
 def tight(model: nn.Module, *, units: UnitRule = "auto", spare: int = 2, **settings: Any) -> ZeroConfig:
     """A config whose budget holds the root, the unit in use, the prefetch depth and ``spare`` units that a test may
     hold, but not the whole model: units come and go."""

@@ -20,7 +20,7 @@ from rayzero.engine.context import RankContext
 from rayzero.errors import CheckpointError
 from rayzero.testing import run_ranks
 
-from .models import Net, same_bits, seeded, token_loss, tokens
+from .models import Net, fit, same_bits, seeded
 
 STEPS = 3
 CONFIG = ZeroConfig(shard_bytes=16 << 10, min_unit_bytes=1 << 12)
@@ -30,10 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", 
 
 
 def run(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> None:
-    for step in range(first, first + STEPS):
-        token_loss(model, tokens(step, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    fit(model, optimizer, range(first, first + STEPS), 0)
 
 
 def resume(base: nn.Module, checkpoint: Path) -> dict[str, Tensor]:

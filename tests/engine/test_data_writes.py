@@ -17,9 +17,8 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.errors import UnsupportedError
-from rayzero.testing import run_ranks
 
-from .models import WIDTH, Block, Net, averaged, relative_difference, same_bits, seeded, tight, token_loss, tokens
+from .models import WIDTH, Block, Net, same_bits, seeded, tight, token_loss, tokens
 
 STEPS = 3
 Write = Callable[[Block], object]
@@ -240,37 +239,6 @@ def test_data_written_in_an_evaluation_is_kept(
     check(net(lambda block: write(block) if not torch.is_grad_enabled() else None), before=evaluate)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_ranks_that_write_the_same_data_agree(frozen: bool) -> None:
-    base = net(IN_PLACE["clamp_"])
-    base.layers[1].requires_grad_(not frozen)
-
-    def loop(context: RankContext) -> dict[str, Tensor]:
-        model = copy.deepcopy(base)
-        trained = [param for param in model.parameters() if param.requires_grad]
-        model, optimizer = rayzero.prepare(model, sgd(trained), tight(model, prefetch_buffer_size=1))
-        for step in range(STEPS):
-            token_loss(model, tokens(step, context.rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return rayzero.full_state_dict(model)
-
-    plain = copy.deepcopy(base)
-    params = [param for param in plain.parameters() if param.requires_grad]
-    optimizer = sgd(params)
-    for step in range(STEPS):
-        replicas = []
-        for rank in range(2):
-            optimizer.zero_grad()
-            token_loss(plain, tokens(step, rank)).backward()
-            replicas.append([param.grad for param in params])
-        for param, grad in zip(params, averaged(replicas), strict=True):
-            param.grad = grad
-        optimizer.step()
-    for state in run_ranks(loop, 2, 2):
-        assert relative_difference(state, plain.state_dict()) <= 1e-6
-
-
 # ---- outside of it ----------------------------------------------------------------------------------------------
 
 
@@ -290,38 +258,6 @@ def test_data_written_between_forward_and_backward_is_what_backward_reads(config
     train(plain, sgd(plain.parameters()))
     model, optimizer = rayzero.prepare(model, sgd(model.parameters()), CONFIGS[config](model))
     train(model, optimizer)
-    assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_data_that_was_read_before_an_assignment_keeps_its_values(config: str, alone: RankContext) -> None:
-    """The average of the weights is put in place for an evaluation, and the weights back after it."""
-
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        shadow = {name: param.data.clone() for name, param in model.named_parameters()}
-        losses = []
-        for step in range(STEPS):
-            token_loss(model, tokens(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            backup = {}
-            for name, param in model.named_parameters():
-                shadow[name] = (0.5 * shadow[name] + 0.5 * param.data).clone()
-                if name.startswith("layers.1"):
-                    backup[name] = param.data
-                    param.data = shadow[name]
-            with torch.no_grad():
-                losses.append(token_loss(model, tokens(9)))
-            for name, param in model.named_parameters():
-                if name in backup:
-                    param.data = backup[name]
-        return losses
-
-    plain = seeded(Net)
-    model = copy.deepcopy(plain)
-    losses = train(plain, sgd(plain.parameters()))
-    model, optimizer = rayzero.prepare(model, sgd(model.parameters()), CONFIGS[config](model))
-    assert train(model, optimizer) == losses
     assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
 
 

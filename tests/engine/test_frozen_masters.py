@@ -21,7 +21,7 @@ from rayzero.engine.prepare import plan_units
 from rayzero.protocol.messages import COMPUTE, MASTER
 from rayzero.testing import Transport, run_ranks
 
-from .models import Net, same_bits, seeded, token_loss, tokens
+from .models import Net, fit, same_bits, seeded
 
 BF16 = ZeroConfig(precision="bf16")
 ROUNDED = ZeroConfig(precision="bf16", frozen_masters=False)
@@ -53,13 +53,6 @@ def prepared(model: nn.Module, config: Config = BF16) -> tuple[nn.Module, rayzer
     return rayzero.prepare(model, torch.optim.AdamW(trained, lr=1e-2), config)
 
 
-def train(model: nn.Module, optimizer: rayzero.ZeroOptimizer, steps: range, rank: int = 0) -> None:
-    for step in steps:
-        token_loss(model, tokens(step, rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 # ---- exact, in every store, for every number of owners
 
 
@@ -71,7 +64,7 @@ def test_frozen_values_come_back_as_they_were(precision: str, dtype: torch.dtype
     model, optimizer = prepared(model, ZeroConfig(precision=precision))
     state = part(rayzero.full_state_dict(model), given)
     assert all(torch.equal(state[name].double(), value.double()) for name, value in given.items())
-    train(model, optimizer, range(2))
+    fit(model, optimizer, range(2))
     after = rayzero.full_state_dict(model)
     assert same_bits(part(after, given), state)
     assert all(after[name].dtype is torch.float32 for name in after if name.endswith("bias"))
@@ -86,7 +79,7 @@ def is_exact(context: RankContext, base: Net) -> bool:
     model = copy.deepcopy(base)
     given = frozen_of(model)
     model, optimizer = prepared(model, None)
-    train(model, optimizer, range(2), context.rank)
+    fit(model, optimizer, range(2), context.rank)
     return same_bits(part(rayzero.full_state_dict(model), given), given)
 
 
@@ -107,7 +100,7 @@ def test_ranks_compute_with_what_they_computed_with(alone: RankContext) -> None:
         model = frozen_base()
         given = frozen_of(model)
         model, optimizer = prepared(model, config)
-        train(model, optimizer, range(3))
+        fit(model, optimizer, range(3))
         state = rayzero.full_state_dict(model)
         results.append({name: value.to(torch.bfloat16) if name in given else value for name, value in state.items()})
         assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
@@ -126,9 +119,9 @@ def test_checkpoints_hold_them_and_runs_resume_with_them(tmp_path: Path, first: 
     kept = first.frozen_masters
     with running_in(RankContext()):
         model, optimizer = prepared(model, first)
-        train(model, optimizer, range(2))
+        fit(model, optimizer, range(2))
         rayzero.save_checkpoint(optimizer, tmp_path / "ck", {})
-        train(model, optimizer, range(2, 4))
+        fit(model, optimizer, range(2, 4))
         expected = rayzero.full_state_dict(model)
     with CheckpointReader(tmp_path / "ck") as reader:
         reader.verify()
@@ -145,7 +138,7 @@ def test_checkpoints_hold_them_and_runs_resume_with_them(tmp_path: Path, first: 
             assert same_bits(state, given if kept else {name: value.float() for name, value in rounded.items()})
         else:
             assert same_bits(state, rounded)
-        train(model, optimizer, range(2, 4))
+        fit(model, optimizer, range(2, 4))
         after = rayzero.full_state_dict(model)
     trained = {name: value for name, value in expected.items() if name not in given}
     assert same_bits(part(after, trained), trained)
@@ -154,7 +147,7 @@ def test_checkpoints_hold_them_and_runs_resume_with_them(tmp_path: Path, first: 
 def test_a_content_digest_is_that_of_any_number_of_owners(tmp_path: Path) -> None:
     def save(context: RankContext) -> str:
         model, optimizer = prepared(frozen_base(), None)
-        train(model, optimizer, range(1))
+        fit(model, optimizer, range(1))
         return rayzero.save_checkpoint(optimizer, tmp_path / f"ck-{len(digests)}", {}).digest
 
     digests: list[str] = []
@@ -205,7 +198,7 @@ def test_a_write_changes_what_was_written_and_rounds_nothing_else(
         write(model)
         given["layers.1.up.weight"][0, :3] = torch.tensor(0.3).to(torch.bfloat16).float()
         assert same_bits(part(rayzero.full_state_dict(model), given), given)  # before the owners have it
-        train(model, optimizer, range(2), context.rank)
+        fit(model, optimizer, range(2), context.rank)
         assert same_bits(part(rayzero.full_state_dict(model), given), given)
 
     run_ranks(loop, 2, num_optimizers, config=BF16.replace(shard_bytes=4096))
@@ -217,11 +210,11 @@ def test_a_state_dict_is_loaded_without_rounding(transport: Transport) -> None:
 
     def loop(context: RankContext) -> None:
         model, optimizer = prepared(copy.deepcopy(base), None)
-        train(model, optimizer, range(1), context.rank)
+        fit(model, optimizer, range(1), context.rank)
         model.load_state_dict(other)
         assert same_bits(rayzero.full_state_dict(model), other)
         frozen = {name: value for name, value in other.items() if not name.endswith("bias")}
-        train(model, optimizer, range(1, 2), context.rank)
+        fit(model, optimizer, range(1, 2), context.rank)
         assert same_bits(part(rayzero.full_state_dict(model), frozen), frozen)
 
     run_ranks(loop, 2, 2, transport, config=BF16.replace(shard_bytes=4096))
@@ -237,7 +230,7 @@ def test_weights_swapped_and_swapped_back_are_the_same(alone: RankContext) -> No
             param.zero_()
         for name, param in model.named_parameters():
             param.copy_(saved[name])
-    train(model, optimizer, range(1))
+    fit(model, optimizer, range(1))
     assert same_bits(part(rayzero.full_state_dict(model), given), given)
 
 

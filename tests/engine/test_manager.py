@@ -530,13 +530,3 @@ def test_documented_vectors_of_a_new_manager(alone: RankContext) -> None:
         assert manager.get_prefetch_status().queued == 0
         inventory = manager.parameters
         assert (inventory.total_parameters, inventory.total_elements) == (2, 512 * 1024 + 512)
-
-
-def test_managers_of_four_ranks_begin_with_nothing() -> None:
-    base = seeded(Net)
-
-    def run(ctx: RankContext) -> tuple[int, int]:
-        with OffloadManager(None, ctx, copy.deepcopy(base)) as manager:
-            return manager.get_performance_stats().forwards, manager.context.world_size
-
-    assert run_ranks(run, 4, 1) == [(0, 4)] * 4

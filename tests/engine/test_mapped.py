@@ -13,7 +13,6 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.units.param_unit import ParamUnit
-from rayzero.memory.pool import buffer_bytes
 from rayzero.protocol.messages import COMPUTE
 from rayzero.store.inprocess import LocalConnection, LocalOwners
 from rayzero.store.rank.rank_store import RankStore
@@ -21,7 +20,7 @@ from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS, TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import run_ranks
 
-from .models import Net, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, fit, same_bits, seeded, tight, token_loss, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -46,16 +45,9 @@ def prepared(base: nn.Module, config: ZeroConfig) -> tuple[nn.Module, rayzero.Ze
     return rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for step in range(steps):
-        token_loss(model, tokens(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def plain_state(base: nn.Module, steps: int) -> dict[str, Tensor]:
     model = copy.deepcopy(base)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps)
+    fit(model, torch.optim.SGD(model.parameters(), lr=0.1), range(steps))
     return model.state_dict()
 
 
@@ -97,7 +89,7 @@ def test_bits_are_those_of_ranks_that_copy(name: str, monkeypatch: pytest.Monkey
 def test_a_parameter_is_the_owners_memory_and_nothing_is_fetched(recorder: MemoryRecorder) -> None:
     base = seeded(Net)
     model, optimizer = prepared(base, ZeroConfig())
-    train(model, optimizer, 2)
+    fit(model, optimizer, range(2))
     model(tokens(0)[0])
     for unit in optimizer.engine.units:
         mapped = owners_memory(optimizer, unit)
@@ -108,16 +100,6 @@ def test_a_parameter_is_the_owners_memory_and_nothing_is_fetched(recorder: Memor
     assert same_bits(rayzero.full_state_dict(model), plain_state(base, 2))
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_the_same_units_may_be_up_as_if_they_had_memory_of_their_own(depth: int, recorder: MemoryRecorder) -> None:
-    base = seeded(lambda: Net(num_layers=8))
-    model, optimizer = prepared(base, tight(base, prefetch_buffer_size=depth, spare=0))
-    train(model, optimizer, 3)
-    sizes = {unit.name: buffer_bytes(unit.size_bytes) for unit in optimizer.engine.units}
-    assert optimizer.engine.residency.peak == (1 + depth) * sizes["layers.0"] + sizes["root"]
-    assert same_bits(rayzero.full_state_dict(model), plain_state(base, 3))
-
-
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("seen", [False, True])
 def test_a_write_is_this_ranks_until_the_step_and_the_owners_from_then_on(
@@ -125,7 +107,7 @@ def test_a_write_is_this_ranks_until_the_step_and_the_owners_from_then_on(
 ) -> None:
     base = seeded(Net)
     model, optimizer = prepared(base, ZeroConfig())
-    train(model, optimizer, 1)
+    fit(model, optimizer, range(1))
     weight = model.layers[1].up.weight
     view = weight.detach()
     if seen:
@@ -140,15 +122,13 @@ def test_a_write_is_this_ranks_until_the_step_and_the_owners_from_then_on(
     optimizer.engine.store.fetch(unit, 1, COMPUTE, published).result()
     plain = copy.deepcopy(base)
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-    train(plain, sgd, 1)
+    fit(plain, sgd, range(1))
     slot = next(slot for slot in optimizer.engine.units[unit].layout.slots if slot.name == "layers.1.up.weight")
     assert torch.equal(published[slot.start : slot.stop].view(slot.shape), plain.layers[1].up.weight)
     plain.layers[1].up.weight.data.mul_(2)
     assert same_bits(model.state_dict(), plain.state_dict())
     for m, sgd_of in ((model, optimizer), (plain, sgd)):
-        token_loss(m, tokens(1)).backward()
-        sgd_of.step()
-        sgd_of.zero_grad()
+        fit(m, sgd_of, [1])
     assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
     assert not held or torch.equal(view, plain.layers[1].up.weight)
     for param, its_slot in zip(
@@ -167,26 +147,5 @@ def test_a_write_inside_forward_that_nobody_sees_does_not_hide_later_versions(re
         module.up.weight.data.mul_(1.0)
 
     model.layers[1].register_forward_pre_hook(scribble)
-    train(model, optimizer, 2)
+    fit(model, optimizer, range(2))
     assert same_bits(model.state_dict(), plain_state(base, 2))
-
-
-def test_a_view_held_over_a_step_reads_the_new_weights_and_outlives_the_run(recorder: MemoryRecorder) -> None:
-    base = seeded(Net)
-    model, optimizer = prepared(base, tight(base, prefetch_buffer_size=1))
-    view = model.layers[1].up.weight.detach()[3:5]
-    train(model, optimizer, 2)
-    expected = plain_state(base, 2)["layers.1.up.weight"][3:5]
-    assert torch.equal(view, expected)
-    optimizer.engine.close()
-    del model, optimizer
-    assert torch.equal(view, expected)
-
-
-def test_a_graph_kept_over_a_step_is_torchs_in_place_error(recorder: MemoryRecorder) -> None:
-    base = seeded(Net)
-    model, optimizer = prepared(base, ZeroConfig())
-    loss = token_loss(model, tokens(0))
-    train(model, optimizer, 1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()

@@ -20,19 +20,12 @@ from rayzero.memory.pool import buffer_bytes
 from rayzero.telemetry.names import PINNED_UNITS, PREFETCH_REQUESTS
 from rayzero.telemetry.recorder import MemoryRecorder
 
-from .models import WIDTH, Block, Net, same_bits, seeded, tight, token_loss, tokens
+from .models import WIDTH, Block, Net, fit, same_bits, seeded, tight, token_loss, tokens
 
 
 def prepared(model: nn.Module, config: ZeroConfig) -> tuple[nn.Module, rayzero.ZeroOptimizer, Engine]:
     model, optimizer = rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
     return model, optimizer, optimizer.engine
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
-    for step in range(steps):
-        token_loss(model, tokens(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def unit_bytes(engine: Engine, *, root: bool) -> list[int]:
@@ -43,18 +36,19 @@ def test_a_model_that_is_let_go_takes_its_engine_along() -> None:
     with running_in(RankContext()):
         model = Net()
         model, optimizer, engine = prepared(model, tight(model))
-        train(model, optimizer)
+        fit(model, optimizer, range(3))
     seen = ref(engine)
     del model, optimizer, engine
     gc.collect()
     assert seen() is None
 
 
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_one_unit_the_prefetch_depth_and_the_root_are_enough_and_all_that_is_up(depth: int, alone: RankContext) -> None:
     base = seeded(lambda: Net(num_layers=8))
     model, optimizer, engine = prepared(base, tight(base, prefetch_buffer_size=depth, spare=0))
-    train(model, optimizer)
+    fit(model, optimizer, range(3))
     largest, root = max(unit_bytes(engine, root=False)), sum(unit_bytes(engine, root=True))
     # one computing + ``depth`` asked for or kept + the root, which is open throughout; 8 layers would be 8 x largest
     assert engine.residency.peak == (1 + depth) * largest + root
@@ -63,27 +57,27 @@ def test_one_unit_the_prefetch_depth_and_the_root_are_enough_and_all_that_is_up(
 def test_without_prefetch_one_unit_and_the_root_are_enough(alone: RankContext) -> None:
     base = seeded(lambda: Net(num_layers=8))
     model, optimizer, engine = prepared(base, tight(base, async_prefetch=False, spare=0))
-    train(model, optimizer)
+    fit(model, optimizer, range(3))
     assert engine.residency.peak == max(unit_bytes(engine, root=False)) + sum(unit_bytes(engine, root=True))
 
 
 def test_what_forward_used_last_is_still_up_when_backward_begins(alone: RankContext) -> None:
     base = seeded(lambda: Net(num_layers=8))
     model, optimizer, engine = prepared(base, tight(base, async_prefetch=False, spare=3))  # four layers of eight fit
-    train(model, optimizer, steps=2)
+    fit(model, optimizer, range(2))
     fetched: list[str] = []
     engine.observers.append(lambda verb, unit: fetched.append(unit) if verb == "fetch" else None)
-    train(model, optimizer, steps=1)
+    fit(model, optimizer, range(1))
     assert fetched == ["root", *(f"layers.{i}" for i in (0, 1, 2, 3, 4, 5, 6, 7, 3, 2, 1, 0))]
 
 
 def test_the_budget_is_never_exceeded(alone: RankContext) -> None:
     base = seeded(lambda: Net(num_layers=8))
     plain = copy.deepcopy(base)
-    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    fit(plain, torch.optim.SGD(plain.parameters(), lr=0.1), range(3))
     budget = 100_000  # a block has 66,816 bytes, the root 8,704: no block fits beside another
     model, optimizer, engine = prepared(base, ZeroConfig(gpu_param_memory_budget=budget))
-    train(model, optimizer)
+    fit(model, optimizer, range(3))
     assert max(unit_bytes(engine, root=False)) < engine.residency.peak <= budget
     assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
 
@@ -110,11 +104,12 @@ def test_units_that_must_stay_but_do_not_fit_are_refused_at_prepare(alone: RankC
 
 def test_nothing_is_up_after_a_step_but_prefetches(alone: RankContext) -> None:
     model, optimizer, engine = prepared(seeded(Net), tight(Net(), async_prefetch=False))
-    train(model, optimizer)
+    fit(model, optimizer, range(3))
     assert {unit.state for unit in engine.units} == {UnitState.SHARDED}
     assert engine.residency.used == 0
 
 
+@pytest.mark.usefixtures("memory")
 def test_a_view_held_over_a_step_reads_the_new_weights(alone: RankContext) -> None:
     base = seeded(lambda: Net(num_layers=5))
     model, optimizer, _ = prepared(base, tight(base, prefetch_buffer_size=1))
@@ -122,21 +117,22 @@ def test_a_view_held_over_a_step_reads_the_new_weights(alone: RankContext) -> No
     assert isinstance(recorder, MemoryRecorder)
     view = model.layers[1].up.weight.detach()[3:5]
     array = model.layers[2].down.bias.detach().numpy()
-    train(model, optimizer, steps=2)
+    fit(model, optimizer, range(2))
     state = rayzero.full_state_dict(model)
     assert torch.equal(view, state["layers.1.up.weight"][3:5])
     assert torch.equal(torch.from_numpy(array), state["layers.2.down.bias"])
     assert recorder.total(PINNED_UNITS, group="layers.1") == recorder.total(PINNED_UNITS, group="layers.2") == 2
     assert recorder.total(PINNED_UNITS) == 4
     del view, array
-    train(model, optimizer, steps=1)
+    fit(model, optimizer, range(1))
     assert recorder.total(PINNED_UNITS) == 4
 
 
+@pytest.mark.usefixtures("memory")
 def test_a_view_outlives_the_engine() -> None:
     def view_of_a_trained_model() -> tuple[Tensor, Tensor]:
         model, optimizer, _ = prepared(seeded(Net), tight(Net(), prefetch_buffer_size=1))
-        train(model, optimizer, steps=1)
+        fit(model, optimizer, range(1))
         return model.layers[0].up.weight.detach(), rayzero.full_state_dict(model)["layers.0.up.weight"]
 
     with rayzero.engine.running_in(RankContext()):
@@ -144,11 +140,12 @@ def test_a_view_outlives_the_engine() -> None:
     assert torch.equal(view, expected)
 
 
+@pytest.mark.usefixtures("memory")
 def test_a_graph_kept_over_a_step_is_torchs_in_place_error_not_a_wrong_gradient(alone: RankContext) -> None:
     for config in (ZeroConfig(), tight(Net(), prefetch_buffer_size=1)):
         model, optimizer, _ = prepared(seeded(Net), config)
         loss = token_loss(model, tokens(0))
-        train(model, optimizer, steps=1)
+        fit(model, optimizer, range(1))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
@@ -166,7 +163,7 @@ def test_an_activation_changed_between_forward_and_backward_is_torchs_in_place_e
 
 def test_prefetches_are_counted_as_hits_late_hits_and_misses(alone: RankContext) -> None:
     model, optimizer, _ = prepared(seeded(Net), tight(Net(), async_prefetch=False, spare=0))
-    train(model, optimizer, steps=1)
+    fit(model, optimizer, range(1))
     recorder = alone.recorder
     assert isinstance(recorder, MemoryRecorder)
     # forward: root and 3 blocks; backward: 2 more blocks (the last one and the root are still up)

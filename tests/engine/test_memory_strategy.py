@@ -12,7 +12,7 @@ from weakref import ref
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import rayzero
 from rayzero import ZeroConfig
@@ -33,7 +33,7 @@ from rayzero.telemetry.names import (
 )
 from rayzero.telemetry.recorder import MemoryRecorder
 
-from .models import Net, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, fit, same_bits, seeded, tight, token_loss, tokens
 
 A = AutoMemoryStrategy
 EVERYWHERE = Relief(residency=frozenset({Resource.HOST}), activations=frozenset({Resource.HOST}))
@@ -77,17 +77,6 @@ def prepared(base: nn.Module, config: ZeroConfig | None = None) -> tuple[nn.Modu
     return model, optimizer, optimizer.engine
 
 
-def train(model: nn.Module, optimizer: rayzero.ZeroOptimizer, steps: int, first: int = 0) -> list[Tensor]:
-    losses = []
-    for step in range(first, first + steps):
-        loss = token_loss(model, tokens(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
-
-
 CONFIGS = {
     "all up": ZeroConfig(),
     "tight": tight(Net()),
@@ -106,10 +95,10 @@ def test_forced_at_random_steps_the_training_keeps_its_bits(
         request.getfixturevalue("own_buffers")
     base, chance = seeded(Net), random.Random(7)
     model, optimizer, _ = prepared(base, CONFIGS[config])
-    expected, weights = train(model, optimizer, 20), rayzero.full_state_dict(model)
+    expected, weights = fit(model, optimizer, range(20)), rayzero.full_state_dict(model)
     model, optimizer, engine = prepared(base, CONFIGS[config])
     pressed = Pressed(engine, strategy, chance.random)
-    assert all(torch.equal(a, b) for a, b in zip(train(model, optimizer, 20), expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(fit(model, optimizer, range(20)), expected, strict=True))
     assert same_bits(rayzero.full_state_dict(model), weights)
     found = rayzero.stats(model).strategy
     assert found.changes > 4
@@ -125,14 +114,14 @@ def test_idle_units_leave_under_pressure_and_may_stay_again_afterwards(alone: Ra
     model, optimizer, engine = prepared(base, config)
     level = 0.0
     Pressed(engine, A.AGGRESSIVE, lambda: level)
-    train(model, optimizer, 3)
+    fit(model, optimizer, range(3))
     budget, free = engine.config.gpu_param_memory_budget, engine.residency.peak
     level = 0.95
-    train(model, optimizer, 1)
+    fit(model, optimizer, range(1))
     before = rayzero.stats(model, reset=True).strategy
     assert before.residency_given_up == pytest.approx(0.9)
     assert before.freed["units"].bytes > 0
-    train(model, optimizer, 3)
+    fit(model, optimizer, range(3))
     found = rayzero.stats(model)
     assert engine.residency.target < budget
     assert engine.residency.peak <= engine.residency.target < free
@@ -140,10 +129,10 @@ def test_idle_units_leave_under_pressure_and_may_stay_again_afterwards(alone: Ra
     assert found.strategy.evictions > 0
     assert found.strategy.depth_allowed < 2 == engine.cache.most_ahead
     level = 0.0
-    train(model, optimizer, 1)
+    fit(model, optimizer, range(1))
     assert engine.residency.target == budget
     rayzero.stats(model, reset=True)
-    train(model, optimizer, 3)
+    fit(model, optimizer, range(3))
     assert engine.residency.peak == free
     assert rayzero.stats(model).strategy.residency_given_up == 0
 
@@ -153,10 +142,10 @@ def test_what_is_in_use_gets_memory_beyond_the_target(alone: RankContext, own_bu
     base = seeded(lambda: Net(num_layers=8))
     model, optimizer, engine = prepared(base, tight(base, spare=7, prefetch_buffer_size=1))
     Pressed(engine, A.EXTREME, lambda: 1.0)
-    train(model, optimizer, 2)
+    fit(model, optimizer, range(2))
     views = [layer.up.weight[:1] for layer in model.layers[:5]]
     assert engine.residency.used > engine.residency.target
-    train(model, optimizer, 2)
+    fit(model, optimizer, range(2))
     assert all(torch.equal(view, layer.up.weight[:1]) for view, layer in zip(views, model.layers[:5], strict=True))
 
 
@@ -166,7 +155,7 @@ def test_a_model_that_stays_up_as_a_whole_is_left_up(alone: RankContext, own_buf
     assert engine.resident
     assert engine.strategy._relief.residency == frozenset()
     assert Relief.of_rank(cuda=False, own_buffers=True).residency
-    train(model, optimizer, 1)
+    fit(model, optimizer, range(1))
 
 
 def test_nothing_is_done_before_the_step(alone: RankContext, own_buffers: None) -> None:
@@ -187,11 +176,11 @@ def test_without_a_new_reading_a_step_does_nothing(alone: RankContext, own_buffe
     base = seeded(Net)
     model, optimizer, engine = prepared(base, tight(base))
     pressed = Pressed(engine, A.EXTREME, lambda: 1.0)
-    train(model, optimizer, 1)
+    fit(model, optimizer, range(1))
     engine.strategy.gauge._due = math.inf
     before = dict(engine.memory.freed)
     pressed.now += 1000.0  # long enough to collect again, if there were a reading
-    train(model, optimizer, 3)
+    fit(model, optimizer, range(3))
     assert engine.memory.freed == before
 
 
@@ -212,7 +201,7 @@ def test_a_loop_that_makes_cycles_gets_their_tensors_back(alone: RankContext, no
 
     kept = ref(Cycle().tensor)
     assert kept() is not None
-    train(model, optimizer, 1)
+    fit(model, optimizer, range(1))
     assert kept() is None
     assert engine.memory.freed["garbage"].bytes >= 4 << 20
 
@@ -228,7 +217,7 @@ def test_all_activations_leave_under_pressure_and_their_fraction_afterwards(alon
 
     for level in (0.0, 0.0, 0.9, 0.0, 0.0):  # noqa: B007, level is read by the gauge; it acts on the step after
         before = offloaded()
-        train(model, optimizer, 1)
+        fit(model, optimizer, range(1))
         left.append(offloaded() - before)
     assert left[1] == left[2] == left[4]
     assert left[3] > 2 * left[1]
@@ -244,7 +233,7 @@ def test_each_change_is_one_line_and_every_action_is_counted(
     pressed = Pressed(engine, A.BALANCED, lambda: level)
     caplog.set_level(logging.INFO, "rayzero.engine.engine_memory")
     for level in (0.3, 0.3, 0.63, 0.63, 0.9, 0.9, 0.9, 0.3, 0.3):  # noqa: B007, level is read by the gauge
-        train(model, optimizer, 1)
+        fit(model, optimizer, range(1))
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert [level for level, _ in lines] == ["WARNING", "WARNING", "INFO"]
     assert "host is 63 % full; strategy balanced: garbage is collected; freed: garbage" in lines[0][1]
@@ -268,7 +257,7 @@ def test_each_change_is_one_line_and_every_action_is_counted(
 def test_a_step_under_no_pressure_leaves_units_up(alone: RankContext) -> None:
     model, optimizer, engine = prepared(seeded(Net))
     Pressed(engine, A.EXTREME, lambda: 0.1)
-    train(model, optimizer, 2)
+    fit(model, optimizer, range(2))
     model(tokens(0)[0])
     assert all(unit.state is UnitState.UNSHARDED for unit in engine.units)
     assert engine.memory.freed == {}

@@ -25,7 +25,7 @@ from rayzero.telemetry.names import MEMORY_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import run_ranks
 
-from .models import Net, same_bits, seeded, token_loss, tokens
+from .models import Net, fit, same_bits, seeded, token_loss, tokens
 
 MAX_NORM = 0.5
 SMALL = ZeroConfig(shard_bytes=16 << 10, min_unit_bytes=1 << 12)  # several shards a unit
@@ -250,9 +250,7 @@ def test_states_are_written_and_read_beside_a_rank_as_anywhere(precision):
         optimizer.load_state_dict(trained)
         with torch.no_grad():
             model.layers[0].up.weight[0].mul_(0.5)  # what else its unit has keeps fp32 masters
-        token_loss(model, tokens(9)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        fit(model, optimizer, [9])
         return rayzero.full_state_dict(model), optimizer.state_dict()
 
     want, got = (run_ranks(load, 1, 1, config=config.replace(offload_fraction=f))[0] for f in (1.0, 0.0))

@@ -289,27 +289,3 @@ def test_groups_that_cannot_be_added_are_refused_by_name_and_leave_no_trace(alon
             optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
     train(model, optimizer, range(2))
-
-
-def test_what_prepare_saw_unfrozen_can_be_frozen_and_unfrozen() -> None:
-    base = seeded(Net)
-
-    def freeze(model: nn.Module, step: int) -> None:
-        model.layers[1].requires_grad_(step >= 2)
-
-    def loop(context: RankContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        model = copy.deepcopy(base)
-        model, optimizer = rayzero.prepare(model, adamw(model.parameters()), tight(model, prefetch_buffer_size=1))
-        for step in range(5):
-            freeze(model, step)
-            train(model, optimizer, range(step, step + 1), context.rank)
-        return rayzero.full_state_dict(model), optimizer.state_dict()
-
-    plain = copy.deepcopy(base)
-    reference = adamw(plain.parameters())
-    for step in range(5):
-        freeze(plain, step)
-        plain_train(plain, reference, range(step, step + 1), 2)
-    for state, of_optimizer in run_ranks(loop, 2, 2):
-        assert relative_difference(state, plain.state_dict()) <= 1e-5
-        assert_alike(of_optimizer, reference.state_dict())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -15,7 +14,7 @@ from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.testing import run_ranks
 
-from .models import Net, averaged, oracle, relative_difference, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, averaged, fit, oracle, relative_difference, same_bits, seeded, tight, token_loss, tokens
 
 STEPS, MAX_NORM = 20, 0.5
 
@@ -151,48 +150,6 @@ def test_accumulated_micro_batches_equal_unsharded_accumulation() -> None:
         assert relative_difference(state, plain.state_dict()) <= 1e-6
 
 
-# ---- bf16 -------------------------------------------------------------------------------------------------------
-
-
-def bf16_oracle(
-    base: nn.Module, *, world_size: int, steps: int, keep: Callable[[str], bool] = lambda name: False
-) -> dict[str, Tensor]:
-    """Forward and backward with bf16 parameters, gradients added in fp32, AdamW on fp32 masters."""
-    model = copy.deepcopy(base)
-    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
-    for name, param in model.named_parameters():
-        param.data = param.data if keep(name) else param.data.bfloat16()
-    optimizer = adamw(masters)
-    for step in range(steps):
-        sums: list[Tensor | None] = [None] * len(masters)
-        for rank in range(world_size):
-            token_loss(model, tokens(step, rank)).backward()
-            for i, param in enumerate(model.parameters()):
-                grad = param.grad.float()
-                sums[i] = grad if sums[i] is None else sums[i] + grad
-                param.grad = None
-        for master, total in zip(masters, sums, strict=True):
-            master.grad = total * (1.0 / world_size)
-        optimizer.step()
-        optimizer.zero_grad()
-        for param, master in zip(model.parameters(), masters, strict=True):
-            param.data.copy_(master)
-    names = dict(zip((name for name, _ in model.named_parameters()), masters, strict=True))
-    names["head.weight"] = names["embed.weight"]
-    return {name: names[name].detach() for name in model.state_dict()}
-
-
-@pytest.mark.promise("exact", "precisions")
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_bf16_parameters_with_fp32_masters_equal_their_oracle(world_size: int) -> None:
-    base = seeded(Net)
-    expected = bf16_oracle(base, world_size=world_size, steps=STEPS)
-    config = tight(base, precision="bf16", prefetch_buffer_size=1)
-    for state, _ in run_ranks(lambda ctx: train(ctx, base, config, max_norm=None), world_size, 2):
-        assert all(tensor.dtype is torch.float32 for tensor in state.values())
-        assert relative_difference(state, expected) <= 1e-6
-
-
 def test_modules_kept_in_fp32_get_fp32_inputs_and_give_them_on() -> None:
     base = seeded(Net)
     config = ZeroConfig(precision="bf16", keep_fp32=("*norm",))
@@ -203,9 +160,7 @@ def test_modules_kept_in_fp32_get_fp32_inputs_and_give_them_on() -> None:
         seen: list[torch.dtype] = []
         model.layers[0].norm.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
         model.layers[0].up.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
-        token_loss(model, tokens(0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        fit(model, optimizer, [0])
         return {name: p.dtype for name, p in model.named_parameters()}, seen
 
     ((by_name, seen),) = run_ranks(dtypes, 1, 1)

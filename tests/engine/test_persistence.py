@@ -22,7 +22,7 @@ from rayzero.store.rank.rank_store import RankStore
 from rayzero.telemetry.names import PREFETCH_DEPTH
 from rayzero.telemetry.recorder import MemoryRecorder
 
-from .models import Net, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, fit, same_bits, seeded, tight, token_loss, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -31,14 +31,11 @@ def _as_in_production(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FarStore(RankStore):
-    """A store over owners of this process, without their memory; it notes what is fetched, and may hold pushes
-    back."""
+    """A store over owners of this process, without their memory; it notes what is fetched."""
 
     def __init__(self, owners: LocalOwners, recorder: MemoryRecorder) -> None:
         super().__init__(LocalConnection(0, owners, recorder=recorder))
         self.fetched: list[int] = []
-        self.held: list[tuple[Contribution, Tensor, Future[None]]] | None = None
-        self.most_held = 0  # bytes
 
     def mapped(self, unit: int) -> Tensor | None:
         return None
@@ -50,13 +47,6 @@ class FarStore(RankStore):
         if kind == COMPUTE:
             self.fetched.append(unit)
         return super().fetch(unit, version, kind, out)
-
-    def push(self, contribution: Contribution, grads: Tensor) -> Future[None]:
-        if self.held is None:
-            return super().push(contribution, grads)
-        self.held.append((contribution, grads, Future()))
-        self.most_held = max(self.most_held, sum(flat.nbytes for _, flat, _ in self.held))
-        return self.held[-1][2]
 
 
 @pytest.fixture
@@ -77,19 +67,12 @@ def prepared(base: nn.Module, config: ZeroConfig) -> tuple[nn.Module, rayzero.Ze
     return rayzero.prepare(model, sgd(model), config)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        token_loss(model, tokens(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def test_frozen_units_stay_up_over_steps(store: FarStore) -> None:
     base = seeded(lambda: Net(num_layers=4))
     base.layers[1].requires_grad_(False)
     base.layers[3].requires_grad_(False)
     model, optimizer = prepared(base, ZeroConfig(prefetch_adaptive=False))
-    train(model, optimizer, range(3))
+    fit(model, optimizer, range(3))
     model(tokens(0)[0])
     names = [optimizer.engine.units[unit].name for unit in store.fetched]
     assert names.count("layers.1:frozen") == names.count("layers.3:frozen") == 1
@@ -101,45 +84,17 @@ def test_frozen_units_stay_up_over_steps(store: FarStore) -> None:
 def test_units_of_a_skipped_step_are_not_fetched_again(ahead: bool, store: FarStore) -> None:
     base = seeded(Net)
     model, optimizer = prepared(base, ZeroConfig(async_prefetch=ahead))
-    train(model, optimizer, range(1))
+    fit(model, optimizer, range(1))
     model(tokens(0)[0])
     before = len(store.fetched)
     (token_loss(model, tokens(1)) * float("nan")).backward()
     optimizer.step()
     optimizer.zero_grad()
-    train(model, optimizer, range(1, 2))
+    fit(model, optimizer, range(1, 2))
     model(tokens(0)[0])
     assert len(store.fetched) - before == len(optimizer.engine.units)  # once, after the step that was applied
     plain = copy.deepcopy(base)
-    train(plain, sgd(plain), range(2))
-    assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
-
-
-def test_pushes_hold_two_largest_units_of_staging_at_most(store: FarStore) -> None:
-    base = seeded(lambda: Net(num_layers=6))
-    model, optimizer = prepared(base, ZeroConfig())
-    largest = max(unit.size_bytes for unit in optimizer.engine.units)
-    store.held = []
-
-    def let_go(*_: object) -> None:
-        held, store.held = store.held or [], None
-        for contribution, grads, done in held:
-            store.push(contribution, grads).result()
-            done.set_result(None)
-        store.held = []
-
-    # layers 5 and 4 fill the staging; a third push would wait for them for ever if nobody let them go
-    model.layers[3].register_full_backward_pre_hook(let_go)
-    model.layers[1].register_full_backward_pre_hook(let_go)
-    optimizer.engine.observers.append(lambda verb, unit: let_go() if (verb, unit) == ("push", "root") else None)
-    token_loss(model, tokens(0)).backward()
-    let_go()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert largest < store.most_held <= 2 * buffer_bytes(largest)
-    plain = copy.deepcopy(base)
-    train(plain, sgd(plain), range(1))
-    store.held = None
+    fit(plain, sgd(plain), range(2))
     assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
 
 
@@ -150,7 +105,7 @@ def test_the_depth_follows_what_was_measured_up_to_the_setting(adaptive: bool, s
     model, optimizer = prepared(base, config)
     pace = optimizer.engine.cache.times.pace
     assert (pace is not None) is adaptive
-    train(model, optimizer, range(3))
+    fit(model, optimizer, range(3))
     if pace is None:
         assert optimizer.engine.cache.depth == 3
         return

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedules
-from torch.optim.swa_utils import SWALR
 
 import rayzero
 from rayzero.engine.context import RankContext, get_context, running_in
@@ -23,64 +21,7 @@ from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.testing import run_ranks
 
 from .models import same_bits
-
-STEPS = 12
-
-
-class Scheduler(schedules.LRScheduler):
-    """A user's own, with a ``load_state_dict`` of its own and an entry of its own in the groups."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            group["floor"], group["note"] = 1e-4, ["mine", 1]
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[Any]:
-        return [max(group["lr"] * 0.7, group["floor"]) for group in self.optimizer.param_groups]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.__dict__.update(state_dict)
-
-
-def _sequential(optimizer: Any) -> Any:
-    parts = [schedules.LinearLR(optimizer, 0.1, total_iters=4), schedules.CosineAnnealingLR(optimizer, 8)]
-    return schedules.SequentialLR(optimizer, parts, milestones=[4])
-
-
-def _chained(optimizer: Any) -> Any:
-    parts = [schedules.ConstantLR(optimizer, 0.5, total_iters=5), schedules.ExponentialLR(optimizer, 0.9)]
-    return schedules.ChainedScheduler(parts, optimizer)
-
-
-MAKERS: dict[str, Callable[[Any], Any]] = {
-    "LambdaLR": lambda o: schedules.LambdaLR(o, lambda step: 1 / (1 + step)),
-    "MultiplicativeLR": lambda o: schedules.MultiplicativeLR(o, lambda step: 0.9),
-    "StepLR": lambda o: schedules.StepLR(o, 3, gamma=0.1),
-    "MultiStepLR": lambda o: schedules.MultiStepLR(o, [2, 5, 9], gamma=0.3),
-    "ConstantLR": lambda o: schedules.ConstantLR(o, 0.25, total_iters=5),
-    "LinearLR": lambda o: schedules.LinearLR(o, 0.1, total_iters=7),
-    "ExponentialLR": lambda o: schedules.ExponentialLR(o, 0.8),
-    "SequentialLR": _sequential,
-    "PolynomialLR": lambda o: schedules.PolynomialLR(o, 10, power=2.0),
-    "CosineAnnealingLR": lambda o: schedules.CosineAnnealingLR(o, STEPS),
-    "ChainedScheduler": _chained,
-    "ReduceLROnPlateau": lambda o: schedules.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=0.5),
-    "CyclicLR": lambda o: schedules.CyclicLR(o, 1e-3, 2e-2, step_size_up=3, mode="triangular2"),
-    "CosineAnnealingWarmRestarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 3, T_mult=2),
-    "OneCycleLR": lambda o: schedules.OneCycleLR(o, 2e-2, total_steps=STEPS + 1),
-    "SWALR": lambda o: SWALR(o, swa_lr=1e-3, anneal_epochs=5),
-    "Scheduler": Scheduler,
-}
-
-
-def test_every_scheduler_of_this_torch_is_tried() -> None:
-    bases = {"LRScheduler", "_LRScheduler"}
-    named = {
-        name
-        for name, kind in vars(schedules).items()
-        if inspect.isclass(kind) and issubclass(kind, schedules.LRScheduler)
-    }
-    assert named - bases <= set(MAKERS)
+from .schedules import SCHEDULERS, STEPS
 
 
 class Line(nn.Module):
@@ -109,9 +50,9 @@ class Training:
             },
         ]
         plain = torch.optim.AdamW(groups)
-        scheduler = MAKERS[name](plain) if early else None
+        scheduler = SCHEDULERS[name](plain) if early else None
         self.model, self.optimizer = rayzero.prepare(model, plain, resume=resume)
-        self.scheduler = scheduler or MAKERS[name](self.optimizer)
+        self.scheduler = scheduler or SCHEDULERS[name](self.optimizer)
         if resume is not None:
             state = get_context().loop_state
             assert state is not None
@@ -150,7 +91,7 @@ def _alone(tmp_path: Path, name: str, **kwargs: Any) -> tuple[list[list[float]],
 
 @pytest.mark.spread(3)
 @pytest.mark.parametrize("early", [False, True], ids=["made-after-prepare", "made-before-prepare"])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_run_interrupted_at_any_step_equals_one_that_never_stopped(tmp_path: Path, name: str, early: bool) -> None:
     expected_rates, expected = _alone(tmp_path, name, early=early)
     for step in range(STEPS):
@@ -158,20 +99,6 @@ def test_a_run_interrupted_at_any_step_equals_one_that_never_stopped(tmp_path: P
             resumed = Training(name, early=early, resume=tmp_path / f"step-{step:06d}")
             assert resumed.run(step, STEPS) == expected_rates[step:], step
             assert same_bits(rayzero.full_state_dict(resumed.model), expected), step
-
-
-def test_the_rates_are_those_of_plain_torch(tmp_path: Path) -> None:
-    for name, make in MAKERS.items():
-        rates, _ = _alone(tmp_path / name, name, early=False)
-        plain = torch.optim.SGD(
-            [{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in (1e-2, 5e-3)], momentum=0.9
-        )
-        scheduler, expected = make(plain), []
-        for _ in range(STEPS):
-            expected.append([group["lr"] for group in plain.param_groups])
-            plain.step()
-            scheduler.step(*[1.0] if isinstance(scheduler, schedules.ReduceLROnPlateau) else [])
-        assert rates == expected, name
 
 
 def test_learning_rates_that_are_tensors_stay_tensors_of_their_bits(tmp_path: Path) -> None:

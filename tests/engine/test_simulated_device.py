@@ -25,7 +25,7 @@ from rayzero.protocol.store import ParameterStore
 from tests.mutated_lane import FOUND, MutatedLane, in_at_once, not_held, out_at_once, unchanged
 from tests.support.simulated_lane import SimulatedEvent, SimulatedLane, device_behind
 
-from .models import Net, oracle, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, fit, oracle, same_bits, seeded, tight, token_loss, tokens
 from .test_transfers import CONFIGS, adamw
 
 STEPS = 4
@@ -47,10 +47,7 @@ def train(lane: SimulatedLane, config: str, monkeypatch: pytest.MonkeyPatch, *, 
     expected, _ = oracle(base, adamw, world_size=1, steps=STEPS)
     model, optimizer = rayzero.prepare(base, adamw(base.parameters()), CONFIGS[config](base))
     with lane.watching():
-        for step in range(STEPS):
-            token_loss(model, tokens(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        fit(model, optimizer, range(STEPS))
     return same_bits(rayzero.full_state_dict(model), expected)
 
 
@@ -80,10 +77,7 @@ def largest_in_flight(seed: int, monkeypatch: pytest.MonkeyPatch, slow: Callable
     with device_behind(lane):
         model, optimizer = rayzero.prepare(base, adamw(base.parameters()), config)
     with lane.watching(each=check):
-        for step in range(STEPS):
-            token_loss(model, tokens(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        fit(model, optimizer, range(STEPS))
     return most / max(buffer_bytes(unit.size_bytes) for unit in optimizer.engine.units)
 
 
@@ -208,9 +202,6 @@ def test_a_step_that_is_captured_into_a_cuda_graph_is_refused(steps: int, alone:
     base = seeded(lambda: Net(num_layers=3))
     with device_behind(lane):
         model, optimizer = rayzero.prepare(base, adamw(base.parameters()), tight(base, spare=4))
-    for step in range(steps):
-        token_loss(model, tokens(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    fit(model, optimizer, range(steps))
     with lane.captured(), pytest.raises(UnsupportedError, match="used while a CUDA graph is captured"):
         model(tokens(steps))

@@ -21,7 +21,7 @@ from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import CheckpointError, ConfigError, RayZeroError, UnsupportedError
 from rayzero.testing import run_ranks
 
-from .models import Block, Net, oracle, relative_difference, same_bits, seeded, tight, token_loss, tokens
+from .models import Block, Net, fit, oracle, relative_difference, same_bits, seeded, tight, token_loss, tokens
 
 
 class Normed(Net):
@@ -146,10 +146,7 @@ def test_a_model_started_from_a_file_trains_as_if_it_had_been_loaded(
     model, optimizer = rayzero.prepare(model, sgd(model), config, weights=saved(base, tmp_path / "w.safetensors"))
     twin, twin_optimizer = rayzero.prepare(base, sgd(base), config)
     for one, its_optimizer in ((model, optimizer), (twin, twin_optimizer)):
-        for step in range(3):
-            token_loss(one, tokens(step)).backward()
-            its_optimizer.step()
-            its_optimizer.zero_grad()
+        fit(one, its_optimizer, range(3))
     assert same_bits(rayzero.full_state_dict(model), rayzero.full_state_dict(twin))
     assert all(ours is theirs for ours, theirs in zip(model.parameters(), objects, strict=True))
 
@@ -474,10 +471,7 @@ def test_a_model_built_on_rank_0_only_is_fetched_by_the_others(transport: Any) -
     def loop(ctx: RankContext) -> dict[str, Tensor]:
         model = empty() if ctx.rank else copy.deepcopy(base)
         model, optimizer = rayzero.prepare(model, sgd(model), tight(base, prefetch_buffer_size=1))
-        for step in range(2):
-            token_loss(model, tokens(step, ctx.rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        fit(model, optimizer, range(2), ctx.rank)
         return rayzero.full_state_dict(model)
 
     states = run_ranks(loop, world_size=3, transport=transport)

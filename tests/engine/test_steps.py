@@ -24,7 +24,7 @@ from rayzero.errors import (
 from rayzero.protocol.messages import Action
 from rayzero.testing import run_ranks
 
-from .models import Net, relative_difference, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, fit, relative_difference, same_bits, seeded, tight, token_loss, tokens
 
 adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 Optimizer = torch.optim.Optimizer
@@ -57,20 +57,6 @@ def both(
 
 
 # ---- clipping ---------------------------------------------------------------------------------------------------
-
-
-def test_repeated_clips_multiply_as_in_torch(alone: RankContext) -> None:
-    norms: list[list[float]] = []
-
-    def loop(model: nn.Module, optimizer: Optimizer) -> None:
-        token_loss(model, tokens(0)).backward()
-        norms.append([float(clip(model, optimizer, max_norm)) for max_norm in (0.5, 0.1, 7.0)])
-        optimizer.step()
-        optimizer.zero_grad()
-
-    state, expected = both(loop)
-    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
-    assert relative_difference(state, expected) <= 1e-6
 
 
 def test_the_norm_is_a_tensor_and_a_loose_clip_changes_nothing(alone: RankContext) -> None:
@@ -118,19 +104,6 @@ def test_torchs_own_clip_is_an_error_that_names_ours_and_the_caller(alone: RankC
 # ---- discards ---------------------------------------------------------------------------------------------------
 
 
-def test_zero_grad_takes_back_what_was_pushed(alone: RankContext) -> None:
-    def loop(model: nn.Module, optimizer: Optimizer) -> None:
-        for step in range(3):
-            token_loss(model, tokens(10 + step)).backward()
-            optimizer.zero_grad()
-            token_loss(model, tokens(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    state, expected = both(loop)
-    assert same_bits(state, expected)
-
-
 def test_zero_grad_after_clip_reopens_the_step(alone: RankContext) -> None:
     def loop(model: nn.Module, optimizer: Optimizer) -> None:
         token_loss(model, tokens(10)).backward()
@@ -164,55 +137,9 @@ def test_all_ranks_discard_after_clip_or_none() -> None:
 # ---- steps ------------------------------------------------------------------------------------------------------
 
 
-def test_a_closure_is_called_once_and_its_loss_returned(alone: RankContext) -> None:
-    losses: list[list[Tensor]] = []
-
-    def loop(model: nn.Module, optimizer: Optimizer) -> None:
-        seen: list[Tensor] = []
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = token_loss(model, tokens(len(seen)))
-            loss.backward()
-            seen.append(loss.detach())
-            return loss.detach()
-
-        assert all(torch.equal(optimizer.step(closure), seen[-1]) for _ in range(3))
-        losses.append(seen)
-
-    state, expected = both(loop)
-    assert same_bits(state, expected)
-    assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))
-
-
-def two_groups(model: nn.Module) -> list[dict[str, object]]:
-    flat = [p for p in model.parameters() if p.dim() == 1]
-    wide = [p for p in model.parameters() if p.dim() > 1]
-    return [{"params": flat, "weight_decay": 0.0, "lr": 3e-3}, {"params": wide, "betas": (0.8, 0.9)}]
-
-
-def test_groups_schedulers_and_live_options_act_as_in_torch(alone: RankContext) -> None:
-    def loop(model: nn.Module, optimizer: Optimizer) -> None:
-        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
-        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [3])
-        for step in range(6):
-            token_loss(model, tokens(step)).backward()
-            optimizer.param_groups[1]["weight_decay"] = 0.1 * step
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-
-    state, expected = both(loop, groups=two_groups)
-    assert same_bits(state, expected)
-
-
 def test_parameters_without_an_optimizer_keep_their_gradient(alone: RankContext) -> None:
     def loop(model: nn.Module, optimizer: Optimizer) -> None:
-        for step in range(2):
-            token_loss(model, tokens(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        fit(model, optimizer, range(2))
         assert model.layers[0].up.weight.grad is not None
 
     state, expected = both(loop, groups=lambda m: [{"params": m.layers[1].parameters()}])
@@ -227,31 +154,6 @@ def test_a_step_without_gradients_changes_nothing(alone: RankContext) -> None:
 
     state, expected = both(loop)
     assert same_bits(state, expected)
-
-
-def test_units_that_only_some_ranks_use_get_the_average_over_all_ranks() -> None:
-    base = seeded(lambda: Net(num_layers=4))
-
-    def loss(model: nn.Module, rank: int) -> Tensor:
-        x = model.embed(tokens(0, rank)[0])
-        x = model.layers[rank](x) if rank < 2 else x
-        return model.head(model.norm(x)).square().mean()
-
-    def loop(context: RankContext) -> dict[str, Tensor]:
-        model = copy.deepcopy(base)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer = rayzero.prepare(model, sgd, tight(model, prefetch_buffer_size=1))
-        loss(model, context.rank).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return rayzero.full_state_dict(model)
-
-    plain = copy.deepcopy(base)
-    (sum(loss(plain, rank) for rank in range(3)) / 3).backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    for state in run_ranks(loop, 3, 2):
-        assert relative_difference(state, plain.state_dict()) <= 1e-6
-        assert torch.equal(state["layers.3.up.weight"], base.state_dict()["layers.3.up.weight"])
 
 
 # ---- inf and nan ------------------------------------------------------------------------------------------------
@@ -312,9 +214,7 @@ def test_different_learning_rates_on_ranks_fail_the_step_by_name() -> None:
     def loop(context: RankContext) -> None:
         model, optimizer = prepared(copy.deepcopy(base), ZeroConfig(overlap="none"))
         optimizer.param_groups[0]["lr"] = 0.1 * (1 + context.rank)
-        token_loss(model, tokens(0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        fit(model, optimizer, [0])
 
     with pytest.raises(StepMismatchError, match="rank"):
         run_ranks(loop, 2, 2)
@@ -325,10 +225,7 @@ def test_a_rank_that_ends_early_fails_the_others_step_by_name() -> None:
 
     def loop(context: RankContext) -> None:
         model, optimizer = prepared(copy.deepcopy(base), ZeroConfig(overlap="none"))
-        for step in range(3 if context.rank else 1):
-            token_loss(model, tokens(step, context.rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        fit(model, optimizer, range(3 if context.rank else 1), context.rank)
 
     with pytest.raises(RankLeftError, match="rank 0"):
         run_ranks(loop, 2, 2)
@@ -349,15 +246,6 @@ def test_what_is_not_supported_is_refused_by_name(
     model, optimizer = prepared(seeded(Net))
     with pytest.raises(UnsupportedError, match=says):
         act(model, optimizer)
-
-
-def _stepped() -> tuple[nn.Module, Optimizer]:
-    model = seeded(Net)
-    optimizer = adamw(model.parameters())
-    token_loss(model, tokens(0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
 
 
 def _stranger() -> tuple[nn.Module, Optimizer]:
@@ -387,7 +275,6 @@ def _shared() -> tuple[nn.Module, Optimizer]:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (_stepped, "has stepped already"),
         (_stranger, r"parameter 0 of the optimizer's group 0 \(shape \(3, 2\)\) is not in the model"),
         (_on_meta, "'embed.weight' is on the meta device"),
         (_scripted, "ScriptModule"),
@@ -406,20 +293,3 @@ def test_what_cannot_be_prepared_is_refused_before_anything_changes(
 def test_alone_there_is_no_grpc(alone: RankContext) -> None:
     with pytest.raises(UnsupportedError, match="transport='grpc' needs the owners of a trainer"):
         prepared(seeded(Net), ZeroConfig(transport="grpc"))
-
-
-def test_two_prepared_models_train_side_by_side(alone: RankContext) -> None:
-    plain = [seeded(Net, seed) for seed in (1, 2)]
-    both = [copy.deepcopy(model) for model in plain]
-    pairs = [rayzero.prepare(model, adamw(model.parameters()), tight(model)) for model in both]
-    others = [(model, adamw(model.parameters())) for model in plain]
-    for (first, one), (second, two) in (pairs, others):
-        for step in range(3):
-            inputs, _ = tokens(step)
-            (first(inputs) - second(inputs)).square().mean().backward()
-            one.step()
-            two.step()
-            one.zero_grad()
-            two.zero_grad()
-    for (model, _), expected in zip(pairs, plain, strict=True):
-        assert same_bits(rayzero.full_state_dict(model), expected.state_dict())

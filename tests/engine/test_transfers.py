@@ -29,7 +29,7 @@ from rayzero.protocol.messages import Contribution
 from rayzero.protocol.store import ParameterStore
 from tests.cuda_driver import OURS, Driver, driver
 
-from .models import Net, oracle, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, fit, oracle, same_bits, seeded, tight
 
 __all__ = ["driver"]
 
@@ -71,10 +71,7 @@ def test_weights_are_those_of_plain_torch_however_late_copies_run(
     base = seeded(lambda: Net(num_layers=4))
     expected, _ = oracle(base, adamw, world_size=1, steps=8)
     model, optimizer = rayzero.prepare(base, adamw(base.parameters()), CONFIGS[name](base))
-    for step in range(8):
-        token_loss(model, tokens(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    fit(model, optimizer, range(8))
     assert same_bits(rayzero.full_state_dict(model), expected)
     assert {tier for _, tier in made[0].allocated()} == {"ram"}
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import rayzero
 from rayzero import ZeroConfig
@@ -19,7 +18,7 @@ from rayzero.engine.units.param_unit import UnitState
 from rayzero.errors import StepMismatchError, UnsupportedError
 from rayzero.testing import Transport, run_ranks
 
-from .models import Net, averaged, relative_difference, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, averaged, fit, relative_difference, same_bits, seeded, tight, token_loss, tokens
 
 Write = Callable[[nn.Module], Any]
 STEPS = 3
@@ -61,32 +60,15 @@ def _set_data(model: nn.Module) -> None:
     weight.data = torch.ones_like(weight) * 0.01
 
 
-def _decay(model: nn.Module) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(0.9)
-
-
 def _foreach(model: nn.Module) -> None:
     for layer in model.layers:
         torch._foreach_add_([p.detach() for p in layer.parameters()], 0.5)
-
-
-def _init(model: nn.Module) -> None:
-    nn.init.constant_(model.layers[1].up.weight, 0.02)
-    nn.init.zeros_(model.embed.weight)
-    nn.init.eye_(model.layers[0].up.weight)
 
 
 def _from_another(model: nn.Module) -> None:
     with torch.no_grad():
         model.layers[0].up.weight.copy_(model.layers[2].up.weight)
         model.layers[2].up.weight.lerp_(model.layers[1].up.weight, 0.5)
-
-
-def _vector(model: nn.Module) -> None:
-    some = [*model.layers[0].parameters(), *model.layers[2].norm.parameters()]
-    vector_to_parameters(parameters_to_vector(some).detach() * 0.5, some)
 
 
 WRITES: dict[str, Write] = {
@@ -96,11 +78,8 @@ WRITES: dict[str, Write] = {
     "numpy": _numpy,
     "a held alias": _held,
     "data =": _set_data,
-    "decay of all": _decay,
     "foreach": _foreach,
-    "nn.init": _init,
     "from another unit": _from_another,
-    "vector_to_parameters": _vector,
 }
 CONFIGS = {
     "all up": lambda model, **settings: ZeroConfig(**settings),
@@ -156,12 +135,6 @@ def zero_run(
     return run_ranks(loop, world_size, 2, transport)
 
 
-@pytest.fixture(params=[False, True], ids=["copied", "mapped"])
-def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters in buffers of the rank's own, or where the owners write them."""
-    monkeypatch.setenv("RAYZERO_DEBUG", "0" if request.param else "1")
-
-
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", WRITES)
@@ -197,9 +170,7 @@ def test_masters_of_a_bf16_model_keep_their_precision_where_nothing_was_written(
         model = copy.deepcopy(base)
         config = tight(model, precision="bf16", prefetch_buffer_size=1)
         model, optimizer = rayzero.prepare(model, sgd(model.parameters()), config)
-        token_loss(model, tokens(0, context.rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        fit(model, optimizer, [0], context.rank)
         states = [rayzero.full_state_dict(model)]
         with torch.no_grad():
             model.layers[1].up.weight[:2] = 0.3
@@ -245,31 +216,6 @@ def test_weights_swapped_for_an_evaluation_and_back_were_not_written() -> None:
     assert same_bits(swapped[0], untouched[0])
 
 
-def test_an_average_of_weights_copied_back_is_trained_on() -> None:
-    base = seeded(Net)
-
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        ema = [param.detach().clone() for param in model.parameters()]
-        for step in range(4):
-            token_loss(model, tokens(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            for mean, param in zip(ema, model.parameters(), strict=True):
-                mean.lerp_(param.detach(), 0.3)
-            if step == 1:
-                for mean, param in zip(ema, model.parameters(), strict=True):
-                    param.data.copy_(mean)
-        return model.state_dict()
-
-    plain, model = copy.deepcopy(base), copy.deepcopy(base)
-    expected = train(plain, sgd(plain.parameters()))
-
-    def loop(context: RankContext) -> dict[str, Tensor]:
-        return train(*rayzero.prepare(model, sgd(model.parameters()), tight(model, prefetch_buffer_size=1)))
-
-    assert same_bits(run_ranks(loop, 1, 2)[0], expected)
-
-
 # ---- frozen parameters ------------------------------------------------------------------------------------------
 
 
@@ -308,10 +254,7 @@ def test_writing_in_place_inside_forward_is_kept(config: str) -> None:
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         model.layers[1].register_forward_pre_hook(renorm)
-        for step in range(STEPS):
-            token_loss(model, tokens(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        fit(model, optimizer, range(STEPS))
         return model.state_dict()
 
     plain, model = copy.deepcopy(base), copy.deepcopy(base)
@@ -377,9 +320,7 @@ def test_a_plain_state_dict_is_loaded_without_rounding(precision: str, world_siz
     def loop(context: RankContext) -> list[dict[str, Tensor]]:
         model = copy.deepcopy(base)
         model, optimizer = rayzero.prepare(model, sgd(model.parameters()), config)
-        token_loss(model, tokens(0, context.rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        fit(model, optimizer, [0], context.rank)
         assert not model.load_state_dict(other.state_dict()).missing_keys
         ups = sum(unit.state is UnitState.UNSHARDED for unit in optimizer.engine.units)
         assert ups < len(optimizer.engine.units)  # loading brings nothing up
