@@ -20,7 +20,7 @@ from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.engine.units.partition import build_layout
 from rayzero.engine.units.residency import UnitBuffer
-from rayzero.engine.units.transfers import DeviceTransfers, UnitTransfers, device_transfers
+from rayzero.engine.units.transfers import DeviceTransfers, UnitTransfers, device_transfers, make_transfers
 from rayzero.lanes import ThreadLane
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.memory.budget import MemoryBudget
@@ -79,7 +79,7 @@ def test_weights_are_those_of_plain_torch_however_late_copies_run(
 class OneUnit:
     """A store of one unit: what is fetched is there at once, what is pushed is kept."""
 
-    takes_scattered = False
+    takes_scattered = in_process = False
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
@@ -202,17 +202,19 @@ class Landing(OneUnit):
 
 @pytest.mark.parametrize("bias", [True, False], ids=["gathered", "whole"])
 @pytest.mark.parametrize("store_of", [OneUnit, Landing])
-@pytest.mark.parametrize("transfers_of", [DeviceTransfers, UnitTransfers])
+@pytest.mark.parametrize("on_device", [True, False])
 def test_a_backward_faster_than_the_copies_keeps_the_gradients_of_two_units_and_waits(
-    transfers_of: type[UnitTransfers], store_of: type[OneUnit], bias: bool, monkeypatch: pytest.MonkeyPatch
+    on_device: bool, store_of: type[OneUnit], bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were there no end to those that wait for their copy, a slow link would keep the whole model's on the device."""
     unit = large_unit(bias=bias)
     store, held = store_of(torch.zeros(unit.numel)), ["out"]
-    staging, lane = BufferPool(budget=MemoryBudget(2 * buffer_bytes(unit.size_bytes))), held_up(held)
+    lane = held_up(held)
     monkeypatch.setattr("rayzero.engine.units.transfers.ThreadLane", lambda: lane)
-    on_device = transfers_of is DeviceTransfers
-    carried = DeviceTransfers(store, staging, held_up(held), {}) if on_device else UnitTransfers(store, staging)
+    if on_device:
+        carried: UnitTransfers = device_transfers(store, held_up(held), [unit], pinned=False)
+    else:
+        carried = make_transfers(store, torch.device("cpu"), [unit], pinned=False)
 
     def push(seq: int) -> Future[None] | None:
         contribution = Contribution(step=1, attempt=0, rank=0, unit=unit.index, seq=seq, presence=b"\x03")
@@ -228,7 +230,7 @@ def test_a_backward_faster_than_the_copies_keeps_the_gradients_of_two_units_and_
     push(2).result(10)
     assert [float(pushed[0]) for pushed in store.pushed] == [0.0, 1.0, 2.0]
     carried.close()
-    assert staging.budget.used == 0
+    assert carried._staging.budget.used == 0
 
 
 @pytest.mark.parametrize(("at_once", "gathered"), [(1 << 20, False), (sys.maxsize, True)])

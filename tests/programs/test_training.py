@@ -210,12 +210,14 @@ def left_out(run: Run) -> list[bool]:
     return taken
 
 
-def closures(run: Run) -> list[Tensor]:
-    """step(closure), and what it returns."""
-    losses = []
+def closures(run: Run) -> tuple[list[Tensor], int]:
+    """step(closure): what it returns, and how often it was called."""
+    losses, calls = [], 0
     for step in range(2):
 
         def closure(step: int = step) -> Tensor:
+            nonlocal calls
+            calls += 1
             run.optimizer.zero_grad()
             loss = token_loss(run.model, run.batch(step))
             loss.backward()
@@ -224,7 +226,7 @@ def closures(run: Run) -> list[Tensor]:
         found = run.optimizer.step(closure)  # type: ignore[arg-type]
         assert isinstance(found, Tensor)
         losses.append(found)
-    return losses
+    return losses, calls
 
 
 def step_hooks(run: Run) -> list[str]:
