@@ -178,6 +178,7 @@ def test_another_optimizer_and_other_arguments_are_refused_by_name(tmp_path: Pat
             ({"loop_state": None}, f"loop_state of {name} is NoneType; pass a dict"),
             ({"loop_state": []}, f"loop_state of {name} is list; pass a dict"),
             ({"keep_last": 0}, f"keep_last of {name} is 0; pass a number of checkpoints"),
+            ({"keep_last": "2"}, f"keep_last of {name} is '2'; pass a number of checkpoints"),
             ({"keep_last": 1, "keep_every": True}, f"keep_every of {name} is True; pass a number of steps"),
             ({"keep_every": 2}, f"keep_every of {name} is 2, but .* pass both"),
             ({"upload_to": "here"}, f"upload_to of {name} is 'here'; pass a URL"),
@@ -264,15 +265,3 @@ def test_options_and_groups_may_differ(checkpoint: Path) -> None:
         info = rayzero.save_checkpoint(optimizer, checkpoint.with_name("next"), {})
     assert info.step == 2
     assert CheckpointReader(checkpoint.with_name("next")).slot_step("1.bias") == 2
-
-
-# ---- reading
-
-
-def test_a_manifest_that_is_a_folder_is_one_line(written, directory):
-    written.save(directory)
-    (directory / MANIFEST).unlink()
-    (directory / MANIFEST).mkdir()
-    with pytest.raises(CheckpointError, match=r"manifest.json cannot be read: it is a folder, not a regular") as caught:
-        CheckpointReader(directory)
-    one_line(caught)

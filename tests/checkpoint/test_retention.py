@@ -99,15 +99,6 @@ def test_a_loop_keeps_its_newest(tmp_path: Path) -> None:
             optimizer.step()
             rayzero.save_checkpoint(optimizer, tmp_path / f"step-{step + 1:06d}", {}, keep_last=1, keep_every=2)
         assert names(tmp_path) == ["step-000002", "step-000004"]
-        for wrong in (0, True, "2"):
-            with pytest.raises(ConfigError, match=r"keep_last of save_checkpoint is .*; pass a number"):
-                rayzero.save_checkpoint(optimizer, tmp_path / "step-000005", {}, keep_last=wrong)  # type: ignore[arg-type]
-        for given, message in (
-            ({"keep_every": 2}, "pass both"),
-            ({"keep_last": 1, "keep_every": 0}, "number of steps"),
-        ):
-            with pytest.raises(ConfigError, match=message):
-                rayzero.save_checkpoint(optimizer, tmp_path / "step-000005", {}, **given)
 
 
 def test_older_checkpoints_go_once_all_models_have_saved(tmp_path: Path) -> None:
