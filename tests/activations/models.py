@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -11,12 +13,12 @@ from rayzero.activations import ActivationOffload
 class Block(nn.Module):
     """Attention and MLP with residuals."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, dropout: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dim)
         self.attn = nn.MultiheadAttention(dim, 4, batch_first=True)
         self.mlp = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
-        self.drop = nn.Dropout(0.1)
+        self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
@@ -27,9 +29,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Blocks and a head."""
 
-    def __init__(self, dim: int = 64, num_layers: int = 4) -> None:
+    def __init__(self, dim: int = 64, num_layers: int = 4, dropout: float = 0.1) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(dim) for _ in range(num_layers))
+        self.layers = nn.ModuleList(Block(dim, dropout) for _ in range(num_layers))
         self.head = nn.Linear(dim, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,7 +60,7 @@ class Exp(nn.Module):
         return x.exp()
 
 
-def transformer(seed: int = 0, **kwargs: int) -> Transformer:
+def transformer(seed: int = 0, **kwargs: Any) -> Transformer:
     """With fixed weights."""
     torch.manual_seed(seed)
     return Transformer(**kwargs)

@@ -97,27 +97,6 @@ def test_peak_saved_bytes_fall_to_those_coming_back():
     assert peak(prefetch=2, margin=3) == 3 * nbytes + 2 * nbytes
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_the_peak_of_a_transformer_falls_from_all_of_its_layers_to_those_coming_back(prefetch):
-    num_layers, x = 6, hidden()
-    model = transformer(num_layers=num_layers)
-    want = gradients(model, x)
-
-    def run(**kwargs) -> tuple[int, int]:
-        """Peak of saved bytes on the device, and those of one layer."""
-        policy = small(max_in_flight=0, prefetch=prefetch, **kwargs)
-        with ActivationOffload(model, policy, offload_modules={"layer": "layers.?"}) as offload:
-            for _ in range(2):
-                offload.reset_peak()
-                assert equal(gradients(model, x), want)
-            found = offload.summary()
-        return found.peak_device_bytes, found.groups["layer"].saved_bytes // (2 * num_layers)
-
-    (plain, layer), (offloaded, same) = run(fraction=0.0), run()
-    assert (plain, same) == (num_layers * layer, layer)
-    assert plain - offloaded == (num_layers - 1 - prefetch) * layer
-
-
 def test_parameters_buffers_marked_and_foreign_tensors_stay():
     model = nn.Linear(64, 64)
     model.register_buffer("table", torch.randn(64, 64))
@@ -174,10 +153,10 @@ def test_a_view_comes_back_with_its_values_and_strides(columns, stride, moved):
 
 
 def test_an_inplace_change_after_saving_is_an_error_as_in_torch():
-    for limit in (0, None):
+    for limit, numel in ((0, 1000), (None, 1000), (None, 3)):  # few bytes stay where they are
         offload = ActivationOffload(nn.Identity(), small(max_in_flight=limit))
         for changed_inside in (True, False):
-            x = torch.randn(1000, requires_grad=True)
+            x = torch.randn(numel, requires_grad=True)
             with offload.group("g"):
                 y = x * 1.0
                 z = y * y
@@ -190,17 +169,6 @@ def test_an_inplace_change_after_saving_is_an_error_as_in_torch():
             del x, y, z
         assert everything_is_back(offload)
         offload.close()
-
-
-def test_an_inplace_change_of_a_small_tensor_is_an_error_too():
-    offload = ActivationOffload(nn.Identity(), small())
-    x = torch.randn(3, requires_grad=True)
-    with offload.group("g"):
-        y = x * 1.0
-        z = y * y
-    y.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        z.sum().backward()
 
 
 def test_inplace_operations_that_torch_allows_give_the_same_bits():
@@ -316,24 +284,6 @@ def test_an_exception_between_forward_and_backward_and_one_inside_a_group():
         assert everything_is_back(offload)
 
 
-def test_an_exception_in_backward_leaves_the_next_step_right():
-    model, x = transformer(), hidden()
-    want = gradients(model, x)
-
-    def broken(grad):
-        raise ValueError("in backward")
-
-    with ActivationOffload(model, small(), offload_modules=BLOCKS) as offload:
-        y = model.layers[0](x)
-        y.register_hook(broken)
-        with pytest.raises(ValueError, match="in backward"):
-            model.layers[1](y).sum().backward()
-        del y
-        assert equal(gradients(model, x), want)
-        gc.collect()
-        assert everything_is_back(offload)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
 def test_activation_checkpointing_inside_and_outside(reentrant, inside):
@@ -361,17 +311,6 @@ def test_activation_checkpointing_inside_and_outside(reentrant, inside):
             assert "mlp" not in groups or groups["mlp"].offloaded_bytes == 0
         gc.collect()
         assert everything_is_back(offload)
-
-
-def test_users_hooks_inside_and_outside_ours():
-    model, x = transformer(), hidden()
-    want = gradients(model, x)
-    with ActivationOffload(model, small(), offload_modules=BLOCKS) as offload:
-        with torch.autograd.graph.save_on_cpu():
-            assert equal(gradients(model, x), want)
-        assert offload.summary().offloaded_bytes == 0  # theirs are on top
-        assert equal(gradients(model, x), want)
-        assert offload.summary().offloaded_bytes > 0
 
 
 def test_two_instances_share_nothing():
@@ -465,9 +404,7 @@ def test_enable_and_disable():
 
 @pytest.mark.parametrize("schedule", ["1f1b", "all then all", "one backward"])
 def test_several_microbatches_in_flight_come_back_in_order(schedule):
-    model, plain = transformer(), transformer()
-    for layer in [*model.layers, *plain.layers]:
-        layer.drop.p = 0.0
+    model, plain = transformer(dropout=0.0), transformer(dropout=0.0)
     batches = [hidden(seed=s) for s in range(5)]
 
     def run(net: nn.Module) -> list[torch.Tensor]:
@@ -496,9 +433,7 @@ def test_several_microbatches_in_flight_come_back_in_order(schedule):
 
 
 def test_virtual_stages_are_chunks_of_their_own():
-    model, plain = transformer(), transformer()
-    for layer in [*model.layers, *plain.layers]:
-        layer.drop.p = 0.0
+    model, plain = transformer(dropout=0.0), transformer(dropout=0.0)
 
     def stages(net: Transformer) -> list[nn.Module]:
         return [nn.Sequential(net.layers[0], net.layers[1]), nn.Sequential(net.layers[2], net.layers[3], net.head)]
@@ -551,13 +486,15 @@ def test_a_full_host_keeps_tensors_on_the_device():
         assert offload.pool_status().total_bytes == 0
 
 
-def test_a_failed_copy_keeps_its_tensor():
+@pytest.mark.parametrize("max_in_flight", [None, 0])
+def test_a_failed_copy_keeps_its_tensor(max_in_flight):
     def fail(direction: str, label: str) -> None:
         raise OSError("no link")
 
     model, x = transformer(), hidden()
     want = gradients(model, x)
-    with ActivationOffload(model, small(), offload_modules=BLOCKS, lane=ThreadLane(before_copy=fail)) as offload:
+    policy, lane = small(max_in_flight=max_in_flight), ThreadLane(before_copy=fail)
+    with ActivationOffload(model, policy, offload_modules=BLOCKS, lane=lane) as offload:
         assert equal(gradients(model, x), want)
         assert everything_is_back(offload)
 

@@ -13,70 +13,8 @@ from rayzero.activations import ActivationOffload, OffloadPolicy, ThreadLane
 from tests.activations.models import Exps
 
 
-class Gates:
-    """Holds copies back until the computation has got somewhere: an order of events, no times."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.reached: dict[str, threading.Event] = {}
-
-    def note(self, event: str) -> None:
-        self.events.append(event)
-        self.reached.setdefault(event, threading.Event()).set()
-
-    def after(self, event: str) -> None:
-        assert self.reached.setdefault(event, threading.Event()).wait(10), event
-
-
-class Noted(nn.Module):
-    """Says when a step's forward and backward run."""
-
-    def __init__(self, inner: nn.Module, gates: Gates, name: str) -> None:
-        super().__init__()
-        self.inner, self.gates, self.name = inner, gates, name
-
-    def forward(self, x):
-        self.gates.note(f"forward {self.name}")
-        y = self.inner(x)
-        y.register_hook(lambda grad: self.gates.note(f"backward {self.name}"))
-        return y
-
-
-@pytest.mark.promise("hidden", "activations")
-def test_a_copy_out_runs_while_the_next_forward_runs_and_a_copy_in_while_the_later_backward_runs():
-    gates = Gates()
-
-    def gate(direction: str, label: str) -> None:
-        step = int(label.split(".")[1])
-        if direction == "out" and step == 0:
-            gates.after("forward 1")  # the copy of 0 may only go on once forward 1 runs: so it did not wait for it
-        if direction == "in" and step == 0:
-            gates.after("backward 1 over")
-        gates.note(f"{direction} {step}")
-
-    model = Exps(3)
-    for index in range(3):
-        model.steps[index] = Noted(model.steps[index], gates, str(index))
-    model.steps[1].inner.register_full_backward_hook(lambda *_: gates.note("backward 1 over"))
-    x = torch.randn(1000, requires_grad=True)
-    lane = ThreadLane(before_copy=gate)
-    policy = OffloadPolicy(min_bytes=1, margin=0, prefetch=1)
-    with ActivationOffload(model, policy, offload_modules=["steps.?"], lane=lane) as offload:
-        loss = model(x).sum()
-        offload.graph_marks.forward_record()
-        loss.backward()
-        totals = offload.summary().groups["steps.?"]
-    events = gates.events
-    assert events.index("forward 1") < events.index("out 0")
-    assert events.index("in 1") < events.index("backward 1 over") < events.index("in 0")
-    assert (totals.misses, totals.hits + totals.late) == (1, 2)  # only the last group was not asked for ahead
-
-
 def test_prefetch_asks_for_the_next_group_when_a_backward_begins():
-    gates = Gates()
     model = Exps(4)
-    for index in range(4):
-        model.steps[index] = Noted(model.steps[index], gates, str(index))
     x = torch.randn(1000, requires_grad=True)
     asked: list[str] = []
     lane = ThreadLane(before_copy=lambda direction, label: asked.append(f"{direction} {label}"))
@@ -149,6 +87,7 @@ class Clocked(nn.Module):
 LAST = 3
 
 
+@pytest.mark.promise("hidden", "activations")
 def test_on_the_timeline_every_copy_moves_its_bytes_while_a_neighbour_computes():
     line = Timeline()
     model = Exps(LAST + 1)

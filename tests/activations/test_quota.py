@@ -16,12 +16,16 @@ def run(policy: OffloadPolicy, groups: list[int], expected: list[int] | None, ma
     return [quota.take(nbytes, group=index) for index, nbytes in enumerate(groups)]
 
 
-def test_seven_groups_at_a_half_split_the_fourth():
-    assert run(OffloadPolicy(fraction=0.5), [100] * 7, [100] * 7) == [100, 100, 100, 50, 0, 0, 0]
-
-
-def test_five_groups_at_four_fifths_keep_one():
-    assert run(OffloadPolicy(fraction=0.8), [100] * 5, [100] * 5) == [100, 100, 100, 100, 0]
+@pytest.mark.parametrize(
+    ("policy", "groups", "taken"),
+    [
+        (OffloadPolicy(fraction=0.5), 7, [100, 100, 100, 50, 0, 0, 0]),
+        (OffloadPolicy(fraction=0.8), 5, [100, 100, 100, 100, 0]),
+        (OffloadPolicy(rank=2, delta_bytes=60), 4, [100, 100, 80, 0]),
+    ],
+)
+def test_the_earliest_bytes_leave(policy: OffloadPolicy, groups: int, taken: list[int]) -> None:
+    assert run(policy, [100] * groups, [100] * groups) == taken
 
 
 @given(st.lists(st.integers(0, 10**9), max_size=20), st.floats(0, 1), st.integers(0, 3), st.integers(0, 3))
@@ -40,11 +44,6 @@ def test_an_unknown_chunk_is_never_more_than_one_tensor_off(groups, fraction):
     for upto in range(1, len(groups) + 1):
         short = fraction * sum(groups[:upto]) - sum(taken[:upto])
         assert -1 <= short <= max(groups[:upto]) + 1
-
-
-def test_each_rank_keeps_its_delta_and_the_earliest_bytes_leave():
-    policy = OffloadPolicy(rank=2, delta_bytes=60)
-    assert run(policy, [100] * 4, [100] * 4) == [100, 100, 80, 0]
 
 
 def test_a_chunk_that_grew_keeps_its_share():

@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -19,7 +18,6 @@ from rayzero.activations.tensors.entry import Entry, Saved
 from rayzero.activations.tensors.host_pool import HostPool
 from rayzero.activations.tensors.pieces import StoragePiece
 from rayzero.activations.tensors.shelf import Shelf
-from rayzero.errors import RayZeroError
 from rayzero.telemetry.recorder import NullRecorder
 
 
@@ -80,28 +78,3 @@ def test_a_held_source_stays_and_a_dropped_one_is_not_copied():
     assert one.ledger.device_bytes == 0
     assert [span.nbytes for span in one.lane.spans()] == [10], "what is not copied says nothing of the link's speed"
     one.lane.close()
-
-
-def test_a_failed_copy_is_raised_to_who_waits_and_keeps_its_source():
-    def fail(direction: str, label: str) -> None:
-        raise OSError("cable")
-
-    one = Counted(before_copy=fail, limit=0)
-    entry, _ = one.send(numbers(10))
-    one.shelf.let_go(entry)
-    assert entry.resident.bytes is not None
-    assert one.ledger.device_bytes == 10
-    entry.arrival = one.shelf._copy_in(entry, torch.zeros(10, dtype=torch.uint8), entry.departure)
-    with pytest.raises(RayZeroError, match="cable"):
-        one.shelf.wait(entry)
-    one.lane.close()
-
-
-def test_after_close_copies_run_in_the_caller():
-    one = Counted()
-    one.lane.close()
-    entry, saved = one.send(numbers(10))
-    assert entry.departure.finished()
-    assert torch.equal(entry.lease.bytes, numbers(10))
-    assert one.shelf.fetch(entry, ahead=False)
-    assert torch.equal(one.shelf.read(entry, saved), numbers(10))

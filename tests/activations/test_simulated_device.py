@@ -26,9 +26,7 @@ POLICIES = {
 def train(lane: SimulatedLane, seed: int, policy: str) -> None:
     """Three steps, whose gradients are those of a plain model."""
     draws = random.Random(seed)
-    model, plain = transformer(dim=16, num_layers=2), transformer(dim=16, num_layers=2)
-    for layer in [*model.layers, *plain.layers]:
-        layer.drop.p = 0.0
+    model, plain = (transformer(dim=16, num_layers=2, dropout=0.0) for _ in range(2))
     settings = OffloadPolicy(min_bytes=512, margin=0, poison=True, **POLICIES[policy])
     patterns = {"attn": "layers.*.attn", "mlp": "layers.*.mlp"}
     with ActivationOffload(model, settings, offload_modules=patterns, lane=lane) as offload:

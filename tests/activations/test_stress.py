@@ -19,9 +19,7 @@ RUNS = 1000
 @pytest.mark.thorough
 def test_a_thousand_steps_with_random_delays_are_bit_equal():
     rng = random.Random(11)
-    model, plain = transformer(dim=16, num_layers=2), transformer(dim=16, num_layers=2)
-    for layer in [*model.layers, *plain.layers]:
-        layer.drop.p = 0.0
+    model, plain = (transformer(dim=16, num_layers=2, dropout=0.0) for _ in range(2))
     inputs = [torch.randn(2, length, 16) for length in (4, 7, 12)]
 
     def step(net, x):

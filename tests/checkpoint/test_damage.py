@@ -82,7 +82,10 @@ def changed(change: Callable[[dict[str, Any]], object], *, rehash: bool = True) 
 
 FOUND_AT_ONCE: dict[str, tuple[Callable[[Path], None], str]] = {
     "file cut": (cut, r"owner-000.safetensors has [0-9,]+ bytes, but the manifest says [0-9,]+"),
-    "file missing": (lambda directory: (directory / "rank-0000.safetensors").unlink(), "rank-0000.safetensors is missing"),
+    "file missing": (
+        lambda directory: (directory / "rank-0000.safetensors").unlink(),
+        "rank-0000.safetensors is missing",
+    ),
     "manifest's hash": (
         changed(lambda d: d.update(step=31), rehash=False),
         "manifest.json is damaged: it says its hash is 000000000000",

@@ -15,7 +15,7 @@ from rayzero.checkpoint import retention
 from rayzero.checkpoint.retention import delete_older
 from rayzero.checkpoint.writer import sweep_stale
 from rayzero.engine.context import RankContext, running_in
-from rayzero.errors import CheckpointError, ConfigError
+from rayzero.errors import CheckpointError
 from rayzero.testing import run_ranks
 
 
