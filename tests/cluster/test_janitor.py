@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -73,13 +73,6 @@ janitor.close()
 """
 
 
-def start(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """A process of its own, once it has said that it is up."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Forked]:
     """A process with a slab in ``slabs``, which ends by SIGKILL alone."""
@@ -101,83 +94,81 @@ def until_empty(*folders: Path) -> list[str]:
     return found
 
 
+@dataclass(frozen=True)
+class Driver:
+    """A driver, its janitor, the folders of slabs and of targets, and an owner's process."""
+
+    process: subprocess.Popen[str]
+    janitor: psutil.Process
+    slabs: Path
+    targets: Path
+    owner: Forked
+
+    def asked(self, what: str) -> str:
+        """Its answer."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(what, file=self.process.stdin, flush=True)
+        return self.process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        """It is not waited for: like one whose parent is busy, it is a zombie all the while."""
+        os.kill(self.process.pid, signal.SIGKILL)
+
+    def everything_goes_with_the_owner(self) -> bool:
+        """And the janitor after it."""
+        self.owner.kill()
+        self.owner.wait()
+        return until_empty(self.slabs, self.targets) == [] and still_there([self.janitor], timeout_s=30) == []
+
+
+@pytest.fixture
+def driver(owner: Forked, tmp_path: Path) -> Iterator[Driver]:
+    slabs, targets = tmp_path / "slabs", tmp_path / "targets"
+    command = [sys.executable, "-c", DRIVER, str(slabs), str(targets), str(owner.pid)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield Driver(process, psutil.Process(json.loads(process.stdout.readline())), slabs, targets, owner)
+        finally:
+            process.kill()
+
+
 @pytest.mark.promise("safe", "jobs")
-def test_what_a_killed_driver_leaves_is_removed_once_its_processes_are_gone(owner, tmp_path):
-    """The driver is not waited for: like one whose parent is busy, it is a zombie all the while."""
-    slabs, targets = tmp_path / "slabs", tmp_path / "targets"
-    driver = start(DRIVER, slabs, targets, owner.pid)
-    assert driver.stdout is not None
-    janitor = psutil.Process(json.loads(driver.stdout.readline()))
-    assert len(left(slabs, targets)) == 2
-    os.kill(driver.pid, signal.SIGKILL)
-    assert until_empty(targets) == []
-    assert len(left(slabs)) == 1, "its maker lives"
-    owner.kill()
-    owner.wait()
-    assert until_empty(slabs) == []
-    assert still_there([janitor], timeout_s=30) == []
-    driver.communicate()
+def test_what_a_killed_driver_leaves_is_removed_once_its_processes_are_gone(driver):
+    assert len(left(driver.slabs, driver.targets)) == 2
+    driver.kill()
+    assert until_empty(driver.targets) == []
+    assert len(left(driver.slabs)) == 1, "its maker lives"
+    assert driver.everything_goes_with_the_owner()
 
 
 @pytest.mark.thorough
-def test_a_driver_whose_pipe_has_ended_may_still_be_dying(owner, tmp_path):
+def test_a_driver_whose_pipe_has_ended_may_still_be_dying(driver):
     """The kernel closes a process's files before it says that the process has ended."""
-    slabs, targets = tmp_path / "slabs", tmp_path / "targets"
-    driver = start(DRIVER, slabs, targets, owner.pid)
-    assert driver.stdin is not None
-    assert driver.stdout is not None
-    janitor = psutil.Process(json.loads(driver.stdout.readline()))
-    driver.stdin.write("end the pipe\n")
-    driver.stdin.flush()
-    assert driver.stdout.readline() == "ended\n"
-    assert still_there([janitor], timeout_s=1.0) != []
-    os.kill(driver.pid, signal.SIGKILL)
-    owner.kill()
-    owner.wait()
-    assert until_empty(slabs, targets) == []
-    assert still_there([janitor], timeout_s=30) == []
-    driver.communicate()
+    assert driver.asked("end the pipe") == "ended"
+    assert still_there([driver.janitor], timeout_s=1.0) != []
+    driver.kill()
+    assert driver.everything_goes_with_the_owner()
 
 
 @pytest.mark.thorough
-def test_a_child_that_a_killed_driver_forked_keeps_nothing_alive(owner, tmp_path):
+def test_a_child_that_a_killed_driver_forked_keeps_nothing_alive(driver):
     """It has the driver's end of the pipe, which thus stays open."""
-    slabs, targets = tmp_path / "slabs", tmp_path / "targets"
-    driver = start(DRIVER, slabs, targets, owner.pid)
-    assert driver.stdin is not None
-    assert driver.stdout is not None
-    janitor = psutil.Process(json.loads(driver.stdout.readline()))
-    driver.stdin.write("fork\n")
-    driver.stdin.flush()
-    child = int(driver.stdout.readline())
+    child = int(driver.asked("fork"))
     try:
-        os.kill(driver.pid, signal.SIGKILL)
-        owner.kill()
-        owner.wait()
-        assert until_empty(slabs, targets) == []
-        assert still_there([janitor], timeout_s=30) == []
+        driver.kill()
+        assert driver.everything_goes_with_the_owner()
     finally:
         os.kill(child, signal.SIGKILL)
-        driver.communicate()
 
 
 @pytest.mark.thorough
-def test_a_line_that_a_killed_driver_did_not_finish_leaves_the_last_whole_one(owner, tmp_path):
-    slabs, targets = tmp_path / "slabs", tmp_path / "targets"
-    driver = start(DRIVER, slabs, targets, owner.pid)
-    assert driver.stdin is not None
-    assert driver.stdout is not None
-    janitor = psutil.Process(json.loads(driver.stdout.readline()))
-    driver.stdin.write("half a line\n")
-    driver.stdin.flush()
-    assert driver.stdout.readline() == "written\n"
-    os.kill(driver.pid, signal.SIGKILL)
-    assert still_there([janitor], timeout_s=1.0) != [], "its owner lives"
-    owner.kill()
-    owner.wait()
-    assert until_empty(slabs, targets) == []
-    assert still_there([janitor], timeout_s=30) == []
-    driver.communicate()
+def test_a_line_that_a_killed_driver_did_not_finish_leaves_the_last_whole_one(driver):
+    assert driver.asked("half a line") == "written"
+    driver.kill()
+    assert still_there([driver.janitor], timeout_s=1.0) != [], "its owner lives"
+    assert driver.everything_goes_with_the_owner()
 
 
 def test_processes_that_stay_are_killed(owner, tmp_path):
@@ -186,16 +177,12 @@ def test_processes_that_stay_are_killed(owner, tmp_path):
     assert left(tmp_path / "slabs") == []
 
 
-def test_a_driver_that_ends_well_takes_its_janitor_with_it(owner, tmp_path):
-    slabs, targets = tmp_path / "slabs", tmp_path / "targets"
-    driver = start(DRIVER, slabs, targets, owner.pid)
-    assert driver.stdout is not None
-    janitor = psutil.Process(json.loads(driver.stdout.readline()))
-    driver.communicate("end\n", timeout=60)
-    assert driver.returncode == 0
-    assert not janitor.is_running()
-    assert (len(left(slabs)), left(targets)) == (1, [])
-    assert owner.poll() is None
+def test_a_driver_that_ends_well_takes_its_janitor_with_it(driver):
+    driver.process.communicate("end\n", timeout=60)
+    assert driver.process.returncode == 0
+    assert not driver.janitor.is_running()
+    assert (len(left(driver.slabs)), left(driver.targets)) == (1, [])
+    assert driver.owner.poll() is None
 
 
 def test_a_janitor_that_was_killed_disturbs_nobody(tmp_path):

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -262,10 +263,9 @@ def test_nothing_is_scraped_unless_somebody_looks(served: Served, monkeypatch: p
 
 def test_who_may_not_read_metrics_sees_no_page(served: Served) -> None:
     pages = served.page.pages
-    guarded = Exporter(
-        MemoryRecorder(), Role.COORDINATOR, host=HOST, pages=pages, protection=Protection(token="secret")
-    )
-    try:
+    with closing(
+        Exporter(MemoryRecorder(), Role.COORDINATOR, host=HOST, pages=pages, protection=Protection(token="secret"))
+    ) as guarded:
         for path in (PAGE_PATH, DATA_PATH):
             with pytest.raises(urllib.error.HTTPError) as refused:
                 urllib.request.urlopen(f"http://{guarded.address}{path}", timeout=20)
@@ -276,8 +276,6 @@ def test_who_may_not_read_metrics_sees_no_page(served: Served) -> None:
             )
             with urllib.request.urlopen(asked, timeout=20) as answer:
                 assert answer.status == 200
-    finally:
-        guarded.close()
 
 
 def test_the_coordinator_tells_what_happened(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -278,13 +279,10 @@ def test_a_run_that_does_not_answer_is_one_line(tmp_path) -> None:
 )
 def test_discovery_that_names_nobody_or_is_none_is_one_line(said, why, tmp_path) -> None:
     page = Page("application/json", lambda: said)
-    exporter = Exporter(MemoryRecorder(), Role.COORDINATOR, host="127.0.0.1", pages={"/sd": page})
-    try:
+    with closing(Exporter(MemoryRecorder(), Role.COORDINATOR, host="127.0.0.1", pages={"/sd": page})) as exporter:
         told = {"http_sd": f"http://{exporter.address}/sd", "targets": []}
         with pytest.raises(RunFailedError, match=f"^run 'demo' .*{why}"):
             trace_run(record_of(tmp_path, state="running", telemetry=told), 1.0)
-    finally:
-        exporter.close()
 
 
 @pytest.mark.parametrize("dripping", ["the coordinator", "rank 0"])
@@ -293,43 +291,33 @@ def test_one_that_drips_bytes_is_left_behind_and_named(dripping, tmp_path, monke
     with served_by(drip) as slow:
         rank = Target(address=slow, run="demo", role=Role.RANK, node="n", index=0)
         page = Page("application/json", lambda: service_discovery([rank]))
-        exporter = Exporter(MemoryRecorder(), Role.COORDINATOR, host="127.0.0.1", pages={"/sd": page})
-        try:
+        with closing(Exporter(MemoryRecorder(), Role.COORDINATOR, host="127.0.0.1", pages={"/sd": page})) as exporter:
             asked = slow if dripping == "the coordinator" else exporter.address
             record = record_of(tmp_path, state="running", telemetry={"http_sd": f"http://{asked}/sd", "targets": []})
             with pytest.raises(
                 RunFailedError, match=f"^{dripping} of run 'demo' does not answer at http://{slow}/.*within 0.5 s"
             ):
                 trace_run(record, 1.0)
-        finally:
-            exporter.close()
 
 
 def test_one_that_answers_something_else_is_named(tmp_path) -> None:
     pages = {"/trace": Page("application/json", lambda: b"[]")}
-    rank = Exporter(MemoryRecorder(), Role.RANK, host="127.0.0.1", pages=pages)
-    target = Target(address=rank.address, run="demo", role=Role.RANK, node="n", index=0)
-    pages = {"/sd": Page("application/json", lambda: service_discovery([target]))}
-    coordinator = Exporter(MemoryRecorder(), Role.COORDINATOR, host="127.0.0.1", pages=pages)
-    told = {"http_sd": f"http://{coordinator.address}/sd", "targets": []}
-    try:
-        with pytest.raises(
-            RunFailedError, match=r"^rank 0 of run 'demo' answers with no spans: it is \[\] but must be an "
-        ):
-            trace_run(record_of(tmp_path, state="running", telemetry=told), 1.0)
-    finally:
-        rank.close()
-        coordinator.close()
+    with closing(Exporter(MemoryRecorder(), Role.RANK, host="127.0.0.1", pages=pages)) as rank:
+        target = Target(address=rank.address, run="demo", role=Role.RANK, node="n", index=0)
+        pages = {"/sd": Page("application/json", lambda: service_discovery([target]))}
+        with closing(Exporter(MemoryRecorder(), Role.COORDINATOR, host="127.0.0.1", pages=pages)) as coordinator:
+            told = {"http_sd": f"http://{coordinator.address}/sd", "targets": []}
+            with pytest.raises(
+                RunFailedError, match=r"^rank 0 of run 'demo' answers with no spans: it is \[\] but must be an "
+            ):
+                trace_run(record_of(tmp_path, state="running", telemetry=told), 1.0)
 
 
 def test_spans_are_kept_from_the_first_time_that_somebody_asks(tmp_path) -> None:
     recorder = MemoryRecorder()
-    exporter = ProcessExporter(rank_settings(tmp_path), recorder)
-    try:
+    with closing(ProcessExporter(rank_settings(tmp_path), recorder)) as exporter:
         recorder.spans.add("forward", "before", 0.0, 1.0, 0)
         assert json.loads(get(f"http://{exporter.target.address}/trace"))["spans"] == []
         assert recorder.spans.wanted
         recorder.spans.add("forward", "after", 0.0, 1.0, 0)
         assert [span.name for span in recorder.spans.recorded().spans] == ["after"]
-    finally:
-        exporter.close()

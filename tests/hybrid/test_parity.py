@@ -162,18 +162,6 @@ def test_convnet_with_gradients_that_are_never_zeroed(steps, overlap, fraction, 
         assert [group["lr_mult"] for group in hybrid.param_groups] == [1.0, 2.0]
 
 
-def test_large_layers_back_to_back():
-    def big() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(13, 2048), nn.Linear(2048, 512), nn.Linear(512, 13))
-
-    model, twin = big(), big()
-    want = train(twin, plain(twin, **ADAMW), 3)
-    hybrid = HybridDeviceOptimizer(model.parameters(), 1.0, bucket_bytes=1 << 20, **ADAMW)
-    assert equal(train(model, hybrid, 3), want)
-    assert hybrid.placement().num_buckets >= 4  # the second layer's weight alone is four of them
-
-
 # ---- gradients --------------------------------------------------------------------------------------------------
 
 
@@ -377,16 +365,6 @@ def test_schedulers_act_at_the_next_step_on_both_sides():
             train(each, optimizer, 1, first=step)
             scheduler.step()
     assert equal(weights(model), weights(twin))
-
-
-def test_a_learning_rate_in_a_tensor_is_read_at_each_step():
-    model, twin = net(), net()
-    rate = torch.tensor(0.01)
-    hybrid, reference = HybridDeviceOptimizer(model.parameters(), 0.5, lr=rate), plain(twin, lr=0.01)
-    train(model, hybrid, 2), train(twin, reference, 2)
-    rate.fill_(0.5)
-    reference.param_groups[0]["lr"] = 0.5
-    assert equal(train(model, hybrid, 2, first=2), train(twin, reference, 2, first=2))
 
 
 def test_an_option_changed_in_a_sub_optimizer_is_taken_over():

@@ -38,17 +38,6 @@ def test_settings(options, error, message):
         HybridDeviceOptimizer(net().parameters(), **options)
 
 
-def test_a_class_that_draws_random_numbers():
-    class Noisy(torch.optim.SGD):
-        def step(self, closure=None):
-            for group in self.param_groups:
-                for param in group["params"]:
-                    param.data.add_(torch.randn_like(param))
-
-    with pytest.raises(UnsupportedError, match="Noisy cannot be offloaded: two equal trials"):
-        HybridDeviceOptimizer(net().parameters(), 0.5, Noisy)
-
-
 @pytest.mark.parametrize(
     "param",
     [

@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -76,14 +76,10 @@ def test_a_missing_wait_is_found_with_every_seed(
 def stepping(seed: int) -> Iterator[tuple[SimulatedLane, nn.Module, HybridDeviceOptimizer]]:
     """A watched lane, a model that is updated in host memory and has gradients, which are on their way there."""
     lane, model = SimulatedLane(seed), net()
-    hybrid = HybridDeviceOptimizer(model.parameters(), 1.0, lane=lane, **ADAMW)
-    try:
-        with lane.watching():
-            backward(model, 0)
-            assert all(run.sends for run in hybrid._runs)
-            yield lane, model, hybrid
-    finally:
-        hybrid.close()
+    with closing(HybridDeviceOptimizer(model.parameters(), 1.0, lane=lane, **ADAMW)) as hybrid, lane.watching():
+        backward(model, 0)
+        assert all(run.sends for run in hybrid._runs)
+        yield lane, model, hybrid
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -91,12 +92,9 @@ def test_two_runs_in_one_process_do_not_mix(recorder, exporter) -> None:
     other = MemoryRecorder()
     recorder.add(names.TOKENS, 1)
     other.add(names.TOKENS, 2)
-    second = Exporter(other, Role.RANK, host=HOST)
-    try:
+    with closing(Exporter(other, Role.RANK, host=HOST)) as second:
         assert samples(scrape(exporter))["rayzero_tokens_total", ()] == 1
         assert samples(scrape(second))["rayzero_tokens_total", ()] == 2
-    finally:
-        second.close()
 
 
 def test_a_source_that_fails_is_told_to_the_scraper_alone(recorder, always_anew, exporter, caplog) -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.request import urlopen
@@ -92,14 +92,11 @@ def status(address: str, shown: str | None = None, tls: ssl.SSLContext | None = 
     headers = {} if shown is None else {"Authorization": shown}
     kind = http.client.HTTPConnection if tls is None else http.client.HTTPSConnection
     more = {} if tls is None else {"context": tls}
-    connection = kind(address, timeout=20, **more)
-    try:
+    with closing(kind(address, timeout=20, **more)) as connection:
         connection.request("GET", "/metrics", headers=headers)
         with connection.getresponse() as answer:
             answer.read()
             return answer.status
-    finally:
-        connection.close()
 
 
 def basic(user: str, password: str) -> str:
@@ -229,15 +226,12 @@ def test_an_exporter_at_an_ipv6_address_is_found_and_read_over_tls() -> None:
     made = MetricsAccess("demo", None)
     found: list[Target] = []
     pages = {"/sd": Page("application/json", lambda: service_discovery(found))}
-    exporter = Exporter(MemoryRecorder(), Role.RANK, host="::1", pages=pages, protection=made.own)
-    try:
+    with closing(Exporter(MemoryRecorder(), Role.RANK, host="::1", pages=pages, protection=made.own)) as exporter:
         assert exporter.address.startswith("[::1]:")
         found.append(replace(target(exporter, made.own), node="fd00::1"))
         assert discover(found[0].url("/sd"), timeout_s=20, viewer=made.viewer) == tuple(found)
         (one,) = scrape(found, timeout_s=20, viewer=made.viewer).processes
         assert one.error is None
-    finally:
-        exporter.close()
 
 
 def test_clients_without_a_certificate_of_the_authority_are_cut(
@@ -400,13 +394,12 @@ def test_discovery_is_protected_and_read_by_our_own_tools(
     made = access(tmp_path, tls_text(authority) + USERS)
     listed = (Target(address="10.0.0.1:1", run="demo", role=Role.RANK, node="n", index=0, scheme="https"),)
     page = Page("application/json", lambda: service_discovery(listed))
-    exporter = Exporter(MemoryRecorder(), Role.COORDINATOR, host=HOST, pages={"/sd": page}, protection=made.given)
-    try:
+    with closing(
+        Exporter(MemoryRecorder(), Role.COORDINATOR, host=HOST, pages={"/sd": page}, protection=made.given)
+    ) as exporter:
         assert discover(f"https://{exporter.address}/sd", timeout_s=20, viewer=made.viewer) == listed
         with pytest.raises(OSError, match="401"):
             discover(f"https://{exporter.address}/sd", timeout_s=20, viewer=replace(made.viewer, token=None))
-    finally:
-        exporter.close()
 
 
 # ---- a real Prometheus

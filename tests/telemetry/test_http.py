@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -176,22 +176,16 @@ def test_on_loopback_a_request_for_another_name_is_refused_and_its_connection_en
 def test_a_foreign_name_is_counted() -> None:
     refused: list[tuple[str, str, str]] = []
     listening, address = listen("127.0.0.1", 0)
-    serving = PageServer(listening, {"/": HELLO}, refused=lambda *told: refused.append(told))
-    try:
+    with closing(PageServer(listening, {"/": HELLO}, refused=lambda *told: refused.append(told))):
         exchange(address, GET.replace(b"localhost", b"evil.example"))
-    finally:
-        serving.close()
     assert refused == [("host", "127.0.0.1", "it asks for the name of another host")]
 
 
 def test_at_an_address_of_the_node_every_name_is_answered() -> None:
     """A node has many names, which nobody can list."""
     listening, address = listen("0.0.0.0", 0)
-    serving = PageServer(listening, {"/": HELLO})
-    try:
+    with closing(PageServer(listening, {"/": HELLO})):
         assert exchange(address.replace("0.0.0.0", "127.0.0.1"), GET.replace(b"localhost", b"node-7")) == ANSWER
-    finally:
-        serving.close()
 
 
 def test_many_scrapes_at_once_make_a_page_once(serve, monkeypatch) -> None:

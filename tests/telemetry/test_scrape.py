@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from contextlib import closing
 
 import pytest
 
@@ -58,20 +59,17 @@ def test_one_that_is_mute_holds_nobody_up_and_each_says_what_is_wrong() -> None:
         connection.recv(1000)
         connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n<html>")
 
-    exporter = Exporter(MemoryRecorder(), Role.RANK, host=HOST)
-    try:
-        with (
-            served_by(lambda connection: connection.recv(1000) and connection.recv(1)) as mute,
-            served_by(drip) as dripping,
-            served_by(wrong) as other,
-            served_by(nonsense) as page,
-        ):
-            addresses = [exporter.address, nobody, mute, dripping, other, page]
-            began = time.monotonic()
-            found = scrape(map(target, addresses), timeout_s=1).processes
-            assert time.monotonic() - began < 10
-    finally:
-        exporter.close()
+    with (
+        closing(Exporter(MemoryRecorder(), Role.RANK, host=HOST)) as exporter,
+        served_by(lambda connection: connection.recv(1000) and connection.recv(1)) as mute,
+        served_by(drip) as dripping,
+        served_by(wrong) as other,
+        served_by(nonsense) as page,
+    ):
+        addresses = [exporter.address, nobody, mute, dripping, other, page]
+        began = time.monotonic()
+        found = scrape(map(target, addresses), timeout_s=1).processes
+        assert time.monotonic() - began < 10
     assert found[0].series is not None
     assert [one.series for one in found[1:]] == [None] * 5
     assert [one.error for one in found[:4]] == [
@@ -89,13 +87,10 @@ def test_what_discovery_serves_is_read_back() -> None:
     )
     assert [one.who for one in targets] == ["coordinator", "rank 0", "optimizer 1"]
     page = Page("application/json", lambda: service_discovery(targets))
-    exporter = Exporter(MemoryRecorder(), Role.COORDINATOR, host=HOST, pages={"/sd": page})
-    try:
+    with closing(Exporter(MemoryRecorder(), Role.COORDINATOR, host=HOST, pages={"/sd": page})) as exporter:
         assert discover(f"http://{exporter.address}/sd", timeout_s=20) == targets
         with pytest.raises(OSError, match="404"):
             discover(f"http://{exporter.address}/ds", timeout_s=20)
-    finally:
-        exporter.close()
     with pytest.raises(OSError, match="refused"):
         discover(f"http://{exporter.address}/sd", timeout_s=20)
 

@@ -74,13 +74,6 @@ def test_sums_add_up_and_extremes_stay_extremes() -> None:
     assert mixed.strategy == "mixed"
 
 
-def test_documented_vectors_of_merged_passes_and_collections() -> None:
-    """100 ms and 200 ms are two passes of 300 ms; one collection that freed 1000 bytes is that."""
-    one, other = Durations(count=1, total=0.1), Durations(count=1, total=0.2)
-    assert (one.merged(other).count, one.merged(other).total) == (2, pytest.approx(0.3))
-    assert Freed().merged(Freed(count=1, bytes=1000)) == Freed(count=1, bytes=1000)
-
-
 def test_a_copys_speed_and_the_links_share() -> None:
     """The documented vectors: 1000 bytes in 1 s and in 0.1 s."""
     tally = CopyTally()

@@ -72,9 +72,11 @@ def test_a_model_that_was_pickled_whole_is_refused(tmp_path: Path) -> None:
         assert "no tensors of a model; it has 'model'" in refusal_of(folder, "hf", weights_only=weights_only)
 
 
-def test_what_is_no_tensor_in_a_model_is_refused_by_name(tmp_path: Path) -> None:
-    folder = _save(tmp_path / "dcp", {"model": {"w": torch.ones(2), "pair": (torch.ones(1),)}})
+def test_what_is_no_tensor_in_a_model_is_refused_by_name_or_left_out_with_the_states(tmp_path: Path) -> None:
+    folder = _save(tmp_path / "dcp", {"model": {"w": torch.ones(2), "pair": (torch.ones(1),)}, "step": 1})
     assert "'pair' in its model's state dict, which is no tensor" in refusal_of(folder, "hf")
+    done = convert(folder, tmp_path / "hf", to="hf", weights_only=True)
+    assert done.content.left_out == ("model.pair", "step")
 
 
 LOOP = {

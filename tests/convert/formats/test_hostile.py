@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 from collections.abc import Callable
@@ -49,10 +48,51 @@ class Harmful:
 # ---- pickles ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("safe", "checkpoints")
-def test_code_in_dcp_metadata_is_named_and_not_run(tmp_path: Path, states: States) -> None:
+def in_dcp_metadata(tmp_path: Path, states: States, harm: Harmful) -> Path:
     folder = write_grid(tmp_path / "dcp", states.of(WEIGHT), 1)
-    (folder / ".metadata").write_bytes(pickle.dumps(Harmful(tmp_path / "owned")))
+    (folder / ".metadata").write_bytes(pickle.dumps(harm))
+    return folder
+
+
+def in_a_dcp_chunk(tmp_path: Path, states: States, harm: Harmful) -> Path:
+    folder = write_grid(tmp_path / "dcp", states.of(WEIGHT), 1)
+    torch.save(harm, folder / "evil.distcp")
+    size = (folder / "evil.distcp").stat().st_size
+    edit_metadata(folder, lambda m: place(m, "w", (0, 0), _StorageInfo("evil.distcp", 0, size)))
+    return folder
+
+
+def in_deepspeeds(which: str, stage: int) -> Callable[[Path, States, Harmful], Path]:
+    def write(tmp_path: Path, states: States, harm: Harmful) -> Path:
+        folder = write_zero(tmp_path / "zero", states, stage, 2, TWO)
+        torch.save({"client": harm}, sorted(folder.glob(f"*_{which}_states.pt"))[0])
+        return folder
+
+    return write
+
+
+def in_a_universal_checkpoint(tmp_path: Path, states: States, harm: Harmful) -> Path:
+    folder = universal(tmp_path)
+    torch.save(harm, folder / "zero" / "up.weight" / "exp_avg.pt")
+    return folder
+
+
+PLACES: dict[str, Callable[[Path, States, Harmful], Path]] = {
+    "DCP's metadata": in_dcp_metadata,
+    "a DCP chunk": in_a_dcp_chunk,
+    **{
+        f"{which} states of stage {stage}": in_deepspeeds(which, stage)
+        for which in ("optim", "model")
+        for stage in (2, 3)
+    },
+    "a universal checkpoint": in_a_universal_checkpoint,
+}
+
+
+@pytest.mark.promise("safe", "checkpoints")
+@pytest.mark.parametrize("where", PLACES)
+def test_code_in_a_pickle_is_named_and_not_run(tmp_path: Path, states: States, where: str) -> None:
+    folder = PLACES[where](tmp_path, states, Harmful(tmp_path / "owned"))
     assert "posix.system" in refusal_of(folder)
     assert not (tmp_path / "owned").exists()
 
@@ -64,32 +104,6 @@ def test_no_other_name_is_found_in_dcp_metadata(tmp_path: Path, states: States, 
     folder = write_grid(tmp_path / "dcp", states.of(WEIGHT), 1)
     (folder / ".metadata").write_bytes(b"c" + "\n".join([*name, "."]).encode())
     assert ".".join(name) in refusal_of(folder)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("which", ["*_optim_states.pt", "*_model_states.pt"])
-def test_code_in_deepspeeds_files_is_named_and_not_run(tmp_path: Path, states: States, stage: int, which: str) -> None:
-    folder = write_zero(tmp_path / "zero", states, stage, 2, TWO)
-    torch.save({"client": Harmful(tmp_path / "owned")}, sorted(folder.glob(which))[0])
-    assert "posix.system" in refusal_of(folder)
-    assert not (tmp_path / "owned").exists()
-
-
-def test_code_in_a_universal_checkpoint_is_named_and_not_run(tmp_path: Path) -> None:
-    folder = universal(tmp_path)
-    torch.save(Harmful(tmp_path / "owned"), folder / "zero" / "up.weight" / "exp_avg.pt")
-    assert "posix.system" in refusal_of(folder)
-    assert not (tmp_path / "owned").exists()
-
-
-def test_code_in_a_dcp_chunk_is_named_and_not_run(tmp_path: Path, states: States) -> None:
-    folder = write_grid(tmp_path / "dcp", states.of(WEIGHT), 1)
-    torch.save(Harmful(tmp_path / "owned"), tmp_path / "chunk")
-    data = (tmp_path / "chunk").read_bytes()
-    (folder / "evil.distcp").write_bytes(data)
-    edit_metadata(folder, lambda m: place(m, "w", (0, 0), _StorageInfo("evil.distcp", 0, len(data))))
-    assert "posix.system" in refusal_of(folder)
-    assert not (tmp_path / "owned").exists()
 
 
 # ---- DCP --------------------------------------------------------------------------------------------------------
@@ -286,16 +300,6 @@ def test_moments_without_a_step_count(tmp_path: Path) -> None:
 
 
 # ---- safetensors, targets, arguments ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", "gone.safetensors"])
-def test_an_index_that_names_other_files(tmp_path: Path, states: States, file: str) -> None:
-    folder = write_hf(tmp_path / "hf", states, 2)
-    index = folder / "model.safetensors.index.json"
-    described = json.loads(index.read_text())
-    described["weight_map"]["w"] = file
-    index.write_text(json.dumps(described))
-    assert file in refusal_of(folder)
 
 
 def test_a_weight_that_no_master_can_hold(tmp_path: Path) -> None:

@@ -19,23 +19,6 @@ from .foreign import States, read_all, require_same, write_zero
 TWO = [["embed.weight", "b"], ["w", "scale", "last.weight"]]
 
 
-def test_stage_3_cuts_each_parameter() -> None:
-    found = stage3_segments([{"a": (5,), "b": (2, 2)}, {"c": (1,)}], [[5, 1], [5, 1]])
-    assert found == {
-        "a": [PartitionSegment(0, 0, 0, 3), PartitionSegment(1, 0, 0, 2)],  # 3 each, one of padding
-        "b": [PartitionSegment(0, 0, 3, 5), PartitionSegment(1, 0, 3, 5)],
-        "c": [PartitionSegment(0, 1, 0, 1)],  # rank 1 has padding only
-    }
-
-
-def test_stages_1_and_2_cut_the_flat_vector_of_a_group() -> None:
-    found = stage12_segments([{"a": (5,), "b": (2, 2)}], [[6], [3]])  # padded to 12, kept without
-    assert found == {
-        "a": [PartitionSegment(0, 0, 0, 5)],
-        "b": [PartitionSegment(0, 0, 5, 6), PartitionSegment(1, 0, 0, 3)],
-    }
-
-
 def test_parameters_that_are_aligned_have_gaps_between_them() -> None:
     found = stage12_segments([{"a": (5,), "b": (4,)}], [[6], [6]], [[3, 0]])
     assert found == {"a": [PartitionSegment(0, 0, 0, 5)], "b": [PartitionSegment(1, 0, 2, 6)]}
