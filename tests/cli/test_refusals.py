@@ -234,16 +234,6 @@ def test_an_error_of_one_module_alone_has_the_section_of_its_base():
     assert section_of(Inner) == "ranklefterror"
 
 
-def test_a_ray_that_does_not_answer_at_ray_address_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "text.txt").write_bytes(b"to be or not to be. " * 100)
-    with socket.socket() as taken:  # nobody listens there
-        taken.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        message = refused("train", "--run-dir", "r", "data=text.txt", *SMALL, cwd=tmp_path)
-    assert f"RAY_ADDRESS is '{address}', but no Ray answers there (Connection refused)" in message
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stop_before_ray_starts_has_the_shells_code_and_leaves_nothing(tmp_path, monkeypatch, number, code):
     monkeypatch.setattr("rayzero.recipes.data.text.WindowCorpus.baseline", lambda *_: os.kill(os.getpid(), number))

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tiny import MAX_NORM, batch, make
 
 import rayzero
+from cluster.tiny import MAX_NORM, batch, make
 
 
 def train(config: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """A user's script whose optimizers move to a node that joins, and back. Run by tests in a process of its own.
 
-``moved_run.py STORAGE STEPS``: two ranks and two optimizers, with half of the states. Before step 2 it waits for a
-second node, and asks for them there; before step 8 for three beside the ranks, before step 14 for one that is not
-there.
+``moved_run.py STORAGE``: two ranks and two optimizers train as in compared_run.py, with half of the states on devices.
+Before step 2 it waits for a second node, and asks for them there; before step 8 for three beside the ranks, before step
+14 for one that is not there.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from safetensors.torch import save_file
-from tiny import MAX_NORM, batch, make
 
 import rayzero
+from cluster import compared_run
 from rayzero.cluster.files.run_record import read_record
 from rayzero.elastic.requests import ScaleRequest, ask
 
@@ -44,29 +43,20 @@ def until(there: Any) -> None:
         time.sleep(0.05)
 
 
-def train(config: dict[str, Any]) -> None:
+def train() -> None:
     context = rayzero.get_context()
-    model, plain = make()
-    model, optimizer = rayzero.prepare(model, plain)
-    rayzero.track()
-    for step in range(context.step, config["steps"]):
+
+    def before(step: int) -> None:
         if context.rank == 0:
             asks(Path(context.run_dir or ""), step)
-        model(batch(step, context.rank)).square().mean().backward()
-        optimizer.clip_grad_norm_(MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        rayzero.report({"done": step + 1})
-    weights = rayzero.full_state_dict(model)
-    if context.rank == 0:
-        save_file(weights, Path(config["storage"]) / "weights.safetensors")
+
+    compared_run.train(None, before)
 
 
 def main() -> None:
-    storage, steps = sys.argv[1:]
+    storage, _ = sys.argv[1:]
     rayzero.ZeroTrainer(
         train,
-        train_loop_config={"steps": int(steps), "storage": storage},
         zero_config=rayzero.ZeroConfig(shard_bytes="1KiB", offload_fraction=0.5),
         scaling_config=rayzero.ScalingConfig(
             num_workers=2, num_optimizers=2, threads_per_worker=1, threads_per_optimizer=1

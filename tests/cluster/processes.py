@@ -34,7 +34,7 @@ def start_script(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env=os.environ | env,
+        env=os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])} | env,
     )
     _started.append(script)
     return script

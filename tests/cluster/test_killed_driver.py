@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import rayzero
 from rayzero.cluster.files.metrics_log import read_log
 from rayzero.cluster.files.run_record import read_record
 from rayzero.engine.context import RankContext
@@ -23,8 +22,8 @@ from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
 
+from .killed_run import train
 from .processes import everyone_of, start_script, still_there, until_it_says
-from .tiny import MAX_NORM, batch, make
 
 pytestmark = [
     pytest.mark.thorough,
@@ -76,27 +75,18 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
 
 
 def undisturbed(context: RankContext) -> Any:
-    """The script's loop without a run: weights, and a row for each step."""
-    model, plain = make()
-    model, optimizer = rayzero.prepare(model, plain)
-    scheduler, rows = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=STEPS), []
-    for step in range(STEPS):
-        loss = model(batch(step, context.rank)).square().mean()
-        loss.backward()
-        optimizer.clip_grad_norm_(MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        rows.append((context.rank, step + 1, step + 1, loss.item(), rayzero.mean_over_ranks(loss.item())))
-    return rayzero.full_state_dict(model), rows
+    """The script's loop without a run: a row for each report. Its weights are where the script would put them."""
+    train({"steps": STEPS, "storage": str(context.run_dir)})
+    return [(context.rank, row["done"], row["done"], row["loss"], row["mean"]) for row in context.reports]
 
 
 def test_it_ends_with_the_bits_and_the_rows_of_one_that_was_not_killed(runs: Runs) -> None:
     runs.killed(7)
     said = runs.ended("resume")
     assert CONTINUES in said
-    (weights, rows), (_, others) = run_ranks(undisturbed, 2, 2, transport="shm", processes=True)
-    ours = load_file(runs.storage / "weights.safetensors")
+    (runs.storage / "undisturbed").mkdir()
+    rows, others = run_ranks(undisturbed, 2, 2, "shm", True, run_dir=runs.storage / "undisturbed")
+    ours, weights = (load_file(each / "weights.safetensors") for each in (runs.storage, runs.storage / "undisturbed"))
     assert all(torch.equal(weight, ours[name]) for name, weight in weights.items())
     log = read_log(runs.storage / "demo")
     found = [(row["rank"], row["step"], row["done"], row["loss"], row["mean"]) for row in log]

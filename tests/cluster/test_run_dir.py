@@ -181,12 +181,6 @@ def test_a_run_resumes_from_the_highest_step_whatever_the_names(tmp_path):
         find_start(config(tmp_path, resume=str(tmp_path / "demo" / "checkpoints" / "final")))
 
 
-def test_a_checkpoint_of_any_name_whose_replacement_was_killed_is_what_the_run_resumes_from(tmp_path):
-    final = renamed(saved(tmp_path, 20)[0], "final")
-    killed_while_replacing(final)
-    assert find_start(config(tmp_path, resume=True)).checkpoint == final
-
-
 def test_a_run_starts_again_from_its_newest_checkpoint_or_as_it_began(tmp_path):
     (elsewhere,) = saved(tmp_path / "other", 5)
     with RunDirectory.open(config(tmp_path, resume=str(elsewhere))) as directory:

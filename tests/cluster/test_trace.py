@@ -144,23 +144,6 @@ def test_every_event_is_what_the_trace_event_format_asks_for(seen) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.ray
-def test_slices_of_a_thread_nest(seen) -> None:
-    by_thread: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for e in seen.events:
-        if e["ph"] == "X":
-            start = round(e["ts"] * 1e3)
-            by_thread.setdefault((e["pid"], e["tid"]), []).append((start, start + round(e["dur"] * 1e3)))
-    for its in by_thread.values():
-        open_ends: list[int] = []
-        for start, end in sorted(its, key=lambda span: (span[0], -span[1])):
-            while open_ends and open_ends[-1] <= start:
-                open_ends.pop()
-            assert not open_ends or end <= open_ends[-1]
-            open_ends.append(end)
-
-
-@pytest.mark.thorough
-@pytest.mark.ray
 def test_every_process_has_its_lanes_and_every_kept_step_is_in_them(slices) -> None:
     steps = {one.step for one in slices if one.lane == "forward"}
     assert len(steps) == KEPT

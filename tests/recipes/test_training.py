@@ -106,13 +106,6 @@ def resumed(recipe: RecipeConfig, resume: bool | str = True) -> RecipeConfig:
     return recipe.replace(run=recipe.run.replace(resume=resume))
 
 
-def test_a_checkpoint_whose_replacement_was_killed_is_the_step_to_go_on_from(recipe):
-    save_run(recipe, 10)
-    newest = save_run(recipe, 20)
-    newest.rename(newest.with_name(".step-000020.replaced"))
-    assert prepare_run(resumed(recipe)).resume_step == 20
-
-
 def test_an_older_checkpoint_of_the_same_run_is_refused_at_once(recipe):
     older, _ = save_run(recipe, 10), save_run(recipe, 20)
     with pytest.raises(ConfigError, match=r"holds newer checkpoints of this run \(step-000020\).* with --run-dir"):
