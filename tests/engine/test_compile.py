@@ -15,7 +15,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 
-from .models import Net, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, fit, same_bits, seeded, tight
 
 # Dynamo reads .grad of non-leaf tensors, which warns.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -52,9 +52,7 @@ def test_compiled_models_train_as_eager_ones(
     compiled, graphs = how(model), []
     for step in range(4):
         for m, o in ((plain, sgd), (compiled, optimizer)):
-            token_loss(m, tokens(step)).backward()
-            o.step()
-            o.zero_grad()
+            fit(m, o, [step])
         graphs.append(counters["stats"]["unique_graphs"])
     assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
     assert 0 < graphs[0] == graphs[-1]

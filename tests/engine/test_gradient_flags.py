@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rayzero
-from rayzero.engine.context import RankContext, running_in
+from rayzero.engine.context import RankContext
 from rayzero.engine.prepare import is_prepared
 from rayzero.errors import UnsupportedError
 from rayzero.testing import run_ranks
@@ -66,12 +66,6 @@ class Policy(nn.Module):
             for name in ("default", "ref"):
                 layer.down[name].requires_grad_(name == active)
                 layer.up[name].requires_grad = name == active
-
-
-@pytest.fixture
-def alone() -> Iterator[RankContext]:
-    with running_in(RankContext()) as context:
-        yield context
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import rayzero
 from rayzero import ZeroConfig
@@ -28,7 +27,7 @@ from rayzero.errors import CheckpointWriteError
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
 
-from .models import same_bits, seeded, tokens
+from .models import fit, same_bits, seeded
 from .test_comeback import Small
 
 WAIT = 20.0  # seconds after which a test is broken
@@ -71,13 +70,6 @@ def prepared(config: ZeroConfig | None = None) -> tuple[nn.Module, rayzero.ZeroO
     return rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
 
 
-def step(model: nn.Module, optimizer: rayzero.ZeroOptimizer, number: int, rank: int = 0) -> None:
-    inputs, targets = tokens(number, rank)
-    F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def files_of(checkpoint: Path) -> dict[str, str]:
     """Name -> hash of each owner's file, as the manifest says. (Ranks' files have generators, of which threads share
     Python's with their links.)"""
@@ -100,7 +92,7 @@ def test_it_is_the_checkpoint_that_training_would_have_waited_for(
         rayzero.track()
         opened = saved = None
         for number in range(LAST):
-            step(model, optimizer, number, context.rank)
+            fit(model, optimizer, [number], context.rank)
             if number == 1 and beside:
                 opened = rayzero.begin_checkpoint(optimizer, tmp_path / "beside", {"step": 2})
                 with torch.no_grad():
@@ -145,10 +137,10 @@ def test_the_next_one_waits_for_the_one_before(tmp_path: Path, monkeypatch: pyte
 
         monkeypatch.setattr(OpenCheckpoint, "finish", watched)
         model, optimizer = prepared()
-        step(model, optimizer, 0)
+        fit(model, optimizer, [0])
         first = rayzero.begin_checkpoint(optimizer, tmp_path / "step-1")
         assert disk.asked.wait(WAIT)
-        step(model, optimizer, 1)
+        fit(model, optimizer, [1])
         second = rayzero.begin_checkpoint(optimizer, tmp_path / "step-2", keep_last=1)
         assert first.done()
         assert waited == [("step-1", False)]
@@ -161,9 +153,9 @@ def test_an_error_that_nobody_has_had_comes_with_the_next_one(tmp_path: Path, mo
         disk.error = OSError(28, "No space left on device")
         disk.goes_on.set()
         model, optimizer = prepared()
-        step(model, optimizer, 0)
+        fit(model, optimizer, [0])
         rayzero.begin_checkpoint(optimizer, tmp_path / "step-1")
-        step(model, optimizer, 1)
+        fit(model, optimizer, [1])
         with pytest.raises(CheckpointWriteError, match="No space left"):
             rayzero.begin_checkpoint(optimizer, tmp_path / "step-2")
         disk.error = None
@@ -179,9 +171,9 @@ def test_a_full_disk_is_a_warning_where_the_run_wants_that(
         disk.error = OSError(28, "No space left on device")
         disk.goes_on.set()
         model, optimizer = prepared()
-        step(model, optimizer, 0)
+        fit(model, optimizer, [0])
         assert rayzero.begin_checkpoint(optimizer, tmp_path / "step-1").result() is None
-        step(model, optimizer, 1)
+        fit(model, optimizer, [1])
     assert "CHECKPOINT NOT SAVED" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
@@ -192,7 +184,7 @@ def test_the_end_of_a_loop_waits_for_it_and_for_its_copy_in_remote_storage(
     url = f"file://{tmp_path / 'remote'}"
     with standing_still(monkeypatch) as disk, running_in(RankContext()) as context:
         model, optimizer = prepared()
-        step(model, optimizer, 0)
+        fit(model, optimizer, [0])
         rayzero.begin_checkpoint(optimizer, tmp_path / "step-1", upload_to=url)
         context.on_close(lambda _: disk.goes_on.set())  # called first
         assert not (tmp_path / "step-1").exists()
@@ -206,7 +198,7 @@ def test_the_end_of_a_loop_names_an_error_that_nobody_has_had(
         disk.error = OSError(28, "No space left on device")
         disk.goes_on.set()
         model, optimizer = prepared()
-        step(model, optimizer, 0)
+        fit(model, optimizer, [0])
         rayzero.begin_checkpoint(optimizer, tmp_path / "step-1")
     (said,) = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert said.startswith(f"CHECKPOINT NOT SAVED: {tmp_path / 'step-1'}: cannot write")

@@ -11,7 +11,7 @@ from rayzero.engine.context import RankContext
 from rayzero.engine.engine import Engine
 from rayzero.engine.units.schedule import Phase, UnitSchedule
 
-from .models import Net, seeded, tight, token_loss, tokens
+from .models import Net, fit, seeded, tight
 
 Events = list[tuple[str, str]]
 
@@ -26,9 +26,7 @@ def events_of_step(model: nn.Module, optimizer: rayzero.ZeroOptimizer, step: int
     events: Events = []
     observer = lambda verb, unit: events.append((verb, unit.removeprefix("layers.")))  # noqa: E731
     optimizer.engine.observers.append(observer)
-    token_loss(model, tokens(step)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    fit(model, optimizer, [step])
     optimizer.engine.observers.remove(observer)
     return events
 

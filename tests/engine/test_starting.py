@@ -509,10 +509,7 @@ def test_a_run_that_resumes_needs_no_weights_and_reads_none(tmp_path: Path) -> N
 
     def train(ctx: RankContext, model: nn.Module, steps: range, **given: Any) -> Any:
         model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()), **given)
-        for step in steps:
-            token_loss(model, tokens(step, ctx.rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        fit(model, optimizer, steps, ctx.rank)
         return model, optimizer
 
     def whole(ctx: RankContext) -> dict[str, Tensor]:

@@ -11,6 +11,9 @@ import pytest
 import torch
 import transformers
 
+from rayzero.engine.context import RankContext, running_in
+from rayzero.integrations import ray_train
+
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
@@ -22,3 +25,31 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.trainer_callback.PrinterCallback, "on_log", lambda *_, **__: None)
+
+
+@pytest.fixture
+def alone() -> Iterator[RankContext]:
+    with running_in(RankContext()) as context:
+        yield context
+
+
+class Place:
+    """The only worker of a fit."""
+
+    get_world_rank = staticmethod(lambda: 0)
+    get_local_rank = staticmethod(lambda: 0)
+    get_local_world_size = staticmethod(lambda: 1)
+    get_world_size = staticmethod(lambda: 1)
+    get_experiment_name = staticmethod(lambda: "demo")
+
+
+@pytest.fixture
+def in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_train.train, "get_context", Place)
+    monkeypatch.setattr(ray_train, "get_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(ray_train, "_group_name", lambda: "group")

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.engine.context import RankContext, running_in
+from rayzero.engine.context import RankContext
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.integrations.accelerate import ZeroAccelerator
 from rayzero.testing import run_ranks
@@ -32,12 +32,6 @@ def _fresh_state() -> Iterator[None]:
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-
-
-@pytest.fixture
-def alone() -> Iterator[RankContext]:
-    with running_in(RankContext()) as context:
-        yield context
 
 
 def loader(size: int = 24, batch_size: int = 4, **settings: Any) -> DataLoader[Any]:

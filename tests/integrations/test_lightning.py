@@ -45,7 +45,7 @@ pytestmark = [
 
 
 class Learner(LightningModule):
-    """A net that the steps call without going through forward; the lr of every batch is kept."""
+    """A net that the steps call without going through forward; the rates of every batch are kept."""
 
     manual = False
     plateau = False
@@ -54,7 +54,7 @@ class Learner(LightningModule):
         super().__init__()
         self.net = seeded(Net)
         self.mean = MeanMetric()
-        self.lrs: list[float] = []
+        self.lrs: list[tuple[float, ...]] = []  # of the groups
         self.automatic_optimization = not self.manual
 
     def training_step(self, batch: Any, index: int) -> Any:
@@ -71,7 +71,7 @@ class Learner(LightningModule):
         return None
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.lrs.append(self.optimizers().param_groups[0]["lr"])
+        self.lrs.append(tuple(group["lr"] for group in self.optimizers().param_groups))
 
     def validation_step(self, batch: Any, index: int) -> None:
         loss = token_loss(self.net, batch)
@@ -125,12 +125,6 @@ def metrics_of(trained: Trainer) -> dict[str, float]:
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
     return rayzero.full_state_dict(module)
-
-
-@pytest.fixture
-def alone() -> Iterator[RankContext]:
-    with running_in(RankContext()) as context:
-        yield context
 
 
 @pytest.fixture

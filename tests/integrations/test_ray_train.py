@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from engine.models import Net, same_bits, seeded, token_loss, tokens
+from engine.models import Net, fit, same_bits, seeded
 
 import rayzero
 from rayzero import ZeroConfig
@@ -92,23 +92,6 @@ def served() -> Iterator[Owners]:
         yield Owners(run="r", config=ZeroConfig(transport="grpc"), groups=Told(started(addresses)))  # type: ignore[arg-type]
 
 
-class Place:
-    """The only worker of a fit."""
-
-    get_world_rank = staticmethod(lambda: 0)
-    get_local_rank = staticmethod(lambda: 0)
-    get_local_world_size = staticmethod(lambda: 1)
-    get_world_size = staticmethod(lambda: 1)
-    get_experiment_name = staticmethod(lambda: "demo")
-
-
-@pytest.fixture
-def in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_train.train, "get_context", Place)
-    monkeypatch.setattr(ray_train, "get_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(ray_train, "_group_name", lambda: "group")
-
-
 def test_a_worker_is_the_rank_that_ray_train_says_and_goes_on_from_a_checkpoint(
     in_a_worker: None, tmp_path: Path
 ) -> None:
@@ -118,11 +101,8 @@ def test_a_worker_is_the_rank_that_ray_train_says_and_goes_on_from_a_checkpoint(
             model = seeded(Net)
             model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
             assert (context.loop_state, context.world_size) == (resume and {"steps": 3}, 1)
-            for step in () if resume else range(3):
-                token_loss(model, tokens(step)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
             if not resume:
+                fit(model, optimizer, range(3))
                 rayzero.save_checkpoint(optimizer, tmp_path / "step-3", {"steps": 3})
             states.append(rayzero.full_state_dict(model))
     assert same_bits(*states)
@@ -163,10 +143,7 @@ def lose_the_owners(owners: Owners, news: Queue[GroupStart | GroupEnded]) -> Non
         model = seeded(Net)
         model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         news.put(GroupEnded(why="optimizer 1 died"))
-        for step in itertools.count():
-            token_loss(model, tokens(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        fit(model, optimizer, itertools.count())
 
 
 def test_a_loop_whose_owners_are_lost_fails_with_the_reason(in_a_worker: None) -> None:

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from engine.models import Net, same_bits, seeded, token_loss, tokens
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -20,17 +18,21 @@ from torch.utils.data import DataLoader
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
-from rayzero.integrations import ray_train
 from rayzero.integrations.lightning import ZeroStrategy
 from rayzero.integrations.transformers import Trainer as ZeroTrainer
 
 from .schedules import SCHEDULES, STEPS
-from .test_ray_train import Place, served
-from .test_trainer import arguments, dataset
+from .test_lightning import Learner, trainer
+from .test_lightning import pytestmark as filters
+from .test_ray_train import served
+from .test_trainer import arguments, dataset, history
 from .training import build
 from .zoo import gpt2
 
-Trained = tuple[dict[str, Tensor], list[Any]]  # weights, and the rate of each step
+Trained = tuple[dict[str, Tensor], list[Any]]  # weights, and the rate of each step or all that is logged in it
+
+
+pytestmark = filters
 
 
 def assert_resumes(train: Callable[[Path | None], Trained], saved: Callable[[int], Path]) -> None:
@@ -49,9 +51,7 @@ def assert_resumes(train: Callable[[Path | None], Trained], saved: Callable[[int
 @pytest.mark.promise("recoverable", "integrations")
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["OneCycleLR", "CosineAnnealingLR", "StepLR"])
-def test_in_transformers_trainer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers.trainer_callback.PrinterCallback, "on_log", lambda *_, **__: None)
-
+def test_in_transformers_trainer(name: str, tmp_path: Path) -> None:
     class Scheduled(ZeroTrainer):
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
             self.lr_scheduler = SCHEDULES[name](optimizer if optimizer is not None else self.optimizer)
@@ -64,25 +64,21 @@ def test_in_transformers_trainer(name: str, tmp_path: Path, monkeypatch: pytest.
             train_dataset=dataset(4 * STEPS),
         )
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-        logged = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
-        return rayzero.full_state_dict(trainer.model), logged[-(STEPS - int(resume.name[11:])) if resume else 0 :]
+        logged = [entry for entry in history(trainer) if "learning_rate" in entry]  # also before the stop
+        return rayzero.full_state_dict(trainer.model), logged[int(resume.name[11:]) if resume else 0 :]
 
     assert_resumes(trained, lambda step: tmp_path / f"checkpoint-{step}")
 
 
-class Learner(LightningModule):
+class ScheduledLearner(Learner):
     """An epoch is a step."""
 
     def __init__(self, schedule: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.net, self.schedule = seeded(Net), schedule
-        self.rates: list[Any] = []
+        self.schedule = schedule
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         return token_loss(self.net, tokens(self.global_step))
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.rates.append([group["lr"] for group in self.optimizers().param_groups])  # type: ignore[union-attr]
 
     def configure_optimizers(self) -> Any:
         first, *others = self.net.parameters()
@@ -91,29 +87,21 @@ class Learner(LightningModule):
         return [optimizer], [{"scheduler": self.schedule(optimizer), "interval": "step"}]
 
 
-@pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated")
-@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need")
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_in_lightning(name: str, tmp_path: Path) -> None:
     def trained(resume: Path | None) -> Trained:
-        module = Learner(SCHEDULES[name])
+        module = ScheduledLearner(SCHEDULES[name])
         saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True)
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=1,
+        fitting = trainer(
             max_epochs=STEPS,
-            logger=False,
             callbacks=[saving] if resume is None else [],
             enable_checkpointing=resume is None,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             strategy=ZeroStrategy(ZeroConfig(precision="bf16")),
         )
-        trainer.fit(module, DataLoader([0]), ckpt_path=resume)  # type: ignore[arg-type]
-        return rayzero.full_state_dict(module), module.rates
+        fitting.fit(module, DataLoader([0]), ckpt_path=resume)  # type: ignore[arg-type]
+        return rayzero.full_state_dict(module), module.lrs
 
     assert_resumes(trained, lambda step: tmp_path / f"epoch={step - 1}.ckpt")
 
@@ -144,11 +132,7 @@ def train_in_ray_train(config: dict[str, Any]) -> Trained:
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_in_a_worker_of_ray_train(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_train.train, "get_context", Place)
-    monkeypatch.setattr(ray_train, "get_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(ray_train, "_group_name", lambda: "group")
-
+def test_in_a_worker_of_ray_train(name: str, in_a_worker: None, tmp_path: Path) -> None:
     def trained(resume: Path | None) -> Trained:
         with served() as owners:
             return train_in_ray_train({"owners": owners, "resume": resume, "schedule": name, "place": tmp_path})

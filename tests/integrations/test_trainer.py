@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,31 +52,18 @@ def arguments(directory: Path, **settings: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(directory), **defaults | settings)
 
 
-@pytest.fixture
-def alone() -> Iterator[RankContext]:
-    with running_in(RankContext()) as context:
-        yield context
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers.trainer_callback.PrinterCallback, "on_log", lambda *_, **__: None)
-
-
-def trained(kind: type, model: nn.Module, directory: Path, *, resume: str | None = None, **settings: Any) -> Any:
+def trained(kind: type, model: nn.Module, directory: Path, **settings: Any) -> Any:
     """A trainer after train()."""
     extra = {"zero_config": settings.pop("zero_config", None)} if kind is not transformers.Trainer else {}
     settings.pop("zero_config", None)
-    dropped = settings.pop("callbacks", [])
     trainer = kind(
         model=copy.deepcopy(model),
         args=arguments(directory, **settings),
         train_dataset=dataset(),
         eval_dataset=dataset(6, seed=1),
-        callbacks=dropped,
         **extra,
     )
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train()
     return trainer
 
 
@@ -144,31 +130,6 @@ def test_seq2seq_trainer_evaluates_by_generating(alone: RankContext, tmp_path: P
     assert_same_training(ours, plain)
     want = plain.predict(dataset(6, seed=1)).predictions
     assert (ours.predict(dataset(6, seed=1)).predictions == want).all()
-
-
-class StopAt(transformers.TrainerCallback):
-    """Ends training in the middle of an epoch."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        control.should_training_stop = state.global_step == self.step
-        return control
-
-
-def test_a_resumed_trainer_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    base = build(gpt2, dropout=0.1)
-    saving = {"save_strategy": "steps", "save_steps": 4, "zero_config": tight(base, spare=0)}
-    with running_in(RankContext()):
-        whole = trained(Trainer, base, tmp_path / "whole", **saving)
-        expected = rayzero.full_state_dict(whole.model)
-    with running_in(RankContext()):
-        trained(Trainer, base, tmp_path / "parts", callbacks=[StopAt(4)], **saving)
-    with running_in(RankContext()):
-        again = trained(Trainer, base, tmp_path / "parts", resume=str(tmp_path / "parts" / "checkpoint-4"), **saving)
-        assert same_bits(rayzero.full_state_dict(again.model), expected)
-        assert history(again)[:-1] == history(whole)[:-1]
 
 
 def test_a_checkpoint_holds_masters_that_from_pretrained_reads(alone: RankContext, tmp_path: Path) -> None:

@@ -53,12 +53,12 @@ def generate(model: Any, rank: int) -> Tensor:
     return result
 
 
-def train(context: RankContext, base: nn.Module, name: str, *, setup: Setup = keep, precision: str = "fp32") -> Trained:
+def train(context: RankContext, base: nn.Module, name: str, *, setup: Setup = keep) -> Trained:
     """Train on a rank within a budget that holds the root, the unit in use and one ahead; generate before each step
     and at the end."""
     model = copy.deepcopy(base)
     setup(model)
-    config = tight(model, prefetch_buffer_size=1, spare=0, precision=precision)
+    config = tight(model, prefetch_buffer_size=1, spare=0)
     model, optimizer = rayzero.prepare(model, adamw(model.parameters()), config)
     verbs: list[str] = []
     optimizer.engine.observers.append(lambda verb, unit: verbs.append(verb))
@@ -74,35 +74,24 @@ def train(context: RankContext, base: nn.Module, name: str, *, setup: Setup = ke
     return Trained(rayzero.full_state_dict(model), sequences, verbs.count("reshard"))
 
 
-def unsharded(
-    base: nn.Module, name: str, *, world_size: int, setup: Setup = keep, precision: str = "fp32"
-) -> list[Trained]:
-    """The same on plain PyTorch: gradients averaged over replicas, AdamW on fp32 masters. Per rank, state shared."""
+def unsharded(base: nn.Module, name: str, *, world_size: int, setup: Setup = keep) -> list[Trained]:
+    """The same on plain PyTorch: gradients averaged over replicas. Per rank, state shared."""
     model = copy.deepcopy(base)
     setup(model)
-    masters = [param.detach().clone().requires_grad_() for param in model.parameters()]
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    for param in model.parameters():
-        param.data = param.data.to(dtype)
-    optimizer = adamw(masters)
+    optimizer = adamw(model.parameters())
     ranks = [Trained({}) for _ in range(world_size)]
     for step in range(STEPS):
         replicas = []
         for rank in range(world_size):
             model.zero_grad()
-            inputs = batch(name, step, rank)
-            model(**{key: x.to(dtype) if x.is_floating_point() else x for key, x in inputs.items()}).loss.backward()
+            model(**batch(name, step, rank)).loss.backward()
             replicas.append([param.grad for param in model.parameters()])
         _generate_all(model, name, ranks)
-        for master, grad in zip(masters, averaged(replicas), strict=True):
-            master.grad = grad
+        for param, grad in zip(model.parameters(), averaged(replicas), strict=True):
+            param.grad = grad
         optimizer.step()
-        with torch.no_grad():
-            for param, master in zip(model.parameters(), masters, strict=True):
-                param.copy_(master)
     _generate_all(model, name, ranks)
-    value = {id(param): master.detach() for param, master in zip(model.parameters(), masters, strict=True)}
-    state = {key: value[id(param)] for key, param in model.named_parameters(remove_duplicate=False)}
+    state = {key: param.detach() for key, param in model.named_parameters(remove_duplicate=False)}
     for trained in ranks:
         trained.state = state
     return ranks
