@@ -15,7 +15,6 @@ import argparse
 import json
 import re
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -148,11 +147,10 @@ def point(run: Run, plan: UnitPlan, model: str, way: str, tokens: int) -> Point:
     """Simulate one run."""
     run = replace(run, options=(WAYS | MESSAGES | SHARDS)[way])
     ranks, owners = len(run.rank_hosts), len(run.owner_hosts)
-    sums = list(Counter(run.rank_hosts).values()) if run.options.push_once_per_host else []
     shards = shard_map_for(plan.layout, owners, run.zero.shard_map)
     largest = max(range(owners), key=shards.bytes_of)
     began = time.perf_counter()
-    owner = plan_owner(plan.layout, shards, largest, ranks, 1, sums=sums)
+    owner = plan_owner(plan.layout, shards, largest, ranks, 1)
     found = simulate(run, steps=3, resolution=RESOLUTION * sum(run.compute.forward))
     return Point(
         model=model,

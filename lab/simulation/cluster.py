@@ -169,7 +169,7 @@ def _owners(run: Run, fluid: Fluid, resources: Resources, pushes: int) -> list[O
     if once:
         senders = sum(resources.sums(each) * len(each.ranks) // each.each for each in ranks)
     sums = any(resources.adds_up(each) for each in ranks)
-    total = has_totals(len(run.rank_hosts), pushes)
+    total = has_totals(len(run.rank_hosts))
     update = Update(contributions=senders, state_bytes=run.state_bytes, sums=sums, total=total)
     scattered = run.options.transport == "inproc"
     return [

@@ -126,8 +126,9 @@ class ZeroConfig(ZeroSetters):
     nonfinite: Nonfinite = "skip"
     """What a step with an inf or nan gradient does: "skip" leaves the weights unchanged, "raise" raises an error."""
 
-    gradient_accumulation_steps: Count = 1
-    """Backwards planned per step; above 1, each owner keeps an fp32 accumulator per rank."""
+    gradient_accumulation_steps: Annotated[Count, Field(le=32_766)] = 1
+    """Backwards planned per step. Owners add up what all ranks have pushed, backward by backward, in fp32; a single
+    rank adds up its own."""
 
     shard_bytes: Annotated[Size, Field(multiple_of=256)] = 8 * MIB
     """Bytes of fp32 master in one shard, a multiple of 256 bytes (64 elements)."""
@@ -196,12 +197,12 @@ class ZeroConfig(ZeroSetters):
     and a block with inf or nan arrives as nan."""
 
     host_push: HostPush = "auto"
-    """Whether gradients for owners on other hosts leave a host as one sum of its ranks, in fp32: of the first ranks of
-    each group of 8 consecutive ones, which can be added there without changing a bit; others push their own. Ranks
-    then keep their gradients in slab_dir, and an owner has memory for one sum in place of one push a rank. "auto":
-    where that sum takes fewer bytes than what the ranks push (two ranks in fp32 or with accumulation, else three),
-    slab_dir is large enough, and wire_compression is "none". "always": also where it takes as many. "never": each rank
-    pushes its own."""
+    """Whether gradients for owners on other hosts leave a host as one sum of its ranks a backward, in fp32: of the
+    first ranks of each group of 8 consecutive ones, which can be added there without changing a bit; others push their
+    own. Ranks then keep their gradients in slab_dir, and an owner has memory for one sum in place of one push a rank.
+    "auto": where that sum takes fewer bytes than what the ranks push (two ranks in fp32, else three), slab_dir is large
+    enough, and wire_compression is "none". "always": also where it takes as many. "never": each rank pushes its
+    own."""
 
     if TYPE_CHECKING:
 

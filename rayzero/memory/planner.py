@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import ShardMap
 from rayzero.memory.process_memory import HostLimits, host_limits, ray_memory_threshold
-from rayzero.protocol.gradient_sum import has_totals, pool_bytes
+from rayzero.protocol.gradient_sum import adds_up, gradient_dtype, has_totals, pool_bytes
 from rayzero.quantities import count, format_bytes
 
 FP32 = 4  # bytes
@@ -82,15 +82,13 @@ def plan_owner(
     state_bytes: float = 8.0,
     own_gradients: bool = False,
     measures_norms: bool = False,
-    sums: Sequence[int] = (),
     copies: int = 0,
 ) -> OwnerPlan:
     """Sum up what the host keeps for ``owner``'s shards.
 
     state_bytes: of the optimizer's states, per element (8 for Adam in fp32). own_gradients: this host's ranks keep
     their gradients themselves, so no staging is needed. measures_norms: the owner measures norms by layer group
-    (owner/update/group_norms.py). sums: of how many ranks each is that comes in fp32 in place of their gradients
-    (``ZeroConfig.host_push``), if owners keep no totals. copies: ``ZeroConfig.checkpoint_copies``, of which no more is
+    (owner/update/group_norms.py). copies: ``ZeroConfig.checkpoint_copies``, of which no more is
     planned than masters and states take."""
     params = master = frozen = gradients = largest = 0
     on_device = shard_map.on_device(owner)
@@ -102,14 +100,13 @@ def plan_owner(
         master += trained * FP32
         frozen += shard.numel * FP32 if unit.frozen_master else 0
         largest = max(largest, trained)
-        gradients += trained * (unit.dtype.itemsize if accumulation_steps == 1 else FP32)
+        gradients += trained * gradient_dtype(unit, adds_up(world_size, accumulation_steps)).itemsize
     states = int(master // FP32 * state_bytes)
-    totals = has_totals(world_size, accumulation_steps)
+    totals = has_totals(world_size)
     if totals:
         everything = sum(unit.numel * unit.dtype.itemsize for unit in layout.units if unit.trainable)
         gradients = master + world_size * pool_bytes(layout) * gradients // max(1, everything)
-    else:
-        gradients = gradients * (world_size - sum(sums)) + master * len(sums)
+        gradients += largest * FP32 if accumulation_steps > 1 else 0  # a total, before a round is added to it
     return OwnerPlan(
         owner=owner,
         num_owners=shard_map.num_owners,
@@ -118,9 +115,7 @@ def plan_owner(
         master=frozen + (0 if on_device else master),
         moments=0 if on_device else states,
         gradients=gradients,
-        staging=0
-        if own_gradients or totals
-        else staging_bytes(layout, shard_map, owner, accumulation_steps) * (world_size - sum(sums)),
+        staging=0 if own_gradients or totals else staging_bytes(layout, shard_map, owner, accumulation_steps),
         norms=largest * FP32 if measures_norms else 0,
         copies=min(copies, master + states),
         on_device=master + states if on_device else 0,
@@ -128,7 +123,7 @@ def plan_owner(
 
 
 def staging_bytes(layout: ModelLayout, shard_map: ShardMap, owner: int, accumulation_steps: int) -> int:
-    """The bytes in which one rank's pushes wait with ``owner`` until they are added to earlier ones.
+    """The bytes in which a single rank's pushes wait with ``owner`` until they are added to earlier ones.
 
     With accumulation, there is room for the shards of two largest units. Without it, there is room for two shards if
     there are fp32 units, whose memory can add a push that was not planned, and none if all units are 16-bit."""

@@ -61,7 +61,6 @@ def build_model(
     ownership: Ownership | None = None,
     memory_taken: int = 0,
     own_gradients: bool,
-    summed: Sequence[int],
     measures_norms: bool,
     device: torch.device,
     left: LeftOnDevice | None = None,
@@ -70,8 +69,7 @@ def build_model(
     spec names one.
 
     ``maker``: allocates host memory. ``ownership``: see ``ShardService``. ``own_gradients``, ``measures_norms``: see
-    ``plan_owner``. ``summed``: the ranks whose gradients come as one sum, ``rank`` among them; it is not known yet
-    whether others do. ``device``: for the states of an owner beside a rank (``ShardMap.on_device``). ``left``: what it
+    ``plan_owner``. ``device``: for the states of an owner beside a rank (``ShardMap.on_device``). ``left``: what it
     has there since the last epoch.
 
     Raises MemoryPlanError before anything is allocated, UnsupportedError for an optimizer that cannot run on
@@ -79,9 +77,7 @@ def build_model(
     shard_map = owner_map(spec, num_owners, ownership)
     on_device = shard_map.on_device(owner)
     rule = choose_rule(spec, device if on_device else None)
-    plan = _plan(
-        spec, shard_map, owner, rule, own_gradients=own_gradients, measures_norms=measures_norms, summed=summed
-    )
+    plan = _plan(spec, shard_map, owner, rule, own_gradients=own_gradients, measures_norms=measures_norms)
     if not maker.takes_over:
         check_plan(plan, host_limits(), memory_budget, taken=memory_taken)
     elif memory_budget is not None:  # what it takes over is part of what its host has in use
@@ -97,7 +93,7 @@ def build_model(
         rule.state_kinds,
         memory,
         spec.moments,
-        totals=has_totals(spec.world_size, spec.accumulation_steps),
+        totals=has_totals(spec.world_size),
     )
     former = {index: found for index in shards if (found := memory.former(index)) is not None}
     version = 0
@@ -128,7 +124,6 @@ def _plan(
     *,
     own_gradients: bool,
     measures_norms: bool,
-    summed: Sequence[int] = (),
 ) -> OwnerPlan:
     return plan_owner(
         spec.layout,
@@ -139,7 +134,6 @@ def _plan(
         state_bytes=len(rule.state_kinds) * moment_bytes(spec.moments),
         own_gradients=own_gradients,
         measures_norms=measures_norms,
-        sums=[len(summed)] if summed and not own_gradients else (),
         copies=spec.checkpoint_copies,
     )
 

@@ -153,7 +153,6 @@ class ShardService:
                     ownership=self.ownership,
                     memory_taken=self._memory_taken,
                     own_gradients=own_gradients,
-                    summed=summed,
                     measures_norms=self._norms_every is not None,
                     device=self._device,
                     left=self._left,
@@ -221,7 +220,7 @@ class ShardService:
         """Read what dead ranks have pushed of the step that a former life of this owner may not have applied."""
         left = parts.model.memory.former_ranks(parts.model.version)
         for rank in left if not ranks else left.keys() & set(ranks):
-            parts.contributions.add_former(rank, left[rank].gradients, left[rank].pushed)
+            parts.contributions.add_former(rank, left[rank])
 
     @property
     def decided_steps(self) -> int:
@@ -367,6 +366,11 @@ class ShardService:
         excess = self._attached().contributions.observe(rank, unit, pushed, scattered)
         if excess is not None:
             self.abort(excess)
+
+    def in_totals(self, rank: int, unit: int, pushed: Pushed) -> bool:
+        """Whether what ``rank`` has pushed of a unit is in the totals of all shards here, so that it needs no memory
+        any more."""
+        return self._attached().contributions.in_totals(rank, unit, pushed)
 
     # ---- decisions
 

@@ -130,8 +130,8 @@ class OwnedShard:
         """The total is whole: from now on ranks give back what is in it."""
         if self.total_line is not None:
             assert not isinstance(made.summands, int)
-            oldest = min((attempt for _, attempt in made.summands), default=0)
-            self.total_line.write(made.step, oldest, digest_of(made.summands), made.present)
+            oldest = min((attempt for _, attempt, _ in made.summands), default=0)
+            self.total_line.write(made.step, oldest, made.rounds, digest_of(made.summands), made.present)
 
     def hold_total(self) -> None:
         """A rank comes back: what its former life had in the total, ranks give back no more."""
@@ -139,13 +139,21 @@ class OwnedShard:
             self.total_line.hold()
 
     def forget_total(self) -> None:
-        """The total's bytes are about to change."""
+        """The total's bytes are about to change, and the ranks still have everything that was in it."""
         if self.total_line is not None:
             self.total_line.clear()
 
+    def save_total(self) -> None:
+        """The total's bytes are about to change by one more round."""
+        if self.total_line is not None:
+            assert self.total is not None
+            self.total_line.keep(self.total)
+
     def left_total(self) -> Total | None:
         """What a former life of the owner has left in the total."""
-        return None if self.total_line is None else self.total_line.read()
+        if self.total_line is None or self.total is None:
+            return None
+        return self.total_line.read(self.total)
 
     def keep_slices(self) -> None:
         """``steps`` or ``groups`` were written: let them outlive the process."""

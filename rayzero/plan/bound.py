@@ -85,8 +85,8 @@ def step_traffic(
     published = sum(unit.size_bytes for unit in trained if unit.dtype is not torch.float32)
     states = int(elements * 2 * (FP32 + state_bytes))  # with the master, read and written
     ranks, pushes = scaling.num_workers, backwards if zero.offload_grads else 1
-    if has_totals(ranks, pushes):  # the norm's pass writes a total, which the update reads
-        summed = ranks * gradients + 2 * FP32 * elements
+    if has_totals(ranks):  # the last round's pass reads and writes a total, which the update reads
+        summed = ranks * gradients + (2 if pushes == 1 else 3) * FP32 * elements
     else:
         summed = 2 * ranks * gradients
     return StepTraffic(

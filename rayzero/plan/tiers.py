@@ -26,7 +26,7 @@ from rayzero.memory.pool import buffer_bytes
 from rayzero.plan.hardware import Hardware, Hosts
 from rayzero.plan.programs import Programs
 from rayzero.plan.work import Work
-from rayzero.protocol.gradient_sum import gradient_dtype
+from rayzero.protocol.gradient_sum import adds_up, gradient_dtype
 from rayzero.protocol.ownership import device_owners
 from rayzero.quantities import count, format_bytes
 from rayzero.store.host.host_sums import AT_ONCE
@@ -188,7 +188,6 @@ def plan_bytes(
             state_bytes=state_bytes,
             own_gradients=shares_memory(zero) and with_ranks == {owners[owner]},
             measures_norms=measures_norms,
-            sums=[len(group) for host, groups in summed.items() if host != owners[owner] for group in groups],
             copies=zero.checkpoint_copies,
         )
         for owner in range(len(owners))
@@ -214,7 +213,8 @@ def plan_bytes(
         )
         for host in sorted({*ranks, *owners})
     )
-    kept = {host.host: host.ranks * _kept(layout, shards, plans_of[host.host], accumulation, zero) for host in each}
+    adds = adds_up(scaling.num_workers, accumulation)
+    kept = {host.host: host.ranks * _kept(layout, shards, plans_of[host.host], zero, adds=adds) for host in each}
     each = tuple(replace(host, kept=kept[host.host]) if outlives_owners or summed[host.host] else host for host in each)
     each = tuple(
         replace(
@@ -240,13 +240,12 @@ def _copied(
     return sum(kept_bytes(layout.units[s.unit], s) for s in layout.shards if s.index not in ours)
 
 
-def _kept(
-    layout: ModelLayout, shard_map: ShardMap, here: Sequence[OwnerPlan], accumulation: int, zero: ZeroConfig
-) -> int:
-    """One rank's gradients for owners that do not read them in its memory. ``here``: those on its host."""
+def _kept(layout: ModelLayout, shard_map: ShardMap, here: Sequence[OwnerPlan], zero: ZeroConfig, *, adds: bool) -> int:
+    """One rank's gradients for owners that do not read them in its memory. ``here``: those on its host. ``adds``: a
+    single rank adds them up."""
     ours = {shard for plan in here for shard in shard_map.shards_of(plan.owner)} if shares_memory(zero) else set()
     sent = [shard for shard in layout.shards if shard.index not in ours and layout.units[shard.unit].trainable]
-    return sum(shard.numel * gradient_dtype(layout.units[shard.unit], accumulation > 1).itemsize for shard in sent)
+    return sum(shard.numel * gradient_dtype(layout.units[shard.unit], adds).itemsize for shard in sent)
 
 
 def summed_groups(

@@ -1,22 +1,24 @@
-"""Adds up the gradients that one rank has pushed for one range.
+"""The memory of the gradients that one rank has pushed, and the sum of a single rank's pushes.
 
 Both ends of the store use it: a rank in its own memory, which owners of its host read; an owner in the memory that it
 keeps for a rank on another host.
 
-[Note: gradient memory] With one planned backward a step, the memory has the unit's dtype, and a push lands in it as it
-is. With more it is fp32, and pushes are added in order, whatever their dtype. fp32 memory of a single rank takes more
-pushes than were planned; all other memory refuses the second one with an error that names the setting.
+[Note: gradient memory] A push lands in memory of the unit's dtype as it is. Only a single rank for which several
+backwards a step are planned has fp32 memory, in which its pushes are added, in order and whatever their dtype. fp32
+memory of a single rank takes more pushes than were planned; all other memory refuses the one that is too many with an
+error that names the setting.
 
-[Note: totals] With several ranks and one planned backward a step, an owner adds up the gradients of a shard once, as
-soon as every rank has pushed them: into the shard's total, fp32, which the update reads. From then on the step needs no
-rank's own gradients of the shard, and their memory is free for other units. So a host has one total where it had as
-many gradients as ranks. What is in a total cannot be taken back by one rank alone: all ranks discard, or none.
+[Note: totals] With several ranks, an owner adds up the gradients of a shard in *rounds*: the kth round has the kth push
+of every rank that has one. As soon as every rank has made it, or has said with its finish that it has none, the round
+is added up, and that sum is added to the shard's total, fp32, which the update reads. From then on the step needs no
+rank's own gradients of that round, and their memory is free for others. So a host has one total where it had as many
+gradients as ranks. What is in a total cannot be taken back by one rank alone: all ranks discard, or none.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +34,12 @@ _WIDE = 1 << 16  # elements
 
 @dataclass(frozen=True, slots=True)
 class GradientMemory:
-    """The memory of one rank's gradients: a place for each unit, its home, and a pool in which units lie that are soon
+    """The memory of one rank's gradients: places for each unit, its homes, and a pool in which units lie that are soon
     in totals."""
 
-    homes: Mapping[int, Tensor]  # by trained unit: 1D, unit.numel elements of ``gradient_dtype``
+    homes: Mapping[int, Tensor]  # by trained unit, the first home: 1D, unit.numel elements of ``gradient_dtype``
     pool: Tensor | None = None  # 1D uint8
+    more: Callable[[int, int], Tensor] | None = None  # the nth home of a unit after the first
 
     def at(self, unit: int, place: int) -> Tensor | None:
         """A unit's gradients at a ``Pushed.place``; None: they are in totals alone."""
@@ -45,35 +48,52 @@ class GradientMemory:
         home = self.homes[unit]
         if place == AT_HOME:
             return home
+        if place < AT_HOME:
+            assert self.more is not None
+            return self.more(unit, AT_HOME - place)
         assert self.pool is not None
         return self.pool[place : place + home.nbytes].view(home.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class FormerRank:
-    """What a dead rank has left in its own memory."""
+    """What a dead rank has left in its own memory, read-only."""
 
-    gradients: Mapping[int, Tensor]  # by unit: 1D, read-only; of those that are not in totals alone
-    pushed: Sequence[tuple[int, Pushed]]  # (unit, what of it is there, AT_HOME in ``gradients`` or IN_TOTAL)
+    memory: GradientMemory
+    pushed: Sequence[tuple[int, Pushed]]  # by unit, in its order
 
 
-def has_totals(world_size: int, accumulation_steps: int) -> bool:
+NOTHING_LEFT = FormerRank(GradientMemory({}), ())
+
+
+def has_totals(world_size: int) -> bool:
     """Whether owners keep totals. See [Note: totals]."""
-    return world_size > 1 and accumulation_steps == 1
+    return world_size > 1
 
 
-def gradient_dtype(unit: UnitLayout, accumulate: bool) -> torch.dtype:
-    """The dtype of the memory for a rank's gradients of a unit. ``accumulate``: more than one backward a step is
-    planned."""
-    return torch.float32 if accumulate else unit.dtype
+def adds_up(world_size: int, accumulation_steps: int) -> bool:
+    """Whether a rank's pushes are added in its memory. See [Note: gradient memory]."""
+    return world_size == 1 and accumulation_steps > 1
+
+
+def most_rounds(accumulation_steps: int) -> int:
+    """The most pushes of a unit in an attempt, where there are totals: one of each backward, and with several of them
+    one of what ``step()`` itself finds, such as gradients that were set by hand."""
+    return 1 if accumulation_steps == 1 else accumulation_steps + 1
+
+
+def gradient_dtype(unit: UnitLayout, adds_up: bool) -> torch.dtype:
+    """The dtype of the memory for a rank's gradients of a unit. ``adds_up``: see the function."""
+    return torch.float32 if adds_up else unit.dtype
 
 
 def gradient_sizes(spec: ModelSpec) -> dict[torch.dtype, list[tuple[int, int]]]:
     """The sizes of the memory for a rank's gradients: by dtype, (unit, elements) of every trained unit."""
     sizes: dict[torch.dtype, list[tuple[int, int]]] = {}
+    adds = adds_up(spec.world_size, spec.accumulation_steps)
     for unit in spec.layout.units:
         if unit.trainable:
-            sizes.setdefault(gradient_dtype(unit, spec.accumulation_steps > 1), []).append((unit.index, unit.numel))
+            sizes.setdefault(gradient_dtype(unit, adds), []).append((unit.index, unit.numel))
     return sizes
 
 
@@ -98,17 +118,11 @@ class GradientSum:
     def __init__(
         self,
         unit: UnitLayout,
-        memory: Tensor | None,
+        memory: Tensor,
         slices: Sequence[SlotSlice],
-        *,
-        dtype: torch.dtype | None = None,
-        is_single: bool = False,
     ) -> None:
-        """``memory``: 1D, the range's elements, ``dtype``; None: there is none at present. ``slices``: the parameters
-        that lie in it. ``dtype``: of its memory, if there is none yet. ``is_single``: a second push is refused."""
-        dtype = dtype if memory is None else memory.dtype
-        assert dtype is not None
-        self.unit, self._memory, self.dtype, self._is_single = unit, memory, dtype, is_single
+        """``memory``: 1D, the range's elements. ``slices``: the parameters that lie in it."""
+        self.unit, self.memory, self.dtype = unit, memory, memory.dtype
         self.step, self.attempt = -1, 0
         self.count = 0  # pushes of that attempt whose bytes are here
         self.presence = 0  # bit i set: slot i of the unit has a gradient here
@@ -117,27 +131,10 @@ class GradientSum:
         self._padding = [(s.stop, s.start + aligned(s.numel)) for s in slices if s.numel % ALIGN]
 
     @classmethod
-    def of_unit(
-        cls, unit: UnitLayout, memory: Tensor | None, *, dtype: torch.dtype | None = None, is_single: bool = False
-    ) -> GradientSum:
+    def of_unit(cls, unit: UnitLayout, memory: Tensor) -> GradientSum:
         """The sum over a whole unit: ``memory`` has unit.numel elements."""
         slices = [SlotSlice(slot=i, start=s.start, stop=s.stop, param_start=0) for i, s in enumerate(unit.slots)]
-        return cls(unit, memory, slices, dtype=dtype, is_single=is_single)
-
-    @property
-    def memory(self) -> Tensor:
-        """Where the sum is."""
-        assert self._memory is not None, f"{self.unit.name} has no memory"
-        return self._memory
-
-    @property
-    def has_memory(self) -> bool:
-        """Whether there is memory at present."""
-        return self._memory is not None
-
-    def move(self, memory: Tensor | None) -> None:
-        """The sum is in other memory, or in none."""
-        self._memory = memory
+        return cls(unit, memory, slices)
 
     def is_older(self, push: Contribution | Pushed) -> bool:
         """Whether ``push`` belongs to an attempt before the current one."""
@@ -161,17 +158,12 @@ class GradientSum:
 
     def holds(self, values: Tensor) -> bool:
         """Whether ``values`` is the memory itself."""
-        return self._memory is not None and values.data_ptr() == self._memory.data_ptr()
+        return values.data_ptr() == self.memory.data_ptr()
 
     def require_room(self, push: Contribution) -> None:
         """Raise AccumulationError for a second push where there is room for one."""
-        if push.first > 0 and (self._is_single or self.dtype is not torch.float32):
-            kept = "that of several ranks" if self._is_single else str(self.dtype).removeprefix("torch.")
-            raise AccumulationError(
-                f"rank {push.rank} pushed {self.unit.name!r} {push.seq + 1} times in step {push.step}, but one "
-                f"backward a step was planned and gradient memory ({kept}) holds one push: set "
-                "gradient_accumulation_steps to the number of backwards between two optimizer.step()"
-            )
+        if push.first > 0 and self.dtype is not torch.float32:
+            raise too_many(push, self.unit, 1, str(self.dtype).removeprefix("torch."))
 
     def open(self, push: Contribution) -> None:
         """Prepare to write ``push``. A newer attempt discards what is here, and so does a sum."""
@@ -222,6 +214,25 @@ class GradientSum:
         """Take over what the rank that owns this memory says is here."""
         self.step, self.attempt, self.count = pushed.step, pushed.attempt, pushed.count
         self.presence = int.from_bytes(pushed.presence, "little")
+
+
+def too_many(push: Contribution, unit: UnitLayout, planned: int, kept: str) -> AccumulationError:
+    """The error for a push more than can be taken. ``kept``: what the memory is."""
+    backwards = "one backward a step was" if planned == 1 else f"{planned} backwards a step were"
+    holds = (
+        "holds one push" if planned == 1 else f"takes no more than one push of each and one of step(): {planned + 1}"
+    )
+    return AccumulationError(
+        f"rank {push.rank} pushed {unit.name!r} {push.seq + 1} times in step {push.step}, but {backwards} planned and "
+        f"gradient memory ({kept}) {holds}: set gradient_accumulation_steps to the number of backwards between two "
+        "optimizer.step()"
+    )
+
+
+def require_round(push: Contribution, unit: UnitLayout, accumulation_steps: int) -> None:
+    """Raise AccumulationError for a push after the last round that there can be."""
+    if push.seq >= most_rounds(accumulation_steps):
+        raise too_many(push, unit, accumulation_steps, "that of several ranks")
 
 
 class _Wide(threading.local):

@@ -34,6 +34,7 @@ STEP = "step"  # how many updates each parameter has had: fp32, one number repea
 GROUP = "group"  # only to write: each parameter's parameter group, fp32, one number repeated over its range
 
 _NAMES_SHOWN = 8  # how many of a mapping's names a message shows
+MOST_BACKWARDS = (1 << 15) - 2  # that a step can be planned with: rounds of a total have 15 bits
 MEAN_BYTES = 4000  # the most that one mean over ranks may hold: it fits a mailbox of shared memory
 
 Hyper = dict[str, Any]  # one parameter group's options, JSON-able: lr, betas, eps, weight_decay, ...
@@ -56,7 +57,7 @@ class ModelSpec:
     optimizer: str  # import path of the torch optimizer class, "torch.optim.adamw:AdamW"
     hyper: tuple[Hyper, ...]  # per parameter group, as of prepare()
     group_of: tuple[tuple[Annotated[int, Field(ge=-1, le=1 << 62)], ...], ...]  # [unit][slot] -> parameter group
-    accumulation_steps: Annotated[int, Field(gt=0)] = 1  # backwards planned per step
+    accumulation_steps: Annotated[int, Field(gt=0, le=MOST_BACKWARDS)] = 1  # planned per step
     nonfinite: Nonfinite = "skip"
     shard_map: Spread = "balanced"  # layout/shard_map.py: which owner has which shard
     kernel: str = "auto"  # kernels/: what computes the update, and refuses another name
@@ -84,19 +85,19 @@ class Attached:
 
 
 class Summand(NamedTuple):
-    """One rank's part of a sum over ranks of a host: all its pushes of a unit in an attempt at a step."""
+    """One rank's part of a sum over ranks: its first pushes of a unit in an attempt at a step."""
 
     rank: int
     attempt: int
-    pushes: int  # how many; 0: the rank has none of the unit
+    pushes: int  # how many of them are in this sum and the sums before it; 0: the rank has none of the unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
     """One push of one rank for one unit, without the gradient's bytes, which travel beside it.
 
-    With ``summands``, the bytes are the fp32 sum over these ranks, ``rank`` is the first of them, ``presence`` has the
-    parameters of which any of them has a gradient, and ``attempt`` and ``seq`` are 0."""
+    With ``summands``, the bytes are the fp32 sum of push ``seq`` over these ranks, ``rank`` is the first of them,
+    ``presence`` has the parameters of which any of them has a gradient, and ``attempt`` is 0."""
 
     step: int
     attempt: int  # how often this rank has discarded within the step
@@ -115,18 +116,18 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pushed:
-    """The sum of one rank's contributions for one unit in an attempt so far. Its bytes lie in that rank's memory, where
-    owners read them."""
+    """One rank's gradients of one unit in an attempt. The bytes lie in that rank's memory, where owners read them: of
+    the last of ``count`` contributions, where owners keep totals, else the sum of all of them."""
 
     step: int
     attempt: int
-    count: int  # contributions
+    count: int  # contributions so far
     presence: bytes  # bit i set: slot i has a gradient
-    place: int = -1  # bytes from the start of the rank's pool; see AT_HOME and IN_TOTAL
+    place: int = -2  # bytes from the start of the rank's pool; see IN_TOTAL and AT_HOME
 
 
-AT_HOME = -1  # in place of a ``Pushed.place``: where the unit's gradients lie if they are not in the pool
-IN_TOTAL = -2  # the rank has them no more: they are in the owners' totals
+IN_TOTAL = -1  # in place of a ``Pushed.place``: the rank has them no more: they are in the owners' totals
+AT_HOME = -2  # in the first of the unit's own places; in the nth after it at AT_HOME - n
 
 
 LOOP_PARTS = 2  # of a loop's state at a step: AT_COMMIT, then AT_FORWARD

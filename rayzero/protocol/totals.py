@@ -1,14 +1,17 @@
-"""What is in a shard's total: the gradients of all ranks, added up once. See [Note: totals] in
+"""What is in a shard's total: the gradients of all ranks, added up round by round. See [Note: totals] in
 protocol/gradient_sum.py."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import xxhash
+from torch import Tensor
 
-Summands = tuple[tuple[int, int], ...]  # (rank, attempt as any life of the rank counts it), ascending
+# (rank, attempt as any life of the rank counts it, how many of its pushes), ascending
+Summands = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +19,19 @@ class Total:
     """What is in a shard's total."""
 
     step: int
-    summands: Summands | int  # whose gradients, of which attempts; or their digest, if a former life has added them
+    rounds: int  # how many
+    summands: Summands | int  # whose gradients; or their digest, if a former life has added them
     present: tuple[bool, ...]  # per slice: whether any has a gradient for it
 
     def is_of(self, step: int, summands: Summands) -> bool:
         """Whether exactly these gradients of a step are in it."""
         mine = digest_of(summands) if isinstance(self.summands, int) else summands
         return (self.step, self.summands) == (step, mine)
+
+
+def summands_of(pushes: Mapping[int, tuple[int, int]], rounds: int) -> Summands:
+    """What is in a total after some rounds. ``pushes``: by rank that has any, its attempt and how many."""
+    return tuple((rank, attempt, min(count, rounds)) for rank, (attempt, count) in sorted(pushes.items()))
 
 
 def digest_of(summands: Summands) -> int:
@@ -33,19 +42,24 @@ def digest_of(summands: Summands) -> int:
 class TotalLine(Protocol):
     """What is noted of a total in memory that outlives the process."""
 
-    def write(self, step: int, oldest: int, digest: int, present: tuple[bool, ...]) -> None:
-        """The total is whole: from now on, ranks give back what is in it. ``oldest``: the lowest attempt in it.
-        ``digest``: of its summands."""
+    def write(self, step: int, oldest: int, rounds: int, digest: int, present: tuple[bool, ...]) -> None:
+        """The total is whole with this many rounds: from now on, ranks give back what is in it. ``oldest``: the lowest
+        attempt in it. ``digest``: of its summands."""
         ...
 
     def hold(self) -> None:
-        """Ranks give back nothing more of what is in it."""
+        """Ranks give back nothing more of this step."""
         ...
 
     def clear(self) -> None:
-        """The total's bytes are about to change."""
+        """The total's bytes are about to change, and the ranks still have everything that was in it."""
         ...
 
-    def read(self) -> Total | None:
+    def keep(self, total: Tensor) -> None:
+        """The total's bytes are about to change by one more round. Until ``write``, ``read`` brings back what they
+        are."""
+        ...
+
+    def read(self, total: Tensor) -> Total | None:
         """What a former life of the owner has left there; None: nothing."""
         ...

@@ -44,7 +44,7 @@ from rayzero.store.host.stall import StallWatch
 from rayzero.store.owner.memory.slabs import OwnerSlabs
 from rayzero.store.rank.connection import Joined
 from rayzero.store.rank.epochs import Epochs
-from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
+from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory, gradient_region
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.traffic import count_bytes
@@ -324,7 +324,7 @@ class LocalConnection:
         answers = [service.attach(self.rank, spec, own_gradients=True, comes_back=back) for service in services]
         if self._gradients is None:
             self._memory = gradient_memory(spec, pinned_for=page_lock)
-            self._gradients = GradientRegion(spec, self._memory)
+            self._gradients = gradient_region(spec, self._memory)
         step = self.owners.lead.attach(self.rank, spec, answers[0].version)
         for service in services:
             service.map_gradients(self.rank, self._memory, step if self.life else None)
@@ -359,19 +359,20 @@ class LocalConnection:
             recorder=self.recorder,
         )
 
-    def announce(self, unit: int, pushed: Pushed) -> None:
+    def announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
         """See ``Connection.announce``."""
         require_life(self.rank, self.life, self.owners.lives)
         scattered = None if self._gradients is None else self._gradients.scattered(unit)
         for service in self.owners.services:
-            service.observe(self.rank, unit, pushed, scattered)
+            for each in pushed:
+                service.observe(self.rank, unit, each, scattered)
 
-    def note(self, unit: int, pushed: Pushed) -> None:
+    def note(self, unit: int, pushed: Sequence[Pushed]) -> None:
         """See ``Connection.note``: this process has no successor."""
 
     def in_totals(self, unit: int, pushed: Pushed) -> bool:
-        """See ``Connection.in_totals``: ranges are not given back here."""
-        return False
+        """See ``Connection.in_totals``."""
+        return all(service.in_totals(self.rank, unit, pushed) for service in self.owners.services)
 
     def on_bell(self, look: Callable[[], None]) -> None:
         """See ``Connection.on_bell``."""

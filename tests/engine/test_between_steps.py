@@ -24,9 +24,9 @@ def holds_nothing(context: RankContext) -> bool:
     region = optimizer.engine.store._writer.region
     optimizer.step()
     until = time.monotonic() + WAIT
-    while region.held and time.monotonic() < until:
+    while region.held() and time.monotonic() < until:
         time.sleep(0.001)
-    return not region.held
+    return not region.held()
 
 
 def test_a_rank_gives_its_last_gradients_back_without_another_backward() -> None:

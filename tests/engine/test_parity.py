@@ -116,9 +116,8 @@ def test_bits_do_not_depend_on_ranks_being_processes(two_ranks: tuple[nn.Module,
 MICRO_BATCHES = 3
 
 
-def accumulate(model: nn.Module, step: int, rank: int) -> None:
-    for micro in range(MICRO_BATCHES):
-        (token_loss(model, tokens(10 * step + micro, rank)) / MICRO_BATCHES).backward()
+def micro_batch(model: nn.Module, step: int, rank: int, micro: int) -> None:
+    (token_loss(model, tokens(10 * step + micro, rank)) / MICRO_BATCHES).backward()
 
 
 @pytest.mark.promise("exact", "accumulation")
@@ -130,7 +129,8 @@ def test_accumulated_micro_batches_equal_unsharded_accumulation() -> None:
         config = tight(model, gradient_accumulation_steps=MICRO_BATCHES, prefetch_buffer_size=1)
         model, optimizer = rayzero.prepare(model, adamw(model.parameters()), config)
         for step in range(5):
-            accumulate(model, step, context.rank)
+            for micro in range(MICRO_BATCHES):
+                micro_batch(model, step, context.rank, micro)
             optimizer.step()
             optimizer.zero_grad()
         return rayzero.full_state_dict(model)
@@ -138,13 +138,16 @@ def test_accumulated_micro_batches_equal_unsharded_accumulation() -> None:
     plain = copy.deepcopy(base)
     optimizer = adamw(plain.parameters())
     for step in range(5):
-        replicas = []
-        for rank in range(2):
-            optimizer.zero_grad()
-            accumulate(plain, step, rank)
-            replicas.append([p.grad for p in plain.parameters()])
-        for param, grad in zip(plain.parameters(), averaged(replicas), strict=True):
-            param.grad = grad
+        rounds = []
+        for micro in range(MICRO_BATCHES):
+            replicas = []
+            for rank in range(2):
+                optimizer.zero_grad()
+                micro_batch(plain, step, rank, micro)
+                replicas.append([p.grad for p in plain.parameters()])
+            rounds.append(averaged(replicas))
+        for param, *means in zip(plain.parameters(), *rounds, strict=True):
+            param.grad = sum(means[1:], means[0])
         optimizer.step()
     for state in run_ranks(loop, 2, 2):
         assert relative_difference(state, plain.state_dict()) <= 1e-6

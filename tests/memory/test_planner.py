@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from store.toy import make_spec
 
 from rayzero.errors import MemoryPlanError
 from rayzero.kernels.moments import moment_bytes
@@ -21,7 +22,7 @@ from rayzero.memory.planner import (
     plan_owner,
 )
 from rayzero.memory.process_memory import HostLimits, host_limits, ray_memory_threshold
-from rayzero.owner.gradients.landing import RankGradients
+from rayzero.owner.gradients.landing import Landing, RankGradients
 from rayzero.owner.memory import PrivateMemory
 from rayzero.owner.shard import allocate
 from rayzero.quantities import format_bytes
@@ -77,10 +78,17 @@ def test_bf16_is_18_bytes_an_element_and_2_of_two_units_a_rank() -> None:
 
 
 @pytest.mark.promise("bounded", "accumulation")
-def test_accumulation_is_4_bytes_a_rank_and_staging_for_two_largest_units() -> None:
-    found = plan(layout_of((4096, torch.bfloat16, True), (1024, torch.bfloat16, True)), ranks=3, steps=2)
-    assert found.gradients == 3 * 4 * 5120
-    assert found.staging == 3 * 2 * (2 * 4096)
+def test_accumulation_takes_what_one_backward_does_and_the_largest_shard_once_more() -> None:
+    layout = layout_of(*[(4096, torch.bfloat16, True)] * 5)
+    one, several = (plan(layout, ranks=3, steps=steps) for steps in (1, 4))
+    assert several.total == one.total + 4 * 1024
+
+
+@pytest.mark.promise("bounded", "accumulation")
+def test_accumulation_of_one_rank_is_4_bytes_and_staging_for_two_largest_units() -> None:
+    found = plan(layout_of((4096, torch.bfloat16, True), (1024, torch.bfloat16, True)), ranks=1, steps=2)
+    assert found.gradients == 4 * 5120
+    assert found.staging == 2 * (2 * 4096)
 
 
 def test_a_frozen_unit_has_its_parameters_only() -> None:
@@ -141,14 +149,15 @@ def test_a_plan_is_what_the_owner_allocates(
     for owner in range(owners):
         shards = shard_map_for(layout, owners, "balanced").shards_of(owner)
         kinds, groups = ("exp_avg", "exp_avg_sq"), [[0]] * len(layout.units)
-        totals = ranks > 1 and steps == 1
+        totals = ranks > 1
         owned = list(allocate(layout, shards, groups, kinds, PrivateMemory(), moments, totals=totals).values())
-        gradients = [RankGradients(rank, owned, accumulate=steps > 1) for rank in range(ranks)]
+        spec = make_spec(ranks, accumulation_steps=steps)
+        gradients = [RankGradients(rank, owned, spec) for rank in range(ranks)]
         tensors = [tensor for shard in owned for tensor in (shard.params, shard.master)]
         tensors += [tensor for shard in owned for moment in shard.states.values() for tensor in moment.tensors]
         tensors += [shard.total for shard in owned]
-        landings = [landing.sum for rank in gradients for landing in rank.landings.values()]
-        tensors += [landing.memory for landing in landings if landing.has_memory]
+        landings = [landing for rank in gradients for landing in rank.landings.values()]
+        tensors += [landing.sum.memory for landing in landings if isinstance(landing, Landing)]
         tensors += [tensor for rank in gradients for tensor in all_staging(rank)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
         planned = plan(

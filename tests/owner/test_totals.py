@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from owner.owner import Owner, owner_of
 from rayzero.errors import AccumulationError, StepMismatchError
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.owner.gradients import contributions
+from rayzero.owner.gradients.landing import RoundLanding
 from rayzero.owner.gradients.squares import choose_squares
 from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import Clamp, FinishReport, ModelSpec
@@ -38,8 +40,9 @@ def of_ranks(spec: ModelSpec, seed: int = 0) -> list[Grads]:
 def held(owner: Owner) -> int:
     """Bytes of pushes that are not in totals."""
     ranks = owner.service._attached().contributions.ranks.values()
-    sums = [landing.sum for rank in ranks for landing in rank.landings.values()]
-    return sum(each.memory.nbytes for each in sums if each.has_memory)
+    landings = [landing for rank in ranks for landing in rank.landings.values() if isinstance(landing, RoundLanding)]
+    found = [each.gradient for landing in landings for each in landing.pushes.each]
+    return sum(each.nbytes for each in found if isinstance(each, torch.Tensor))
 
 
 def sum_of(owner: Owner, shard: int, grads: Sequence[Grads]) -> torch.Tensor:
@@ -182,4 +185,163 @@ def test_nothing_is_added_up_while_owners_change_and_all_of_it_after_that() -> N
         assert not collected.done()
         owner.service.go_on()
         collected.result(WAIT)
+        assert held(owner) == 0
+
+
+# ---- rounds
+
+
+def rounds_of(spec: ModelSpec) -> list[list[Grads]]:
+    """Of each round, the gradients of each rank."""
+    return [of_ranks(spec, seed) for seed in range(spec.accumulation_steps)]
+
+
+def require_rounds(owner: Owner, shard: int, rounds: Sequence[Sequence[Grads]]) -> None:
+    """The shard's total has the rounds, each summed over ranks first."""
+    owned = owner.service.shard(shard)
+    sums = [sum_of(owner, shard, grads).clone() for grads in rounds]
+    expected = sums[0]
+    for each in sums[1:]:
+        expected = expected + each
+    assert owned.total is not None
+    for part in owned.slices:
+        assert torch.equal(owned.total[part.start : part.stop], expected[part.start : part.stop])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [2, 9, 17])
+def test_rounds_are_added_one_after_the_other_and_each_frees_what_ranks_pushed(world: int, dtype: torch.dtype) -> None:
+    spec = make_spec(world, dtypes=(dtype,) * 3, accumulation_steps=3)
+    rounds = rounds_of(spec)
+    with owner_of(spec) as owner:
+        for seq, grads in enumerate(rounds):
+            for rank, mine in enumerate(grads):
+                assert (held(owner) > 0) is (rank > 0)
+                owner.push(rank, mine, seq=seq)
+                drain(owner)
+            assert held(owner) == 0
+            for shard in spec.layout.shards:
+                require_rounds(owner, shard.index, rounds[: seq + 1])
+        owner.collect(pushes=3).result(WAIT)
+
+
+def test_a_rank_that_is_ahead_keeps_its_pushes_and_the_order_stays() -> None:
+    spec = make_spec(3, accumulation_steps=3)
+    rounds = rounds_of(spec)
+    with owner_of(spec) as owner:
+        for rank in (2, 0, 1):
+            before = held(owner)
+            for seq in range(3):
+                owner.push(rank, rounds[seq][rank], seq=seq)
+            drain(owner)
+            assert held(owner) > before or rank == 1
+        assert held(owner) == 0
+        owner.collect(pushes=3).result(WAIT)
+        for shard in spec.layout.shards:
+            require_rounds(owner, shard.index, rounds)
+
+
+def test_a_parameter_that_only_some_rounds_have_is_their_sum_alone() -> None:
+    """Whatever lay in the total before."""
+    spec = make_spec(2, accumulation_steps=2)
+    first, second = rounds_of(spec)
+    name = spec.layout.units[1].slots[1].name
+    lacking = [{key: value for key, value in grads.items() if key != name} for grads in first]
+    with owner_of(spec) as owner:
+        for owned in (owner.service.shard(shard.index) for shard in spec.layout.shards):
+            assert owned.total is not None
+            owned.total.fill_(7.0)
+        for seq, grads in enumerate((lacking, second)):
+            for rank, mine in enumerate(grads):
+                owner.push(rank, mine, seq=seq)
+            drain(owner)
+        for shard in spec.layout.shards_by_unit[1]:
+            owned, expected = owner.service.shard(shard.index), sum_of(owner, shard.index, second)
+            assert owned.total is not None
+            for part in owned.slices:
+                if part.slot == 1:
+                    assert torch.equal(owned.total[part.start : part.stop], expected[part.start : part.stop])
+
+
+def test_norm_parts_of_several_rounds_are_those_of_the_total() -> None:
+    spec = make_spec(3, accumulation_steps=2)
+    clamp = Clamp(scale=1 / 3, limit=0.5)
+    for wanted in (None, clamp):
+        with owner_of(spec) as owner:
+            for seq, grads in enumerate(rounds_of(spec)):
+                for rank, mine in enumerate(grads):
+                    owner.push(rank, mine, seq=seq)
+            drain(owner)
+            reports = tuple(replace(report, clamp=wanted) for report in owner.reports(pushes=2))
+            found = {part[:2]: part[2] for part in owner.service.collect(0, reports).result(WAIT).parts}
+            squares = choose_squares(owner.service.kernel)
+            for shard in spec.layout.shards:
+                owned = owner.service.shard(shard.index)
+                assert owned.total is not None
+                for part in owned.slices:
+                    [expected] = squares.parts([owned.total], (0,), [(part.start, part.stop)], wanted)
+                    assert found[shard.index, part.slot] == expected
+
+
+def test_ranks_that_push_less_than_others_are_resolved_by_their_finishes() -> None:
+    spec = make_spec(3, accumulation_steps=3)
+    rounds, pushes = rounds_of(spec), (3, 0, 2)
+    with owner_of(spec) as owner:
+        for rank in range(3):
+            for seq in range(pushes[rank]):
+                owner.push(rank, rounds[seq][rank], seq=seq)
+        drain(owner)
+        reports = tuple(
+            replace(report, counts=(pushes[rank],) * len(report.counts)) for rank, report in enumerate(owner.reports())
+        )
+        owner.service.collect(0, reports).result(WAIT)
+        assert held(owner) == 0
+        for shard in spec.layout.shards:
+            require_rounds(
+                owner, shard.index, [[rounds[0][0], rounds[0][2]], [rounds[1][0], rounds[1][2]], [rounds[2][0]]]
+            )
+
+
+def test_one_push_more_than_backwards_were_planned_is_taken_and_no_other() -> None:
+    """step() itself may find gradients that were set by hand."""
+    spec = make_spec(2, accumulation_steps=2)
+    with owner_of(spec) as owner:
+        for seq in range(3):
+            owner.push(0, of_ranks(spec)[0], seq=seq)
+        with pytest.raises(AccumulationError, match=r"4 times in step 0, but 2 backwards a step were planned"):
+            owner.push(0, of_ranks(spec)[0], seq=3)
+
+
+def test_what_all_ranks_discard_after_some_rounds_is_added_up_again() -> None:
+    spec = make_spec(2, accumulation_steps=2)
+    dropped, rounds = rounds_of(spec), [of_ranks(spec, 5), of_ranks(spec, 6)]
+    with owner_of(spec) as owner:
+        for attempt, mine in enumerate((dropped[:1], rounds)):
+            for seq, grads in enumerate(mine):
+                for rank in range(2):
+                    owner.push(rank, grads[rank], attempt=attempt, seq=seq)
+                drain(owner)
+                assert held(owner) == 0
+        owner.service.collect(0, owner.reports(pushes=2, attempts=[1, 1])).result(WAIT)
+        for shard in spec.layout.shards:
+            require_rounds(owner, shard.index, rounds)
+
+
+def test_a_later_life_repeats_the_rounds_that_the_total_has_and_goes_on() -> None:
+    spec = make_spec(2, accumulation_steps=3)
+    rounds = rounds_of(spec)
+    with owner_of(spec) as owner:
+        for seq in range(2):
+            for rank in range(2):
+                owner.push(rank, rounds[seq][rank], seq=seq)
+            drain(owner)
+        for seq in range(3):
+            owner.push(1, random_grads(spec, 77) if seq < 2 else rounds[seq][1], attempt=ATTEMPTS, seq=seq)
+        owner.push(0, rounds[2][0], seq=2)
+        drain(owner)
+        owner.service.collect(0, owner.reports(pushes=3, attempts=[0, ATTEMPTS])).result(WAIT)
+        for shard in spec.layout.shards:
+            require_rounds(owner, shard.index, rounds)
+        owner.service.apply(replace(owner.decision(), attempts=(0, ATTEMPTS))).result(WAIT)
+        owner.read_all(1)
         assert held(owner) == 0

@@ -3,24 +3,26 @@
 Each replica runs the program with plain torch in a thread of its own, one at a time: a replica runs until it reaches
 ``optimizer.step()`` (or a clip), then the next one runs. Torch's generator is each replica's own while it runs.
 
-In bf16 the model's parameters are bf16 and the optimizer holds fp32 masters: gradients are added up in fp32 as each
-backward brings them, and a step rounds the masters into the parameters. Elements of parameters that the program writes
-are taken over by their masters. Frozen parameters that bf16 rounds compute in bf16 too, and end with the values they
-had before.
+What the nth backwards bring is added over replicas first, then backward by backward, in fp32. In bf16 the model's
+parameters are bf16 and the optimizer holds fp32 masters, and a step rounds the masters into the parameters. Elements of
+parameters that the program writes are taken over by their masters. Frozen parameters that bf16 rounds compute in bf16
+too, and end with the values they had before.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import zip_longest
+from operator import add
 from typing import Any
 
 import torch
-from engine.models import averaged, seeded
+from engine.models import seeded
 from torch import Tensor, nn
 
 from .case import Case, Run
@@ -29,10 +31,10 @@ Outcome = tuple[dict[str, Tensor], Any]  # of one rank: the final state, and wha
 
 
 @functools.lru_cache(maxsize=16)
-def oracle(case: Case, world_size: int, precision: str) -> list[Outcome]:
-    """What each rank must end with."""
+def oracle(case: Case, world_size: int, precision: str, *, adds_up: bool = False) -> list[Outcome]:
+    """What each rank must end with. ``adds_up``: each adds up by itself what its backwards bring."""
     meeting = _Meeting(world_size)
-    replicas = [_Replica(case, rank, meeting, precision) for rank in range(world_size)]
+    replicas = [_Replica(case, rank, meeting, precision, adds_up) for rank in range(world_size)]
     outcomes: list[Any] = [None] * world_size
 
     def run(rank: int) -> None:
@@ -57,18 +59,19 @@ class _Meeting:
         self._world_size = world_size
         self._turn = 0
         self._changed = threading.Condition()
-        self._brought: list[list[Tensor | None]] = []
+        self._brought: list[list[list[Tensor]]] = []
         self._average: list[Tensor | None] = []
         self._failure: BaseException | None = None
 
     def taking_turns(self, rank: int) -> _Turn:
         return _Turn(self, rank)
 
-    def average(self, rank: int, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Bring one's gradients; returns the mean over all replicas."""
-        self._brought.append([None if grad is None else grad.detach().clone() for grad in grads])
+    def average(self, rank: int, grads: list[list[Tensor]]) -> list[Tensor | None]:
+        """Bring one's gradients, of each parameter those of each backward; returns the mean over all replicas."""
+        self._brought.append([[each.detach().clone() for each in rounds] for rounds in grads])
         if len(self._brought) == self._world_size:
-            self._average, self._brought = averaged(self._brought), []
+            self._average = [in_rounds(each) for each in zip(*self._brought, strict=True)]
+            self._brought = []
         mine = torch.get_rng_state()
         self.hand_over(rank)
         self.wait(rank)
@@ -95,6 +98,16 @@ class _Meeting:
             raise self._failure
 
 
+def in_rounds(replicas: Sequence[Sequence[Tensor]]) -> Tensor | None:
+    """The mean over replicas of what backwards have brought of one parameter."""
+    sums = [functools.reduce(add, there) for there in map(_there, zip_longest(*replicas))]
+    return functools.reduce(add, sums) * (1 / len(replicas)) if sums else None
+
+
+def _there(grads: Iterable[Tensor | None]) -> list[Tensor]:
+    return [grad.float() for grad in grads if grad is not None]
+
+
 class _Turn:
     """A replica's whole run: it waits for its first turn, and hands over at its end."""
 
@@ -116,24 +129,34 @@ class _Replica:
     """One of a rank's plain models and its optimizer; ``optimizer.step()`` averages over the replicas first."""
 
     def __init__(
-        self, case: Case, rank: int, meeting: _Meeting, precision: str, build: Callable[[], nn.Module] | None = None
+        self,
+        case: Case,
+        rank: int,
+        meeting: _Meeting,
+        precision: str,
+        adds_up: bool,
+        build: Callable[[], nn.Module] | None = None,
     ) -> None:
-        """``build``: of a further model; None: the case's own."""
+        """``adds_up``: see ``oracle``. ``build``: of a further model; None: the case's own."""
+        self._adds_up = adds_up
         self._case = case
         self._rank = rank
         self._meeting = meeting
         self._averaged = False  # whether the gradients are those of all replicas already (after a clip)
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
         self._frozen: dict[nn.Parameter, Tensor] = {}  # bf16: fp32 values of what is not trained
-        self._sums: dict[nn.Parameter, Tensor] = {}  # bf16: fp32 sums of what backwards brought
+        self._rounds: dict[nn.Parameter, list[Tensor]] = {}  # what backwards brought, one after the other
         self._nodes: list[Any] = []  # held, else autograd makes new ones without our hooks
         self.model = seeded(build or case.build)
-        self._others = [] if build else [_Replica(case, rank, meeting, precision, other) for other in case.others]
+        self._others = (
+            [] if build else [_Replica(case, rank, meeting, precision, adds_up, other) for other in case.others]
+        )
         self.optimizer = case.optimizer(self.model)
         if precision == "bf16":
             self._to_bf16()
         else:
             _convert(self.model, torch.float32)
+            self._take_each([p for p in self.model.parameters() if p.requires_grad] if case.backwards > 1 else [])
         self.optimizer.register_step_pre_hook(lambda *_: self._gather())
         self.optimizer.register_step_post_hook(lambda *_: self._publish())
         self._zero_grad = self.optimizer.zero_grad
@@ -180,8 +203,11 @@ class _Replica:
         self._take_writes()
         if self._averaged:
             return
-        self._collect()
-        mean = self._meeting.average(self._rank, [p.grad for p in self._params])
+        of = {master: param for param, master in self._masters.items()}
+        params = [of.get(param, param) for param in self._params]
+        for param in params:
+            self._add(param)
+        mean = self._meeting.average(self._rank, [self._rounds.pop(param, []) for param in params])
         for param, grad in zip(self._params, mean, strict=True):
             param.grad = None if grad is None else grad.to(param.dtype)
 
@@ -193,7 +219,9 @@ class _Replica:
 
     def _discard(self, set_to_none: bool = True) -> None:
         self._averaged = False
-        self._sums.clear()
+        for param in () if set_to_none or self._masters else self._rounds:
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        self._rounds.clear()
         for param in self.model.parameters() if set_to_none else self._masters:
             param.grad = None
         self._zero_grad(set_to_none)
@@ -216,8 +244,7 @@ class _Replica:
                 self._frozen[param] = value.float()
         for group in self.optimizer.param_groups:
             group["params"] = [self._masters[p] for p in group["params"] if p in self._masters]
-        for param in self._masters:
-            self._nodes.append(_after_accumulate(param, functools.partial(self._add, param)))
+        self._take_each(self._masters)
         self.model.register_forward_pre_hook(_Cast(torch.bfloat16), with_kwargs=True)
         for module in self.model.modules() if patterns else ():
             dtypes = {p.dtype for p in module.parameters(recurse=False)}
@@ -230,15 +257,19 @@ class _Replica:
             for param, exact in (self._masters | self._frozen).items():
                 exact.copy_(torch.where(param == exact.to(param.dtype), exact, param.float()))
 
+    # ---- what each backward brings
+
+    def _take_each(self, params: Iterable[nn.Parameter]) -> None:
+        for param in params:
+            self._nodes.append(_after_accumulate(param, functools.partial(self._add, param)))
+
     def _add(self, param: nn.Parameter) -> None:
         if param.grad is not None:
-            grad, param.grad = param.grad.detach().float(), None
-            self._sums[param] = self._sums[param] + grad if param in self._sums else grad
-
-    def _collect(self) -> None:
-        for param, master in self._masters.items():
-            self._add(param)
-            master.grad = self._sums.pop(param, None)
+            rounds, grad, param.grad = self._rounds.setdefault(param, []), param.grad.detach(), None
+            if rounds and self._adds_up:
+                rounds[0] = rounds[0].float() + grad.float()
+            else:
+                rounds.append(grad)
 
 
 def _after_accumulate(param: nn.Parameter, act: Callable[[], None]) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayzero.owner.gradients import contributions
 from rayzero.protocol.messages import ModelSpec
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
@@ -32,7 +33,8 @@ from .toy import WAIT, Rank, start
 
 
 def serve(directory: Path, owner: int, num_owners: int, told: Connection, succeeds: bool) -> None:
-    """One owner, until it is told to stop."""
+    """One owner, until it is told to stop. It adds up a shard as soon as every rank has pushed it, however small."""
+    contributions.EARLY = 1
     models = HostedModels(owner, num_owners, share=directory, threads=2, succeeds=succeeds)
     with serve_models(models, token=TOKEN, replaces_owners=True) as server:
         told.send(server.address)
@@ -135,10 +137,9 @@ def each_alone(ranks: Sequence[Rank], steps: int, step: Step) -> list[list[Any]]
 def train(rank: Rank) -> list[Any]:
     """One step; with accumulation several pushes of each unit."""
     rank.fetch()
-    grads = gradients(rank.step, rank.rank)
-    units = [u.index for u in rank.spec.layout.units if any(slot.name in grads for slot in u.slots)]
-    for _ in range(rank.spec.accumulation_steps):
-        rank.push(grads, units)
+    for seq in range(rank.spec.accumulation_steps):
+        grads = gradients(rank.step + 2 * seq, rank.rank)
+        rank.push(grads, [u.index for u in rank.spec.layout.units if any(slot.name in grads for slot in u.slots)])
     return [rank.finish(CLIP).result(WAIT).total]
 
 

@@ -189,68 +189,78 @@ def test_a_rank_pushes_everything_while_the_others_have_not_begun(make_stores: S
             ranks[2].push(random_grads(spec, seed))  # waits for each
 
 
-# ---- rule 2: accumulation is per rank, one sum across ranks in fixed groups
+# ---- rule 2: rounds of pushes, each one sum across ranks in fixed groups
 
 
+def in_rounds(rounds: Sequence[Sequence[Grads]], name: str) -> torch.Tensor:
+    """What a total has of a parameter: of each round the ranks, in groups of 8, and then the rounds."""
+
+    def total(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        return sum(values[1:], values[0])
+
+    groups = [[grads[start : start + 8] for start in range(0, len(grads), 8)] for grads in rounds]
+    return total([total([total([mine[name] for mine in group]) for group in each]) for each in groups])
+
+
+PLAIN = {"optimizer": "torch.optim.sgd:SGD", "hyper": [{"lr": 1.0}]}  # its masters show what was added up
+
+
+@pytest.mark.promise("exact", "accumulation", "transports")
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_accumulation_adds_in_each_ranks_own_order(make_stores: StoreFactory, dtype: torch.dtype) -> None:
-    spec = make_spec(2, accumulation_steps=3, dtypes=[dtype] * 3)
-    grads = {(rank, seq): random_grads(spec, 10 * rank + seq) for rank in range(2) for seq in range(3)}
-    expected = [
-        {name: (grads[rank, 0][name] + grads[rank, 1][name]) + grads[rank, 2][name] for name in grads[0, 0]}
-        for rank in range(2)
-    ]
-    arrivals = [(0, 0), (1, 0), (1, 1), (0, 1), (1, 2), (0, 2)]
-    with make_stores(2, 2) as stores:
+@pytest.mark.parametrize("owners", [1, 2])
+def test_accumulation_adds_rounds_each_in_rank_order(
+    make_stores: StoreFactory, dtype: torch.dtype, owners: int
+) -> None:
+    """Whatever order they arrive in: rank 1 is a round ahead at times."""
+    spec = make_spec(3, accumulation_steps=3, dtypes=[dtype] * 3, **PLAIN)
+    rounds = [[random_grads(spec, 10 * rank + seq) for rank in range(3)] for seq in range(3)]
+    arrivals = [(1, 0), (0, 0), (1, 1), (2, 0), (0, 1), (1, 2), (2, 1), (0, 2), (2, 2)]
+    with make_stores(3, owners) as stores:
         ranks = start(stores, spec)
         for rank, seq in arrivals:
-            ranks[rank].push(grads[rank, seq])
+            ranks[rank].push(rounds[seq][rank])
         for rank in ranks:
             rank.finish()
-        accumulated = masters(ranks[0])
-    whole = make_spec(2, accumulation_steps=1)
-    with make_stores(2, 1) as stores:
-        ranks = start(stores, whole)
-        take_step(ranks, expected)
-        assert equal(accumulated, masters(ranks[0]))
+        found = masters(ranks[0])
+    exact = [[{name: grad.to(dtype).float() for name, grad in mine.items()} for mine in grads] for grads in rounds]
+    for name, value in initial_values(spec).items():
+        assert torch.equal(found[name], value - in_rounds(exact, name) * (1 / 3)), name
 
 
 def test_a_backward_may_be_pushed_while_the_one_before_is_on_its_way(make_stores: StoreFactory) -> None:
-    spec = make_spec(2, accumulation_steps=3)
-    rows = [[random_grads(spec, 10 * rank + seq) for seq in range(3)] for rank in range(2)]
-    sums = [{name: first[name] + second[name] + third[name] for name in first} for first, second, third in rows]
+    spec = make_spec(2, accumulation_steps=3, **PLAIN)
+    rounds = [[random_grads(spec, 10 * rank + seq) for rank in range(2)] for seq in range(3)]
     with make_stores(2, 2) as stores:
         ranks = start(stores, spec)
-        for rank, row in zip(ranks, rows, strict=True):
-            for future in [rank.push_unit(unit, grads) for unit in range(3) for grads in row]:
+        for rank, mine in zip(ranks, zip(*rounds, strict=True), strict=True):
+            for future in [rank.push_unit(unit, grads) for unit in range(3) for grads in mine]:
                 future.result(WAIT)
             rank.finish()
-        pushed_at_once = masters(ranks[0])
-    with make_stores(2, 1) as stores:
-        ranks = start(stores, make_spec(2))
-        take_step(ranks, sums)
-        assert equal(pushed_at_once, masters(ranks[0]))
+        found = masters(ranks[0])
+    for name, value in initial_values(spec).items():
+        assert torch.equal(found[name], value - in_rounds(rounds, name) * 0.5), name
 
 
 @pytest.mark.promise("exact", "transports")
-def test_sums_across_ranks_run_in_groups_of_8(make_stores: StoreFactory) -> None:
-    spec = make_spec(10, optimizer="torch.optim.sgd:SGD", hyper=[{"lr": 1.0}])
-    grads = [random_grads(spec, seed) for seed in range(10)]
+@pytest.mark.parametrize("steps", [1, 2])
+def test_sums_across_ranks_run_in_groups_of_8(make_stores: StoreFactory, steps: int) -> None:
+    spec = make_spec(10, accumulation_steps=steps, **PLAIN)
+    rounds = [[random_grads(spec, 10 * seq + rank) for rank in range(10)] for seq in range(steps)]
     with make_stores(10, 2) as stores:
         ranks = start(stores, spec)
-        take_step(ranks, grads)
+        for grads in rounds:
+            for rank, mine in zip(ranks, grads, strict=True):
+                rank.push(mine)
+        for rank in ranks:
+            rank.finish()
         found = masters(ranks[0])
-
-    def total(ranks: Sequence[int], name: str) -> torch.Tensor:
-        values = [grads[rank][name] for rank in ranks]
-        return sum(values[1:], values[0])
-
     grouped, plain = 0, 0
     for name, value in initial_values(spec).items():
-        in_groups = (total(range(8), name) + total(range(8, 10), name)) * 0.1
+        in_groups = in_rounds(rounds, name) * 0.1
         assert torch.equal(found[name], value - in_groups), name
         grouped += value.numel()
-        plain += int((in_groups == total(range(10), name) * 0.1).sum())
+        one_by_one = sum((mine[name] for grads in rounds for mine in grads), torch.zeros_like(value))
+        plain += int((in_groups == one_by_one * 0.1).sum())
     assert plain < grouped  # the order matters for these numbers
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import pytest
@@ -14,9 +15,9 @@ from rayzero.concurrency.futures import settled
 from rayzero.errors import AccumulationError, StepMismatchError, StoreClosedError, StoreError
 from rayzero.owner.memory import carve
 from rayzero.owner.service import ShardService
-from rayzero.protocol.gradient_sum import GradientMemory, gradient_sizes
-from rayzero.protocol.messages import Contribution, FinishReport, ModelSpec, Pushed, pack_presence
-from rayzero.store.rank.memory.gradient_region import GradientRegion
+from rayzero.protocol.gradient_sum import GradientMemory, gradient_sizes, pool_room
+from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, FinishReport, ModelSpec, Pushed, pack_presence
+from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_region
 from rayzero.store.rank.memory.gradient_writer import GradientWriter
 
 from .toy import WAIT, flatten, initial_values, make_spec, random_grads
@@ -30,7 +31,7 @@ def push_of(seq: int = 0, *, attempt: int = 0, step: int = 0, present: tuple[boo
 
 def region_of(spec: ModelSpec) -> GradientRegion:
     blocks = [carve(sizes, dtype) for dtype, sizes in gradient_sizes(spec).items()]
-    return GradientRegion(spec, GradientMemory({unit: flat for block in blocks for unit, flat in block.items()}))
+    return gradient_region(spec, GradientMemory({unit: flat for block in blocks for unit, flat in block.items()}))
 
 
 def grads_of(spec: ModelSpec, seed: int) -> Tensor:
@@ -47,7 +48,7 @@ def test_later_pushes_are_added_in_fp32_in_their_order(steps: int) -> None:
         grads = grads_of(spec, seq)
         expected = expected + torch.nan_to_num(grads.float()) if seq else torch.nan_to_num(grads.float())
         told = region.put(push_of(seq), grads)
-        assert told == Pushed(step=0, attempt=0, count=seq + 1, presence=b"\x0f")
+        assert told == (Pushed(step=0, attempt=0, count=seq + 1, presence=b"\x0f"),)
     for slot in spec.layout.units[UNIT].slots:
         assert torch.equal(region.memory.homes[UNIT][slot.start : slot.stop], expected[slot.start : slot.stop])
 
@@ -58,8 +59,7 @@ def test_a_slot_that_only_a_later_push_has_is_not_added_to_what_lay_there() -> N
     region.memory.homes[UNIT].fill_(7.0)  # of an earlier step
     first, second = grads_of(spec, 1), grads_of(spec, 2)
     region.put(push_of(0, present=(True, False, True, False)), first)
-    told = region.put(push_of(1, present=(True, True, True, False)), second)
-    assert told is not None
+    (told,) = region.put(push_of(1, present=(True, True, True, False)), second)
     assert told.presence == b"\x07"
     weight, bias = spec.layout.units[UNIT].slots[:2]
     got = region.memory.homes[UNIT]
@@ -75,9 +75,9 @@ def test_gathering_in_place_copies_nothing_and_a_repeat_is_dropped() -> None:
     assert landing is not None
     assert landing.data_ptr() == region.memory.homes[UNIT].data_ptr()
     landing.fill_(3.0)
-    assert region.put(push_of(0), landing) is not None
+    assert region.put(push_of(0), landing)
     assert region.landing(push_of(0)) is None
-    assert region.put(push_of(0), torch.zeros_like(landing)) is None
+    assert not region.put(push_of(0), torch.zeros_like(landing))
     assert region.memory.homes[UNIT].eq(3.0).all()
     assert region.landing(push_of(1)) is None, "a later push is added, not gathered in place"
     assert region.landing(push_of(0, attempt=1)) is not None
@@ -111,11 +111,11 @@ def test_a_push_is_written_when_its_range_is_free_and_told_after_that() -> None:
         def need(self, unit: int, pushed: Pushed) -> bool:
             return True
 
-        def note(self, unit: int, pushed: Pushed) -> None:
+        def note(self, unit: int, pushed: Sequence[Pushed]) -> None:
             raise AssertionError(unit)
 
-        def announce(self, unit: int, pushed: Pushed) -> None:
-            told.append((pushed.count, float(region.memory.homes[unit][0])))
+        def announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
+            told.append((pushed[-1].count, float(region.memory.homes[unit][0])))
 
     writer = GradientWriter(region, Readers(), "test")
     ones = torch.ones(spec.layout.units[UNIT].numel)
@@ -141,7 +141,7 @@ class Idle:
     def published(self, unit: int, version: int) -> Future[int]:
         return settled(0)
 
-    def announce(self, unit: int, pushed: Pushed) -> None:
+    def announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
         pass
 
 
@@ -199,8 +199,7 @@ def test_what_was_told_counts_and_a_lower_attempt_does_not() -> None:
     try:
         for attempt, value in ((0, 1.0), (1, 2.0)):
             grads = torch.full((spec.layout.units[UNIT].numel,), value)
-            told = region.put(push_of(0, attempt=attempt), grads)
-            assert told is not None
+            (told,) = region.put(push_of(0, attempt=attempt), grads)
             service.observe(0, UNIT, told)
         service.observe(0, UNIT, Pushed(step=0, attempt=0, count=9, presence=b"\x0f"))  # late news of the first
         elements = sum(slot.numel for slot in spec.layout.units[UNIT].slots)
@@ -214,8 +213,7 @@ def test_news_may_skip_pushes_and_more_than_were_counted_is_an_error() -> None:
     service, (region,) = owner_with(spec)
     try:
         ones = torch.ones(spec.layout.units[UNIT].numel)
-        told = [region.put(push_of(seq), ones) for seq in range(3)][-1]
-        assert told is not None
+        (told,) = [region.put(push_of(seq), ones) for seq in range(3)][-1]
         parts = service.collect(0, (report(spec, 3),))
         assert not parts.done()
         service.observe(0, UNIT, told)  # of three pushes at once
@@ -252,21 +250,20 @@ def test_a_home_has_no_pages_taken_from_it_once_it_may_be_written_again() -> Non
         def __init__(self) -> None:
             self.said: list[str] = []
 
-        def allocate(self, unit: int) -> None:
+        def allocate(self, unit: int, number: int) -> None:
             self.said.append("allocated")
 
-        def give_back(self, unit: int) -> None:
+        def give_back(self, unit: int, number: int) -> None:
             waits.set()
             time.sleep(0.2)  # the push has as much time to come between
             self.said.append("given back")
 
     pages = Pages()
-    region = GradientRegion(spec, GradientMemory(homes, torch.zeros(0, dtype=torch.uint8)), pages)
-    pushed = region.put(push_of(), grads_of(spec, 1))
-    assert pushed is not None
-    assert region.given(UNIT) is None, "owners know nothing of it yet"
+    region = gradient_region(spec, GradientMemory(homes, torch.zeros(0, dtype=torch.uint8)), pages)
+    (pushed,) = region.put(push_of(), grads_of(spec, 1))
+    assert region.given(UNIT, 1) is None, "owners know nothing of it yet"
     region.announced(UNIT)
-    assert (region.held, region.given(UNIT)) == ((UNIT,), pushed)
+    assert (region.held(), region.given(UNIT, 1)) == ([(UNIT, 1)], pushed)
     giving = threading.Thread(target=region.give_back, args=(UNIT, pushed, lambda _: None))
     giving.start()
     assert waits.wait(WAIT)
@@ -274,3 +271,59 @@ def test_a_home_has_no_pages_taken_from_it_once_it_may_be_written_again() -> Non
     giving.join()
     assert pages.said == ["allocated", "given back", "allocated"]
     assert torch.equal(homes[UNIT], grads_of(spec, 2))
+
+
+# ---- one of several ranks: each push by itself
+
+
+def rounds_region(steps: int) -> tuple[GradientRegion, list[str]]:
+    """Over a pool with room for one push of the unit, and what is said of the pages of homes."""
+    spec, said = make_spec(2, accumulation_steps=steps), list[str]()
+    homes = region_of(spec).memory.homes
+    made = {(UNIT, number): torch.zeros_like(homes[UNIT]) for number in range(1, steps + 1)}
+
+    class Pages:
+        def allocate(self, unit: int, number: int) -> None:
+            said.append(f"allocated {number}")
+
+        def give_back(self, unit: int, number: int) -> None:
+            said.append(f"gave back {number}")
+
+    pool = torch.zeros(pool_room(homes[UNIT].nbytes), dtype=torch.uint8)
+    memory = GradientMemory(homes, pool, lambda unit, number: made[unit, number])
+    return gradient_region(spec, memory, Pages()), said
+
+
+def test_each_push_has_a_place_of_its_own_until_it_is_in_totals() -> None:
+    region, said = rounds_region(3)
+    told = [region.put(push_of(seq), grads_of(make_spec(2), seq)) for seq in range(3)]
+    assert [[each.count for each in pushes] for pushes in told] == [[1], [1, 2], [1, 2, 3]]
+    assert [each.place for each in told[-1]] == [0, AT_HOME, AT_HOME - 1]
+    for seq, each in enumerate(told[-1]):
+        memory = region.memory.at(UNIT, each.place)
+        assert memory is not None
+        assert torch.equal(memory, grads_of(make_spec(2), seq))
+    region.announced(UNIT)
+    noted: list[Sequence[Pushed]] = []
+    region.give_back(UNIT, told[-1][1], noted.append)
+    assert [each.place for each in noted[-1]] == [0, IN_TOTAL, AT_HOME - 1]
+    assert (region.given(UNIT, 1), region.given(UNIT, 2)) == (told[-1][0], None)
+    (*_, fourth) = region.put(push_of(3), grads_of(make_spec(2), 3))
+    assert fourth.place == AT_HOME, "where the second one was"
+    assert said == ["allocated 0", "allocated 1", "gave back 0", "allocated 0"]
+    with pytest.raises(AccumulationError, match=r"'layers.0' 5 times in step 0, but 3 backwards a step were planned"):
+        region.put(push_of(4), grads_of(make_spec(2), 4))
+
+
+def test_a_newer_attempt_takes_the_places_of_the_last_one() -> None:
+    region, said = rounds_region(2)
+    for seq in range(2):
+        region.put(push_of(seq), grads_of(make_spec(2), seq))
+    landing = region.landing(push_of(attempt=1))
+    assert landing is not None
+    (told,) = region.put(push_of(attempt=1), landing.fill_(3.0))
+    assert (told.place, told.count, said) == (0, 1, ["allocated 0", "gave back 0"])
+    assert not region.put(push_of(1), landing), "of the attempt before"
+    copy = region.copy(UNIT, told, make_spec(2).layout.shards_by_unit[UNIT])
+    assert copy is not None
+    assert copy.eq(3.0).all()

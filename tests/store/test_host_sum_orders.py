@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rayzero.protocol.messages import FinishReport, ModelSpec, Pushed, Summand
+from rayzero.protocol.messages import Contribution, FinishReport, ModelSpec, Pushed, Summand
+from rayzero.store.host.host_sums import is_newer
 from rayzero.store.host.summed_ranks import SummedRanks
 from rayzero.store.shm.settled import GradientBytes, Part, adding_threads, settled
 from rayzero.store.shm.shared_plan import SharedPlan
@@ -23,16 +24,21 @@ from .toy import make_spec
 TORN = (-1, -1)  # bytes of which some have changed
 LATER_LIFE = 10  # the first attempt of the next one
 
-Bytes = tuple[int, int]  # that are there after a push: (attempt, pushes in it)
+Bytes = tuple[int, int]  # that are there after a push: (attempt, its number)
 
 
 @dataclass(frozen=True)
 class Memory:
     """What one life of a rank shows to its host."""
 
-    bytes: Bytes = TORN
-    stamp: Bytes | None = None  # None: nothing announced yet
+    bytes: tuple[Bytes, ...] = ()  # of each round
+    stamp: Bytes | None = None  # (attempt, pushes); None: nothing announced yet
     report: Bytes | None = None
+
+    def writes(self, number: int, written: Bytes) -> Memory:
+        """A push, which goes where that of the same number of an earlier attempt was."""
+        there = self.bytes if number < len(self.bytes) else (*self.bytes, TORN)
+        return replace(self, bytes=(*there[:number], written, *there[number + 1 :]))
 
 
 @dataclass(frozen=True)
@@ -44,17 +50,22 @@ class Rank:
     doing: str = "computes"  # "computes", "writes", "finished", "dead"
     lives: tuple[Memory, ...] = (Memory(),)
 
-    def shows(self, **fields: object) -> Rank:
-        return replace(self, lives=(replace(self.lives[0], **fields), *self.lives[1:]))  # type: ignore[arg-type]
+    def shows(self, memory: Memory) -> Rank:
+        return replace(self, lives=(memory, *self.lives[1:]))
 
 
 @dataclass(frozen=True)
 class Sum:
     """What the door adds, or has sent: (rank, life) of each part, and the bytes read so far."""
 
+    number: int  # of the round
     summands: tuple[Summand, ...]
     parts: tuple[tuple[int, int], ...] = ()
     bytes: tuple[Bytes, ...] = ()
+
+    @property
+    def attempts(self) -> tuple[int, ...]:
+        return tuple(each.attempt for each in self.summands)
 
 
 @dataclass(frozen=True)
@@ -63,26 +74,45 @@ class State:
 
     ranks: tuple[Rank, ...] = (Rank(), Rank())
     adding: Sum | None = None
-    sent: tuple[Summand, ...] | None = None  # the last of this life of the door
-    landed: Sum | None = None
+    sent: Sum | None = None  # the last of this life of the door
+    landed: tuple[Sum, ...] = ()  # by round
     discards: int = 0
     deaths: int = 0
     decided: bool = False
 
 
-def parts_of(state: State) -> list[tuple[Part, int]] | None:
-    """(part, life) of each rank, as ``SummedRanks`` finds them."""
+def contribution(made: Sum) -> Contribution:
+    return Contribution(step=0, attempt=0, rank=0, unit=0, seq=made.number, presence=b"", summands=made.summands)
+
+
+def parts_of(state: State, number: int, lives: Sequence[int] = (0, 0)) -> list[tuple[Part, int]] | None:
+    """(part, life) of each rank in a round, as ``SummedRanks`` finds them; of no lives before ``lives``."""
     found = []
-    for number, rank in enumerate(state.ranks):
+    for index, rank in enumerate(state.ranks):
         for life, memory in enumerate(rank.lives):
-            pushed = memory.stamp and Pushed(step=0, attempt=memory.stamp[0], count=memory.stamp[1], presence=b"\1")
+            if lives[index] not in (0, len(rank.lives) - life):
+                continue
+            attempt, count = memory.stamp or (0, 0)
+            pushed = [Pushed(step=0, attempt=attempt, count=each + 1, presence=b"\1") for each in range(count)]
             told = memory.report
-            report = told and FinishReport(step=0, attempt=told[0], rank=number, counts=(told[1],))
-            part = settled(number, 0, 0, 1, pushed or None, report or None)
+            report = told and FinishReport(step=0, attempt=told[0], rank=index, counts=(told[1],))
+            part = settled(index, 0, 0, number, pushed, report or None)
             if part is not None:
                 found.append((part, len(rank.lives) - life))
                 break
-    return found if len(found) == len(state.ranks) else None
+    whole = len(found) == len(state.ranks) and any(part.pushed is not None for part, _ in found)
+    return found if whole else None
+
+
+def sums_of(state: State) -> Iterator[Sum]:
+    """What the door may add, round by round."""
+    first, number = parts_of(state, 0), 0
+    found = first
+    while first is not None and found is not None:
+        parts = tuple((part.summand.rank, life) for part, life in found if part.pushed is not None)
+        yield Sum(number, tuple(part.summand for part, _ in found), parts)
+        number += 1
+        found = parts_of(state, number, [life for _, life in first])
 
 
 def moves(state: State, most_pushes: int, most_discards: int, most_deaths: int) -> Iterator[State]:
@@ -93,15 +123,18 @@ def moves(state: State, most_pushes: int, most_discards: int, most_deaths: int) 
             ranks = (*state.ranks[:index], change, *state.ranks[index + 1 :])
             return replace(state, ranks=ranks, **fields)  # type: ignore[arg-type]
 
+        memory = rank.lives[0]
         if rank.doing == "computes":
-            yield then(replace(rank, doing="finished").shows(report=(rank.attempt, rank.pushes)))
+            told = replace(memory, report=(rank.attempt, rank.pushes))
+            yield then(replace(rank, doing="finished").shows(told))
             if rank.pushes < most_pushes:
-                yield then(replace(rank, doing="writes").shows(bytes=TORN))
+                yield then(replace(rank, doing="writes").shows(memory.writes(rank.pushes, TORN)))
             if rank.pushes and state.discards < most_discards:
                 yield then(replace(rank, attempt=rank.attempt + 1, pushes=0), discards=state.discards + 1)
         elif rank.doing == "writes":
             there = rank.attempt, rank.pushes + 1
-            yield then(replace(rank, pushes=there[1], doing="computes").shows(bytes=there, stamp=there))
+            written = replace(memory.writes(rank.pushes, there), stamp=there)
+            yield then(replace(rank, pushes=there[1], doing="computes").shows(written))
         elif rank.doing == "dead":
             attempt = LATER_LIFE * len(rank.lives)
             yield then(Rank(attempt=attempt, lives=(Memory(), *rank.lives)))
@@ -121,21 +154,26 @@ def moves_of_the_door(state: State) -> Iterator[State]:
     if state.decided:
         return
     if state.adding is None:
-        found = parts_of(state)
-        summands = tuple(part.summand for part, _ in found or ())
-        if found is not None and any(each.pushes for each in summands) and summands != state.sent:
-            parts = tuple((part.summand.rank, life) for part, life in found if part.summand.pushes)
-            yield replace(state, adding=Sum(summands, parts))
+        sent = None if state.sent is None else contribution(state.sent)
+        for made in sums_of(state):
+            if is_newer(contribution(made), sent):
+                yield replace(state, adding=made)
+                break
     elif len(state.adding.bytes) < len(state.adding.parts):
         rank, life = state.adding.parts[len(state.adding.bytes)]
-        read = state.ranks[rank].lives[-life].bytes
+        read = state.ranks[rank].lives[-life].bytes[state.adding.number]
         yield replace(state, adding=replace(state.adding, bytes=(*state.adding.bytes, read)))
     else:
-        before = state.landed
-        newer = before is None or any(
-            now[1:] > then[1:] for now, then in zip(state.adding.summands, before.summands, strict=True)
-        )
-        yield replace(state, adding=None, landed=state.adding if newer else before, sent=state.adding.summands)
+        yield replace(state, adding=None, landed=takes(state.landed, state.adding), sent=state.adding)
+
+
+def takes(landed: tuple[Sum, ...], came: Sum) -> tuple[Sum, ...]:
+    """What the owner has once a sum has come, as ``HostLanding`` does it."""
+    if landed and not any(now > then for now, then in zip(came.attempts, landed[0].attempts, strict=True)):
+        is_next = came.attempts == landed[0].attempts and came.number == len(landed)
+        return (*landed, came) if is_next else landed
+    assert came.number == 0, "the first round of an attempt comes first"
+    return (came,)
 
 
 def decision(state: State) -> Iterator[State]:
@@ -144,14 +182,15 @@ def decision(state: State) -> Iterator[State]:
     if not any(pushes for _, pushes in wanted):
         yield replace(state, decided=True)
         return
-    if state.landed is None:
+    if not state.landed:
         return
-    has = state.landed.summands
+    has = state.landed[-1].summands
     if all(
         each.pushes == pushes and (not pushes or each.attempt == attempt)
         for each, (attempt, pushes) in zip(has, wanted, strict=True)
     ):
-        assert list(state.landed.bytes) == [want for want in wanted if want[1]], state
+        for number, made in enumerate(state.landed):
+            assert list(made.bytes) == [(attempt, number + 1) for attempt, pushes in wanted if pushes > number], state
         yield replace(state, decided=True)
 
 
@@ -176,7 +215,7 @@ def explore(most_pushes: int, most_discards: int, most_deaths: int) -> tuple[int
     return len(seen), len(seen - good)
 
 
-@pytest.mark.parametrize(("pushes", "discards", "deaths"), [(2, 0, 0), (1, 1, 0), (1, 0, 1), (2, 0, 1)])
+@pytest.mark.parametrize(("pushes", "discards", "deaths"), [(2, 0, 0), (1, 1, 0), (1, 0, 1), (2, 1, 0), (2, 0, 1)])
 def test_every_order_of_moves_decides_from_the_bytes_that_were_counted(pushes: int, discards: int, deaths: int) -> None:
     states, stuck = explore(pushes, discards, deaths)
     assert stuck == 0
@@ -186,8 +225,8 @@ def test_every_order_of_moves_decides_from_the_bytes_that_were_counted(pushes: i
 # ---- the decisions by themselves --------------------------------------------------------------------------------
 
 
-def pushed(count: int, attempt: int = 0, step: int = 3) -> Pushed:
-    return Pushed(step=step, attempt=attempt, count=count, presence=b"\3")
+def pushed(count: int, attempt: int = 0, step: int = 3) -> list[Pushed]:
+    return [Pushed(step=step, attempt=attempt, count=each + 1, presence=b"\3") for each in range(count)]
 
 
 def report(count: int, attempt: int = 0) -> FinishReport:
@@ -197,27 +236,31 @@ def report(count: int, attempt: int = 0) -> FinishReport:
 @pytest.mark.parametrize(
     ("there", "told", "part"),
     [
-        (None, None, None),
-        (pushed(1), None, None),  # of two that are planned
+        ([], None, None),
+        (pushed(1), None, None),
         (pushed(2), None, (0, 2)),
-        (pushed(3), None, (0, 3)),
+        (pushed(3), None, (0, 2)),
         (pushed(2, step=2), None, None),
-        (pushed(1), report(1), (0, 1)),
-        (pushed(2), report(3), None),  # its bytes are there, and not announced yet
-        (None, report(1), None),
-        (None, report(0), (0, 0)),
+        (pushed(1), report(1), (0, 1)),  # none in this round
+        (pushed(2), report(3), (0, 2)),
+        (pushed(1), report(2), None),  # its bytes are there, and not announced yet
+        ([], report(2), None),
+        ([], report(0), (0, 0)),
         (pushed(2, step=2), report(0), (0, 0)),
         (pushed(2), report(0, attempt=1), (1, 0)),  # discarded
+        (pushed(2), report(2, attempt=1), None),
         (pushed(1, attempt=1), report(2), None),  # begun again after its finish
         (pushed(2, attempt=1), report(2), (1, 2)),
         (pushed(2, attempt=1), report(0), (1, 2)),
     ],
 )
-def test_a_part_is_settled_once_nothing_more_comes(
-    there: Pushed | None, told: FinishReport | None, part: tuple[int, int] | None
+def test_a_part_of_the_second_round_is_settled_once_it_is_there_or_does_not_come(
+    there: list[Pushed], told: FinishReport | None, part: tuple[int, int] | None
 ) -> None:
-    found = settled(1, 1, 3, 2, there, told)
+    found = settled(1, 1, 3, 1, there, told)
     assert (None if found is None else found.summand[1:]) == part
+    if found is not None:
+        assert found.pushed == (there[1] if part == (there[0].attempt if there else -1, 2) else None)
 
 
 class Told:
@@ -226,7 +269,7 @@ class Told:
     def __init__(self, rank: int) -> None:
         self.stamps, self.rank = self, rank
 
-    def read(self, unit: int) -> Pushed:
+    def read(self, unit: int) -> list[Pushed]:
         return pushed(1)
 
     def reports(self) -> dict[int, FinishReport]:
@@ -253,7 +296,7 @@ BF16 = (torch.bfloat16,) * 3
         (make_spec(), 2, True),
         (make_spec(dtypes=BF16), 2, False),
         (make_spec(dtypes=BF16), 3, True),
-        (make_spec(dtypes=BF16, accumulation_steps=2), 2, True),
+        (make_spec(dtypes=BF16, accumulation_steps=2), 2, False),
     ],
     ids=["alone", "fp32", "bf16", "bf16-3", "accumulation"],
 )

@@ -158,7 +158,7 @@ GROUPS = "two groups"  # test_only_the_first_ranks_of_a_group_are_added has thei
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {"world_size": 2},
     "bf16": {"world_size": 3, "dtypes": BF16},
-    "accumulation": {"world_size": 2, "dtypes": BF16, "accumulation_steps": 2},
+    "accumulation": {"world_size": 3, "dtypes": BF16, "accumulation_steps": 2},
     "mixed": {"world_size": 3, "dtypes": (torch.float32, torch.bfloat16, torch.float16)},
     GROUPS: {"world_size": 10},
 }

@@ -51,10 +51,16 @@ def test_ranks_send_again_what_a_dead_owner_had(
     assert len(found.pauses) == KILLS
 
 
-def test_a_rank_that_shares_memory_with_every_owner_keeps_nothing_apart(slab_dir: Path) -> None:
-    ours = spec(1, "beside")
-    found = disturbed(slab_dir, ours, STEPS, train, [(2, 0.0, 0)], shares=(True, True))
-    assert differing(ours, found, expected(1)) == []
+@pytest.mark.promise("recoverable", "accumulation")
+@pytest.mark.parametrize(("accumulation_steps", "seed"), [(1, 0), (3, 0), (3, 1)])
+def test_a_rank_that_shares_memory_with_every_owner_keeps_nothing_apart(
+    accumulation_steps: int, seed: int, slab_dir: Path
+) -> None:
+    """What is in totals, and was given back by the ranks, outlives the owner."""
+    ours = spec(accumulation_steps, f"beside{seed}")
+    kills = random_kills(seed, 2, STEPS, KILLS)
+    found = disturbed(slab_dir, ours, STEPS, train, kills, shares=(True, True))
+    assert differing(ours, found, expected(accumulation_steps)) == []
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -11,20 +11,20 @@ import torch
 
 from rayzero.concurrency.futures import failed, settled
 from rayzero.errors import StallError
-from rayzero.protocol.gradient_sum import FormerRank
+from rayzero.protocol.gradient_sum import NOTHING_LEFT, FormerRank, GradientMemory
 from rayzero.protocol.messages import Contribution, Published, Pushed
 from rayzero.store.host.links.channel import BrokenLinkError, Channel
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.push_order import PushOrder
 from rayzero.store.host.transfers.wire import PushedUnit, WireTransfers
-from rayzero.store.rank.history.repeated_pushes import NOTHING, RepeatedPushes
-from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
+from rayzero.store.rank.history.repeated_pushes import RepeatedPushes
+from rayzero.store.rank.memory.gradient_region import gradient_memory, gradient_region
 from rayzero.store.shm.shared_plan import SharedPlan
 
 from .toy import WAIT, make_spec
 
 OWNERS = 2
-PLAN = SharedPlan.of(make_spec(), OWNERS)
+PLAN = SharedPlan.of(make_spec(accumulation_steps=2), OWNERS)
 UNITS = PLAN.spec.layout.units
 
 
@@ -65,8 +65,8 @@ class Link:
 class Rank:
     """A rank that has pushed."""
 
-    def __init__(self, former: FormerRank = NOTHING) -> None:
-        self.gradients = GradientRegion(PLAN.spec, gradient_memory(PLAN.spec, pinned_for=None))
+    def __init__(self, former: FormerRank = NOTHING_LEFT) -> None:
+        self.gradients = gradient_region(PLAN.spec, gradient_memory(PLAN.spec, pinned_for=None))
         self.board, self.order, self.wires = PublishBoard(), PushOrder(), [Wire() for _ in range(OWNERS)]
         wires = cast(list[WireTransfers], self.wires)
         self.repeats = RepeatedPushes(3, PLAN, self.gradients, wires, self.board, self.order, WAIT, former)
@@ -108,13 +108,31 @@ def test_an_owner_gets_again_what_it_has_not_published() -> None:
 def test_what_a_former_life_has_pushed_of_decided_steps_goes_first() -> None:
     left = torch.ones(UNITS[1].numel)
     pushed = Pushed(step=4, attempt=0, count=1, presence=everything(1))
-    rank = Rank(FormerRank({1: left}, ((1, pushed),)))
+    rank = Rank(FormerRank(GradientMemory({1: left}), ((1, pushed),)))
     rank.push(0, 5)
     owner = next(owner for owner in range(OWNERS) if {0, 1} <= {shard.unit for shard in PLAN.shards_of(owner)})
     assert rank.send(owner) == [(4, 1), (5, 0)]
     rank.wires[owner].sent.clear()
     rank.publish(1, 5)
     assert rank.send(owner) == [(5, 0)]
+
+
+def test_each_push_that_is_still_kept_goes_again_in_order() -> None:
+    rank = Rank()
+    for seq in range(2):
+        full = everything(1)
+        contribution = Contribution(step=2, attempt=0, rank=3, unit=1, seq=seq, presence=full)
+        pushed = rank.gradients.put(contribution, torch.full((UNITS[1].numel,), float(seq)))
+    rank.gradients.announced(1)
+    owner = next(owner for owner in range(OWNERS) if 1 in {shard.unit for shard in PLAN.shards_of(owner)})
+    rank.repeats.send(owner, cast(Channel, "channel"))
+    [(_, sent, _)] = rank.wires[owner].sent
+    shard = sent[0].shards[0]
+    assert [(each.contribution.seq, each.contribution.sum_of) for each in sent] == [(0, 0), (1, 0)]
+    assert [float(each.values[shard.start]) for each in sent] == [0.0, 1.0]
+    rank.gradients.give_back(1, pushed[0], lambda _: None)
+    rank.repeats.send(owner, cast(Channel, "channel"))
+    assert [each.contribution.seq for each in rank.wires[owner].sent[-1][1]] == [1]
 
 
 def test_no_stream_is_opened_for_an_owner_that_lacks_nothing() -> None:

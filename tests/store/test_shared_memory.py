@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from rayzero.errors import HandshakeError, StoreClosedError
 from rayzero.memory.page_lock import beyond_limit
 from rayzero.memory.pages import PAGE
-from rayzero.protocol.messages import Action, Decision, Norm, Published, Pushed, Record, SharedPaths
+from rayzero.protocol.lives import ATTEMPTS
+from rayzero.protocol.messages import IN_TOTAL, Action, Decision, Norm, Published, Pushed, Record, SharedPaths
+from rayzero.protocol.totals import Total
 from rayzero.slabs.arena import Arena, SlabGroup, SlabPiece, plan_arena
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
@@ -25,7 +27,7 @@ from rayzero.store.owner.memory.slabs import OwnerSlabs
 from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.shm.mailbox import SLOTS, Cells
-from rayzero.store.shm.shard_lines import ShardLines
+from rayzero.store.shm.shard_lines import ShardLines, TotalLines
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import Cell, available, store_release_64
 from rayzero.store.shm.words import Stamps, cells_of, read_records, write_record
@@ -172,17 +174,65 @@ def test_a_decision_stays_recorded_until_another_one_is_after_the_next(slabs: Ex
 
 @needs_signals
 def test_a_stamp_is_the_newest_of_its_unit(slabs: ExitStack) -> None:
-    plan = plan_of(1)
+    plan = plan_of(1, accumulation_steps=2)
     slab = control(slabs, plan, "rank")
     ours, theirs = Stamps(slab, plan), Stamps(slab, plan)
     first = Pushed(step=4, attempt=0, count=1, presence=b"\x05")
     second = Pushed(step=4, attempt=0, count=2, presence=b"\x0f")
-    ours.write(1, first)
-    assert theirs.news() == [(1, first)]
-    ours.write(1, first)
-    ours.write(1, second)
-    ours.write(2, first)
-    assert theirs.news() == [(1, second), (2, first)]
+    ours.write(1, [first])
+    assert theirs.news() == [(1, [first])]
+    ours.write(1, [first])
+    ours.write(1, [replace(first, place=IN_TOTAL), second])
+    ours.write(2, [first])
+    assert theirs.news() == [(1, [replace(first, place=IN_TOTAL), second]), (2, [first])]
+
+
+@needs_signals
+def test_a_total_that_a_dead_owner_was_adding_to_is_made_what_it_was(slabs: ExitStack) -> None:
+    plan = plan_of(1, accumulation_steps=3)
+    slab = control(slabs, plan, "owner")
+    ours, theirs = (TotalLines(slab, plan, 0) for _ in range(2))
+    one, other = torch.full((512,), 1.0), torch.full((512,), 2.0)
+    present = [(True,) * len(plan.spec.layout.slices(plan.spec.layout.shards[shard])) for shard in (0, 1)]
+    for shard in (0, 1):
+        ours.line(shard).write(4, 0, 1, 77 + shard, present[shard])
+    ours.line(0).keep(one)
+    one.fill_(9.0)  # in part, when it died
+    assert theirs.line(1).read(other) == Total(4, 1, 78, present[1])
+    assert other.eq(2.0).all(), "another one was added to"
+    assert theirs.line(0).read(one) == Total(4, 1, 77, present[0])
+    assert one.eq(1.0).all()
+    some = (False, *present[0][1:])
+    ours.line(0).write(4, 0, 2, 79, some)  # the round is in
+    one.fill_(3.0)
+    assert theirs.line(0).read(one) == Total(4, 2, 79, some)
+    assert one.eq(3.0).all()
+    ours.line(0).clear()
+    ours.line(0).write(5, 0, 1, 80, present[0])  # of the next step: what was kept of the last one is of no use
+    assert theirs.line(0).read(one) == Total(5, 1, 80, present[0])
+    assert one.eq(3.0).all()
+
+
+@needs_signals
+def test_a_line_says_which_pushes_are_in_a_total(slabs: ExitStack) -> None:
+    plan = plan_of(1, accumulation_steps=3)
+    lines = TotalLines(control(slabs, plan, "owner"), plan, 0)
+    line, present = lines.line(0), (True,) * len(plan.spec.layout.slices(plan.spec.layout.shards[0]))
+
+    def has(step: int, attempt: int, count: int) -> bool:
+        return lines.has(0, Pushed(step=step, attempt=attempt, count=count, presence=b""))
+
+    assert not has(0, 0, 1)
+    line.write(4, 1, 2, 0, present)
+    assert [has(4, 1, count) for count in (1, 2, 3)] == [True, True, False]
+    assert [has(4, 0, 9), has(3, 7, 9), has(4, 2, 1), has(5, 0, 1)] == [True, True, False, False]
+    assert has(4, 1 + ATTEMPTS, 2), "of a later life of the rank"
+    line.hold()
+    assert not has(4, 1, 1)
+    line.write(4, 1, 3, 0, present)
+    assert not has(4, 1, 1), "for the rest of the step"
+    line.write(5, 0, 1, 0, present)
+    assert has(5, 0, 1)
 
 
 @needs_signals

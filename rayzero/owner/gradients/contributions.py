@@ -15,13 +15,13 @@ from rayzero.concurrency.futures import chain, fail, failed, settle
 from rayzero.errors import HandshakeError, StateLostError, StepMismatchError, StoreError
 from rayzero.kernels.rank_sum import summed_with
 from rayzero.owner.gradients.collection import Collection, check_reports
-from rayzero.owner.gradients.landing import Admission, RankGradients, check_push, check_summands
+from rayzero.owner.gradients.landing import Admission, RankGradients, RoundLanding, check_push, check_summands
 from rayzero.owner.gradients.open_step import OpenStep
 from rayzero.owner.gradients.shard_sums import ShardSums
 from rayzero.owner.gradients.squares import Squares
 from rayzero.owner.shard import OwnedShard, ShardState, ShardWork, StepWork
 from rayzero.owner.updater import Updater
-from rayzero.protocol.gradient_sum import GradientMemory
+from rayzero.protocol.gradient_sum import FormerRank, GradientMemory
 from rayzero.protocol.messages import (
     Action,
     Contribution,
@@ -78,6 +78,7 @@ class Contributions:
         counts = (spec.accumulation_steps,) * len(spec.layout.units)
         self._expected = dict.fromkeys(range(spec.world_size), counts)  # pushes by rank and unit: only a hint
         self._lacks = dict.fromkeys(self._shards, 0)  # by shard: the first rank that lacked expected pushes at last
+        self._asked = dict.fromkeys(self._shards, 0)  # by shard: rounds of the open step that were asked for
         self._ripe: list[OwnedShard] = []  # shards with all expected pushes, whose parts no task computes yet
         self._ripe_numel = 0
         self._deciding: Over = nothing  # span of the open step, from its first collect
@@ -123,7 +124,7 @@ class Contributions:
             gradients = RankGradients(
                 summed[0] if own_memory is None and summed else rank,
                 list(self._shards.values()),
-                accumulate=self._spec.accumulation_steps > 1,
+                self._spec,
                 own_memory=own_memory,
                 summed=summed if own_memory is None else (),
             )
@@ -156,11 +157,11 @@ class Contributions:
         """Whether the rank has attached, or a former life of it is read."""
         return rank in self._step.ranks
 
-    def add_former(self, rank: int, memory: Mapping[int, Tensor], pushed: Sequence[tuple[int, Pushed]]) -> None:
-        """A rank is dead, and a former life of this owner may not have applied what it ``pushed`` into ``memory``."""
-        self.add_rank(rank, GradientMemory(memory))
+    def add_former(self, rank: int, left: FormerRank) -> None:
+        """A rank is dead, and a former life of this owner may not have applied what it has pushed."""
+        self.add_rank(rank, left.memory)
         self._former.add(rank)
-        for unit, each in pushed:
+        for unit, each in left.pushed:
             self.observe(rank, unit, each)
 
     def lost_before(self, rank: int, step: int) -> StateLostError | None:
@@ -222,10 +223,12 @@ class Contributions:
         admission = landing.admit(push)
         if admission in (Admission.DROP, Admission.WAIT):
             return admission is Admission.DROP, None
+        if isinstance(landing, RoundLanding):
+            if push.seq == 0:
+                self._asked[owned.shard.index] = 0
+            return True, landing.open(push, self._sums.spare)
         if admission is Admission.LAND:
             rank.release(landing.staged)
-            if not landing.sum.has_memory:
-                landing.sum.move(self._sums.spare.take(owned, landing.sum.dtype))
             landing.staged, memory = None, landing.sum.memory
         else:
             landing.staged = landing.staged if landing.staged is not None else rank.lease(owned)
@@ -282,9 +285,16 @@ class Contributions:
         with self._step.lock:
             for owned in self._by_unit.get(unit, ()) if pushed.step == self._step.number else ():
                 memory = None if scattered is not None else self._step.ranks[rank].own(owned, pushed.place)
+                if pushed.count == 1:
+                    self._asked[owned.shard.index] = 0
                 if self._step.ranks[rank].landings[owned.shard.index].observe(pushed, memory, scattered):
                     excess = self._arrived(owned, rank) or excess
         return excess
+
+    def in_totals(self, rank: int, unit: int, pushed: Pushed) -> bool:
+        """See ``ShardService.in_totals``."""
+        with self._step.lock:
+            return all(self._sums.has(owned, rank, pushed) for owned in self._by_unit.get(unit, ()))
 
     def _arrived(self, owned: OwnedShard, *ranks: int) -> StepMismatchError | None:
         """A push of ``ranks`` is there. Sum the shard if this was the last push that was counted or expected."""
@@ -299,8 +309,9 @@ class Contributions:
         return None
 
     def _looks_complete(self, owned: OwnedShard) -> bool:
-        """Whether every rank has pushed as often as in the last step, so that the norm part may be computed early. Not
-        of scattered gradients: their rank needs the cores until its finish."""
+        """Whether every rank has made its pushes of the next round; or, where there are no totals, as many as in the
+        last step, so that the norm part may be computed early. Not of scattered gradients: their rank needs the cores
+        until its finish."""
         index, everyone = owned.shard.index, range(self._spec.world_size)
         if len(self._step.ranks) < len(everyone):
             return False
@@ -308,11 +319,15 @@ class Contributions:
         if lacks is None:  # those before may have begun again since they were looked at
             lacks = next((rank for rank in everyone if not self._has_expected(owned, rank)), None)
         self._lacks[index] = lacks or 0  # where the next look begins: no look but the last one passes all ranks
+        if lacks is None:
+            self._asked[index] += 1
         return lacks is None
 
     def _has_expected(self, owned: OwnedShard, rank: int) -> bool:
         landing = self._step.ranks[rank].landings[owned.shard.index]
         counted = landing.counted(rank, self._step.number)
+        if isinstance(landing, RoundLanding):
+            return not landing.is_scattered and counted > self._asked[owned.shard.index]
         return not landing.is_scattered and counted == self._expected[rank][owned.unit.index]
 
     def _ripen(self, owned: OwnedShard) -> None:
@@ -371,6 +386,7 @@ class Contributions:
             self._step.number, self._step.collection = decision.step + 1, None
             self._take_back()
             self._ripe, self._ripe_numel = [], 0
+            self._asked = dict.fromkeys(self._shards, 0)
             self._deciding()
             self._deciding = nothing
             held, self._held = self._held, []
@@ -441,9 +457,11 @@ class Contributions:
         with self._step.lock:
             self._to_be_read[owned.shard.index] -= 1
             for rank in self._step.ranks.values():
-                rank.landings[owned.shard.index].free()
-            if owned.total is not None:  # of ranks that have come back, and pushed again what the total had
-                self._sums.give_back(owned, self._step.ranks.values())
+                landing = rank.landings[owned.shard.index]
+                if isinstance(landing, RoundLanding):  # of ranks that have come back, and pushed again what it had
+                    self._sums.give_back(rank, landing, landing.pushes.count)
+                else:
+                    landing.free()
         self.retry(shard=owned.shard.index)
 
     @property

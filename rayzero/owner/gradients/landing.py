@@ -1,29 +1,38 @@
 """The memory that gradients land in. It belongs to one rank, so that its pushes wait for no other rank.
 
-[Note: sums of a host] Ranks of another host that add their gradients before they travel share one landing. It takes a
-sum as it comes, and a newer one in its place: one with later attempts or more pushes of one of the ranks. It serves a
-decision if it has exactly the pushes that all of them counted.
+[Note: sums of a host] Ranks of another host that add their gradients before they travel share one landing, a sum for
+each round. It takes a sum as it comes. The first one with a later attempt of one of the ranks drops all that were
+there. It serves a decision if it has exactly the pushes that all of them counted.
 
-[Note: whose memory] A rank on this host gathers and adds its gradients in its own memory, which the owner maps and only
-reads; the rank announces what is there (``observe``). For a rank on another host the owner keeps that memory: a push
-reserves it, copies its bytes in and reports them as ``landed``. Bytes that have to be added are staged first, so that
-no reader sees half a sum. Where there are totals (protocol/gradient_sum.py), memory is a push's own until its gradients
-are in one.
+[Note: whose memory] A rank on this host gathers gradients in its own memory, which the owner maps and only reads; the
+rank announces what is there (``observe``). For a rank on another host the owner keeps that memory: a push reserves it,
+copies its bytes in and reports them as ``landed``. Where there are totals (protocol/gradient_sum.py), memory is a
+push's own until its round is in one. A single rank's pushes are added in one place: bytes that have to be added are
+staged first, so that no reader sees half a sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
 from torch import Tensor
 
 from rayzero.errors import StepMismatchError, StoreError
+from rayzero.layout.model_layout import UnitLayout
 from rayzero.owner.memory import carve
 from rayzero.owner.shard import OwnedShard
-from rayzero.protocol.gradient_sum import GradientMemory, GradientSum, gradient_dtype
-from rayzero.protocol.messages import Contribution, FinishReport, Pushed, Summand
+from rayzero.protocol.gradient_sum import (
+    GradientMemory,
+    GradientSum,
+    adds_up,
+    gradient_dtype,
+    require_round,
+)
+from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, FinishReport, ModelSpec, Pushed, Summand
+from rayzero.protocol.rounds import Rounds
 from rayzero.protocol.scattered import Gradient, ScatteredShard, ScatteredUnit
 
 
@@ -37,15 +46,15 @@ class Admission(Enum):
 
 
 class Landing:
-    """One rank's gradients of one shard.
+    """A single rank's gradients of one shard: the sum of its pushes.
 
-    Knows which pushes of which attempt have landed; not other ranks, or when a step is decided. The holder of a
-    reservation writes the memory; only ``Contributions`` writes everything else."""
+    Knows which pushes of which attempt have landed; not when a step is decided. The holder of a reservation writes the
+    memory; only ``Contributions`` writes everything else."""
 
-    def __init__(self, owned: OwnedShard, memory: Tensor | None, dtype: torch.dtype) -> None:
-        """``memory``: 1D, the shard's elements, ``dtype``; None: each push brings, or is given, its own."""
+    def __init__(self, owned: OwnedShard, memory: Tensor) -> None:
+        """``memory``: 1D, the shard's elements; replaced where the rank has its own."""
         self.owned = owned
-        self.sum = GradientSum(owned.unit, memory, owned.slices, dtype=dtype, is_single=owned.total is not None)
+        self.sum = GradientSum(owned.unit, memory, owned.slices)
         self.generation = 0  # grows whenever the memory may change, which invalidates norm parts of earlier generations
         self.staged: Tensor | None = None  # bytes being added to the sum. released by: complete(), _open()
         self.present: Sequence[bool] = (False,) * len(owned.slices)  # per slice: whether it has a gradient here
@@ -54,20 +63,8 @@ class Landing:
 
     @property
     def gradient(self) -> Gradient:
-        """What has landed and ``is_here``."""
+        """What has landed."""
         return self.sum.memory if self._scattered is None else self._scattered
-
-    @property
-    def is_here(self) -> bool:
-        """Whether there is anything to read: not after it went into the total."""
-        return self.sum.has_memory or self._scattered is not None
-
-    def leave(self) -> Tensor | None:
-        """What has landed is in the total. Returns the memory that this frees; the pushes still count as landed."""
-        memory = self.sum.memory if self.sum.has_memory else None
-        self.sum.move(None)
-        self._scattered = None
-        return memory
 
     @property
     def is_scattered(self) -> bool:
@@ -82,24 +79,11 @@ class Landing:
         """How many pushes of ``rank`` in an attempt at ``step`` are here."""
         return self.sum.count_of(step, self.sum.attempt)
 
-    def attempt_of(self, rank: int) -> int:
-        """The attempt of ``rank`` whose pushes are here."""
-        return self.sum.attempt
-
     def is_there(self, rank: int, reports: Mapping[int, FinishReport]) -> bool:
         """Whether the pushes that ``rank`` counted are here. ``reports``: by rank. Raises StepMismatchError if there
         are more than it counted."""
         report = reports[rank]
-        return self._landed(report, self.sum.count_of(report.step, report.attempt))
-
-    def _landed(self, report: FinishReport, landed: int) -> bool:
-        counted = report.counts[self.owned.unit.index]
-        if landed > counted:
-            raise StepMismatchError(
-                f"rank {report.rank} finished step {report.step} with {counted} pushes of {self.owned.unit.name!r}, "
-                f"but {landed} arrived; every push must be issued before finish"
-            )
-        return landed == counted
+        return _landed(self.owned.unit, report, self.sum.count_of(report.step, report.attempt))
 
     def admit(self, push: Contribution) -> Admission:
         """What to do with a push of the open step. Raises AccumulationError for a push that cannot be added."""
@@ -142,12 +126,13 @@ class Landing:
         return staged
 
     def observe(self, pushed: Pushed, memory: Tensor | None, scattered: ScatteredUnit | None = None) -> bool:
-        """Note what the rank has in its own ``memory`` (1D, the shard's elements; None: no more), or scattered; returns
-        False if that is already known."""
+        """Note what the rank has in its own ``memory`` (1D, the shard's elements), or scattered; returns False if that
+        is already known."""
         if self.sum.is_older(pushed) or pushed.count <= self.sum.count_of(pushed.step, pushed.attempt):
             return False
         self.sum.replace(pushed)
-        self.sum.move(memory)
+        if memory is not None:
+            self.sum.memory = memory
         self._scattered = None if scattered is None else scattered.shard(self.owned.slices)
         self._look()
         return True
@@ -158,59 +143,186 @@ class Landing:
         self.generation += 1
 
 
-class HostLanding(Landing):
-    """The sum of several ranks' gradients of one shard, which are added on their host. See [Note: sums of a host]."""
+def _landed(unit: UnitLayout, report: FinishReport, landed: int) -> bool:
+    """Whether as many pushes have landed as a rank counted. Raises StepMismatchError if there are more."""
+    counted = report.counts[unit.index]
+    if landed > counted:
+        raise StepMismatchError(
+            f"rank {report.rank} finished step {report.step} with {counted} pushes of {unit.name!r}, "
+            f"but {landed} arrived; every push must be issued before finish"
+        )
+    return landed == counted
 
-    def __init__(self, owned: OwnedShard, memory: Tensor | None, ranks: Sequence[int]) -> None:
-        """``memory``: 1D, the shard's elements, fp32; None: see ``Landing``. ``ranks``: ascending."""
-        super().__init__(owned, memory, torch.float32)
-        self.ranks = tuple(ranks)
-        self._step = -1
-        self._has: dict[int, Summand] = {}  # by rank, what is here of that step; empty: nothing that is whole
-        self._coming: tuple[int, tuple[Summand, ...]] | None = None  # (step, summands) that may be written
+
+@dataclass(eq=False, slots=True)
+class Round:
+    """What a rank has in one round of a shard's total."""
+
+    present: Sequence[bool]  # per slice: whether it has a gradient
+    gradient: Gradient | None  # None: it is in the total
+
+
+class RoundLanding:
+    """One of several ranks' gradients of one shard, push by push: see [Note: totals] in protocol/gradient_sum.py.
+
+    Knows which pushes of which attempt have landed; not other ranks, or what is in the total. The holder of a
+    reservation writes its memory; only ``Contributions`` and ``ShardSums`` write everything else."""
+
+    def __init__(self, owned: OwnedShard, accumulation_steps: int) -> None:
+        self.owned, self._planned = owned, accumulation_steps
+        self.dtype = owned.unit.dtype
+        self.pushes = Rounds[Round]()
+        self.generation = 0  # grows with each attempt: those of the last one count no more
+        self._coming: Tensor | None = None  # what the next push may write
+        self._adding = False
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether gradients are not in the memory of rank or owner."""
+        return any(isinstance(each.gradient, ScatteredShard) for each in self.pushes.each)
+
+    def counted(self, rank: int, step: int) -> int:
+        """How many pushes of ``rank`` in an attempt at ``step`` are here, or in the total."""
+        return self.pushes.count_of(step, self.pushes.attempt)
+
+    def attempt_of(self, rank: int) -> int:
+        """The attempt of ``rank`` whose pushes are here."""
+        return self.pushes.attempt
+
+    def has(self, number: int) -> bool:
+        """Whether the gradients of a round are here."""
+        each = self.pushes.each
+        return number < len(each) and each[number].gradient is not None
+
+    def is_there(self, rank: int, reports: Mapping[int, FinishReport]) -> bool:
+        """See ``Landing.is_there``."""
+        report = reports[rank]
+        return _landed(self.owned.unit, report, self.pushes.count_of(report.step, report.attempt))
+
+    def leave(self, rounds: int) -> list[Tensor]:
+        """The first ``rounds`` are in the total. Returns the memory that this frees; the pushes still count."""
+        freed = [each.gradient for each in self.pushes.each[:rounds] if isinstance(each.gradient, Tensor)]
+        for each in self.pushes.each[:rounds]:
+            each.gradient = None
+        return freed
 
     def admit(self, push: Contribution) -> Admission:
-        """See ``Landing.admit``."""
-        if push.step < self._step or (push.step == self._step and self._is_old(push)):
+        """What to do with a push of the open step. Raises AccumulationError for one too many."""
+        if self.pushes.is_stale(push):
             return Admission.DROP
-        return Admission.WAIT if self._adding else Admission.LAND
+        if push.seq > self.pushes.count_of(push.step, push.attempt) or self._adding:
+            return Admission.WAIT
+        require_round(push, self.owned.unit, self._planned)
+        return Admission.LAND
 
-    def _is_old(self, push: Contribution) -> bool:
-        """Whether a sum of the same step has nothing that is not here, or is coming already. One that is coming may be
-        sent again, because its first try may have been cut."""
-        if self._coming is not None:
-            coming = self._coming[1]
-            return push.summands != coming and not _is_newer(push.summands, coming)
-        return bool(self._has) and not _is_newer(push.summands, tuple(self._has.values()))
+    def open(self, push: Contribution, spare: SpareMemory) -> Tensor:
+        """Memory for ``push``, the same one for another try of it. A higher attempt drops what was here: a pass that
+        reads it may go on."""
+        if (push.step, push.attempt) != (self.pushes.step, self.pushes.attempt):
+            spare.lose(self._drop(self.pushes.open(push)))
+        return self._next(spare)
 
-    def open(self, push: Contribution) -> None:
-        """See ``Landing.open``."""
-        self._step, self._has, self._coming = push.step, {}, (push.step, push.summands)
-        self.sum.presence = 0
-        self._look()
+    def _next(self, spare: SpareMemory) -> Tensor:
+        if self._coming is None:
+            self._coming = spare.take(self.owned, self.dtype)
+        return self._coming
+
+    def _drop(self, dropped: Sequence[Round]) -> list[Tensor]:
+        """Those of an earlier attempt are ``dropped``; returns their memory, with that of a push that has not
+        landed."""
+        memory = [each.gradient for each in dropped if isinstance(each.gradient, Tensor)]
+        memory += [] if self._coming is None else [self._coming]
+        self._coming = None
+        self.generation += 1
+        return memory
 
     def begin(self, push: Contribution) -> bool:
         """See ``Landing.begin``."""
-        if self._coming != (push.step, push.summands) or self._adding:
+        here = self.pushes.step, self.pushes.attempt, self.pushes.count
+        if here != (push.step, push.attempt, push.seq) or self._adding or self._coming is None:
             return False
         self._adding = True
-        self.generation += 1
         return True
 
+    def absorb(self, push: Contribution, came: Tensor | None = None) -> None:
+        """Copy ``came``, if given, to where the push may write."""
+        if came is not None:
+            assert self._coming is not None
+            self._coming.copy_(came)
+
     def complete(self, push: Contribution) -> Tensor | None:
-        """See ``Landing.complete``."""
-        self._has, self._coming = {each.rank: each for each in push.summands}, None
-        self.sum.presence = int.from_bytes(push.presence, "little")
-        self._look()
-        self._adding = False
+        """Count ``push``; see ``Landing.complete``: nothing was staged."""
+        self.pushes.each.append(Round(self._present(push.presence), self._coming))
+        self._coming, self._adding = None, False
         return None
 
+    def observe(self, pushed: Pushed, memory: Tensor | None, scattered: ScatteredUnit | None = None) -> bool:
+        """Note the next push that the rank has in its own ``memory`` (1D, the shard's elements; None: no more), or
+        scattered; returns False if that is already known."""
+        if self.pushes.is_older(pushed) or pushed.count <= self.pushes.count_of(pushed.step, pushed.attempt):
+            return False
+        if (pushed.step, pushed.attempt) != (self.pushes.step, self.pushes.attempt):
+            self._drop(self.pushes.open(pushed))
+        assert pushed.count == self.pushes.count + 1, (pushed, self.pushes.count)
+        gradient = memory if scattered is None else scattered.shard(self.owned.slices)
+        self.pushes.each.append(Round(self._present(pushed.presence), gradient))
+        return True
+
+    def _present(self, presence: bytes) -> Sequence[bool]:
+        slots = int.from_bytes(presence, "little")
+        return [bool(slots >> part.slot & 1) for part in self.owned.slices]
+
+
+class HostLanding(RoundLanding):
+    """The sums of several ranks' gradients of one shard, which are added on their host. See [Note: sums of a host]."""
+
+    def __init__(self, owned: OwnedShard, accumulation_steps: int, ranks: Sequence[int]) -> None:
+        """``ranks``: ascending."""
+        super().__init__(owned, accumulation_steps)
+        self.ranks, self.dtype = tuple(ranks), torch.float32
+        self._attempts: tuple[int, ...] = ()  # of the ranks, in the sums that are here, or that may be written
+        self._has: dict[int, Summand] = {}  # by rank, what is here of it; empty: nothing that is whole
+
+    def admit(self, push: Contribution) -> Admission:
+        """See ``RoundLanding.admit``."""
+        if push.step < self.pushes.step:
+            return Admission.DROP
+        if push.step == self.pushes.step and not self._is_newer(push):
+            if _attempts_of(push) != self._attempts or push.seq < self.pushes.count:
+                return Admission.DROP
+            there = self.pushes.count
+        else:
+            there = 0
+        require_round(push, self.owned.unit, self._planned)
+        return Admission.WAIT if push.seq > there or self._adding else Admission.LAND
+
+    def _is_newer(self, push: Contribution) -> bool:
+        """Whether a sum has a later attempt of any rank than those that are here."""
+        return any(now > then for now, then in zip(_attempts_of(push), self._attempts, strict=True))
+
+    def open(self, push: Contribution, spare: SpareMemory) -> Tensor:
+        """See ``RoundLanding.open``."""
+        if push.step != self.pushes.step or _attempts_of(push) != self._attempts:
+            dropped, self.pushes.each = self.pushes.each, []
+            self.pushes.step, self._attempts, self._has = push.step, _attempts_of(push), {}
+            spare.lose(self._drop(dropped))
+        return self._next(spare)
+
+    def begin(self, push: Contribution) -> bool:
+        """See ``Landing.begin``."""
+        return self._attempts == _attempts_of(push) and super().begin(push)
+
+    def complete(self, push: Contribution) -> Tensor | None:
+        """See ``RoundLanding.complete``."""
+        self._has = {each.rank: each for each in push.summands}
+        return super().complete(push)
+
     def counted(self, rank: int, step: int) -> int:
-        """See ``Landing.counted``."""
-        return self._has[rank].pushes if self._has and self._step == step else 0
+        """See ``RoundLanding.counted``."""
+        return self._has[rank].pushes if self._has and self.pushes.step == step else 0
 
     def attempt_of(self, rank: int) -> int:
-        """See ``Landing.attempt_of``."""
+        """See ``RoundLanding.attempt_of``."""
         return self._has[rank].attempt
 
     def is_there(self, rank: int, reports: Mapping[int, FinishReport]) -> bool:
@@ -219,21 +331,20 @@ class HostLanding(Landing):
         if not any(report.counts[unit] for report in mine):
             return True
         report = reports[rank]
-        if self._step != report.step or not self._has:
+        if self.pushes.step != report.step or not self._has:
             return False
         if self._has[rank].attempt == report.attempt:
-            self._landed(report, self._has[rank].pushes)
+            _landed(self.owned.unit, report, self._has[rank].pushes)
         return all(self._fits(each) for each in mine)
 
     def _fits(self, report: FinishReport) -> bool:
-        """Whether exactly the pushes that a rank counted are in the sum."""
+        """Whether exactly the pushes that a rank counted are in the sums."""
         has, counted = self._has[report.rank], report.counts[self.owned.unit.index]
         return has.pushes == counted and (not counted or has.attempt == report.attempt)
 
 
-def _is_newer(summands: Sequence[Summand], before: Sequence[Summand]) -> bool:
-    """Whether a sum has a later attempt, or more pushes, of any rank than another sum of the same ranks."""
-    return any(now[1:] > then[1:] for now, then in zip(summands, before, strict=True))
+def _attempts_of(push: Contribution) -> tuple[int, ...]:
+    return tuple(each.attempt for each in push.summands)
 
 
 class RankGradients:
@@ -245,33 +356,38 @@ class RankGradients:
         self,
         rank: int,
         shards: Sequence[OwnedShard],
+        spec: ModelSpec,
         *,
-        accumulate: bool,
         own_memory: GradientMemory | None = None,
         summed: Sequence[int] = (),
     ) -> None:
-        """``accumulate``: a step may have several backwards. ``own_memory``: the rank's own, read in place; None:
-        allocate memory here, or for each push where there are totals. ``summed``: the ranks whose sum comes, ``rank``
-        the first of them; empty: the gradients of ``rank`` alone."""
+        """``own_memory``: the rank's own, read in place; None: allocate memory here, or for each push where there are
+        totals. ``summed``: the ranks whose sums come, ``rank`` the first of them; empty: the gradients of ``rank``
+        alone."""
         self.rank, self.summed, self._own = rank, tuple(summed), own_memory
         trained = {owned.shard.index: owned for owned in shards if owned.trainable}
-        dtypes = {at: gradient_dtype(o.unit, accumulate) if not summed else torch.float32 for at, o in trained.items()}
         self._free: list[Tensor] = []
         self.landing_bytes = self.staging_bytes = 0  # bytes of memory allocated here
-        buffers: dict[int, Tensor] = {}
-        for dtype in set(dtypes.values()) if own_memory is None else ():
-            sizes = [(at, o.shard.numel) for at, o in trained.items() if dtypes[at] is dtype and o.total is None]
-            buffers |= carve(sizes, dtype)
-        self.landings: dict[int, Landing] = {
-            at: HostLanding(o, buffers.get(at), summed) if summed else Landing(o, buffers.get(at), dtypes[at])
-            for at, o in trained.items()
-        }
-        self.landing_bytes = sum(buffer.nbytes for buffer in buffers.values())
-        if own_memory is not None or summed or len(buffers) < len(trained):
+        self.landings: dict[int, Landing | RoundLanding] = {}
+        if any(owned.total is not None for owned in trained.values()):
+            for at, owned in trained.items():
+                planned = spec.accumulation_steps
+                self.landings[at] = HostLanding(owned, planned, summed) if summed else RoundLanding(owned, planned)
             return
-        entries, entry_bytes = staging_entries(list(trained.values()), accumulate)
-        self._free += [torch.zeros(entry_bytes, dtype=torch.uint8, device="cpu") for _ in range(entries)]
-        self.staging_bytes = entries * entry_bytes
+        adds = adds_up(spec.world_size, spec.accumulation_steps)
+        dtypes = {at: gradient_dtype(owned.unit, adds) for at, owned in trained.items()}
+        for dtype in set(dtypes.values()):
+            here = [owned for at, owned in trained.items() if dtypes[at] is dtype]
+            if own_memory is None:
+                buffers = carve([(owned.shard.index, owned.shard.numel) for owned in here], dtype)
+                self.landing_bytes += sum(buffer.nbytes for buffer in buffers.values())
+            else:
+                buffers = {owned.shard.index: self._own_of(owned, AT_HOME) for owned in here}
+            self.landings |= {owned.shard.index: Landing(owned, buffers[owned.shard.index]) for owned in here}
+        if own_memory is None:
+            entries, entry_bytes = staging_entries(list(trained.values()), adds)
+            self._free += [torch.zeros(entry_bytes, dtype=torch.uint8, device="cpu") for _ in range(entries)]
+            self.staging_bytes = entries * entry_bytes
 
     @property
     def keeps(self) -> bool:
@@ -280,9 +396,13 @@ class RankGradients:
 
     def own(self, owned: OwnedShard, place: int) -> Tensor | None:
         """What the rank has of a shard at a place in its own memory; None: it is in totals alone."""
+        return None if place == IN_TOTAL else self._own_of(owned, place)
+
+    def _own_of(self, owned: OwnedShard, place: int) -> Tensor:
         assert self._own is not None
         memory = self._own.at(owned.unit.index, place)
-        return None if memory is None else memory[owned.shard.start : owned.shard.stop]
+        assert memory is not None
+        return memory[owned.shard.start : owned.shard.stop]
 
     def lease(self, owned: OwnedShard) -> Tensor | None:
         """Staging for one shard, 1D in the unit's dtype; None while all of it is in use."""
@@ -312,20 +432,24 @@ class SpareMemory:
         self.bytes += owned.shard.numel * dtype.itemsize
         return torch.zeros(owned.shard.numel, dtype=dtype, device="cpu")
 
+    def lose(self, memory: Sequence[Tensor]) -> None:
+        """What was given for it is no longer wanted, but may be read or written for a while: it is not given again."""
+        self.bytes -= sum(each.nbytes for each in memory)
+
     def give_back(self, memory: Tensor) -> None:
         """Nothing reads or writes it any more."""
         self._spare.setdefault((memory.numel(), memory.dtype), []).append(memory)
 
 
-def staging_entries(trained: Sequence[OwnedShard], accumulate: bool) -> tuple[int, int]:
+def staging_entries(trained: Sequence[OwnedShard], adds_up: bool) -> tuple[int, int]:
     """(a rank's staging entries, bytes of one): room for two of the largest units with accumulation, else for two
     shards if fp32 memory can add a second push."""
-    if not trained or not (accumulate or any(o.unit.dtype is torch.float32 for o in trained)):
+    if not trained or not (adds_up or any(o.unit.dtype is torch.float32 for o in trained)):
         return 0, 0
     per_unit: dict[int, int] = {}
     for owned in trained:
         per_unit[owned.unit.index] = per_unit.get(owned.unit.index, 0) + 1
-    entries = 2 * max(per_unit.values()) if accumulate else 2
+    entries = 2 * max(per_unit.values()) if adds_up else 2
     return entries, max(o.shard.numel * o.unit.dtype.itemsize for o in trained)
 
 

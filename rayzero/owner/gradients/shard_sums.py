@@ -5,7 +5,7 @@ A part is kept with what it was computed from, so that an outdated one is never 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, groupby
 from operator import itemgetter
@@ -16,22 +16,24 @@ from torch import Tensor
 
 from rayzero.concurrency.futures import fail, settle
 from rayzero.errors import StepMismatchError
+from rayzero.kernels.rank_sum import GROUP
 from rayzero.owner.gradients.collection import Collection
-from rayzero.owner.gradients.landing import RankGradients, SpareMemory
+from rayzero.owner.gradients.landing import Landing, RankGradients, RoundLanding, SpareMemory
 from rayzero.owner.gradients.open_step import OpenStep
 from rayzero.owner.gradients.squares import Squares
 from rayzero.owner.shard import Contributors, OwnedShard
 from rayzero.owner.updater import Updater
 from rayzero.protocol.lives import ATTEMPTS
-from rayzero.protocol.messages import Clamp, NormParts
+from rayzero.protocol.messages import Clamp, NormParts, Pushed
 from rayzero.protocol.scattered import Gradient
-from rayzero.protocol.totals import Summands, Total
+from rayzero.protocol.totals import Summands, Total, summands_of
 from rayzero.telemetry.recorder import Recorder
 
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 # What a norm part was computed from: the clamp of the sum, and (rank, generation of its landing) of each summand; where
-# there are totals, the step, and (rank, attempt).
+# there are totals, the step and summands.
 _PartKey = tuple[Any, ...]
+_Pushes = Mapping[int, tuple[int, int]]  # by rank: attempt, as any life of the rank counts them, and how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +43,17 @@ class _Pass:
     key: _PartKey  # of the norm parts that it computes
     gradients: Sequence[Gradient]
     contributors: Contributors
-    ranks: Sequence[int]  # whose gradients they are
-    seen: _PartKey  # what of them had landed as it began
     early: bool  # nobody waits for it, and the cores receive gradients, or compute them
-    fills: bool  # the total
+    round: _Round | None = None  # that it adds; None: it squares the total
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """A round that is added to a total."""
+
+    number: int
+    holders: Sequence[tuple[RankGradients, RoundLanding, int]]  # with the generation of the landing that is read
+    present: tuple[bool, ...]  # per slice: whether the total has a gradient afterwards
 
 
 class ShardSums:
@@ -70,6 +79,8 @@ class ShardSums:
             if (left := shard.left_total()) is not None:
                 self._totals[index] = left
         self._parts: dict[int, tuple[_PartKey, tuple[float, ...]]] = {}  # by shard
+        self._before = -(-world_size // GROUP) * GROUP  # in place of a rank, for what is in a total before a round: a
+        # group behind those of the ranks, so that the round is added up first
         self._stands = False  # no total is filled
         self.spare = SpareMemory()  # for what is pushed until it is in a total
 
@@ -142,16 +153,19 @@ class ShardSums:
         self._hand_out()
 
     def _add_up(self, owned: OwnedShard, total: Tensor, step: int) -> None:
-        """As ``_sum``, where there is a total: the pass that squares the gradients also adds them up there. A clamp of
-        the finishes takes another pass, over the total."""
+        """As ``_sum``, where there is a total: the pass that squares the gradients also adds up a round there, so that
+        the last round's parts are those of the step. A clamp of the finishes takes another pass, over the total."""
         while (next_pass := self._next_pass(owned, total, step)) is not None:
+            adds = next_pass.round
+            if adds is not None and adds.number:
+                owned.save_total()
             squares = self._squares_of(
                 owned,
                 next_pass.gradients,
                 next_pass.contributors,
                 next_pass.key[0],
                 alone=next_pass.early,
-                sums=total if next_pass.fills else None,
+                sums=total if adds is not None else None,
             )
             self._passed(owned, next_pass, squares)
         self._hand_out()
@@ -162,61 +176,126 @@ class ShardSums:
         index = owned.shard.index
         with self._step.lock:
             collection = self._step.collection
-            early = collection is None
-            ranks = self._landed_ranks(owned, step) if collection is None else collection.ranks_of(owned)
-            if step != self._step.number or (early and len(ranks) < self._world_size):
+            if step != self._step.number:
                 return None
-            clamp = None if collection is None else collection.clamp
-            summands = self._summands(owned, ranks, collection)
-            seen = self._seen(owned, ranks)
-            kept, made = self._parts.get(index), self._totals.get(index)
-            if kept is not None and kept[0] == (clamp, step, summands):
-                if collection is not None:
-                    self._check_off(owned, collection)
+            pushes = self._pushes(owned, collection)
+            if collection is None and len(pushes) < self._world_size:
                 return None
-            if made is not None and made.is_of(step, summands):
-                contributors: Contributors = tuple((0,) if there else () for there in made.present)
-                return _Pass((clamp, step, summands), (total,), contributors, ranks, seen, early=early, fills=False)
-            if self._stands:
-                return None
-            if all(rank in self._step.ranks and self._step.ranks[rank].landings[index].is_here for rank in ranks):
-                if self._totals.pop(index, None) is not None:
-                    owned.forget_total()  # before its bytes change
-                contributors, gradients = self._contributors(owned, ranks), self.gradients(owned)
-                return _Pass((None, step, summands), gradients, contributors, ranks, seen, early=early, fills=True)
-        if collection is not None:
+            counts = [count for _, count in pushes.values()]
+            wanted = max(counts, default=0) if collection is not None else min(counts)
+            there = self._rounds_of(owned, step, pushes, early=collection is None)
+            if there < wanted:
+                added = None if self._stands else self._round_of(owned, step, pushes, there, wanted)
+                if added is not None or self._stands:
+                    return added
+            else:
+                return self._square(owned, total, step, pushes, collection)
+        if collection is not None and index not in collection.missing:
             fail(collection.future, self._taken_back(owned, step))
         return None
 
+    def _pushes(self, owned: OwnedShard, collection: Collection | None) -> _Pushes:
+        """By rank that has pushed a shard: its attempt, as any life of the rank counts them, and how often."""
+        index, ranks = owned.shard.index, self._step.ranks
+        if collection is not None:
+            unit, reports = owned.unit.index, collection.reports
+            return {
+                rank: (reports[rank].attempt % ATTEMPTS, reports[rank].counts[unit])
+                for rank in collection.ranks_of(owned)
+            }
+        found = {}
+        for rank in sorted(ranks):
+            landing = ranks[rank].landings[index]
+            assert isinstance(landing, RoundLanding)
+            if count := landing.counted(rank, self._step.number):
+                found[rank] = landing.attempt_of(rank) % ATTEMPTS, count
+        return found
+
+    def _rounds_of(self, owned: OwnedShard, step: int, pushes: _Pushes, *, early: bool) -> int:
+        """How many rounds of exactly these pushes are in the total. ``early``: they are not all, but of every rank as
+        many as there are rounds."""
+        made = self._totals.get(owned.shard.index)
+        if made is None:
+            return 0
+        all_of_it = {rank: (attempt, made.rounds) for rank, (attempt, _) in pushes.items()} if early else pushes
+        return made.rounds if made.is_of(step, summands_of(all_of_it, made.rounds)) else 0
+
+    def _square(
+        self, owned: OwnedShard, total: Tensor, step: int, pushes: _Pushes, collection: Collection | None
+    ) -> _Pass | None:
+        """The pass that squares a total which has all rounds; None: its parts are known, or will be asked for."""
+        if collection is None:
+            return None
+        key = collection.clamp, step, _all_of(pushes)
+        kept = self._parts.get(owned.shard.index)
+        if kept is not None and kept[0] == key:
+            self._check_off(owned, collection)
+            return None
+        return _Pass(key, (total,), self.counted_of(owned, collection), early=False)
+
+    def _round_of(self, owned: OwnedShard, step: int, pushes: _Pushes, number: int, wanted: int) -> _Pass | None:
+        """The pass that adds a round to the total; None: not everything that it needs is here. ``wanted``: how many
+        rounds there will be."""
+        index, ranks = owned.shard.index, self._step.ranks
+        needed = range(number, number + 1) if number else range(wanted)  # to begin, all: else what is there stays
+        for rank, (_, count) in pushes.items():
+            landing = ranks[rank].landings[index] if rank in ranks else None
+            assert landing is None or isinstance(landing, RoundLanding)
+            if not all(landing is not None and landing.has(each) for each in needed if each < count):
+                return None
+        made = self._totals.get(index)
+        if not number and made is not None:
+            del self._totals[index]
+            owned.forget_total()  # before its bytes change
+        here = [rank for rank, (_, count) in pushes.items() if count > number]
+        holders: dict[int, tuple[RankGradients, RoundLanding, int]] = {}
+        gradients: list[Gradient] = [_NOTHING] * (self._before + 1)
+        for rank in here:
+            holder = ranks[rank]
+            landing = holder.landings[index]
+            assert isinstance(landing, RoundLanding)
+            holders[holder.rank] = holder, landing, landing.generation
+            gradient = landing.pushes.each[number].gradient
+            assert gradient is not None
+            gradients[holder.rank] = gradient
+        present = [landing.pushes.each[number].present for _, landing, _ in holders.values()]
+        contributors = _members(owned, tuple(holders), present)
+        if number:
+            assert owned.total is not None
+            gradients[self._before] = owned.total
+            had = self._totals[index].present
+            contributors = tuple(
+                (*ranks, self._before) if there else ranks for ranks, there in zip(contributors, had, strict=True)
+            )
+        return _Pass(
+            (None, step, summands_of(pushes, number + 1)),
+            gradients,
+            contributors,
+            early=self._step.collection is None,
+            round=_Round(number, tuple(holders.values()), tuple(map(bool, contributors))),
+        )
+
     def _passed(self, owned: OwnedShard, done: _Pass, squares: tuple[float, ...]) -> None:
-        """Keep what a pass has computed, unless a push came in the meantime."""
+        """Keep what a pass has computed. Of ranks that have begun another attempt meanwhile, it may have read both; but
+        they go back to none before that one, so it is never used."""
         with self._step.lock:
-            if done.seen != self._seen(owned, done.ranks):
-                return
-            index = owned.shard.index
-            if done.fills:
+            index, added = owned.shard.index, done.round
+            if added is not None:
                 _, step, summands = done.key
-                made = Total(step, summands, tuple(map(bool, done.contributors)))
-                self._totals[index] = made
+                self._totals[index] = made = Total(step, added.number + 1, summands, added.present)
                 owned.keep_total(made)
-                self.give_back(owned, [self._step.ranks[rank] for rank in done.ranks])
+                for holder, landing, generation in added.holders:
+                    if landing.generation == generation:
+                        self.give_back(holder, landing, added.number + 1)
             self._parts[index] = done.key, squares
             if self._step.collection is not None:
                 self._check_off(owned, self._step.collection)
 
-    def give_back(self, owned: OwnedShard, holders: Iterable[RankGradients]) -> None:
-        """What they have of a shard is in its total. Call it under the step's lock."""
-        for holder in holders:
-            memory = holder.landings[owned.shard.index].leave()
-            if memory is not None and holder.keeps:
+    def give_back(self, holder: RankGradients, landing: RoundLanding, rounds: int) -> None:
+        """The first ``rounds`` of a shard are in its total. Call it under the step's lock."""
+        for memory in landing.leave(rounds):
+            if holder.keeps:
                 self.spare.give_back(memory)
-
-    def _summands(self, owned: OwnedShard, ranks: Sequence[int], collection: Collection | None) -> Summands:
-        """(rank, attempt) of what is added up for a shard, as any life of the rank counts attempts."""
-        if collection is not None:
-            return tuple((rank, collection.reports[rank].attempt % ATTEMPTS) for rank in ranks)
-        index = owned.shard.index
-        return tuple((rank, self._step.ranks[rank].landings[index].attempt_of(rank) % ATTEMPTS) for rank in ranks)
 
     def _taken_back(self, owned: OwnedShard, step: int) -> StepMismatchError:
         return StepMismatchError(
@@ -268,18 +347,25 @@ class ShardSums:
         if owned.shard.index not in collection.missing and self._has_part(owned, collection):
             collection.unsummed.discard(owned.shard.index)
 
+    def has(self, owned: OwnedShard, rank: int, pushed: Pushed) -> bool:
+        """Whether what a rank has pushed of a shard is in its total."""
+        made = self._totals.get(owned.shard.index)
+        if made is None or isinstance(made.summands, int) or made.step < pushed.step:
+            return False
+        there = next((each for each in made.summands if each[0] == rank), (rank, 0, 0))
+        return made.step > pushed.step or there[1:] >= (pushed.attempt % ATTEMPTS, pushed.count)
+
     def is_made(self, owned: OwnedShard, collection: Collection) -> bool:
         """Whether a shard's total has exactly what a collection counts."""
-        made = self._totals.get(owned.shard.index)
-        summands = self._summands(owned, collection.ranks_of(owned), collection)
-        return made is not None and made.is_of(collection.step, summands)
+        pushes, made = self._pushes(owned, collection), self._totals.get(owned.shard.index)
+        return made is not None and made.is_of(collection.step, _all_of(pushes))
 
     def _has_part(self, owned: OwnedShard, collection: Collection) -> bool:
-        kept, ranks = self._parts.get(owned.shard.index), collection.ranks_of(owned)
+        kept = self._parts.get(owned.shard.index)
         if owned.total is not None:
-            key: _PartKey = collection.clamp, collection.step, self._summands(owned, ranks, collection)
+            key: _PartKey = collection.clamp, collection.step, _all_of(self._pushes(owned, collection))
         else:
-            key = self._key(owned, ranks, collection.clamp)
+            key = self._key(owned, collection.ranks_of(owned), collection.clamp)
         return kept is not None and kept[0] == key
 
     def _landed_ranks(self, owned: OwnedShard, step: int) -> list[int]:
@@ -287,34 +373,38 @@ class ShardSums:
         found = {rank: self._step.ranks[rank].landings[owned.shard.index] for rank in sorted(self._step.ranks)}
         return [rank for rank, here in found.items() if here.counted(rank, step)]
 
-    def _holders(self, ranks: Sequence[int]) -> list[int]:
-        """The ranks under which the gradients of ``ranks`` lie here: for those that come as one sum, the first."""
-        return list(dict.fromkeys(self._step.ranks[rank].rank for rank in ranks))
-
     def _key(self, owned: OwnedShard, ranks: Sequence[int], clamp: Clamp | None) -> _PartKey:
         index, gradients = owned.shard.index, self._step.ranks
-        return clamp, tuple([(rank, gradients[rank].landings[index].generation) for rank in self._holders(ranks)])
-
-    def _seen(self, owned: OwnedShard, ranks: Sequence[int]) -> _PartKey:
-        """What of ``ranks`` has landed for this shard, of those that have attached."""
-        return self._key(owned, [rank for rank in ranks if rank in self._step.ranks], None)
+        return clamp, tuple([(rank, gradients[rank].landings[index].generation) for rank in ranks])
 
     def _contributors(self, owned: OwnedShard, ranks: Sequence[int]) -> Contributors:
-        """Per slice, those of ``ranks`` with a gradient for it."""
-        index, gradients, ranks = owned.shard.index, self._step.ranks, self._holders(ranks)
-        present = [gradients[rank].landings[index].present for rank in ranks]
-        if all(map(all, present)):
-            return (tuple(ranks),) * len(owned.slices)
-        return tuple(tuple(compress(ranks, slots)) for slots in zip(*present, strict=True))
+        """Per slice, those of ``ranks`` with a gradient for it, where there is no total."""
+        found = [self._step.ranks[rank].landings[owned.shard.index] for rank in ranks]
+        return _members(owned, ranks, [each.present for each in found if isinstance(each, Landing)])
 
     def counted_of(self, owned: OwnedShard, collection: Collection) -> Contributors:
         """Per slice, the ranks with a counted gradient for it; where there is a total, that stands for one rank."""
         if owned.total is None:
             return self._contributors(owned, collection.ranks_of(owned))
-        return tuple((0,) if there else () for there in self._totals[owned.shard.index].present)
+        made = self._totals.get(owned.shard.index)
+        if made is None or not made.is_of(collection.step, _all_of(self._pushes(owned, collection))):
+            return ((),) * len(owned.slices)
+        return tuple((0,) if there else () for there in made.present)
 
     def gradients(self, owned: OwnedShard) -> list[Gradient]:
-        """Per rank, its gradients of this shard; an empty tensor for a rank that has none here."""
+        """Per rank, its gradients of this shard, where there is no total; an empty tensor for a rank that has none."""
         index, ranks = owned.shard.index, range(self._world_size)
         landings = [self._step.ranks[rank].landings[index] if rank in self._step.ranks else None for rank in ranks]
-        return [_NOTHING if each is None or not each.is_here else each.gradient for each in landings]
+        return [each.gradient if isinstance(each, Landing) else _NOTHING for each in landings]
+
+
+def _all_of(pushes: _Pushes) -> Summands:
+    """What a total of all of them has."""
+    return summands_of(pushes, max((count for _, count in pushes.values()), default=0))
+
+
+def _members(owned: OwnedShard, ranks: Sequence[int], present: Sequence[Sequence[bool]]) -> Contributors:
+    """Per slice of a shard, those of ``ranks`` that have it. ``present``: of each of them, per slice."""
+    if all(map(all, present)):
+        return (tuple(ranks),) * len(owned.slices)
+    return tuple(tuple(compress(ranks, slots)) for slots in zip(*present, strict=True))

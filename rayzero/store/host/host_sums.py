@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from rayzero.errors import EpochOverError, StoreClosedError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import Contribution
 from rayzero.store.host.links.channel import Channel
-from rayzero.store.host.summed_ranks import SummedRanks
+from rayzero.store.host.summed_ranks import SettledUnit, SummedRanks
 from rayzero.store.host.transfers.wire import PushedUnit, WireTransfers
 
 AT_ONCE = 2  # sums in memory, for each group of ranks; plan/tiers.py counts them
@@ -25,13 +26,13 @@ Lacks = Callable[[int, int, int], bool]  # owner, unit, step: it may not have ap
 
 
 class HostSums:
-    """Adds up and sends each unit as soon as its last rank has pushed it, one after the other.
+    """Adds up and sends each round of each unit as soon as its last rank has pushed it, one after the other.
 
     Knows which sums each owner has been sent; not how ranks are seen, or how bytes travel. One unit is added at a time;
     at most two sums are in memory, so that a network that is slower than backward fills none. Pushes do not wait for
     it, and a step's norm does: owners give theirs once they have the sums.
 
-    [Note: sums made again] An owner that dies loses what was sent to it. Its successor gets every unit's newest sum
+    [Note: sums made again] An owner that dies loses what was sent to it. Its successor gets every unit's newest sums
     again, made from the ranks' memory, which keeps a step's gradients until their version is published. Those of
     earlier steps go first: a successor takes none of the open step before it has redone the decisions. So does a door
     that takes another one's place."""
@@ -92,18 +93,27 @@ class HostSums:
 
         def pushes() -> Iterator[PushedUnit]:
             for step, unit in sorted((step, unit) for unit, step in steps.items()):
-                settled, layout = self.ranks.settled(unit), self._units[unit]
-                if settled is None or settled.contribution.step != step:  # newer ones go by themselves
-                    continue
-                memory = torch.empty(layout.numel, dtype=torch.float32, device="cpu")
-                values = self.ranks.add(settled, shards[unit], memory)
-                if values is not None:
-                    made = settled.contribution
-                    yield PushedUnit(unit=layout, shards=shards[unit], contribution=made, values=values)
+                for settled in self._rounds(unit):
+                    made, layout = settled.contribution, self._units[unit]
+                    if made.step != step:  # newer ones go by themselves
+                        break
+                    memory = torch.empty(layout.numel, dtype=torch.float32, device="cpu")
+                    values = self.ranks.add(settled, shards[unit], memory)
+                    if values is not None:
+                        yield PushedUnit(unit=layout, shards=shards[unit], contribution=made, values=values)
 
         if steps:
             size = sum(4 * shard.numel for unit in steps for shard in shards[unit])
+            size *= max(len(list(self._rounds(unit))) for unit in steps)
             self._senders[owner].push_again(channel, pushes, size, timeout_s)
+
+    def _rounds(self, unit: int) -> Iterator[SettledUnit]:
+        """The rounds of a unit that have sums."""
+        for number in count():
+            settled = self.ranks.settled(unit, number)
+            if settled is None:
+                return
+            yield settled
 
     def _work(self) -> None:
         use_torch_threads(1)
@@ -127,26 +137,28 @@ class HostSums:
         return None
 
     def _bring(self, unit: int) -> None:
-        """Send a unit's sum to the owners that were not sent it."""
-        settled = self.ranks.settled(unit)
-        if settled is None:
-            self._end(unit)
-            return
-        made, layout = settled.contribution, self._units[unit]
-        owners = {
-            owner: shards
-            for owner, shards in self._owners[unit].items()
-            if _is_newer(made, self._sent.get((owner, unit))) and self._lacks(owner, unit, made.step)
-        }
+        """Send a unit's next sum to the owners that were not sent it."""
+        owners: dict[int, list[Shard]] = {}
+        for settled in self._rounds(unit):
+            made, layout = settled.contribution, self._units[unit]
+            owners = {
+                owner: shards
+                for owner, shards in self._owners[unit].items()
+                if is_newer(made, self._sent.get((owner, unit))) and self._lacks(owner, unit, made.step)
+            }
+            if owners:
+                break
         if not owners:
             self._end(unit)
             return
         memory = self._take()
         values = self.ranks.add(settled, [shard for shards in owners.values() for shard in shards], memory)
+        self._sent |= {(owner, unit): made for owner in owners}
+        with self._lock:  # its next round may be there already
+            self._due[unit] = None
         if values is None:
             self._end(unit, memory)
             return
-        self._sent |= {(owner, unit): made for owner in owners}
         gather = Gather(len(owners))
         gather.future.add_done_callback(partial(self._ended, unit, memory))
         for owner, shards in owners.items():
@@ -190,6 +202,9 @@ class HostSums:
         self.ranks.close()
 
 
-def _is_newer(made: Contribution, sent: Contribution | None) -> bool:
-    """Whether a sum is not the one that was sent, nor of a step before."""
-    return sent is None or (made.step > sent.step or (made.step == sent.step and made.summands != sent.summands))
+def is_newer(made: Contribution, sent: Contribution | None) -> bool:
+    """Whether a sum is neither the one that was sent last, nor one before it."""
+    if sent is None or made.step != sent.step:
+        return sent is None or made.step > sent.step
+    now, then = ([each.attempt for each in push.summands] for push in (made, sent))
+    return now != then or made.seq > sent.seq

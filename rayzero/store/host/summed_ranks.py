@@ -28,7 +28,7 @@ from rayzero.store.shm.settled import Part, settled
 from rayzero.store.shm.shared_plan import RANK, SharedPlan, of_lineage
 from rayzero.store.shm.words import Finishes, Stamps, cell_of, key_digest
 
-_Seen = Mapping["_Life", tuple[Pushed | None, dict[int, FinishReport]]]  # what each has announced of a unit
+_Seen = Mapping["_Life", tuple[Sequence[Pushed], dict[int, FinishReport]]]  # what each has announced of a unit
 
 
 class _Life:
@@ -56,11 +56,11 @@ class _Life:
         """The newest step that it has finished; -1: none."""
         return max(self.reports(), default=-1)
 
-    def gradient(self, unit: int) -> Tensor | None:
-        """What it has announced of a unit: 1D, unit.numel elements; None: it has given that back, because every owner
-        has applied it."""
-        pushed = self.stamps.read(unit)
-        return None if pushed is None else self._memory.at(unit, pushed.place)
+    def gradient(self, unit: int, part: Part) -> Tensor | None:
+        """What it has pushed of a unit in a round: 1D, unit.numel elements; None: it has given that back, because no
+        owner needs it any more."""
+        assert part.pushed is not None
+        return self._memory.at(unit, part.pushed.place) if part.pushed in self.stamps.read(unit) else None
 
     def close(self) -> None:
         for slab in (self.control, *self.gradients.slabs):
@@ -69,7 +69,7 @@ class _Life:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettledUnit:
-    """What the ranks have pushed of a unit in one step."""
+    """What the ranks have pushed of a unit in one round of a step."""
 
     contribution: Contribution
     parts: tuple[tuple[Part, _Life], ...]  # of each rank that has a gradient, ascending
@@ -161,22 +161,22 @@ class SummedRanks:
 
     # ---- sums
 
-    def settled(self, unit: int) -> SettledUnit | None:
-        """What is to be added of a unit: of the newest step of which every part is settled, and any rank has a
-        gradient. None: there is none."""
+    def settled(self, unit: int, number: int = 0) -> SettledUnit | None:
+        """What is to be added of a unit in a round, counted from 0: of the newest step of which every part of the first
+        round is settled, and any rank has a gradient. None: there is none, or not all of it yet."""
         layout = self._plan.spec.layout.units[unit]
-        found = self._parts(layout)
+        found = self._parts(layout, number)
         if found is None:
             return None
         step, parts = found
-        pushing = tuple((part, life) for part, life in parts if part.summand.pushes)
+        pushing = tuple((part, life) for part, life in parts if part.pushed is not None)
         present = reduce(or_, (_bits(part) for part, _ in pushing))
         contribution = Contribution(
             step=step,
             attempt=0,
             rank=self.ranks[0],
             unit=unit,
-            seq=0,
+            seq=number,
             presence=present.to_bytes((len(layout.slots) + 7) // 8, "little"),
             summands=tuple(part.summand for part, _ in parts),
         )
@@ -184,9 +184,9 @@ class SummedRanks:
 
     def add(self, settled: SettledUnit, shards: Sequence[Shard], memory: Tensor) -> Tensor | None:
         """Add up some shards of a unit, in rank order. ``memory``: 1D, at least the unit's elements, fp32. Returns its
-        first unit.numel elements; None: a rank has given its part back, because every owner has applied it."""
+        first unit.numel elements; None: a rank has given its part back, because no owner needs it any more."""
         unit = self._plan.spec.layout.units[settled.contribution.unit]
-        gradients = [life.gradient(unit.index) for _, life in settled.parts]
+        gradients = [life.gradient(unit.index, part) for part, life in settled.parts]
         there = [each for each in gradients if each is not None]
         if len(there) < len(gradients):
             return None
@@ -195,27 +195,34 @@ class SummedRanks:
         list(self._adders.map(partial(_add, values, unit, gradients=there, present=present), shards))
         return values
 
-    def _parts(self, unit: UnitLayout) -> tuple[int, list[tuple[Part, _Life]]] | None:
-        """(the newest step of which every rank's part is settled and any has a gradient, (part, whose) of each
-        rank)."""
+    def _parts(self, unit: UnitLayout, number: int) -> tuple[int, list[tuple[Part, _Life]]] | None:
+        """(the newest step of which every rank's part of the first round is settled and any has a gradient, (part of
+        round ``number``, whose) of each rank). Later rounds are of the same lives as the first."""
         with self._lock:
             lives = {rank: list(each) for rank, each in self._lives.items()}
         seen = {life: (life.stamps.read(unit.index), life.reports()) for each in lives.values() for life in each}
-        steps = {pushed.step for pushed, _ in seen.values() if pushed is not None}
+        steps = {pushed[0].step for pushed, _ in seen.values() if pushed}
         steps |= {step for _, reports in seen.values() for step in reports}
-        for step in sorted(steps, reverse=True):
-            found = [self._part(unit.index, step, rank, lives[rank], seen) for rank in self.ranks]
+
+        def parts_of(step: int, number: int, lives: Mapping[int, Sequence[_Life]]) -> list[tuple[Part, _Life]] | None:
+            found = [self._part(unit.index, step, number, rank, lives[rank], seen) for rank in self.ranks]
             whole = [each for each in found if each is not None]
-            if len(whole) == len(found) and any(part.summand.pushes for part, _ in whole):
-                return step, whole
+            return whole if len(whole) == len(found) and any(part.pushed is not None for part, _ in whole) else None
+
+        for step in sorted(steps, reverse=True):
+            if (first := parts_of(step, 0, lives)) is not None:
+                now = {life.rank: [life] for _, life in first}
+                found = first if number == 0 else parts_of(step, number, now)
+                return None if found is None else (step, found)
         return None
 
-    def _part(self, unit: int, step: int, rank: int, lives: Sequence[_Life], seen: _Seen) -> tuple[Part, _Life] | None:
+    def _part(
+        self, unit: int, step: int, number: int, rank: int, lives: Sequence[_Life], seen: _Seen
+    ) -> tuple[Part, _Life] | None:
         """The part of a rank in its newest life that has one."""
-        planned = self._plan.spec.accumulation_steps
         for life in lives:
             pushed, reports = seen[life]
-            part = settled(rank, unit, step, planned, pushed, reports.get(step))
+            part = settled(rank, unit, step, number, pushed, reports.get(step))
             if part is not None:
                 return part, life
         return None
@@ -235,7 +242,7 @@ def _belongs(facts: SlabFacts, control: SlabFacts) -> bool:
 
 
 def _bits(part: Part) -> int:
-    return int.from_bytes(part.presence, "little")
+    return 0 if part.pushed is None else int.from_bytes(part.pushed.presence, "little")
 
 
 # ---- adding

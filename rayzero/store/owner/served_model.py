@@ -19,7 +19,7 @@ from rayzero.errors import ConfigError, EpochOverError, HandshakeError, RayZeroE
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.lead.lead import StepLead
 from rayzero.owner.loop_states import LoopStates
-from rayzero.protocol.gradient_sum import gradient_dtype
+from rayzero.protocol.gradient_sum import adds_up, gradient_dtype
 from rayzero.protocol.lives import life_is_over
 from rayzero.protocol.messages import Contribution, ModelSpec
 from rayzero.protocol.owner import OwnerPeer
@@ -236,7 +236,8 @@ class ServedModel:
         assert self.spec is not None
         if push.summands:
             return torch.float32
-        return gradient_dtype(unit, self.spec.accumulation_steps > 1) if push.sum_of else unit.dtype
+        adds = adds_up(self.spec.world_size, self.spec.accumulation_steps)
+        return gradient_dtype(unit, adds) if push.sum_of else unit.dtype
 
     async def compute(self, work: Callable[..., T], *args: Any) -> T:
         """Run ``work``, which allocates or computes, off the event loop. It must not wait for another client."""

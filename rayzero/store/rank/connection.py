@@ -163,16 +163,16 @@ class Connection(Protocol):
         """Shake hands with every owner; blocks. See ``ParameterStore.attach``."""
         ...
 
-    def announce(self, unit: int, pushed: Pushed) -> None:
-        """Tell the owners of this host what the unit's range of ``Joined.gradients`` holds; its bytes are there."""
+    def announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
+        """Tell the owners of this host what ``Joined.gradients`` has of the unit; the bytes are there."""
         ...
 
-    def note(self, unit: int, pushed: Pushed) -> None:
-        """Note for successors of these owners, without waking anybody, that the range holds it no more."""
+    def note(self, unit: int, pushed: Sequence[Pushed]) -> None:
+        """Note the same for successors of these owners, without waking anybody: some of it is there no more."""
         ...
 
     def in_totals(self, unit: int, pushed: Pushed) -> bool:
-        """Whether all of what was pushed of a unit is in totals of this host."""
+        """Whether all of what was pushed of a unit is in totals."""
         ...
 
     def on_bell(self, look: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -360,11 +360,11 @@ class RankStore:
         written.add_done_callback(count)
         return written
 
-    def announce(self, unit: int, pushed: Pushed) -> None:
+    def announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
         """Tell the owners that read gradients in this rank's memory; see ``GradientReaders``."""
         self.connection.announce(unit, pushed)
 
-    def note(self, unit: int, pushed: Pushed) -> None:
+    def note(self, unit: int, pushed: Sequence[Pushed]) -> None:
         """See ``GradientReaders.note``."""
         self.connection.note(unit, pushed)
 

@@ -13,7 +13,7 @@ import torch
 from rayzero.concurrency.futures import settled, then
 from rayzero.config.zero import HostPush
 from rayzero.errors import ConfigError, EpochOverError, RayZeroError, UnsupportedError
-from rayzero.protocol.gradient_sum import FormerRank
+from rayzero.protocol.gradient_sum import NOTHING_LEFT, FormerRank
 from rayzero.protocol.messages import Attached, LoopState, ModelSpec, Pushed, SharedPaths, Write
 from rayzero.protocol.ownership import Ownership
 from rayzero.security.credentials import Identity
@@ -27,7 +27,7 @@ from rayzero.store.rank.connection import GradientSender, Joined
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.handshake import Handshake
 from rayzero.store.rank.history.loop_history import LoopHistory
-from rayzero.store.rank.history.repeated_pushes import NOTHING, RepeatedPushes
+from rayzero.store.rank.history.repeated_pushes import RepeatedPushes
 from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.memory.rank_memory import RankMemory
 from rayzero.store.rank.rank_store import closed_error
@@ -225,7 +225,7 @@ class RemoteConnection:
             maps=self._keeper.owner not in self._ways.senders,
             back_at=step if self._terms.life else None,
         )
-        former = self._former(plan, step) if self._terms.life else NOTHING
+        former = self._former(plan, step) if self._terms.life else NOTHING_LEFT
         self._repeats, self._plan = self._repeated(plan, former), plan
         if self._terms.life:
             self._push_again()
@@ -357,7 +357,7 @@ class RemoteConnection:
         if link.owner in self._senders and self._repeats is not None:
             self._repeats.send(link.owner, channel)
 
-    def _repeated(self, plan: SharedPlan, former: FormerRank = NOTHING) -> RepeatedPushes | None:
+    def _repeated(self, plan: SharedPlan, former: FormerRank = NOTHING_LEFT) -> RepeatedPushes | None:
         """What owners elsewhere may have to get again; None: nothing is kept for them."""
         if self._memory.gradients is None:
             return None
@@ -378,22 +378,22 @@ class RemoteConnection:
         left = self._memory.left(plan, step - 1)
         if left is None:
             self._handshake.admit_loss(self._ways.senders, before=step)
-        return NOTHING if left is None else left
+        return NOTHING_LEFT if left is None else left
 
     def _push_again(self) -> None:
         """Send again what owners elsewhere may lack; blocks."""
         if self._repeats is not None:
             self._repeats.send_all([self._links[owner] for owner in self._senders], self._ways.threads.pushes)
 
-    def announce(self, unit: int, pushed: Pushed) -> None:
+    def announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
         """See ``Connection.announce``."""
         if self._memory.shared is not None:
             self._memory.shared.announce(unit, pushed)
 
-    def note(self, unit: int, pushed: Pushed) -> None:
+    def note(self, unit: int, pushed: Sequence[Pushed]) -> None:
         """See ``Connection.note``."""
-        assert self._memory.shared is not None
-        self._memory.shared.note(unit, pushed)
+        if self._memory.shared is not None:
+            self._memory.shared.note(unit, pushed)
 
     def in_totals(self, unit: int, pushed: Pushed) -> bool:
         """See ``Connection.in_totals``."""
@@ -401,7 +401,7 @@ class RemoteConnection:
 
     def on_bell(self, look: Callable[[], None]) -> None:
         """See ``Connection.on_bell``."""
-        if self._memory.shared is not None and self._memory.shared.pooled:
+        if self._memory.shared is not None and self._memory.shared.gives_back:
             self._memory.shared.on_bell = look
 
     # ---- the loop's state

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rayzero.errors import HandshakeError
 from rayzero.protocol.gradient_sum import FormerRank
-from rayzero.protocol.messages import AT_HOME, IN_TOTAL, ModelSpec, SharedPaths
+from rayzero.protocol.messages import AT_HOME, ModelSpec, SharedPaths
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import Slab
@@ -46,11 +46,12 @@ def _former_rank(plan: SharedPlan, who: str, files: SharedPaths) -> FormerRank:
     control = plan.attach(files.control, who, writable=False)
     slabs = [plan.attach(path, who, writable=False, life=control.header.facts) for path in files.tensors]
     slabs.sort(key=lambda slab: slab.header.facts.number)
-    memory, announced = plan.gradient_memory(Arena(plan.gradients(), slabs)), Stamps(control, plan).news()
-    found = {unit: memory.at(unit, pushed.place) for unit, pushed in announced}
-    gradients = {unit: values for unit, values in found.items() if values is not None}
-    pushes = [(unit, replace(pushed, place=AT_HOME if unit in gradients else IN_TOTAL)) for unit, pushed in announced]
-    left = FormerRank(gradients, pushes)
+    gradients, announced = Arena(plan.gradients(), slabs), Stamps(control, plan).news()
+    memory = plan.gradient_memory(gradients)
+    pushed = [(unit, each) for unit, pushes in announced for each in pushes]
+    homes = {(unit, AT_HOME - each.place) for unit, each in pushed if each.place < AT_HOME}
+    more = {key: gradients.tensor(key) for key in homes}
+    left = FormerRank(replace(memory, more=lambda unit, number: more[unit, number]), pushed)
     for slab in (control, *slabs):
         slab.close()  # the tensors keep what is mapped
     return left

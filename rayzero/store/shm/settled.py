@@ -1,12 +1,12 @@
 """Decides when the gradients that a host's ranks have pushed of a unit are added.
 
 Every rank announces what its memory holds (``Stamps``) and, with its finish, how often it has pushed each unit. Its
-part of a unit is *settled* at a step once nothing of it is still to come: as many pushes as were planned, or those that
-its finish counts. Once all parts are, the host's door adds them up and sends one sum.
+part of a unit's round (protocol/gradient_sum.py) is *settled* once it has made that push, or its finish says that it
+makes none. Once all parts are, the host's door adds them up and sends the sum of the round.
 
-[Note: sums replace sums] A part may change after it was sent: a rank pushes more often than was planned, discards what
-it has pushed, or dies and comes back. Its attempt or its count grows then, so the owner knows the newer sum, and a
-decision is made only from the one whose attempts and counts all ranks have reported.
+[Note: sums replace sums] A part may change after it was sent: a rank discards what it has pushed, or dies and comes
+back. Its attempt grows then, so the owner knows the newer sums, and a decision is made only from those whose attempts
+and counts all ranks have reported.
 
 [Note: bytes that change] Nobody keeps a rank from changing its gradients while they are added. It only does so for an
 attempt or a push that it has not counted yet, and for a later step once every owner has published what the sum is for.
@@ -26,45 +26,45 @@ _MOST_THREADS = 4  # for each rank; one reads about 10 GB/s, so 8 ranks' take ha
 
 
 class Part(NamedTuple):
-    """What one rank adds to a unit's sum."""
+    """What one rank adds to the sum of a unit's round."""
 
     summand: Summand
-    presence: bytes  # bit i set: slot i has a gradient; empty: none has
+    pushed: Pushed | None  # None: nothing
 
 
 def settled(
-    rank: int, unit: int, step: int, planned: int, pushed: Pushed | None, report: FinishReport | None
+    rank: int, unit: int, step: int, number: int, pushed: Sequence[Pushed], report: FinishReport | None
 ) -> Part | None:
-    """The part of a rank at ``step``; None while more may come.
+    """The part of a rank in a round of ``step``; None: it may still come, or change.
 
-    planned: pushes of a unit in a step. pushed: what its memory holds now, of whatever step. report: its last finish of
+    number: of the round. pushed: what its memory has of the unit now, of whatever step. report: its last finish of
     ``step``, if it has announced one."""
-    here = pushed if pushed is not None and pushed.step == step else None
-    if report is not None and (here is None or report.attempt >= here.attempt):
+    here = pushed if pushed and pushed[0].step == step else ()
+    attempt = here[0].attempt if here else -1
+    if report is not None and report.attempt >= attempt:
         counted = report.counts[unit]
-        if not counted:
-            return Part(Summand(rank, report.attempt, 0), b"")
-        if here is None or (here.attempt, here.count) != (report.attempt, counted):
+        if counted <= number:
+            return Part(Summand(rank, report.attempt, counted), None)
+        if report.attempt != attempt:
             return None
-    elif here is None or here.count < planned:
-        return None
-    return Part(Summand(rank, here.attempt, here.count), here.presence)
+    return Part(Summand(rank, attempt, number + 1), here[number]) if len(here) > number else None
 
 
 class GradientBytes(NamedTuple):
     """What the gradients of a step take on their way to other hosts."""
 
     pushed: int  # all pushes of one rank
-    summed: int  # the fp32 sum of any number of ranks
+    summed: int  # the fp32 sums of any number of ranks, one for each round
 
     @classmethod
     def of(cls, units: Sequence[UnitLayout], pushes: int) -> GradientBytes:
         """``pushes``: of each trained unit by each rank, a step."""
         trained = [unit for unit in units if unit.trainable]
-        return cls(pushes * sum(unit.size_bytes for unit in trained), FP32 * sum(unit.numel for unit in trained))
+        one = sum(unit.size_bytes for unit in trained), FP32 * sum(unit.numel for unit in trained)
+        return cls(pushes * one[0], pushes * one[1])
 
     def sums_gain(self, ranks: int) -> bool:
-        """Whether one sum of that many ranks takes fewer bytes than their pushes."""
+        """Whether sums of that many ranks take fewer bytes than their pushes."""
         return ranks * self.pushed > self.summed
 
 

@@ -7,9 +7,14 @@ version that never was, a shard without tiles. The owner writes all of them. The
 once it is dead (store/shm/recovery.py), or by its successor.
 
 Another cache line says what is in the shard's total. Ranks read there which gradients they may give back; a successor,
-what it need not add up again. Two 64-bit words: 2 x ((step + 1) x ATTEMPTS + the lowest attempt that is in it), 0 while
-there is no whole total, + 1 if ranks keep their gradients all the same; the digest of its summands. Which slices have a
-gradient is in another region, a byte each.
+what it need not add up again. Three 64-bit words: WHOLE, 0 while there is no whole total, else from the top
+(step + 1, the lowest attempt that is in it, how many rounds are, and a bit: ranks keep their gradients all the same);
+two digests of summands, of which the one with the number rounds mod 2 holds. So do two copies of which slices have a
+gradient, in another region, a byte each.
+
+[Note: a total is kept] A round is added to a total in place, and ranks have given back what is in it. So the owner
+copies the total first, with its WHOLE. If it dies before WHOLE says that the round is in, its successor copies it back.
+One shard is added to at a time.
 """
 
 from __future__ import annotations
@@ -23,15 +28,17 @@ from rayzero.errors import HandshakeError
 from rayzero.kernels.stamps import STAMP, TileStamps
 from rayzero.layout.model_layout import Shard
 from rayzero.protocol.lives import ATTEMPTS
-from rayzero.protocol.messages import FormerShard, Published
+from rayzero.protocol.messages import FormerShard, Published, Pushed
 from rayzero.protocol.totals import Total
 from rayzero.slabs.slab import Slab
-from rayzero.store.shm.shared_plan import LINE_BYTES, ON_DEVICE, SLICE_BYTES, SharedPlan
+from rayzero.store.shm.shared_plan import KEPT_BYTES, LINE_BYTES, ON_DEVICE, SLICE_BYTES, SharedPlan
 from rayzero.store.shm.signals import changed, load_acquire_64, store_release_64
 from rayzero.store.shm.words import region
 
 PUBLISHED, CONTENT, INDEX, START, STOP, DECIDED, APPLIED, TILES = range(0, 64, 8)  # bytes from a line's start
-WHOLE, DIGEST = range(0, 16, 8)  # bytes from the start of a total's line
+WHOLE, *DIGESTS = range(0, 24, 8)  # bytes from the start of a total's line
+_STEP, _ATTEMPT = 32, 16  # bits of WHOLE below them
+MOST_ROUNDS = (1 << _ATTEMPT - 1) - 1
 
 
 class ShardLines:
@@ -149,15 +156,18 @@ def tile_stamps(slab: Slab, line: int, first: int) -> torch.Tensor:
 class SlabTotalLine:
     """A ``TotalLine`` (protocol/totals.py) in a control slab."""
 
-    def __init__(self, line: int, present: torch.Tensor, keeper: object) -> None:
-        """``line``: its address. ``present``: 1D uint8, one for each slice of the shard."""
-        self._line, self._present, self._keeper = line, present, keeper
+    def __init__(self, line: int, present: torch.Tensor, kept: _KeptTotal, keeper: object) -> None:
+        """``line``: its address. ``present``: (2, slices of the shard), uint8. ``kept``: of all lines."""
+        self._line, self._present, self._kept, self._keeper = line, present, kept, keeper
 
-    def write(self, step: int, oldest: int, digest: int, present: tuple[bool, ...]) -> None:
+    def write(self, step: int, oldest: int, rounds: int, digest: int, present: tuple[bool, ...]) -> None:
         """See ``TotalLine.write``."""
-        self._present.copy_(torch.tensor(present, dtype=torch.uint8, device="cpu"))
-        store_release_64(self._line + DIGEST, digest)
-        store_release_64(self._line + WHOLE, 2 * ((step + 1) * ATTEMPTS + oldest))
+        before, which = load_acquire_64(self._line + WHOLE), rounds % 2
+        self._present[which] = torch.tensor(present, dtype=torch.uint8, device="cpu")
+        store_release_64(self._line + DIGESTS[which], digest)
+        whole = _whole(step, oldest, rounds)
+        held = before & 1 if before >> _STEP == whole >> _STEP else 0
+        store_release_64(self._line + WHOLE, whole | held)
 
     def hold(self) -> None:
         """See ``TotalLine.hold``."""
@@ -167,13 +177,49 @@ class SlabTotalLine:
         """See ``TotalLine.clear``."""
         store_release_64(self._line + WHOLE, 0)
 
-    def read(self) -> Total | None:
+    def keep(self, total: torch.Tensor) -> None:
+        """See ``TotalLine.keep``."""
+        self._kept.keep(self._line, load_acquire_64(self._line + WHOLE), total)
+
+    def read(self, total: torch.Tensor) -> Total | None:
         """See ``TotalLine.read``."""
-        whole = load_acquire_64(self._line + WHOLE) // 2
-        if not whole:
+        whole = load_acquire_64(self._line + WHOLE)
+        rounds = whole >> 1 & MOST_ROUNDS
+        if not rounds:
             return None
-        present = tuple(map(bool, self._present.tolist()))
-        return Total(whole // ATTEMPTS - 1, load_acquire_64(self._line + DIGEST), present)
+        self._kept.bring_back(self._line, whole, total)
+        present = tuple(map(bool, self._present[rounds % 2].tolist()))
+        return Total((whole >> _STEP) - 1, rounds, load_acquire_64(self._line + DIGESTS[rounds % 2]), present)
+
+
+class _KeptTotal:
+    """What a total was before the round that is being added to it. See [Note: a total is kept]."""
+
+    def __init__(self, slab: Slab, first: int) -> None:
+        """``first``: the address of the first line."""
+        found = region(slab, "kept")
+        self._slab, self._first = slab, first
+        self._address, self._offset, self._bytes = slab.address(found.offset), found.offset, found.bytes
+
+    def keep(self, line: int, whole: int, total: torch.Tensor) -> None:
+        store_release_64(self._address, 0)
+        self._memory(total).copy_(total)
+        store_release_64(self._address + 8, line - self._first)
+        store_release_64(self._address, whole | 1)
+
+    def bring_back(self, line: int, whole: int, total: torch.Tensor) -> None:
+        if not self._bytes or load_acquire_64(self._address) != whole | 1:
+            return
+        if load_acquire_64(self._address + 8) == line - self._first:
+            total.copy_(self._memory(total))
+
+    def _memory(self, total: torch.Tensor) -> torch.Tensor:
+        return self._slab.tensor(self._offset + KEPT_BYTES, total.numel(), torch.float32)
+
+
+def _whole(step: int, attempt: int, rounds: int) -> int:
+    """The word WHOLE. A later one is greater."""
+    return (step + 1) << _STEP | attempt % ATTEMPTS << _ATTEMPT | rounds << 1
 
 
 class TotalLines:
@@ -184,15 +230,16 @@ class TotalLines:
         found, self._slab, self._layout = region(slab, "totals"), slab, plan.spec.layout
         address, self._keeper = slab.address(found.offset), slab.keeper
         self._line = {shard.index: address + i * LINE_BYTES for i, shard in enumerate(plan.shards_of(owner))}
-        self._slices = plan.first_slices(owner)
+        self._slices, self._kept = plan.first_slices(owner), _KeptTotal(slab, address)
 
     def line(self, shard: int) -> SlabTotalLine:
         """That of a trained shard."""
         slices = len(self._layout.slices(self._layout.shards[shard]))
-        offset = region(self._slab, "present").offset + self._slices[shard]
-        return SlabTotalLine(self._line[shard], self._slab.tensor(offset, slices, torch.uint8), self._keeper)
+        offset = region(self._slab, "present").offset + 2 * self._slices[shard]
+        present = self._slab.tensor(offset, 2 * slices, torch.uint8).view(2, slices)
+        return SlabTotalLine(self._line[shard], present, self._kept, self._keeper)
 
-    def has(self, shard: int, step: int, attempt: int) -> bool:
-        """Whether gradients of a rank's ``attempt`` at a step are in a shard's total, and nowhere else needed."""
+    def has(self, shard: int, pushed: Pushed) -> bool:
+        """Whether what a rank has pushed is in a shard's total, and nowhere else needed."""
         whole = load_acquire_64(self._line[shard] + WHOLE)
-        return not whole % 2 and whole // 2 >= (step + 1) * ATTEMPTS + attempt % ATTEMPTS
+        return not whole & 1 and whole >= _whole(pushed.step, pushed.attempt, pushed.count)

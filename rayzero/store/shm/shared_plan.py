@@ -4,10 +4,10 @@ An owner has ``params`` slabs (its shards' published parameters, mapped by ranks
 maps) and one ``control`` slab; a rank has ``grads`` slabs (its gradients, mapped by owners) and one ``control`` slab::
 
     control of an owner   bell | version lines, one a shard | tile stamps | undo log, an entry a thread | slices of
-                          shards | lines of totals, one a shard | which slices totals have | places of their
-                          tensors | answers, for each rank | the lives of the ranks that joined | the run's first
-                          version | whether the epoch stands | who owns what | orders, for each owner | replies |
-                          of the lead: records of decisions
+                          shards | lines of totals, one a shard | which slices totals have, twice | a total before
+                          a round is added | places of their tensors | answers, for each rank | the lives of the
+                          ranks that joined | the run's first version | whether the epoch stands | who owns what |
+                          orders, for each owner | replies | of the lead: records of decisions
     control of a rank     bell | stamps, one a unit | questions | its last finishes | what ranks of this start of the
                           run have in common
 
@@ -30,7 +30,14 @@ from rayzero.kernels.stamps import STAMP, STAMP_BYTES, UNDO_BYTES
 from rayzero.layout.model_layout import Shard, UnitLayout, runs
 from rayzero.layout.shard_map import ShardMap
 from rayzero.memory.pages import PAGE
-from rayzero.protocol.gradient_sum import GradientMemory, gradient_dtype, has_totals, pool_bytes
+from rayzero.protocol.gradient_sum import (
+    GradientMemory,
+    adds_up,
+    gradient_dtype,
+    has_totals,
+    most_rounds,
+    pool_bytes,
+)
 from rayzero.protocol.messages import MEAN_BYTES, ModelSpec, canonical_json
 from rayzero.protocol.ownership import Ownership, device_owners, owner_map
 from rayzero.slabs.arena import Arena, ArenaPlan, SlabGroup, SlabPiece, plan_arena
@@ -40,6 +47,7 @@ from rayzero.slabs.sweep import FoundSlab, list_slabs
 from rayzero.store.shm.mailbox import Cells
 from rayzero.store.shm.signals import BELL_BYTES, Cell
 
+KEPT_BYTES = 64  # before the kept total: WHOLE of its line, 0 while it is written, and the line's number
 POOL = "pool"  # key of a rank's pool among its gradients
 LINE_BYTES = 64  # a shard's version line fills one cache line
 SLICE_BYTES = 32  # of one slice: two copies of (count of updates, parameter group)
@@ -57,7 +65,7 @@ FINISHES = (
 # last one, whose sums a successor may need again
 KEY_BYTES = 32  # a digest of the run's token
 ON_DEVICE = (1 << 62) - 1  # in place of a first tile: the shard's states are in a device's memory
-_STAMP_BYTES = 32  # before the presence bits: _STAMP in store/shm/words.py
+STAMP_HEAD, STAMP_PUSH = 24, 16  # of a rank's stamp, and of each push in it before its presence bits (words.py)
 
 _RANDOM_BITS = 40  # of an incarnation of a rank
 
@@ -148,26 +156,30 @@ class SharedPlan:
         return plan_arena(groups)
 
     def gradients(self) -> ArenaPlan:
-        """A rank's gradients: ``POOL``, if owners keep totals, and the units' homes by unit index. Each is contiguous,
-        on its own pages."""
-        accumulate = self.spec.accumulation_steps > 1
+        """A rank's gradients: ``POOL``, if owners keep totals, and the units' homes: the first by unit index, those of
+        further rounds by (unit index, their number). Each is contiguous, on its own pages."""
+        adds = adds_up(self.spec.world_size, self.spec.accumulation_steps)
         trained = [unit for unit in self.spec.layout.units if unit.trainable]
-        pieces = [SlabPiece(key=u.index, numel=u.numel, dtype=gradient_dtype(u, accumulate)) for u in trained]
-        if has_totals(self.spec.world_size, self.spec.accumulation_steps):
+        pieces = [SlabPiece(key=u.index, numel=u.numel, dtype=gradient_dtype(u, adds)) for u in trained]
+        if has_totals(self.spec.world_size):
             pieces.insert(0, SlabPiece(key=POOL, numel=pool_bytes(self.spec.layout), dtype=torch.uint8))
+            for number in range(1, most_rounds(self.spec.accumulation_steps)):
+                pieces += [SlabPiece(key=(u.index, number), numel=u.numel, dtype=u.dtype) for u in trained]
         return plan_arena([SlabGroup(pieces=(piece,), align=PAGE) for piece in pieces])
 
     def gradient_memory(self, gradients: Arena) -> GradientMemory:
         """A rank's gradients where its slabs are mapped."""
         homes = {key: gradients.tensor(key) for key in gradients.plan.places if isinstance(key, int)}
-        return GradientMemory(homes, gradients.tensor(POOL) if POOL in gradients.plan.places else None)
+        pool = gradients.tensor(POOL) if POOL in gradients.plan.places else None
+        return GradientMemory(homes, pool, lambda unit, number: gradients.tensor((unit, number)))
 
     def gradient_bytes(self, *, pooled: bool) -> int:
         """What a rank's gradients take. ``pooled``: in a pool, where there are totals: homes take pages only while they
-        are used. Otherwise all units are at home, and there is no pool."""
-        plan = self.gradients()
-        pool = plan.places[POOL].bytes if POOL in plan.places else 0
-        return pool if pooled and pool else sum(plan.slabs) - pool
+        are used. Otherwise all units are in their first homes, and there is no pool."""
+        places = self.gradients().places
+        if pooled and POOL in places:
+            return places[POOL].bytes
+        return sum(place.bytes for key, place in places.items() if isinstance(key, int))
 
     # ---- control
 
@@ -184,7 +196,8 @@ class SharedPlan:
             ("undo", threads * UNDO_BYTES, UNDO_BYTES),
             ("slices", self._slices(owner)[1] * SLICE_BYTES, SLICE_BYTES),
             ("totals", lines, LINE_BYTES),
-            ("present", self._slices(owner)[1], 1),
+            ("present", 2 * self._slices(owner)[1], 1),
+            ("kept", self._kept_bytes(owner), 0),
             ("places", len(self.shard_map.shards_of(owner)) * PLACES * PLACE_BYTES, PLACE_BYTES),
             ("answers", *_cells(self.answer_bytes, self.spec.world_size)),
             ("joined", self.spec.world_size * 8, 8),
@@ -195,6 +208,13 @@ class SharedPlan:
             ("replies", *_cells(self.reply_bytes, 1)),
             *record,
         )
+
+    def _kept_bytes(self, owner: int) -> int:
+        """What a total is before a round is added to it: of the largest shard."""
+        if not has_totals(self.spec.world_size) or self.spec.accumulation_steps == 1:
+            return 0
+        shards = [shard for shard in self.shards_of(owner) if self.spec.layout.units[shard.unit].trainable]
+        return KEPT_BYTES + 4 * max((shard.numel for shard in shards), default=0)
 
     def first_tiles(self, owner: int) -> dict[int, int]:
         """Number of the first tile stamp of each trained shard, by shard index; ``ON_DEVICE`` without stamps."""
@@ -251,7 +271,9 @@ class SharedPlan:
     @cached_property
     def stamp_bytes(self) -> int:
         """The longest stamp of a unit."""
-        return _STAMP_BYTES + max(((len(unit.slots) + 7) // 8 for unit in self.spec.layout.units), default=0)
+        pushes = most_rounds(self.spec.accumulation_steps) if has_totals(self.spec.world_size) else 1
+        longest = max(((len(unit.slots) + 7) // 8 for unit in self.spec.layout.units), default=0)
+        return STAMP_HEAD + pushes * (STAMP_PUSH + longest)
 
     @cached_property
     def question_bytes(self) -> int:

@@ -21,7 +21,8 @@ from rayzero.store.shm.shared_plan import SharedPlan, Wanted
 from rayzero.store.shm.signals import Bell, Cell, changed, load_acquire_64, store_release_64
 from rayzero.store.wire import translate
 
-_STAMP = struct.Struct("<qQqII")  # step, attempt, place, count, bytes of presence bits, which follow
+_STAMP = struct.Struct("<qQII")  # step, attempt, pushes that follow, bytes of the presence bits of each
+_PUSH = struct.Struct("<qII")  # place, count, nothing; the presence bits follow
 
 
 def region(slab: Slab, kind: str) -> Region:
@@ -130,7 +131,7 @@ def cells_of(slab: Slab, kind: str, side: int, capacity: int) -> Cells:
 
 
 class Stamps:
-    """One stamp per unit of a rank: what it has pushed. The rank writes; owners read."""
+    """One stamp per unit of a rank: what it has pushed, in the order of the pushes. The rank writes; owners read."""
 
     def __init__(self, slab: Slab, plan: SharedPlan) -> None:
         found = region(slab, "stamps")
@@ -139,17 +140,21 @@ class Stamps:
         self._cells = [Cell(self._address + i * self._stride, self._keeper, plan.stamp_bytes) for i in range(count)]
         self._seen = array("Q", [0] * count)
 
-    def write(self, unit: int, pushed: Pushed) -> None:
-        """Announce a push whose bytes are all there. The caller rings bells afterwards."""
-        head = _STAMP.pack(pushed.step, pushed.attempt, pushed.place, pushed.count, len(pushed.presence))
-        self._cells[unit].write(head + pushed.presence)
+    def write(self, unit: int, pushed: Sequence[Pushed]) -> None:
+        """Announce what the rank has of a unit, of one attempt, after the bytes are all there: of one push more than
+        before. The caller rings bells afterwards."""
+        first = pushed[0]
+        parts = [_STAMP.pack(first.step, first.attempt, len(pushed), len(first.presence))]
+        for each in pushed:
+            parts += [_PUSH.pack(each.place, each.count, 0), each.presence]
+        self._cells[unit].write(b"".join(parts))
 
-    def read(self, unit: int) -> Pushed | None:
-        """What is announced of a unit; None: nothing, or it is being written."""
+    def read(self, unit: int) -> Sequence[Pushed]:
+        """What is announced of a unit; empty: nothing, or it is being written."""
         read = self._cells[unit].read()
-        return None if read is None else _decode(read[1])
+        return () if read is None else _decode(read[1])
 
-    def news(self) -> list[tuple[int, Pushed]]:
+    def news(self) -> list[tuple[int, Sequence[Pushed]]]:
         """(unit, its pushes) of every unit that changed since the last look. A stamp being written rings when it is
         done."""
         found = []
@@ -160,10 +165,15 @@ class Stamps:
         return found
 
 
-def _decode(stamp: bytes) -> Pushed:
-    step, attempt, place, count, size = _STAMP.unpack_from(stamp)
-    presence = stamp[_STAMP.size : _STAMP.size + size]
-    return Pushed(step=step, attempt=attempt, count=count, presence=presence, place=place)
+def _decode(stamp: bytes) -> Sequence[Pushed]:
+    step, attempt, pushes, size = _STAMP.unpack_from(stamp)
+    found, at = [], _STAMP.size
+    for _ in range(pushes):
+        place, count, _ = _PUSH.unpack_from(stamp, at)
+        presence = stamp[at + _PUSH.size : at + _PUSH.size + size]
+        found.append(Pushed(step=step, attempt=attempt, count=count, presence=presence, place=place))
+        at += _PUSH.size + size
+    return found
 
 
 def _record_cells(slab: Slab) -> list[Cell]:

@@ -46,5 +46,5 @@ class ControlSlab:
         if shard.index in self._slices:
             slices = len(self._layout.slices(shard))
             found.append(self.words("slices", self._slices[shard.index] * SLICE_BYTES, slices * SLICE_BYTES))
-            found.append(self.words("present", self._slices[shard.index], slices))
+            found.append(self.words("present", 2 * self._slices[shard.index], 2 * slices))
         return found

@@ -176,7 +176,7 @@ def _take_in(
             kinds,
             memory,
             spec.moments,
-            totals=has_totals(spec.world_size, spec.accumulation_steps),
+            totals=has_totals(spec.world_size),
         )
         for source, theirs in away.items():
             source.give({shard.index: carried(new, owned[shard.index]) for shard in theirs})

@@ -367,8 +367,9 @@ class SharedOwner:
             self._hear(partial(self._answer_all, rank.questions, partial(self._ask, rank)))
 
     def _observe(self, rank: _Rank) -> None:
-        for unit, pushed in rank.stamps.news():
-            self._service.observe(rank.rank, unit, pushed)
+        for unit, pushes in rank.stamps.news():
+            for pushed in pushes:
+                self._service.observe(rank.rank, unit, pushed)
 
     def _ask(self, rank: _Rank, method: str, request: bytes) -> Future[bytes]:
         """Begin to answer a rank, or let the door of this host ask the lead."""

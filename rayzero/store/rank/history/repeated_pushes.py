@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from torch import Tensor
 
 from rayzero.layout.model_layout import Shard
-from rayzero.protocol.gradient_sum import FormerRank
+from rayzero.protocol.gradient_sum import NOTHING_LEFT, FormerRank, has_totals
 from rayzero.protocol.messages import Contribution, Pushed
 from rayzero.store.host.links.channel import QUICK_S, BrokenLinkError, Channel
 from rayzero.store.host.links.owner_link import OwnerLink, answers_of
@@ -19,8 +19,6 @@ from rayzero.store.host.push_order import PushOrder
 from rayzero.store.host.transfers.wire import PushedUnit, WireTransfers
 from rayzero.store.rank.memory.gradient_region import GradientRegion
 from rayzero.store.shm.shared_plan import SharedPlan
-
-NOTHING = FormerRank({}, ())
 
 
 class RepeatedPushes:
@@ -37,7 +35,7 @@ class RepeatedPushes:
         board: PublishBoard,
         order: PushOrder,
         timeout_s: float,
-        former: FormerRank = NOTHING,
+        former: FormerRank = NOTHING_LEFT,
     ) -> None:
         """``wires``: by owner. ``timeout_s``: seconds to add to those that bytes may take. ``former``: what this rank
         had pushed of decided steps before it died."""
@@ -54,24 +52,27 @@ class RepeatedPushes:
         former = [(unit, pushed) for unit, pushed in self._former.pushed if self._lacks(shards.get(unit, []), pushed)]
         lacking = []
         for unit in sorted(shards.keys() & set(self._gradients.units)):
-            newest = self._gradients.pushed(unit)
-            if newest is not None:
+            pushes = self._gradients.pushed(unit)
+            if pushes:
+                newest = pushes[-1]
                 self._order.go_on(owner, unit, (newest.step, newest.attempt), newest.count)
                 if self._lacks(shards[unit], newest):
-                    lacking.append((newest.step, newest.attempt, unit))
+                    lacking += [(pushed.step, pushed.attempt, unit, pushed.count, pushed) for pushed in pushes]
 
-        def pushes() -> Iterator[PushedUnit]:
+        def pushes_again() -> Iterator[PushedUnit]:
             for unit, pushed in former:
-                yield self._pushed(unit, shards[unit], pushed, self._former.gradients[unit])
-            for step, attempt, unit in sorted(lacking):
-                now, sums = self._gradients.copy(unit, shards[unit])
-                if now is not None and (now.step, now.attempt) == (step, attempt):  # newer ones go by themselves
-                    yield self._pushed(unit, shards[unit], now, sums)
+                values = self._former.memory.at(unit, pushed.place)
+                if values is not None:
+                    yield self._pushed(unit, shards[unit], pushed, values)
+            for *_, unit, _, pushed in sorted(lacking, key=lambda each: each[:-1]):
+                values = self._gradients.copy(unit, pushed, shards[unit])
+                if values is not None:  # newer ones go by themselves
+                    yield self._pushed(unit, shards[unit], pushed, values)
 
         if former or lacking:
-            units = [*(unit for unit, _ in former), *(unit for *_, unit in lacking)]
+            units = [*(unit for unit, _ in former), *(unit for _, _, unit, _, _ in lacking)]
             size = sum(4 * shard.numel for unit in units for shard in shards[unit])  # as fp32, at most
-            self._wires[owner].push_again(channel, pushes, size, self._timeout_s)
+            self._wires[owner].push_again(channel, pushes_again, size, self._timeout_s)
 
     def send_all(self, links: Iterable[OwnerLink], threads: Executor) -> None:
         """Send several owners at once what they may lack; blocks. Raises the first error."""
@@ -103,7 +104,7 @@ class RepeatedPushes:
     def _pushed(self, unit: int, shards: list[Shard], pushed: Pushed, sums: Tensor) -> PushedUnit:
         """A push that is not part of a longer sum goes as it went before, in the same encoding."""
         layout = self._plan.spec.layout.units[unit]
-        alone = pushed.count == 1 and sums.dtype is layout.dtype
+        alone = has_totals(self._plan.spec.world_size) or (pushed.count == 1 and sums.dtype is layout.dtype)
         contribution = Contribution(
             step=pushed.step,
             attempt=pushed.attempt,

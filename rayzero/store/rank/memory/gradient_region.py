@@ -1,20 +1,22 @@
 """One rank's gradients in its own memory, where the owners of its host read them. For other owners they are kept there
-until they are published: an owner that is replaced needs them again.
+until they need them no more: an owner that is replaced needs them again.
 
-[Note: one writer] The rank copies a unit's first push of a step into its range and adds later ones in fp32, in the
-order of its pushes; owners only read. Nothing is written before the unit's current version is published: until then
-the owners may still read the last step's gradients.
+[Note: one writer] The rank writes each push, owners only read. Nothing is written before the unit's current version is
+published: until then the owners may still read the last step's gradients. A single rank copies a unit's first push of a
+step into its range, and adds later ones there in fp32, in the order of its pushes.
 
-[Note: the pool] Where owners keep totals (protocol/gradient_sum.py), a unit's gradients are needed for a moment only.
-So units take turns in a small pool. One that finds no room there, because other ranks are behind, goes to its home: a
-range of its own, which has pages for as long as it is used. So no push ever waits for another rank.
+[Note: the pool] Where owners keep totals (protocol/gradient_sum.py), a push is needed for a moment only. So units take
+turns in a small pool. A push that finds no room there, because other ranks are behind, goes to a home of its unit: a
+range of its own, which has pages for as long as it is used. There is one for each round, so that no push ever waits for
+another rank.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Protocol
 from weakref import ref
 
@@ -22,146 +24,183 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import StoreError
-from rayzero.layout.model_layout import Shard
+from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.memory.page_lock import host_zeros
-from rayzero.protocol.gradient_sum import GradientMemory, GradientSum, gradient_sizes, has_totals
+from rayzero.protocol.gradient_sum import (
+    GradientMemory,
+    GradientSum,
+    gradient_sizes,
+    has_totals,
+    most_rounds,
+    require_round,
+)
 from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, ModelSpec, Pushed
+from rayzero.protocol.rounds import Rounds
 from rayzero.protocol.scattered import ScatteredUnit
 from rayzero.store.rank.memory.gradient_pool import GradientPool
 
 
 def gradient_memory(spec: ModelSpec, *, pinned_for: torch.device | None) -> GradientMemory:
-    """Zeroed memory of this process for a rank's gradients, without a pool: one block for each dtype. ``pinned_for``:
-    page-locked, for copies from this CUDA device."""
+    """Zeroed memory of this process for a rank's gradients, without a pool: one block for each dtype, and further homes
+    as they are asked for. ``pinned_for``: page-locked, for copies from this CUDA device."""
     found: dict[int, Tensor] = {}
     for dtype, sizes in gradient_sizes(spec).items():
         block = host_zeros(sum(numel for _, numel in sizes), dtype, pinned_for=pinned_for)
         found |= zip([unit for unit, _ in sizes], torch.split(block, [numel for _, numel in sizes]), strict=True)
-    return GradientMemory(found)
+    made: dict[tuple[int, int], Tensor] = {}
+
+    def more(unit: int, number: int) -> Tensor:
+        if (unit, number) not in made:
+            made[unit, number] = host_zeros(found[unit].numel(), found[unit].dtype, pinned_for=pinned_for)
+        return made[unit, number]
+
+    return GradientMemory(found, more=more)
 
 
 class HomePages(Protocol):
     """The pages of units' homes, where they have some only while they are used."""
 
-    def allocate(self, unit: int) -> None:
+    def allocate(self, unit: int, number: int) -> None:
         """Raises MemoryPlanError if there is no room."""
         ...
 
-    def give_back(self, unit: int) -> None:
-        """Nothing reads or writes the unit's home any more."""
+    def give_back(self, unit: int, number: int) -> None:
+        """Nothing reads or writes the home any more."""
         ...
 
 
-class GradientRegion:
-    """All trained units' gradients of one rank, each contiguous.
+class GradientRegion(Protocol):
+    """All trained units' gradients of one rank.
 
     Knows units and pushes; not owners, or when a range is free. Calls for one unit must not overlap, but for those of
-    ``pushed``, ``copy``, ``given`` and ``give_back``."""
+    ``pushed``, ``copy``, ``held``, ``given`` and ``give_back``."""
 
-    def __init__(self, spec: ModelSpec, memory: GradientMemory, pages: HomePages | None = None) -> None:
-        """``pages``: of homes, if there is a pool."""
-        self.memory, self._pages = memory, pages
-        self._pool = None if memory.pool is None else GradientPool(memory.pool.nbytes)
-        self._pooling = threading.Lock()  # held while the pool or ``_places`` changes
-        self._places: dict[int, int] = {}  # units that have a range now, the oldest first
-        self._writing: set[int] = set()  # those whose range is being written, or is soon
-        self._scattered: dict[int, ref[ScatteredUnit]] = {}  # units of which nothing is in the region
-        trained = [unit for unit in spec.layout.units if unit.trainable]
-        self.units = tuple(unit.index for unit in trained)
-        homes, single = memory.homes, has_totals(spec.world_size, spec.accumulation_steps)
-        self._sums = {
-            unit.index: GradientSum.of_unit(
-                unit,
-                None if self._pool is not None else homes[unit.index],
-                dtype=homes[unit.index].dtype,
-                is_single=single,
-            )
-            for unit in trained
-        }
-        self._locks = {unit.index: threading.Lock() for unit in trained}  # each held while its unit's sum changes
+    memory: GradientMemory
+    units: tuple[int, ...]  # the trained ones
 
-    # ---- ranges
+    def held(self, unit: int | None = None) -> Sequence[tuple[int, int]]:
+        """(unit, count) of pushes that have a range which can be given back, the oldest first. ``unit``: those that
+        take a place which another push of it can have; None: all."""
+        ...
 
-    def _range(self, unit: int) -> Tensor:
-        """The unit's range, to be written until ``put`` ends; it is given one if it has none."""
-        found = self._sums[unit]
-        if self._pool is None:
-            return found.memory
-        with self._pooling:
-            self._writing.add(unit)
-            if found.has_memory:
-                return found.memory
-            place = self._pool.take(self.memory.homes[unit].nbytes)
-            self._places[unit] = AT_HOME if place is None else place
-        if place is None and self._pages is not None:
-            self._pages.allocate(unit)
-        found.move(self.memory.at(unit, self._places[unit]))
-        return found.memory
+    def given(self, unit: int, count: int) -> Pushed | None:
+        """What such a range holds; None: it was given back, or something of the unit is being written."""
+        ...
 
-    @property
-    def held(self) -> Sequence[int]:
-        """The units that have a range of the pool, or a home for a while, the oldest first."""
-        with self._pooling:
-            return tuple(self._places)
-
-    def given(self, unit: int) -> Pushed | None:
-        """What a unit's range holds; None: it has none, or one that is being written."""
-        with self._pooling:
-            has_one = unit in self._places and unit not in self._writing
-        return self.pushed(unit) if has_one else None
-
-    def give_back(self, unit: int, pushed: Pushed, note: Callable[[Pushed], None]) -> None:
-        """What was ``pushed`` is in totals, or applied: ``note`` that it is here no more, then let other units have its
-        range. It stays if it is being written by now."""
-        assert self._pool is not None
-        with self._pooling, self._locks[unit]:
-            here = self._sums[unit].pushed()
-            if unit not in self._places or unit in self._writing or here is None or self._placed(unit, here) != pushed:
-                return
-            note(replace(pushed, place=IN_TOTAL))
-            self._sums[unit].move(None)
-            place = self._places.pop(unit)
-            if place != AT_HOME:
-                self._pool.give_back(place, self.memory.homes[unit].nbytes)
-            elif self._pages is not None:  # before the unit can be at home again
-                self._pages.give_back(unit)
-
-    # ---- pushes
+    def give_back(self, unit: int, pushed: Pushed, note: Callable[[Sequence[Pushed]], None]) -> None:
+        """What was ``pushed`` is in totals, or applied: ``note`` that it is here no more, then let other pushes have
+        its range. It stays if something of the unit is being written by now."""
+        ...
 
     def is_stale(self, push: Contribution) -> bool:
         """Whether ``push`` is a repeat or from an older attempt, so that it is dropped. Raises StoreError for a push
         that no trained unit can have."""
-        found = self._sums.get(push.unit)
-        expected = None if found is None else (len(found.unit.slots) + 7) // 8
-        if found is None or len(push.presence) != expected:
-            what = "it is not trained" if found is None else f"{found.unit.name!r} has {expected}"
-            raise StoreError(
-                f"rank {push.rank} pushed unit {push.unit} with {len(push.presence)} presence bytes: {what}"
-            )
-        return found.is_stale(push)
+        ...
 
     def landing(self, push: Contribution) -> Tensor | None:
         """Where the gradients of ``push`` may be gathered before ``put`` (1D, unit.numel elements, the unit's dtype);
-        None: ``put`` has to convert or add them."""
-        found = self._sums[push.unit]
-        return self._range(push.unit) if found.lands(push) and not found.is_stale(push) else None
+        None: ``put`` has to copy, convert or add them."""
+        ...
 
     def holds(self, unit: int, grads: Tensor) -> bool:
-        """Whether ``grads`` is the unit's range itself."""
-        return self._sums[unit].holds(grads)
+        """Whether ``grads`` is a range of the unit itself."""
+        ...
 
-    def put(self, push: Contribution, grads: Tensor | ScatteredUnit) -> Pushed | None:
+    def put(self, push: Contribution, grads: Tensor | ScatteredUnit) -> Sequence[Pushed]:
         """Write the gradients of ``push`` (1D, unit.numel elements, the unit's dtype) into the region; those that were
         gathered there are not copied, and a first push may stay scattered.
 
-        Returns what the unit's range holds now, None for a stale push or a repeat. Raises AccumulationError for a
-        second push into 16-bit memory."""
+        Returns what the region has of the unit now, nothing for a stale push or a repeat. Raises AccumulationError for
+        a push too many."""
+        ...
+
+    def announced(self, unit: int) -> None:
+        """Owners know what ``put`` has written: ranges of the unit may be given back once they need them no more."""
+        ...
+
+    def scattered(self, unit: int) -> ScatteredUnit | None:
+        """What the unit's gradients are, if they were not written into the region and an owner still holds them."""
+        ...
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the gradients that are kept, in the region or scattered."""
+        ...
+
+    def pushed(self, unit: int) -> Sequence[Pushed]:
+        """What the region has of the unit now; nothing before the first push."""
+        ...
+
+    def copy(self, unit: int, pushed: Pushed, shards: Sequence[Shard]) -> Tensor | None:
+        """A copy of the shards' elements of what was ``pushed``, in memory for the whole unit (1D, unit.numel elements,
+        the dtype in which they are kept), of which the rest stays untouched; None if that is no longer there."""
+        ...
+
+
+def gradient_region(spec: ModelSpec, memory: GradientMemory, pages: HomePages | None = None) -> GradientRegion:
+    """The region over ``memory``. ``pages``: of homes, if there is a pool."""
+    return RoundRegion(spec, memory, pages) if has_totals(spec.world_size) else SumRegion(spec, memory)
+
+
+def _require_unit(push: Contribution, unit: UnitLayout | None) -> None:
+    """Raise StoreError for a push that no trained unit can have."""
+    expected = None if unit is None else (len(unit.slots) + 7) // 8
+    if unit is None or len(push.presence) != expected:
+        what = "it is not trained" if unit is None else f"{unit.name!r} has {expected}"
+        raise StoreError(f"rank {push.rank} pushed unit {push.unit} with {len(push.presence)} presence bytes: {what}")
+
+
+def _copy_of(memory: Tensor, shards: Sequence[Shard]) -> Tensor:
+    values = torch.empty_like(memory)
+    for shard in shards:
+        values[shard.start : shard.stop] = memory[shard.start : shard.stop]
+    return values
+
+
+class SumRegion:
+    """The gradients of a single rank, added up in its memory: a ``GradientRegion``."""
+
+    def __init__(self, spec: ModelSpec, memory: GradientMemory) -> None:
+        self.memory = memory
+        self._scattered: dict[int, ref[ScatteredUnit]] = {}  # units of which nothing is in the region
+        trained = [unit for unit in spec.layout.units if unit.trainable]
+        self.units = tuple(unit.index for unit in trained)
+        self._sums = {unit.index: GradientSum.of_unit(unit, memory.homes[unit.index]) for unit in trained}
+        self._locks = {unit.index: threading.Lock() for unit in trained}  # each held while its unit's sum changes
+
+    def held(self, unit: int | None = None) -> Sequence[tuple[int, int]]:
+        """See ``GradientRegion.held``."""
+        return ()
+
+    def given(self, unit: int, count: int) -> Pushed | None:
+        """See ``GradientRegion.given``."""
+        return None
+
+    def give_back(self, unit: int, pushed: Pushed, note: Callable[[Sequence[Pushed]], None]) -> None:
+        """See ``GradientRegion.give_back``: the next step's pushes take the same range."""
+
+    def is_stale(self, push: Contribution) -> bool:
+        """See ``GradientRegion.is_stale``."""
+        found = self._sums.get(push.unit)
+        _require_unit(push, None if found is None else found.unit)
+        assert found is not None
+        return found.is_stale(push)
+
+    def landing(self, push: Contribution) -> Tensor | None:
+        """See ``GradientRegion.landing``."""
+        found = self._sums[push.unit]
+        return found.memory if found.lands(push) and not found.is_stale(push) else None
+
+    def holds(self, unit: int, grads: Tensor) -> bool:
+        """See ``GradientRegion.holds``."""
+        return self._sums[unit].holds(grads)
+
+    def put(self, push: Contribution, grads: Tensor | ScatteredUnit) -> Sequence[Pushed]:
+        """See ``GradientRegion.put``."""
         found = self._sums[push.unit]
         if found.is_stale(push):
-            return None
+            return ()
         found.require_room(push)
-        if isinstance(grads, Tensor):
-            self._range(push.unit)
         with self._locks[push.unit]:
             found.open(push)
             before = self.scattered(push.unit) if found.count else None
@@ -173,45 +212,196 @@ class GradientRegion:
                 if before is not None:
                     before.copy_to(found.memory, found.unit)
                 found.add(push, grads)
-            return self._placed(push.unit, found.close(push))
+            return (found.close(push),)
 
     def announced(self, unit: int) -> None:
-        """Owners know what ``put`` has written: the unit's range may be given back once they need it no more."""
-        self._writing.discard(unit)
+        """See ``GradientRegion.announced``."""
 
     def scattered(self, unit: int) -> ScatteredUnit | None:
-        """What the unit's gradients are, if they were not written into the region and an owner still holds them."""
+        """See ``GradientRegion.scattered``."""
         found = self._scattered.get(unit)
         return None if found is None else found()
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the gradients that are kept, in the region or scattered."""
-        homes, pool = self.memory.homes, self.memory.pool
-        if pool is not None:
-            places = self._places.copy()
-            return pool.nbytes + sum(homes[unit].nbytes for unit, place in places.items() if place == AT_HOME)
+        """See ``GradientRegion.held_bytes``."""
         scattered = {unit: found() for unit, found in self._scattered.copy().items()}
-        kept = sum(home.nbytes for unit, home in homes.items() if unit not in scattered)
+        kept = sum(home.nbytes for unit, home in self.memory.homes.items() if unit not in scattered)
         return kept + sum(each.nbytes for each in scattered.values() if each is not None)
 
-    def _placed(self, unit: int, pushed: Pushed) -> Pushed:
-        return replace(pushed, place=self._places.get(unit, AT_HOME))
-
-    def pushed(self, unit: int) -> Pushed | None:
-        """What the unit's range holds now; None before the first push."""
+    def pushed(self, unit: int) -> Sequence[Pushed]:
+        """See ``GradientRegion.pushed``."""
         with self._locks[unit]:
             pushed = self._sums[unit].pushed()
-            return None if pushed is None else self._placed(unit, pushed)
+        return () if pushed is None else (pushed,)
 
-    def copy(self, unit: int, shards: Sequence[Shard]) -> tuple[Pushed | None, Tensor]:
-        """The same, with a copy of the shards' elements in memory for the whole unit (1D, unit.numel elements, the
-        dtype of the sum), of which the rest stays untouched; None, too, once the range was given back."""
+    def copy(self, unit: int, pushed: Pushed, shards: Sequence[Shard]) -> Tensor | None:
+        """See ``GradientRegion.copy``."""
         with self._locks[unit]:
             found = self._sums[unit]
-            if not found.has_memory:
-                return None, torch.empty(0, dtype=found.dtype, device="cpu")
-            values = torch.empty_like(found.memory)
-            for shard in shards:
-                values[shard.start : shard.stop] = found.memory[shard.start : shard.stop]
-            return found.pushed(), values
+            return _copy_of(found.memory, shards) if found.pushed() == pushed else None
+
+
+@dataclass(eq=False)
+class _Unit:
+    """A unit's pushes of the newest attempt."""
+
+    layout: UnitLayout
+    pushes: Rounds[Pushed] = field(default_factory=Rounds)
+    next: Tensor | None = None  # the range of the next push, once it may be written
+    next_place: int = IN_TOTAL
+    scattered: ref[ScatteredUnit] | None = None  # the newest push, if nothing of it is in the region
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while anything of it changes
+
+
+class RoundRegion:
+    """The gradients of one of several ranks, push by push: a ``GradientRegion``. See [Note: the pool]."""
+
+    def __init__(self, spec: ModelSpec, memory: GradientMemory, pages: HomePages | None = None) -> None:
+        """``pages``: of homes that have some only while they are used; None: all have."""
+        self.memory, self._pages, self._planned = memory, pages, spec.accumulation_steps
+        self._pool = None if memory.pool is None else GradientPool(memory.pool.nbytes)
+        self._pooling = threading.Lock()  # held while the pool, ``_places`` or ``_writing`` changes
+        self._places: dict[tuple[int, int], None] = {}  # (unit, place) of ranges that are given, the oldest first
+        self._writing: set[int] = set()  # units of which a push is being written, or is soon
+        self._units = {unit.index: _Unit(unit) for unit in spec.layout.units if unit.trainable}
+        self.units = tuple(self._units)
+
+    # ---- ranges
+
+    def _open(self, push: Contribution) -> _Unit:
+        """A push is soon written, until ``announced``. Ranges of earlier attempts are given back."""
+        found = self._units[push.unit]
+        with self._pooling, found.lock:
+            self._writing.add(push.unit)
+            for dropped in found.pushes.open(push):
+                self._free(push.unit, dropped.place)
+        return found
+
+    def _range(self, found: _Unit) -> Tensor:
+        """The range of a unit's next push; it is given one if it has none."""
+        if found.next is None:
+            unit = found.layout.index
+            with self._pooling:
+                found.next_place = self._take(unit)
+            found.next = self.memory.at(unit, found.next_place)
+        assert found.next is not None
+        return found.next
+
+    def _take(self, unit: int) -> int:
+        """The place of a free range of a unit."""
+        place = None if self._pool is None else self._pool.take(self.memory.homes[unit].nbytes)
+        if place is None:
+            number = next(number for number in count() if (unit, AT_HOME - number) not in self._places)
+            if self._pages is not None:
+                self._pages.allocate(unit, number)
+            place = AT_HOME - number
+        self._places[unit, place] = None
+        return place
+
+    def _free(self, unit: int, place: int) -> None:
+        if place == IN_TOTAL:
+            return
+        del self._places[unit, place]
+        if place > AT_HOME:
+            assert self._pool is not None
+            self._pool.give_back(place, self.memory.homes[unit].nbytes)
+        elif self._pages is not None:
+            self._pages.give_back(unit, AT_HOME - place)
+
+    def held(self, unit: int | None = None) -> Sequence[tuple[int, int]]:
+        """See ``GradientRegion.held``."""
+        with self._pooling:
+            places = [each for each in self._places if self._pool is not None or unit in (None, each[0])]
+            there = {
+                (unit, each.place): each.count for unit in {unit for unit, _ in places} for each in self.pushed(unit)
+            }
+        return [(unit, there[unit, place]) for unit, place in places if (unit, place) in there]
+
+    def given(self, unit: int, count: int) -> Pushed | None:
+        """See ``GradientRegion.given``."""
+        with self._pooling:
+            pushes = () if unit in self._writing else self.pushed(unit)
+        return pushes[count - 1] if count <= len(pushes) and pushes[count - 1].place != IN_TOTAL else None
+
+    def give_back(self, unit: int, pushed: Pushed, note: Callable[[Sequence[Pushed]], None]) -> None:
+        """See ``GradientRegion.give_back``."""
+        found = self._units[unit]
+        with self._pooling, found.lock:
+            here = found.pushes.each
+            if unit in self._writing or pushed not in here or pushed.place == IN_TOTAL:
+                return
+            here[pushed.count - 1] = replace(pushed, place=IN_TOTAL)
+            note(tuple(here))
+            self._free(unit, pushed.place)
+
+    # ---- pushes
+
+    def is_stale(self, push: Contribution) -> bool:
+        """See ``GradientRegion.is_stale``."""
+        found = self._units.get(push.unit)
+        _require_unit(push, None if found is None else found.layout)
+        assert found is not None
+        return found.pushes.is_stale(push)
+
+    def landing(self, push: Contribution) -> Tensor | None:
+        """See ``GradientRegion.landing``."""
+        there = self._units[push.unit].pushes
+        is_next = not there.is_stale(push) and push.seq == there.count_of(push.step, push.attempt)
+        return self._range(self._open(push)) if is_next and push.seq < most_rounds(self._planned) else None
+
+    def holds(self, unit: int, grads: Tensor) -> bool:
+        """See ``GradientRegion.holds``."""
+        memory = self._units[unit].next
+        return memory is not None and memory.data_ptr() == grads.data_ptr()
+
+    def put(self, push: Contribution, grads: Tensor | ScatteredUnit) -> Sequence[Pushed]:
+        """See ``GradientRegion.put``."""
+        found = self._units[push.unit]
+        if found.pushes.is_stale(push):
+            return ()
+        require_round(push, found.layout, self._planned)
+        self._open(push)
+        place = IN_TOTAL  # owners hold what is scattered
+        if isinstance(grads, Tensor):
+            memory, place = self._range(found), found.next_place
+            if memory.data_ptr() != grads.data_ptr():
+                memory.copy_(grads)
+        now = Pushed(step=push.step, attempt=push.attempt, count=push.seq + 1, presence=push.presence, place=place)
+        with found.lock:
+            found.scattered = ref(grads) if isinstance(grads, ScatteredUnit) else None
+            found.next = None if place == found.next_place else found.next
+            found.pushes.each.append(now)
+            return tuple(found.pushes.each)
+
+    def announced(self, unit: int) -> None:
+        """See ``GradientRegion.announced``."""
+        with self._pooling:
+            self._writing.discard(unit)
+
+    def scattered(self, unit: int) -> ScatteredUnit | None:
+        """See ``GradientRegion.scattered``."""
+        found = self._units[unit].scattered
+        return None if found is None else found()
+
+    @property
+    def held_bytes(self) -> int:
+        """See ``GradientRegion.held_bytes``."""
+        homes, pool = self.memory.homes, self.memory.pool
+        places, scattered = tuple(self._places), {unit: self.scattered(unit) for unit in self.units}
+        if pool is not None:
+            return pool.nbytes + sum(homes[unit].nbytes for unit, place in places if place <= AT_HOME)
+        kept = sum(homes[unit].nbytes for unit, each in scattered.items() if each is None)
+        kept += sum(each.nbytes for each in scattered.values() if each is not None)
+        return kept + sum(homes[unit].nbytes for unit, place in places if place < AT_HOME)
+
+    def pushed(self, unit: int) -> Sequence[Pushed]:
+        """See ``GradientRegion.pushed``."""
+        with self._units[unit].lock:
+            return tuple(self._units[unit].pushes.each)
+
+    def copy(self, unit: int, pushed: Pushed, shards: Sequence[Shard]) -> Tensor | None:
+        """See ``GradientRegion.copy``."""
+        with self._units[unit].lock:
+            memory = self.memory.at(unit, pushed.place) if pushed in self._units[unit].pushes.each else None
+            return None if memory is None else _copy_of(memory, shards)

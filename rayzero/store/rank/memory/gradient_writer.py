@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
@@ -24,16 +25,16 @@ class GradientReaders(Protocol):
         """Done when they have published ``version``, and so have read the unit's gradients of the step before."""
         ...
 
-    def announce(self, unit: int, pushed: Pushed) -> None:
-        """Tell them what the unit's range holds, after its bytes are there."""
+    def announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
+        """Tell them what the region has of the unit, after the bytes are there."""
         ...
 
     def need(self, unit: int, pushed: Pushed) -> bool:
         """Whether an owner, on this host or another, has not read what was pushed."""
         ...
 
-    def note(self, unit: int, pushed: Pushed) -> None:
-        """Note where owners look, without waking them, that the rank has these gradients no more."""
+    def note(self, unit: int, pushed: Sequence[Pushed]) -> None:
+        """Note where owners look, without waking them, that the rank has some of these gradients no more."""
         ...
 
 
@@ -68,16 +69,17 @@ class GradientWriter:
     def landing(self, push: Contribution) -> Tensor | None:
         """Where the gradients may be gathered before ``push`` (1D, unit.numel elements, the unit's dtype); None where
         they may not, or not yet."""
-        self.give_back()
+        self.give_back(push.unit)
         if self.region.is_stale(push) or not (is_well(self._when_free(push)) and self._when_sent(push).done()):
             return None
         return self.region.landing(push)
 
-    def give_back(self) -> None:
-        """Give back the ranges of units whose gradients nobody needs any more; any thread may. A successor of an owner
-        must not look there: so it is noted before another unit can have the range."""
-        for unit in self.region.held:
-            pushed = self.region.given(unit)
+    def give_back(self, wanted: int | None = None) -> None:
+        """Give back the ranges of pushes that nobody needs any more; any thread may. A successor of an owner must not
+        look there: so it is noted before another push can have the range. ``wanted``: a unit that is to have one;
+        None: every unit."""
+        for unit, count in self.region.held(wanted):
+            pushed = self.region.given(unit, count)
             if pushed is None or self._readers.need(unit, pushed) or not self._sent.get(unit, DONE).done():
                 continue
             self.region.give_back(unit, pushed, partial(self._readers.note, unit))
@@ -122,7 +124,7 @@ class GradientWriter:
             if isinstance(grads, Tensor) and self.region.holds(push.unit, grads):
                 self._sent[push.unit] = sent
             pushed = self.region.put(push, grads)
-            if pushed is not None:
+            if pushed:
                 self._readers.announce(push.unit, pushed)
                 self.region.announced(push.unit)
         except Exception as exc:  # whatever it is, the push's future raises it

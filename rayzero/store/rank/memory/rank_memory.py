@@ -13,12 +13,12 @@ import torch
 from rayzero.config.zero import HostPush
 from rayzero.errors import RayZeroError, UnsupportedError
 from rayzero.kernels.rank_sum import summed_with
-from rayzero.protocol.gradient_sum import FormerRank
+from rayzero.protocol.gradient_sum import NOTHING_LEFT, FormerRank
 from rayzero.protocol.messages import SharedPaths
 from rayzero.quantities import format_bytes
 from rayzero.slabs.arena import Arena
 from rayzero.store.host.publish_board import PublishBoard
-from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory
+from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory, gradient_region
 from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.shm.former_ranks import former_ranks
@@ -149,11 +149,10 @@ class RankMemory:
             if self.shares:
                 self.windows = self.shared.windows({} if page_lock is not None else self._elsewhere(away))
             self._say_sums(away)
-            pages = self.shared if self.shared.pooled else None
-            self.gradients = GradientRegion(plan.spec, self.shared.gradients(), pages)
+            self.gradients = gradient_region(plan.spec, self.shared.gradients(), self.shared)
             self.shared.listen(board)
         if self.gradients is None and self._keeps_pushed:
-            self.gradients = GradientRegion(plan.spec, gradient_memory(plan.spec, pinned_for=page_lock))
+            self.gradients = gradient_region(plan.spec, gradient_memory(plan.spec, pinned_for=page_lock))
 
     def enter(
         self, plan: SharedPlan, offers: Mapping[int, SharedPaths], away: Sequence[int], board: PublishBoard
@@ -194,7 +193,7 @@ class RankMemory:
         if self.shared is None or not (self._keeps_pushed or self.summed):
             return None
         left = former_ranks(plan, f"rank {self._rank}", self.shared.directory, step).get(self._rank)
-        return FormerRank({}, ()) if left is not None and self.summed else left
+        return NOTHING_LEFT if left is not None and self.summed else left
 
     # ---- the end
 

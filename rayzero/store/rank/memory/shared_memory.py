@@ -87,6 +87,7 @@ class SharedRank:
         self._locks: list[PageLock] = []
         gradients, self._incarnation = plan.gradients(), rank_incarnation(life)
         self.pooled = pooled and POOL in gradients.places
+        self.gives_back = self.pooled or plan.spec.accumulation_steps > 1  # ranges while a step goes on
         check_shared(plan.gradient_bytes(pooled=pooled), directory)
         self._gradients = Arena.create(
             gradients,
@@ -97,7 +98,7 @@ class SharedRank:
         )
         try:
             for piece in gradients.places if POOL in gradients.places else ():
-                if (piece == POOL) == self.pooled:
+                if piece == POOL if self.pooled else isinstance(piece, int):
                     self._gradients.allocate(piece)
             header = lay_out_slab(plan.facts("control", rank, RANK, self._incarnation), plan.rank_control())
             self._control = Slab.create(header, directory)
@@ -127,22 +128,23 @@ class SharedRank:
         return memory if self.pooled else replace(memory, pool=None)
 
     def _lock_pages(self, device: torch.device) -> Iterator[PageLock]:
-        pool = self._gradients.plan.places.get(POOL)
-        for number, slab in enumerate(self._gradients.slabs):
-            if pool is None or (number != pool.slab and not self.pooled):
-                yield slab.page_lock(device)
-            elif number == pool.slab and self.pooled:
-                yield slab.page_lock(device, pool.offset, pool.bytes)
-            elif number == pool.slab:  # the homes behind it
-                yield slab.page_lock(device, pool.offset + pool.bytes)
+        places = self._gradients.plan.places
+        if POOL not in places:
+            yield from (slab.page_lock(device) for slab in self._gradients.slabs)
+            return
+        for key, place in places.items():
+            if key == POOL if self.pooled else isinstance(key, int):
+                yield self._gradients.slabs[place.slab].page_lock(device, place.offset, place.bytes)
 
-    def allocate(self, unit: int) -> None:
-        """See ``HomePages.allocate``."""
-        self._gradients.allocate(unit)
+    def allocate(self, unit: int, number: int) -> None:
+        """See ``HomePages.allocate``. Without a pool, first homes always have their pages."""
+        if self.pooled or number:
+            self._gradients.allocate((unit, number) if number else unit)
 
-    def give_back(self, unit: int) -> None:
+    def give_back(self, unit: int, number: int) -> None:
         """See ``HomePages.give_back``."""
-        self._gradients.punch(unit)
+        if self.pooled or number:
+            self._gradients.punch((unit, number) if number else unit)
 
     def offer(self) -> SharedPaths:
         """The files that owners have to map."""
@@ -241,7 +243,7 @@ class SharedRank:
         if self.door is not None and (door := self._owners.get(self.door)) is not None:  # else other owners take over
             door.bell.ring()
 
-    def note(self, unit: int, pushed: Pushed) -> None:
+    def note(self, unit: int, pushed: Sequence[Pushed]) -> None:
         """See ``Connection.note``."""
         self._stamps.write(unit, pushed)
 
@@ -250,12 +252,12 @@ class SharedRank:
         shards = self._plan.spec.layout.shards_by_unit[unit]
         owners = [self._owners.get(self._plan.shard_map.owner(shard.index)) for shard in shards]
         return all(
-            owner is not None and owner.totals.has(shard.index, pushed.step, pushed.attempt)
+            owner is not None and owner.totals.has(shard.index, pushed)
             for owner, shard in zip(owners, shards, strict=True)
         )
 
-    def announce(self, unit: int, pushed: Pushed) -> None:
-        """Tell the unit's owners of this host, and its door, about a push whose bytes are all there."""
+    def announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
+        """Tell the unit's owners of this host, and its door, about pushes whose bytes are all there."""
         self._stamps.write(unit, pushed)
         for owner in self._owners.values():
             if unit in owner.units or owner.owner == self.door:
