@@ -23,6 +23,7 @@ from rayzero.errors import (
 )
 from rayzero.owner.checkpoint import CheckpointWriter
 from rayzero.owner.gradients.contributions import Contributions
+from rayzero.owner.gradients.shard_sums import TotalListener, nothing_heard
 from rayzero.owner.memory import DeviceMemory, LeftOnDevice, MemoryMaker, PrivateMemoryMaker
 from rayzero.owner.owned_model import OwnedModel, build_model, check_same
 from rayzero.owner.publisher import Listener, Publisher
@@ -117,6 +118,7 @@ class ShardService:
         self._begun: Future[None] = Future()  # done at the first attach
         self._updater = Updater(f"optimizer-{owner}", threads, self._on_task_error)
         self._publisher = Publisher(self._updater)
+        self._on_total: TotalListener = nothing_heard
 
     # ---- attach and initial values
 
@@ -177,6 +179,7 @@ class ShardService:
             recorder,
             step=version,
             redoing=bool(model.former) or not shards,  # without shards it cannot know whether it is a successor
+            on_total=lambda shard, word: self._on_total(shard, word),
         )
         checkpoints = CheckpointWriter(
             self.owner, shards, model.rule, updater, recorder, version=version, copies=model.plan.copies
@@ -323,6 +326,10 @@ class ShardService:
         """Call ``listener`` with every published version, first with those published so far, in the updater's
         thread."""
         self._updater.submit(lambda: self._publisher.listen(listener, self._shards().values()))
+
+    def on_total(self, listener: TotalListener) -> None:
+        """Call ``listener`` whenever a round of several is in a total, in the updater's thread."""
+        self._on_total = listener
 
     # ---- contributions
 

@@ -130,8 +130,7 @@ class OwnedShard:
         """The total is whole: from now on ranks give back what is in it."""
         if self.total_line is not None:
             assert not isinstance(made.summands, int)
-            oldest = min((attempt for _, attempt, _ in made.summands), default=0)
-            self.total_line.write(made.step, oldest, made.rounds, digest_of(made.summands), made.present)
+            self.total_line.write(made.word, digest_of(made.summands), made.present)
 
     def hold_total(self) -> None:
         """A rank comes back: what its former life had in the total, ranks give back no more."""

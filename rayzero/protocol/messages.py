@@ -153,6 +153,7 @@ class Published(NamedTuple):
     shard: int
     version: int
     content: int  # the version its content is from: older where the last decisions changed nothing
+    total: int = 0  # in notices to other hosts: what is in the shard's total (``total_word``)
 
 
 def pack_presence(present: list[bool]) -> bytes:

@@ -10,6 +10,10 @@ from typing import Protocol
 import xxhash
 from torch import Tensor
 
+from rayzero.protocol.lives import ATTEMPTS
+
+WORD_STEP, _WORD_ATTEMPT = 32, 16  # bits of a word below them
+MOST_ROUNDS = (1 << _WORD_ATTEMPT - 1) - 1
 # (rank, attempt as any life of the rank counts it, how many of its pushes), ascending
 Summands = tuple[tuple[int, int, int], ...]
 
@@ -23,6 +27,22 @@ class Total:
     summands: Summands | int  # whose gradients; or their digest, if a former life has added them
     present: tuple[bool, ...]  # per slice: whether any has a gradient for it
 
+    @property
+    def word(self) -> int:
+        """See ``total_word``."""
+        assert not isinstance(self.summands, int)
+        return total_word(self.step, min((attempt for _, attempt, _ in self.summands), default=0), self.rounds)
+
+    def covers(self, step: int, pushes: Mapping[int, int]) -> int:
+        """How many of their pushes ranks need not bring again, because they are in it. ``pushes``: by rank, its
+        attempt at ``step``. What a former life has added is taken for theirs: they have been told of it."""
+        if self.step != step:
+            return 0
+        if isinstance(self.summands, int):
+            return self.rounds
+        there = {rank: attempt for rank, attempt, _ in self.summands}
+        return self.rounds if all(there.get(rank) == tried % ATTEMPTS for rank, tried in pushes.items()) else 0
+
     def is_of(self, step: int, summands: Summands) -> bool:
         """Whether exactly these gradients of a step are in it."""
         mine = digest_of(summands) if isinstance(self.summands, int) else summands
@@ -34,6 +54,12 @@ def summands_of(pushes: Mapping[int, tuple[int, int]], rounds: int) -> Summands:
     return tuple((rank, attempt, min(count, rounds)) for rank, (attempt, count) in sorted(pushes.items()))
 
 
+def total_word(step: int, attempt: int, rounds: int) -> int:
+    """63 bits and a 0 for what a rank needs to know of a total, or for what it has pushed: the total has that if its
+    word is not less. ``attempt``: of a total the lowest one, of ``rounds`` pushes theirs."""
+    return (step + 1) << WORD_STEP | attempt % ATTEMPTS << _WORD_ATTEMPT | rounds << 1
+
+
 def digest_of(summands: Summands) -> int:
     """63 bits that tell summands apart."""
     return xxhash.xxh3_64_intdigest(repr(summands).encode()) >> 1
@@ -42,9 +68,9 @@ def digest_of(summands: Summands) -> int:
 class TotalLine(Protocol):
     """What is noted of a total in memory that outlives the process."""
 
-    def write(self, step: int, oldest: int, rounds: int, digest: int, present: tuple[bool, ...]) -> None:
-        """The total is whole with this many rounds: from now on, ranks give back what is in it. ``oldest``: the lowest
-        attempt in it. ``digest``: of its summands."""
+    def write(self, word: int, digest: int, present: tuple[bool, ...]) -> None:
+        """The total is whole, with this ``total_word``: from now on, ranks give back what is in it. ``digest``: of its
+        summands."""
         ...
 
     def hold(self) -> None:

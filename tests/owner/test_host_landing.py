@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ from store.toy import WAIT, Grads, make_spec, random_grads
 
 from owner.owner import Owner
 from rayzero.errors import HandshakeError, StepMismatchError, StoreError
+from rayzero.owner.gradients import contributions
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import Contribution, FinishReport, ModelSpec, Summand, pack_presence
 
@@ -120,6 +122,25 @@ def test_sums_of_several_rounds_are_added_in_their_order_and_dropped_together() 
     with owner_of_sums(make_spec(1, accumulation_steps=2), ()) as owner:
         for seq in range(2):
             owner.push(0, random_grads(spec, 3 + seq), seq=seq)
+        assert owner.collect(pushes=2).result(WAIT) == parts
+
+
+def test_sums_with_a_later_life_may_go_on_behind_the_rounds_that_the_total_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank of the host has given the first round back."""
+    monkeypatch.setattr(contributions, "EARLY", 1)
+    spec = make_spec(2, accumulation_steps=2)
+    later, discarded = ((0, 2), (1 << 16, 2)), ((0, 2), (1, 2))
+    with owner_of_sums(spec) as owner:
+        push_sums(owner, random_grads(spec, 1))
+        done = threading.Event()
+        owner.service._updater.submit(done.set)
+        assert done.wait(WAIT)
+        assert not owner.service.reserve_when_free(sum_of(spec, 0, discarded, seq=1), 0).done()
+        assert all(push_sums(owner, random_grads(spec, 2), later, seq=1))
+        parts = owner.service.collect(0, reports(spec, later)).result(WAIT)
+    with owner_of_sums(make_spec(1, accumulation_steps=2), ()) as owner:
+        for seq in range(2):
+            owner.push(0, random_grads(spec, 1 + seq), seq=seq)
         assert owner.collect(pushes=2).result(WAIT) == parts
 
 

@@ -18,6 +18,7 @@ from rayzero.owner.gradients.landing import RoundLanding
 from rayzero.owner.gradients.squares import choose_squares
 from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import Clamp, FinishReport, ModelSpec
+from rayzero.protocol.totals import total_word
 
 
 @pytest.fixture(autouse=True)
@@ -345,3 +346,25 @@ def test_a_later_life_repeats_the_rounds_that_the_total_has_and_goes_on() -> Non
         owner.service.apply(replace(owner.decision(), attempts=(0, ATTEMPTS))).result(WAIT)
         owner.read_all(1)
         assert held(owner) == 0
+
+
+def test_a_later_life_may_go_on_behind_the_rounds_that_the_total_has() -> None:
+    """It has been told of them, and keeps them no more. One that has discarded has to begin with the first."""
+    spec = make_spec(2, accumulation_steps=3)
+    rounds = rounds_of(spec)
+    told: list[tuple[int, int]] = []
+    with owner_of(spec) as owner:
+        owner.service.on_total(lambda shard, word: told.append((shard, word)))
+        for seq in range(2):
+            for rank in range(2):
+                owner.push(rank, rounds[seq][rank], seq=seq)
+            drain(owner)
+        owner.push(0, rounds[2][0], seq=2)
+        discarded = owner.header(1, 1, 0, rounds[2][1], attempt=1, seq=2)
+        assert not owner.service.reserve_when_free(discarded, spec.layout.shards_by_unit[1][0].index).done()
+        owner.push(1, rounds[2][1], attempt=ATTEMPTS, seq=2)
+        owner.service.collect(0, owner.reports(pushes=3, attempts=[0, ATTEMPTS])).result(WAIT)
+        for shard in spec.layout.shards:
+            require_rounds(owner, shard.index, rounds)
+    of_one = [word for shard, word in told if shard == 0]
+    assert of_one == [total_word(0, 0, number) for number in (1, 2, 3)]

@@ -31,7 +31,9 @@ from rayzero.errors import (
 )
 from rayzero.layout.model_layout import lay_out_unit
 from rayzero.owner import checkpoint as snapshot
+from rayzero.owner.gradients import contributions
 from rayzero.protocol.messages import (
+    AT_HOME,
     COMPUTE,
     MASTER,
     Action,
@@ -44,6 +46,7 @@ from rayzero.protocol.messages import (
     ModelSpec,
     StepInputs,
 )
+from rayzero.store.rank.rank_store import RankStore
 from store.stores import STORES, StoreFactory
 from store.toy import (
     HYPER,
@@ -61,6 +64,7 @@ from store.toy import (
     random_grads,
     start,
     take_step,
+    until,
 )
 
 BF16 = torch.bfloat16
@@ -239,6 +243,29 @@ def test_a_backward_may_be_pushed_while_the_one_before_is_on_its_way(make_stores
         found = masters(ranks[0])
     for name, value in initial_values(spec).items():
         assert torch.equal(found[name], value - in_rounds(rounds, name) * 0.5), name
+
+
+@pytest.mark.promise("bounded", "accumulation", "transports")
+def test_what_is_in_totals_takes_no_memory_of_ranks(make_stores: StoreFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the owners are: each round lies where the one before did."""
+    monkeypatch.setattr(contributions, "EARLY", 1)
+    spec = make_spec(2, accumulation_steps=4)
+    with make_stores(2, 2) as stores:
+        ranks = start(stores, spec)
+        for seq in range(4):
+            for rank in ranks:
+                rank.push(random_grads(spec, 10 * rank.rank + seq))
+            for rank in ranks:
+                store = rank.store
+                assert isinstance(store, RankStore)
+                for unit in range(3):
+                    kept = () if store._writer is None else store._writer.region.pushed(unit)
+                    for pushed in kept[-1:]:  # none where everything is sent, to owners that are not replaced
+                        assert pushed.place >= AT_HOME
+                        until(lambda store=store, unit=unit, pushed=pushed: not store.need(unit, pushed))
+        for rank in ranks:
+            rank.finish()
+        assert masters(ranks[0])
 
 
 @pytest.mark.promise("exact", "transports")

@@ -39,7 +39,7 @@ def spec(accumulation_steps: int, run: str) -> ModelSpec:
 @pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("seed", "ranks", "num_owners", "accumulation_steps"),
-    [(0, "grpc", 1, 1), (1, "grpc", 2, 2), (2, "mixed", 2, 1), (3, "mixed", 1, 2)],
+    [(0, "grpc", 1, 1), (1, "grpc", 2, 3), (2, "mixed", 2, 1), (3, "mixed", 1, 3)],
 )
 def test_ranks_send_again_what_a_dead_owner_had(
     seed: int, ranks: str, num_owners: int, accumulation_steps: int, slab_dir: Path

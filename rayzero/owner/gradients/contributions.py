@@ -17,7 +17,7 @@ from rayzero.kernels.rank_sum import summed_with
 from rayzero.owner.gradients.collection import Collection, check_reports
 from rayzero.owner.gradients.landing import Admission, RankGradients, RoundLanding, check_push, check_summands
 from rayzero.owner.gradients.open_step import OpenStep
-from rayzero.owner.gradients.shard_sums import ShardSums
+from rayzero.owner.gradients.shard_sums import ShardSums, TotalListener, nothing_heard
 from rayzero.owner.gradients.squares import Squares
 from rayzero.owner.shard import OwnedShard, ShardState, ShardWork, StepWork
 from rayzero.owner.updater import Updater
@@ -57,16 +57,19 @@ class Contributions:
         *,
         step: int,
         redoing: bool = False,
+        on_total: TotalListener = nothing_heard,
     ) -> None:
         """``squares``: used only in the thread of ``updater``. ``step``: the first open step. ``redoing``: these are a
-        successor's: what asks for a later step waits until the decisions before it are redone."""
+        successor's: what asks for a later step waits until the decisions before it are redone. ``on_total``: see
+        ``ShardService.on_total``."""
         self._redoing = redoing
         self._held: list[tuple[int, tuple[FinishReport, ...], Future[NormParts]]] = []  # collects of later steps
         self._redone: list[Future[None]] = []  # done once the open step is decided here
         self._owner, self._spec, self._every, self._recorder = owner, spec, shards, recorder
         self._shards = {index: shard for index, shard in shards.items() if shard.trainable}
         self._step = OpenStep(step)
-        self._sums = ShardSums(owner, spec.world_size, self._shards, squares, updater, recorder, self._step)
+        hears = on_total if spec.accumulation_steps > 1 else nothing_heard  # else no push takes the place of another
+        self._sums = ShardSums(owner, spec.world_size, self._shards, squares, updater, recorder, self._step, hears)
         self._by_unit: dict[int, list[OwnedShard]] = {}
         for shard in self._shards.values():
             self._by_unit.setdefault(shard.unit.index, []).append(shard)
@@ -220,6 +223,8 @@ class Contributions:
         rank = self._step.ranks[push.rank]
         check_summands(push, rank)
         landing = rank.landings[owned.shard.index]
+        if isinstance(landing, RoundLanding):
+            landing.covered = self._sums.covers(owned, push)
         admission = landing.admit(push)
         if admission in (Admission.DROP, Admission.WAIT):
             return admission is Admission.DROP, None

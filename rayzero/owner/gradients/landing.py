@@ -173,6 +173,7 @@ class RoundLanding:
         self.dtype = owned.unit.dtype
         self.pushes = Rounds[Round]()
         self.generation = 0  # grows with each attempt: those of the last one count no more
+        self.covered = 0  # rounds of the attempt that is being asked for that are in the total, and need not come
         self._coming: Tensor | None = None  # what the next push may write
         self._adding = False
 
@@ -210,7 +211,7 @@ class RoundLanding:
         """What to do with a push of the open step. Raises AccumulationError for one too many."""
         if self.pushes.is_stale(push):
             return Admission.DROP
-        if push.seq > self.pushes.count_of(push.step, push.attempt) or self._adding:
+        if push.seq > max(self.covered, self.pushes.count_of(push.step, push.attempt)) or self._adding:
             return Admission.WAIT
         require_round(push, self.owned.unit, self._planned)
         return Admission.LAND
@@ -220,9 +221,10 @@ class RoundLanding:
         reads it may go on."""
         if (push.step, push.attempt) != (self.pushes.step, self.pushes.attempt):
             spare.lose(self._drop(self.pushes.open(push)))
-        return self._next(spare)
+        return self._next(push, spare)
 
-    def _next(self, spare: SpareMemory) -> Tensor:
+    def _next(self, push: Contribution, spare: SpareMemory) -> Tensor:
+        self.pushes.each += [Round((), None) for _ in range(self.pushes.count, push.seq)]  # covered
         if self._coming is None:
             self._coming = spare.take(self.owned, self.dtype)
         return self._coming
@@ -294,7 +296,7 @@ class HostLanding(RoundLanding):
         else:
             there = 0
         require_round(push, self.owned.unit, self._planned)
-        return Admission.WAIT if push.seq > there or self._adding else Admission.LAND
+        return Admission.WAIT if push.seq > max(self.covered, there) or self._adding else Admission.LAND
 
     def _is_newer(self, push: Contribution) -> bool:
         """Whether a sum has a later attempt of any rank than those that are here."""
@@ -306,7 +308,7 @@ class HostLanding(RoundLanding):
             dropped, self.pushes.each = self.pushes.each, []
             self.pushes.step, self._attempts, self._has = push.step, _attempts_of(push), {}
             spare.lose(self._drop(dropped))
-        return self._next(spare)
+        return self._next(push, spare)
 
     def begin(self, push: Contribution) -> bool:
         """See ``Landing.begin``."""

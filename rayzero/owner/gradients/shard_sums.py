@@ -5,7 +5,7 @@ A part is kept with what it was computed from, so that an outdated one is never 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, groupby
 from operator import itemgetter
@@ -24,7 +24,7 @@ from rayzero.owner.gradients.squares import Squares
 from rayzero.owner.shard import Contributors, OwnedShard
 from rayzero.owner.updater import Updater
 from rayzero.protocol.lives import ATTEMPTS
-from rayzero.protocol.messages import Clamp, NormParts, Pushed
+from rayzero.protocol.messages import Clamp, Contribution, NormParts, Pushed
 from rayzero.protocol.scattered import Gradient
 from rayzero.protocol.totals import Summands, Total, summands_of
 from rayzero.telemetry.recorder import Recorder
@@ -33,7 +33,12 @@ _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 # What a norm part was computed from: the clamp of the sum, and (rank, generation of its landing) of each summand; where
 # there are totals, the step and summands.
 _PartKey = tuple[Any, ...]
+TotalListener = Callable[[int, int], None]  # of a shard, and the ``total_word`` (protocol/totals.py) of its total
 _Pushes = Mapping[int, tuple[int, int]]  # by rank: attempt, as any life of the rank counts them, and how many
+
+
+def nothing_heard(shard: int, word: int) -> None:
+    """A ``TotalListener`` that does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +75,11 @@ class ShardSums:
         updater: Updater,
         recorder: Recorder,
         step: OpenStep,
+        on_total: TotalListener,
     ) -> None:
-        """``shards``: the trained ones. ``squares``: used only in the thread of ``updater``."""
+        """``shards``: the trained ones. ``squares``: used only in the thread of ``updater``. ``on_total``: hears of
+        each round that is added, under the step's lock."""
+        self._on_total = on_total
         self._owner, self._world_size, self._shards, self._step = owner, world_size, shards, step
         self._squares, self._updater, self._recorder = squares, updater, recorder
         self._totals: dict[int, Total] = {}  # by shard, what is in its total; empty: there are none
@@ -284,6 +292,7 @@ class ShardSums:
                 _, step, summands = done.key
                 self._totals[index] = made = Total(step, added.number + 1, summands, added.present)
                 owned.keep_total(made)
+                self._on_total(index, made.word)
                 for holder, landing, generation in added.holders:
                     if landing.generation == generation:
                         self.give_back(holder, landing, added.number + 1)
@@ -354,6 +363,12 @@ class ShardSums:
             return False
         there = next((each for each in made.summands if each[0] == rank), (rank, 0, 0))
         return made.step > pushed.step or there[1:] >= (pushed.attempt % ATTEMPTS, pushed.count)
+
+    def covers(self, owned: OwnedShard, push: Contribution) -> int:
+        """How many pushes before ``push`` need not come, because a shard's total has them."""
+        made = self._totals.get(owned.shard.index)
+        tried = {each.rank: each.attempt for each in push.summands if each.pushes} or {push.rank: push.attempt}
+        return 0 if made is None else made.covers(push.step, tried)
 
     def is_made(self, owned: OwnedShard, collection: Collection) -> bool:
         """Whether a shard's total has exactly what a collection counts."""

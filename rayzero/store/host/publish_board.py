@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from rayzero.concurrency.futures import fail, settle
 from rayzero.errors import RayZeroError
-from rayzero.protocol.messages import Published
+from rayzero.protocol.messages import Published, Pushed
+from rayzero.protocol.totals import total_word
 
 
 @dataclass(eq=False, slots=True)
@@ -31,6 +32,7 @@ class PublishBoard:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[int, Published] = {}  # by shard
+        self._totals: dict[int, int] = {}  # by shard, the ``total_word`` of its total
         self._copied: frozenset[int] = frozenset()  # shards that are read in a copy of this host
         self._waits: set[_PublishWait] = set()
         self._released: dict[int, RayZeroError] = {}  # owners that are ending the run, and why
@@ -61,6 +63,11 @@ class PublishBoard:
         with self._lock:
             return all(shard in self._known and self._known[shard].version == version for shard in shards)
 
+    def in_total(self, shard: int, pushed: Pushed) -> bool:
+        """Whether what a rank has pushed is in a shard's total."""
+        with self._lock:
+            return self._totals.get(shard, 0) >= total_word(pushed.step, pushed.attempt, pushed.count)
+
     def copied(self, shards: Iterable[int]) -> None:
         """These shards are read in a copy of this host: what counts is not what their owners publish, or have, but what
         is in the copy (``arrived``)."""
@@ -79,6 +86,7 @@ class PublishBoard:
     def _note(self, published: Iterable[Published], *, copied: bool) -> None:
         with self._lock:
             for each in published:  # what comes over a new link, or from another rank, may be older than what is known
+                self._totals[each.shard] = max(each.total, self._totals.get(each.shard, 0))
                 if (each.shard in self._copied) is not copied:
                     continue
                 known = self._known.get(each.shard)

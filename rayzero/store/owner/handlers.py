@@ -319,7 +319,7 @@ def _patience_s(model: ServedModel, context: Context) -> float:
 
 
 def _notice(published: Sequence[Published], error: RayZeroError | None) -> pb.NoticesResponse:
-    told = [pb.NoticesResponse.Published(shard=p.shard, version=p.version, content=p.content) for p in published]
+    told = [pb.NoticesResponse.Published(**each._asdict()) for each in published]
     return pb.NoticesResponse(published=told, abort=to_failure(error) if error is not None else None)
 
 

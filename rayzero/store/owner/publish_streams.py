@@ -88,10 +88,20 @@ class PublishStreams:
         if self._newest.get(stream.listener) is stream:
             del self._newest[stream.listener]
 
+    def total(self, shard: int, word: int) -> None:
+        """Tell every listener what is in a shard's total (``total_word``)."""
+        self._loop.call_soon_threadsafe(self._tell_total, shard, word)
+
+    def _tell_total(self, shard: int, word: int) -> None:
+        if shard in self._known:
+            self._tell([self._known[shard]._replace(total=word)])
+
     def _tell(self, published: Sequence[Published]) -> None:
-        self._known.update((each.shard, each) for each in published)
+        for each in published:
+            before = self._known.get(each.shard)
+            self._known[each.shard] = each if before is None or each.total else each._replace(total=before.total)
         for stream in self._streams:
-            stream.add(published)
+            stream.add([self._known[each.shard] for each in published])
 
     def _fail(self, error: RayZeroError) -> None:
         self._error = self._error or error

@@ -95,6 +95,7 @@ class ServedModel:
         if self.shared is not None:  # first: a version is in the owner's slabs before a rank learns of it over gRPC
             self.shared.serve(self.service, self.steps)
         self.service.on_publish(self.published.publish)
+        self.service.on_total(self.published.total)
         self.service.failed.add_done_callback(self._abort)
 
     def connect_peers(self, addresses: Sequence[str]) -> None:

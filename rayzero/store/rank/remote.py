@@ -396,8 +396,16 @@ class RemoteConnection:
             self._memory.shared.note(unit, pushed)
 
     def in_totals(self, unit: int, pushed: Pushed) -> bool:
-        """See ``Connection.in_totals``."""
-        return self._memory.shared is not None and self._memory.shared.in_totals(unit, pushed)
+        """See ``Connection.in_totals``. Owners on other hosts say so in their notices."""
+        plan, shared = self._plan, self._memory.shared
+        if plan is None:
+            return False
+        here = {} if shared is None else shared.totals
+        return all(
+            here[owner].has(shard.index, pushed) if owner in here else self._board.in_total(shard.index, pushed)
+            for shard in plan.spec.layout.shards_by_unit[unit]
+            for owner in (plan.shard_map.owner(shard.index),)
+        )
 
     def on_bell(self, look: Callable[[], None]) -> None:
         """See ``Connection.on_bell``."""

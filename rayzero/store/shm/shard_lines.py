@@ -7,10 +7,9 @@ version that never was, a shard without tiles. The owner writes all of them. The
 once it is dead (store/shm/recovery.py), or by its successor.
 
 Another cache line says what is in the shard's total. Ranks read there which gradients they may give back; a successor,
-what it need not add up again. Three 64-bit words: WHOLE, 0 while there is no whole total, else from the top
-(step + 1, the lowest attempt that is in it, how many rounds are, and a bit: ranks keep their gradients all the same);
-two digests of summands, of which the one with the number rounds mod 2 holds. So do two copies of which slices have a
-gradient, in another region, a byte each.
+what it need not add up again. Three 64-bit words: WHOLE, 0 while there is no whole total, else its ``total_word``
+(protocol/totals.py), + 1 if ranks keep their gradients all the same; two digests of summands, of which the one with the
+number rounds mod 2 holds. So do two copies of which slices have a gradient, in another region, a byte each.
 
 [Note: a total is kept] A round is added to a total in place, and ranks have given back what is in it. So the owner
 copies the total first, with its WHOLE. If it dies before WHOLE says that the round is in, its successor copies it back.
@@ -27,9 +26,8 @@ import torch
 from rayzero.errors import HandshakeError
 from rayzero.kernels.stamps import STAMP, TileStamps
 from rayzero.layout.model_layout import Shard
-from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import FormerShard, Published, Pushed
-from rayzero.protocol.totals import Total
+from rayzero.protocol.totals import MOST_ROUNDS, WORD_STEP, Total, total_word
 from rayzero.slabs.slab import Slab
 from rayzero.store.shm.shared_plan import KEPT_BYTES, LINE_BYTES, ON_DEVICE, SLICE_BYTES, SharedPlan
 from rayzero.store.shm.signals import changed, load_acquire_64, store_release_64
@@ -37,8 +35,6 @@ from rayzero.store.shm.words import region
 
 PUBLISHED, CONTENT, INDEX, START, STOP, DECIDED, APPLIED, TILES = range(0, 64, 8)  # bytes from a line's start
 WHOLE, *DIGESTS = range(0, 24, 8)  # bytes from the start of a total's line
-_STEP, _ATTEMPT = 32, 16  # bits of WHOLE below them
-MOST_ROUNDS = (1 << _ATTEMPT - 1) - 1
 
 
 class ShardLines:
@@ -160,14 +156,13 @@ class SlabTotalLine:
         """``line``: its address. ``present``: (2, slices of the shard), uint8. ``kept``: of all lines."""
         self._line, self._present, self._kept, self._keeper = line, present, kept, keeper
 
-    def write(self, step: int, oldest: int, rounds: int, digest: int, present: tuple[bool, ...]) -> None:
+    def write(self, word: int, digest: int, present: tuple[bool, ...]) -> None:
         """See ``TotalLine.write``."""
-        before, which = load_acquire_64(self._line + WHOLE), rounds % 2
+        before, which = load_acquire_64(self._line + WHOLE), word >> 1 & 1
         self._present[which] = torch.tensor(present, dtype=torch.uint8, device="cpu")
         store_release_64(self._line + DIGESTS[which], digest)
-        whole = _whole(step, oldest, rounds)
-        held = before & 1 if before >> _STEP == whole >> _STEP else 0
-        store_release_64(self._line + WHOLE, whole | held)
+        held = before & 1 if before >> WORD_STEP == word >> WORD_STEP else 0
+        store_release_64(self._line + WHOLE, word | held)
 
     def hold(self) -> None:
         """See ``TotalLine.hold``."""
@@ -189,7 +184,7 @@ class SlabTotalLine:
             return None
         self._kept.bring_back(self._line, whole, total)
         present = tuple(map(bool, self._present[rounds % 2].tolist()))
-        return Total((whole >> _STEP) - 1, rounds, load_acquire_64(self._line + DIGESTS[rounds % 2]), present)
+        return Total((whole >> WORD_STEP) - 1, rounds, load_acquire_64(self._line + DIGESTS[rounds % 2]), present)
 
 
 class _KeptTotal:
@@ -217,11 +212,6 @@ class _KeptTotal:
         return self._slab.tensor(self._offset + KEPT_BYTES, total.numel(), torch.float32)
 
 
-def _whole(step: int, attempt: int, rounds: int) -> int:
-    """The word WHOLE. A later one is greater."""
-    return (step + 1) << _STEP | attempt % ATTEMPTS << _ATTEMPT | rounds << 1
-
-
 class TotalLines:
     """The lines of one owner. It writes; ranks of its host read."""
 
@@ -242,4 +232,4 @@ class TotalLines:
     def has(self, shard: int, pushed: Pushed) -> bool:
         """Whether what a rank has pushed is in a shard's total, and nowhere else needed."""
         whole = load_acquire_64(self._line[shard] + WHOLE)
-        return not whole & 1 and whole >= _whole(pushed.step, pushed.attempt, pushed.count)
+        return not whole & 1 and whole >= total_word(pushed.step, pushed.attempt, pushed.count)

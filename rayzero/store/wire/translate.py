@@ -398,7 +398,7 @@ def process_to_pb(process: ProcessIdentity) -> pb.Process:
 
 def published_from_pb(notice: pb.NoticesResponse) -> list[Published]:
     """What an owner has published."""
-    return [Published(each.shard, each.version, each.content) for each in notice.published]
+    return [Published(each.shard, each.version, each.content, each.total) for each in notice.published]
 
 
 def process_from_pb(process: pb.Process) -> ProcessIdentity:

@@ -247,14 +247,10 @@ class SharedRank:
         """See ``Connection.note``."""
         self._stamps.write(unit, pushed)
 
-    def in_totals(self, unit: int, pushed: Pushed) -> bool:
-        """See ``Connection.in_totals``."""
-        shards = self._plan.spec.layout.shards_by_unit[unit]
-        owners = [self._owners.get(self._plan.shard_map.owner(shard.index)) for shard in shards]
-        return all(
-            owner is not None and owner.totals.has(shard.index, pushed)
-            for owner, shard in zip(owners, shards, strict=True)
-        )
+    @property
+    def totals(self) -> Mapping[int, TotalLines]:
+        """By owner of this host, what is in its totals."""
+        return {owner: each.totals for owner, each in self._owners.items()}
 
     def announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
         """Tell the unit's owners of this host, and its door, about pushes whose bytes are all there."""

@@ -377,14 +377,16 @@ class NoticesRequest(_message.Message):
 class NoticesResponse(_message.Message):
     __slots__ = ("published", "abort", "process")
     class Published(_message.Message):
-        __slots__ = ("shard", "version", "content")
+        __slots__ = ("shard", "version", "content", "total")
         SHARD_FIELD_NUMBER: _ClassVar[int]
         VERSION_FIELD_NUMBER: _ClassVar[int]
         CONTENT_FIELD_NUMBER: _ClassVar[int]
+        TOTAL_FIELD_NUMBER: _ClassVar[int]
         shard: int
         version: int
         content: int
-        def __init__(self, shard: _Optional[int] = ..., version: _Optional[int] = ..., content: _Optional[int] = ...) -> None: ...
+        total: int
+        def __init__(self, shard: _Optional[int] = ..., version: _Optional[int] = ..., content: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
