@@ -364,8 +364,7 @@ class LocalConnection:
         require_life(self.rank, self.life, self.owners.lives)
         scattered = None if self._gradients is None else self._gradients.scattered(unit)
         for service in self.owners.services:
-            for each in pushed:
-                service.observe(self.rank, unit, each, scattered)
+            service.observe(self.rank, unit, pushed[-1], scattered)
 
     def note(self, unit: int, pushed: Sequence[Pushed]) -> None:
         """See ``Connection.note``: this process has no successor."""

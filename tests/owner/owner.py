@@ -12,7 +12,16 @@ from store.toy import WAIT, Grads, flatten, initial_values
 from torch import Tensor
 
 from rayzero.owner.service import ShardService
-from rayzero.protocol.messages import Action, Contribution, Decision, FinishReport, ModelSpec, NormParts, pack_presence
+from rayzero.protocol.messages import (
+    Action,
+    Contribution,
+    Decision,
+    FinishReport,
+    ModelSpec,
+    NormParts,
+    Published,
+    pack_presence,
+)
 from rayzero.telemetry.recorder import Recorder
 
 
@@ -125,8 +134,8 @@ class Gate:
         """Let it go on."""
         self._open.set()
 
-    def _listen(self, published: list[tuple[int, int, int]]) -> None:
-        self.seen.append([(shard, version) for shard, version, _ in published])
+    def _listen(self, published: Sequence[Published]) -> None:
+        self.seen.append([(each.shard, each.version) for each in published])
         if self._hold in self.seen[-1] and not self._reached.is_set():
             self._reached.set()
             assert self._open.wait(WAIT)

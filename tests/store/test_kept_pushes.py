@@ -3,6 +3,8 @@ again."""
 
 from __future__ import annotations
 
+import random
+import tempfile
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -10,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from rayzero.config.zero import HostPush
 from rayzero.errors import StateLostError
 from rayzero.protocol.messages import ModelSpec
-from rayzero.slabs.sweep import sweep
+from rayzero.slabs.sweep import SHARED_MEMORY, sweep
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.store.shm.signals import available
@@ -61,6 +64,31 @@ def test_a_rank_that_shares_memory_with_every_owner_keeps_nothing_apart(
     kills = random_kills(seed, 2, STEPS, KILLS)
     found = disturbed(slab_dir, ours, STEPS, train, kills, shares=(True, True))
     assert differing(ours, found, expected(accumulation_steps)) == []
+
+
+@pytest.mark.promise("recoverable", "accumulation", "hosts")
+@pytest.mark.parametrize("owner", [0, 1])
+@pytest.mark.parametrize(("host_push", "seed"), [("always", 0), ("always", 1), ("never", 0)])
+def test_rounds_go_on_with_the_successors_of_owners_on_two_hosts(
+    owner: int, host_push: HostPush, seed: int, slab_dir: Path
+) -> None:
+    """Owner 0 is on the ranks' host, and sends their sums to owner 1 unless each rank sends its own."""
+    ours, draws = spec(4, f"{host_push}{seed}{owner}"), random.Random(seed)
+    kills = [(step, draws.random() * 0.03, owner) for step in (2, 6)]
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-other-") as other:
+        found = disturbed(
+            slab_dir,
+            ours,
+            STEPS,
+            train,
+            kills,
+            shares=(True, True),
+            other_host=Path(other),
+            host_push=host_push,
+            ranks_here=(0, 1),
+        )
+        assert differing(ours, found, expected(4)) == []
+        assert len(found.pauses) == 2
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -182,9 +182,14 @@ def test_a_stamp_is_the_newest_of_its_unit(slabs: ExitStack) -> None:
     ours.write(1, [first])
     assert theirs.news() == [(1, [first])]
     ours.write(1, [first])
-    ours.write(1, [replace(first, place=IN_TOTAL), second])
+    ours.write(1, [first, second])
     ours.write(2, [first])
-    assert theirs.news() == [(1, [replace(first, place=IN_TOTAL), second]), (2, [first])]
+    assert theirs.news() == [(1, [first, second]), (2, [first])]
+    gone = [replace(each, place=IN_TOTAL) for each in (first, second)]
+    ours.write(1, [gone[0], second])
+    assert theirs.read(1) == [second], "what is in totals is only counted"
+    ours.write(1, gone)
+    assert theirs.read(1) == [gone[1]]
 
 
 @needs_signals

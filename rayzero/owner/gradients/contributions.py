@@ -289,10 +289,13 @@ class Contributions:
         excess = None
         with self._step.lock:
             for owned in self._by_unit.get(unit, ()) if pushed.step == self._step.number else ():
-                memory = None if scattered is not None else self._step.ranks[rank].own(owned, pushed.place)
+                landing = self._step.ranks[rank].landings[owned.shard.index]
+                if landing.knows(pushed):
+                    continue
                 if pushed.count == 1:
                     self._asked[owned.shard.index] = 0
-                if self._step.ranks[rank].landings[owned.shard.index].observe(pushed, memory, scattered):
+                memory = None if scattered is not None else self._step.ranks[rank].own(owned, pushed.place)
+                if landing.observe(pushed, memory, scattered):
                     excess = self._arrived(owned, rank) or excess
         return excess
 

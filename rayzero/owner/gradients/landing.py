@@ -125,10 +125,14 @@ class Landing:
         staged, self.staged = self.staged, None
         return staged
 
+    def knows(self, pushed: Pushed) -> bool:
+        """Whether that is here, or outdated."""
+        return self.sum.is_older(pushed) or pushed.count <= self.sum.count_of(pushed.step, pushed.attempt)
+
     def observe(self, pushed: Pushed, memory: Tensor | None, scattered: ScatteredUnit | None = None) -> bool:
         """Note what the rank has in its own ``memory`` (1D, the shard's elements), or scattered; returns False if that
         is already known."""
-        if self.sum.is_older(pushed) or pushed.count <= self.sum.count_of(pushed.step, pushed.attempt):
+        if self.knows(pushed):
             return False
         self.sum.replace(pushed)
         if memory is not None:
@@ -224,10 +228,14 @@ class RoundLanding:
         return self._next(push, spare)
 
     def _next(self, push: Contribution, spare: SpareMemory) -> Tensor:
-        self.pushes.each += [Round((), None) for _ in range(self.pushes.count, push.seq)]  # covered
+        self._pad(push.seq)
         if self._coming is None:
             self._coming = spare.take(self.owned, self.dtype)
         return self._coming
+
+    def _pad(self, count: int) -> None:
+        """Of the first ``count`` pushes, those that are not here are in the total alone."""
+        self.pushes.each += [Round((), None) for _ in range(self.pushes.count, count)]
 
     def _drop(self, dropped: Sequence[Round]) -> list[Tensor]:
         """Those of an earlier attempt are ``dropped``; returns their memory, with that of a push that has not
@@ -258,14 +266,18 @@ class RoundLanding:
         self._coming, self._adding = None, False
         return None
 
+    def knows(self, pushed: Pushed) -> bool:
+        """Whether that is here, or outdated."""
+        return self.pushes.is_older(pushed) or pushed.count <= self.pushes.count_of(pushed.step, pushed.attempt)
+
     def observe(self, pushed: Pushed, memory: Tensor | None, scattered: ScatteredUnit | None = None) -> bool:
         """Note the next push that the rank has in its own ``memory`` (1D, the shard's elements; None: no more), or
         scattered; returns False if that is already known."""
-        if self.pushes.is_older(pushed) or pushed.count <= self.pushes.count_of(pushed.step, pushed.attempt):
+        if self.knows(pushed):
             return False
         if (pushed.step, pushed.attempt) != (self.pushes.step, self.pushes.attempt):
             self._drop(self.pushes.open(pushed))
-        assert pushed.count == self.pushes.count + 1, (pushed, self.pushes.count)
+        self._pad(pushed.count - 1)
         gradient = memory if scattered is None else scattered.shard(self.owned.slices)
         self.pushes.each.append(Round(self._present(pushed.presence), gradient))
         return True

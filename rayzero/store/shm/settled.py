@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rayzero.layout.model_layout import UnitLayout
-from rayzero.protocol.messages import FinishReport, Pushed, Summand
+from rayzero.protocol.messages import IN_TOTAL, FinishReport, Pushed, Summand
 
 FP32 = 4  # bytes of an element
 _MOST_THREADS = 4  # for each rank; one reads about 10 GB/s, so 8 ranks' take half of a host's memory bandwidth
@@ -37,7 +37,7 @@ def settled(
 ) -> Part | None:
     """The part of a rank in a round of ``step``; None: it may still come, or change.
 
-    number: of the round. pushed: what its memory has of the unit now, of whatever step. report: its last finish of
+    number: of the round. pushed: what it has announced of the unit, of whatever step. report: its last finish of
     ``step``, if it has announced one."""
     here = pushed if pushed and pushed[0].step == step else ()
     attempt = here[0].attempt if here else -1
@@ -47,7 +47,11 @@ def settled(
             return Part(Summand(rank, report.attempt, counted), None)
         if report.attempt != attempt:
             return None
-    return Part(Summand(rank, attempt, number + 1), here[number]) if len(here) > number else None
+    if not here or here[-1].count <= number:
+        return None
+    before = Pushed(step=step, attempt=attempt, count=number + 1, presence=b"", place=IN_TOTAL)
+    found = next((each for each in here if each.count == number + 1), before)
+    return Part(Summand(rank, attempt, number + 1), found)
 
 
 class GradientBytes(NamedTuple):

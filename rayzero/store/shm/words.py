@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from rayzero.errors import HandshakeError
-from rayzero.protocol.messages import FinishReport, Pushed, Record, canonical_json
+from rayzero.protocol.messages import IN_TOTAL, FinishReport, Pushed, Record, canonical_json
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.header import Region
 from rayzero.slabs.slab import Slab
@@ -141,11 +141,12 @@ class Stamps:
         self._seen = array("Q", [0] * count)
 
     def write(self, unit: int, pushed: Sequence[Pushed]) -> None:
-        """Announce what the rank has of a unit, of one attempt, after the bytes are all there: of one push more than
-        before. The caller rings bells afterwards."""
-        first = pushed[0]
-        parts = [_STAMP.pack(first.step, first.attempt, len(pushed), len(first.presence))]
-        for each in pushed:
+        """Announce what the rank has of a unit, of one attempt, after the bytes are all there. Of the first pushes that
+        are in totals alone, only the last one's count is told. The caller rings bells afterwards."""
+        begin = next((number for number, each in enumerate(pushed) if each.place != IN_TOTAL), len(pushed) - 1)
+        first = pushed[begin]
+        parts = [_STAMP.pack(first.step, first.attempt, len(pushed) - begin, len(first.presence))]
+        for each in pushed[begin:]:
             parts += [_PUSH.pack(each.place, each.count, 0), each.presence]
         self._cells[unit].write(b"".join(parts))
 
