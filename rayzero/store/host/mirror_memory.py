@@ -1,7 +1,7 @@
 """The memory of a host's mirror: what owners on other hosts publish, where the ranks of the host read it.
 
-    control    version lines, one a shard of the model: those of shards without a copy are zero | the last epoch in
-               which it was kept
+    control    version lines, one a shard of the model: those of shards without a copy are zero | what is in their
+               totals, a ``total_word`` each | the last epoch in which it was kept
     mirrored   the shards, each at a place that the layout alone determines; only those with a copy have pages
 
 One optimizer actor of the host writes it. It outlives that process and the epoch: whichever process has the work next
@@ -19,7 +19,8 @@ from torch import Tensor
 from rayzero.errors import HandshakeError
 from rayzero.layout.model_layout import Shard
 from rayzero.memory.planner import check_shared
-from rayzero.protocol.messages import Published, SharedPaths
+from rayzero.protocol.messages import Published, Pushed, SharedPaths
+from rayzero.protocol.totals import total_word
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.header import SlabFacts, check_header, lay_out_slab
 from rayzero.slabs.slab import Slab
@@ -30,6 +31,7 @@ from rayzero.store.shm.signals import load_acquire_64, store_release_64
 from rayzero.store.shm.words import key_name, region
 
 CONTROL, SHARDS = "mirror", "mirrored"  # roles of the slabs
+_WORD_BYTES = 8
 
 
 class MirrorLines:
@@ -39,8 +41,13 @@ class MirrorLines:
         """``slabs``: with the shards. Raises HandshakeError if they are not those of this plan's model."""
         layout = plan.spec.layout
         self.control, self.shards = control, Arena.over(plan.params_of(layout.shards).places, slabs)
-        self.lines = ShardLines(control, layout.shards)
+        self.lines, self._totals = ShardLines(control, layout.shards), control.address(region(control, "totals").offset)
         self.lines.check(str(control.path))
+
+    def in_total(self, shard: int, pushed: Pushed) -> bool:
+        """Whether what a rank has pushed is in a shard's total."""
+        there = load_acquire_64(self._totals + _WORD_BYTES * shard)
+        return there >= total_word(pushed.step, pushed.attempt, pushed.count)
 
     @classmethod
     def attach(cls, plan: SharedPlan, memory: SharedPaths, who: str, *, writable: bool) -> MirrorLines:
@@ -63,6 +70,7 @@ class MirrorMemory:
     def __init__(self, control: Slab, shards: Arena, lines: ShardLines) -> None:
         """``open`` calls it."""
         self._control, self._shards, self._lines = control, shards, lines
+        self._totals = control.address(region(control, "totals").offset)
         self.former = {each.shard: each for each in lines.news()}  # what an earlier process has left, by shard
 
     @classmethod
@@ -95,6 +103,10 @@ class MirrorMemory:
     def show(self, published: Published) -> None:
         """A shard's bytes are whole, and of this version. The caller rings bells afterwards."""
         self._lines.publish(published)
+
+    def total(self, shard: int, word: int) -> None:
+        """Show what is in a shard's total (``total_word``). The caller rings bells afterwards."""
+        store_release_64(self._totals + _WORD_BYTES * shard, word)
 
     def forget(self, shard: Shard) -> None:
         """A shard's bytes are about to change within their version: the next process to take over fetches it again."""
@@ -153,7 +165,12 @@ def _make(plan: SharedPlan, kernel: str, model: int, directory: Path) -> tuple[S
         return plan.facts(role, model, kernel, incarnation)
 
     shards = Arena.create(plan.params_of(layout.shards), facts(SHARDS), directory, sparse=True)
-    regions = (("versions", len(layout.shards) * LINE_BYTES, LINE_BYTES), ("epoch", 8, 0))
+    number = len(layout.shards)
+    regions = (
+        ("versions", number * LINE_BYTES, LINE_BYTES),
+        ("totals", number * _WORD_BYTES, _WORD_BYTES),
+        ("epoch", 8, 0),
+    )
     try:
         return Slab.create(lay_out_slab(facts(CONTROL), regions), directory), shards
     except BaseException:

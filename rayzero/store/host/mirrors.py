@@ -55,6 +55,11 @@ class Mirror:
     def hear(self, published: Iterable[Published]) -> None:
         """The owner has published these versions, perhaps long ago."""
         newer = list(published)
+        for each in newer:
+            if each.total:
+                self._memory.total(each.shard, each.total)
+        if any(each.total for each in newer):
+            self._show()
         with self._lock:
             self._heard.update((each.shard, each) for each in newer if each.shard in self._shards)
         self._advance(each.shard for each in newer)

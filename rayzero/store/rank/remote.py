@@ -396,13 +396,15 @@ class RemoteConnection:
             self._memory.shared.note(unit, pushed)
 
     def in_totals(self, unit: int, pushed: Pushed) -> bool:
-        """See ``Connection.in_totals``. Owners on other hosts say so in their notices."""
+        """See ``Connection.in_totals``. Owners on other hosts say so in their notices, to this rank or to its door."""
         plan, shared = self._plan, self._memory.shared
         if plan is None:
             return False
         here = {} if shared is None else shared.totals
+        copied = shared.mirror if shared is not None and self._copied else None
+        away = self._board if copied is None else copied
         return all(
-            here[owner].has(shard.index, pushed) if owner in here else self._board.in_total(shard.index, pushed)
+            here[owner].has(shard.index, pushed) if owner in here else away.in_total(shard.index, pushed)
             for shard in plan.spec.layout.shards_by_unit[unit]
             for owner in (plan.shard_map.owner(shard.index),)
         )

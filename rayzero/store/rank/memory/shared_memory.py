@@ -112,7 +112,7 @@ class SharedRank:
         self.on_bell: Callable[[], None] = lambda: None  # also called when the bell rings, and at least once a second
         self._owners: dict[int, _Owner] = {}
         self.door: int | None = None  # the owner that sends this rank's gradients to other hosts in sums
-        self._mirror: MirrorLines | None = None  # this host's copy of what other owners publish
+        self.mirror: MirrorLines | None = None  # this host's copy of what other owners publish
         self._windows: UnitWindows | None = None
         self._asker: Asker | None = None  # of the lead, or of the door that asks it
         self._taking = threading.RLock()  # held while answers are taken, each once
@@ -181,12 +181,12 @@ class SharedRank:
     def meet_mirror(self, memory: SharedPaths) -> Arena:
         """Map this host's copy of what owners on other hosts publish; returns its shards. Raises as ``meet`` does."""
         writes = self._page_lock is not None  # CUDA locks only what may be written
-        before = self._mirror
-        self._mirror = MirrorLines.attach(self._plan, memory, f"rank {self.rank}", writable=writes)
+        before = self.mirror
+        self.mirror = MirrorLines.attach(self._plan, memory, f"rank {self.rank}", writable=writes)
         if before is not None:
             before.close()
         self._bell.ring()
-        return self._mirror.shards
+        return self.mirror.shards
 
     def enter(self, plan: SharedPlan, memories: Mapping[int, SharedPaths], board: PublishBoard) -> None:
         """Go on with the owners of the next epoch; ``enter_windows`` comes later. ``memories``: of those of this host.
@@ -224,7 +224,7 @@ class SharedRank:
             published = owner.lines.news()
             if published:
                 self._board.publish(published)
-        if self._mirror is not None and (arrived := self._mirror.lines.news()):
+        if self.mirror is not None and (arrived := self.mirror.lines.news()):
             self._board.arrived(arrived)
         self.take_answers()
         self.on_bell()
@@ -310,8 +310,8 @@ class SharedRank:
         record (codecs/record.py). Do not write to it."""
         if owner in self._owners:
             return self._owners[owner].params.tensor(shard)
-        assert self._mirror is not None
-        return self._mirror.shards.tensor(shard)
+        assert self.mirror is not None
+        return self.mirror.shards.tensor(shard)
 
     # ---- the end
 
@@ -325,8 +325,8 @@ class SharedRank:
             lock.release()
         for owner in self._owners.values():
             owner.close()
-        if self._mirror is not None:
-            self._mirror.close()
+        if self.mirror is not None:
+            self.mirror.close()
         if self._loop is not None:
             self._loop.close()
         self._control.close()
