@@ -82,9 +82,9 @@ def most_rounds(accumulation_steps: int) -> int:
     return 1 if accumulation_steps == 1 else accumulation_steps + 1
 
 
-def gradient_dtype(unit: UnitLayout, adds_up: bool) -> torch.dtype:
-    """The dtype of the memory for a rank's gradients of a unit. ``adds_up``: see the function."""
-    return torch.float32 if adds_up else unit.dtype
+def gradient_dtype(unit: UnitLayout, adds: bool) -> torch.dtype:
+    """The dtype of the memory for a rank's gradients of a unit. ``adds``: whether its pushes are added there."""
+    return torch.float32 if adds else unit.dtype
 
 
 def gradient_sizes(spec: ModelSpec) -> dict[torch.dtype, list[tuple[int, int]]]:

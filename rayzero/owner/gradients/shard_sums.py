@@ -273,7 +273,7 @@ class ShardSums:
             gradients[self._before] = owned.total
             had = self._totals[index].present
             contributors = tuple(
-                (*ranks, self._before) if there else ranks for ranks, there in zip(contributors, had, strict=True)
+                (*members, self._before) if there else members for members, there in zip(contributors, had, strict=True)
             )
         return _Pass(
             (None, step, summands_of(pushes, number + 1)),

@@ -40,7 +40,7 @@ class Squares(Protocol):
         empty), apply ``clamp`` as the update does if it is given, and sum the squares in fp64. Without a clamp the
         result is inf or NaN if a summed gradient is. ``alone``: nobody waits for it, so it should take little
         processor time rather than end soon; the bits are the same. ``sums``: where the sums over ranks, before the
-        clamp, are written in the same pass: 1D fp32, the shard's elements, none of the gradients."""
+        clamp, are written in the same pass: 1D fp32, the shard's elements; may be one of several gradients itself."""
         ...
 
 

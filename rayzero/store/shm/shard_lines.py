@@ -230,6 +230,9 @@ class TotalLines:
         return SlabTotalLine(self._line[shard], present, self._kept, self._keeper)
 
     def has(self, shard: int, pushed: Pushed) -> bool:
-        """Whether what a rank has pushed is in a shard's total, and nowhere else needed."""
+        """Whether what a rank has pushed is in a shard's total, and nowhere else needed; False for a shard of another
+        owner, as while owners change."""
+        if shard not in self._line:
+            return False
         whole = load_acquire_64(self._line[shard] + WHOLE)
         return not whole & 1 and whole >= total_word(pushed.step, pushed.attempt, pushed.count)
