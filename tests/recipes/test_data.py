@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.errors import ConfigError, DataError
-from rayzero.recipes.data import recipe_corpus, recipe_text
+from rayzero.recipes.data import recipe_corpus, tokens_of
 from rayzero.recipes.data.batch import IGNORED, Batch, Place
 from rayzero.recipes.data.chats import ExampleCorpus, split_lines
 from rayzero.recipes.data.examples import Example, ExampleReader, Packer, Row, pack
-from rayzero.recipes.data.text import ByteTokenizer, FolderTokenizer, train_batch
+from rayzero.recipes.data.text import ByteTokenizer, FolderTokenizer, make_tokenizer, train_batch
 from rayzero.recipes.recipe import RecipeConfig
 
 CHAT = [
@@ -263,7 +263,7 @@ def test_mapped_tokens_are_the_batches_of_the_same_tokens_in_memory(tmp_path: Pa
     tokens = np.random.default_rng(0).integers(0, 40, 5000).astype(dtype)
     np.save(tmp_path / "tokens.npy", tokens)
     recipe = RecipeConfig(data=str(tmp_path / "tokens.npy"), tokenizer=str(folder), seq_len=16, batch_size=4)
-    text = recipe_text(recipe)
+    text = tokens_of(recipe, make_tokenizer(recipe.tokenizer))
     assert (len(text.train), len(text.validation)) == (4500, 500)
     plain = torch.from_numpy(tokens[:4500].astype(np.int64))
     ours, theirs = (train_batch(each, size=4, seq_len=16, seed=5) for each in (text.train, plain))

@@ -21,8 +21,8 @@ from rayzero.convert.conversion import export_full
 from rayzero.engine import begin_checkpoint, get_context, save_checkpoint
 from rayzero.engine.context import RankContext
 from rayzero.protocol.messages import CheckpointInfo
-from rayzero.recipes.data import recipe_corpus, recipe_text
-from rayzero.recipes.data.text import batch_seed, train_batch
+from rayzero.recipes.data import recipe_corpus, tokens_of
+from rayzero.recipes.data.text import batch_seed, make_tokenizer, train_batch
 from rayzero.recipes.lm import (
     LanguageModelRun,
     LateRow,
@@ -146,7 +146,7 @@ def test_the_losses_are_those_of_the_plain_loop(recipe):
 
 def plain_training(recipe: RecipeConfig) -> tuple[list[float], list[float]]:
     """The same training in plain PyTorch."""
-    text = recipe_text(recipe)
+    text = tokens_of(recipe, make_tokenizer(recipe.tokenizer))
     model = build_model(recipe, text.vocab_size)
     adamw = torch.optim.AdamW(param_groups(recipe, model), betas=recipe.betas)
     losses, norms = [], []
@@ -251,7 +251,7 @@ def test_a_pretrained_directory_is_what_training_starts_from(recipe, tmp_path):
     recipe = recipe.replace(model=model, init_from=str(tmp_path / "pretrained"), run={"checkpoint_every": 3})
     reports = train(recipe, tmp_path / "run")[0]
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained").eval()
-    text = recipe_text(recipe)
+    text = tokens_of(recipe, make_tokenizer(recipe.tokenizer))
     batch = train_batch(text.train, size=4, seq_len=32, seed=batch_seed(recipe.seed, 0, 0, 0))
     with torch.no_grad():
         assert reports[0]["loss"] == pytest.approx(float(next_token_loss(loaded, *batch)), rel=1e-5)

@@ -22,7 +22,7 @@ from rayzero.recipes.data.text import (
 )
 from rayzero.recipes.recipe import STREAM_PREFIX, RecipeConfig
 
-__all__ = ["recipe_corpus", "recipe_text"]
+__all__ = ["recipe_corpus", "tokens_of"]
 
 
 def recipe_corpus(recipe: RecipeConfig, rank: int = 0, world_size: int = 1) -> Corpus:
@@ -36,15 +36,11 @@ def recipe_corpus(recipe: RecipeConfig, rank: int = 0, world_size: int = 1) -> C
         files = find_files(recipe.data)
         lines, size = read_lines(files, reader)
         return ExampleCorpus(lines, reader, about_files(len(files), size), recipe)
-    return WindowCorpus(_text(recipe, tokenizer), tokenizer, recipe)
+    return WindowCorpus(tokens_of(recipe, tokenizer), tokenizer, recipe)
 
 
-def recipe_text(recipe: RecipeConfig) -> Text:
-    """The recipe's tokens, of text or of a file of tokens."""
-    return _text(recipe, make_tokenizer(recipe.tokenizer))
-
-
-def _text(recipe: RecipeConfig, tokenizer: Tokenizer) -> Text:
+def tokens_of(recipe: RecipeConfig, tokenizer: Tokenizer) -> Text:
+    """The recipe's tokens, of text or of a file of tokens. Raises DataError if they cannot be read."""
     if _all_end_with(TOKEN_FILE, recipe):
         _require_alone(recipe, "a file of tokens")
         path = find_files(recipe.data)[0]
