@@ -33,13 +33,19 @@ from rayzero.cluster.nodes import session
 from rayzero.cluster.nodes.session import answered, ray_answers
 from rayzero.cluster.processes.coordinator import News
 from rayzero.cluster.run import Member, Report, RunState
-from rayzero.cluster.supervision import Failure, Watch, death_of
+from rayzero.cluster.supervision import Failure, Verdict, Watch, death_of
 from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.cluster.upkeep.follower import Follower
 from rayzero.config import RunConfig, ZeroConfig
 from rayzero.errors import ConfigError, DataError, RunFailedError
 from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Role
+
+
+class Call(News):
+    """Its own answer."""
+
+    __hash__ = object.__hash__
 
 
 class EndedRun:
@@ -52,6 +58,7 @@ class EndedRun:
         )
         self.coordinator_life, self.driver_node = "life", "node"
         self.ownership = None
+        self.spares = SimpleNamespace(calls=[])
         self.everybody: list[str] = []
         self.owners: dict[str, Any] = {}
         self.certificates, self.local = SimpleNamespace(warnings=[]), LocalProcesses()
@@ -59,7 +66,7 @@ class EndedRun:
 
     def _take_unread(self, life: str) -> News:
         unread, self.unread = self.unread, []
-        return News(unread, "life")
+        return Call(unread, "life")
 
     def ask(self, calls: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         return calls
@@ -102,7 +109,13 @@ def asked(**told: Any) -> Any:
 
 
 @pytest.mark.parametrize("at", ["a report", "the change"])
-def test_a_signal_while_the_last_reports_are_handed_on_loses_and_doubles_none(at: str) -> None:
+@pytest.mark.parametrize("ended", [False, True], ids=["in the run", "after its end"])
+def test_a_signal_while_reports_are_handed_on_loses_and_doubles_none(
+    ended: bool, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls[-1:], []))  # of reports
+    monkeypatch.setattr(ray, "get", lambda call: call)
+    monkeypatch.setattr(Watch, "verdict", lambda watch, now: Verdict.RUNNING)
     steps: list[int] = []
 
     def stop(where: str) -> None:
@@ -121,7 +134,7 @@ def test_a_signal_while_the_last_reports_are_handed_on_loses_and_doubles_none(at
     follower = Follower(actors, Journal(), request)  # type: ignore[arg-type]
     with interruptible():
         with pytest.raises(SystemExit):
-            follower.finish()
+            follower.finish() if ended else follower.follow()
         follower.take_down(RunState.STOPPED, "interrupted")
     assert steps == list(range(5))
     assert actors.moves == [RunState.STOPPED]
