@@ -49,6 +49,17 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
+class Critic(nn.Module):
+    """A score of every row of logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(VOCAB, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 1, bias=False))
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return self.layers(logits)
+
+
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """Build a model from a seed, in the calling thread. Ranks that are threads share the generator: build outside."""
     torch.manual_seed(seed)
@@ -131,7 +142,6 @@ def oracle(
     world_size: int,
     steps: int,
     max_norm: float | None = None,
-    loss: Callable[[nn.Module, Any], Tensor] = token_loss,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Train an unsharded copy on all ranks' batches; its final state and the norms before clipping."""
     model = copy.deepcopy(model)
@@ -141,7 +151,7 @@ def oracle(
         replicas = []
         for rank in range(world_size):
             optimizer.zero_grad()
-            loss(model, tokens(step, rank)).backward()
+            token_loss(model, tokens(step, rank)).backward()
             replicas.append([p.grad for p in model.parameters()])
         for param, grad in zip(model.parameters(), averaged(replicas), strict=True):
             param.grad = grad

@@ -72,10 +72,10 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, fused=True)
 
 
-def made(model: nn.Module, *, ours: bool, every: bool = False) -> tuple[Any, torch.optim.Optimizer]:
-    """A model that takes no memory of the oracle's, with an optimizer of what is trained, or of every parameter."""
+def made(model: nn.Module, *, ours: bool) -> tuple[Any, torch.optim.Optimizer]:
+    """A model that takes no memory of the oracle's, with an optimizer of what is trained."""
     model = copy.deepcopy(model)
-    params = [p for p in model.parameters() if every or p.requires_grad]
+    params = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(params)
     if not ours:
         return model, optimizer

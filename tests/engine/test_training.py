@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from store.toy import make_spec
-from torch import Tensor, nn
+from torch import nn
 
 import rayzero
 from rayzero.engine.context import RankContext
@@ -27,45 +27,29 @@ from rayzero.telemetry.names import LEARNING_RATE, STEP, STEP_SECONDS
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import run_ranks
 
-from .models import Net, same_bits, seeded, tokens
+from .models import VOCAB, Critic, Net, same_bits, seeded, tokens
 
 adamw = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 
 
-class Critic(nn.Module):
-    """A score of each embedded token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 1, bias=False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+MODELS = [seeded(Net), seeded(Critic)]
 
 
-def adversarial(pair: list[tuple[nn.Module, Any]]) -> list[Tensor]:
-    """The critic learns to tell, then the generator learns through the critic, whose gradients are dropped."""
-    (generator, mine), (critic, its) = pair
-    seen = []
-    for step in range(3):
-        inputs, _ = tokens(step)
-        its.zero_grad()
-        loss = critic(generator(inputs).detach().float()).mean() - critic(torch.ones(4, 8, 32)).mean()
-        loss.backward()
-        its.step()
-        mine.zero_grad()
-        fooled = -critic(generator(inputs).float()).mean()
-        fooled.backward()
-        mine.step()
-        seen += [loss.detach(), fooled.detach()]
-    return seen
+def prepared() -> list[tuple[nn.Module, Any]]:
+    return [rayzero.prepare(model, adamw(model.parameters())) for model in copy.deepcopy(MODELS)]
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    inputs = tokens(0)[0] if hasattr(model, "embed") else torch.ones(4, 8, VOCAB)
+    model(inputs).float().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.last_decision().result()
 
 
 def test_models_that_ranks_prepare_in_another_order_are_told_apart_by_name() -> None:
-    models = [seeded(Net), seeded(Critic)]
-
     def loop(context: RankContext) -> None:
-        for model in copy.deepcopy(models)[:: 1 if context.rank else -1]:
+        for model in copy.deepcopy(MODELS)[:: 1 if context.rank else -1]:
             rayzero.prepare(model, adamw(model.parameters()))
 
     with pytest.raises(HandshakeError, match=r"optimizer \d: rank \d differs from rank \d in layout"):
@@ -74,19 +58,16 @@ def test_models_that_ranks_prepare_in_another_order_are_told_apart_by_name() -> 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
 def test_both_models_of_a_run_are_saved_to_one_checkpoint_and_resume(transport: Any, tmp_path: Path) -> None:
-    models = [seeded(Net), seeded(Critic)]
-    place = tmp_path / "step-3"
-
-    def prepared() -> list[tuple[nn.Module, Any]]:
-        return [rayzero.prepare(model, adamw(model.parameters())) for model in copy.deepcopy(models)]
+    place = tmp_path / "step-1"
 
     def states(pairs: list[tuple[nn.Module, Any]]) -> list[Any]:
         return [(rayzero.full_state_dict(model), optimizer.state_dict()["state"]) for model, optimizer in pairs]
 
     def train(context: RankContext) -> list[Any]:
         pairs = prepared()
-        adversarial(pairs)
-        with pytest.raises(CheckpointError, match=r"model 1 to .*step-3, which is not a checkpoint yet; save"):
+        for pair in pairs:
+            step(*pair)
+        with pytest.raises(CheckpointError, match=r"model 1 to .*step-1, which is not a checkpoint yet; save"):
             rayzero.save_checkpoint(pairs[1][1], place, {})
         told = [rayzero.save_checkpoint(optimizer, place, {"model": i}) for i, (_, optimizer) in enumerate(pairs)]
         assert [info.path for info in told] == [str(place), str(place / "model-1")]
@@ -105,11 +86,8 @@ def test_both_models_of_a_run_are_saved_to_one_checkpoint_and_resume(transport: 
 
 
 def test_a_run_that_ended_between_two_saves_says_so_when_it_is_resumed(tmp_path: Path) -> None:
-    models = [seeded(Net), seeded(Critic)]
-
     def loop(context: RankContext) -> None:
-        pairs = [rayzero.prepare(model, adamw(model.parameters())) for model in copy.deepcopy(models)]
-        rayzero.save_checkpoint(pairs[0][1], tmp_path / "step-0", {})
+        rayzero.save_checkpoint(prepared()[0][1], tmp_path / "step-0", {})
 
     run_ranks(loop, 1, 2)
     with pytest.raises(CheckpointError, match=r"step-0 holds no prepared model 1.*; resume from an earlier checkpoint"):
@@ -117,24 +95,15 @@ def test_a_run_that_ended_between_two_saves_says_so_when_it_is_resumed(tmp_path:
 
 
 def test_a_rank_that_dies_between_two_models_fails_both_by_name() -> None:
-    models = [seeded(Net), seeded(Critic)]
-
     def loop(context: RankContext) -> list[str]:
-        pairs = [rayzero.prepare(model, adamw(model.parameters())) for model in copy.deepcopy(models)]
+        pairs = prepared()
         if context.rank:
             context.close("gone for lunch")
             return []
-
-        def step(model: nn.Module, optimizer: Any, inputs: Tensor) -> None:
-            model(inputs).float().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            optimizer.last_decision().result()
-
         said = []
-        for pair, inputs in zip(pairs, (tokens(0)[0], torch.ones(4, 8, 32)), strict=True):
+        for pair in pairs:
             with pytest.raises(RankLeftError) as failure:
-                step(*pair, inputs)
+                step(*pair)
             said.append(str(failure.value))
         return said
 
@@ -163,11 +132,10 @@ def test_the_models_of_a_run_share_an_owners_memory_budget() -> None:
 
 def test_numbers_of_a_run_are_its_first_models_and_counts_are_of_all() -> None:
     def loop(context: RankContext) -> tuple[float, float, int, int]:
-        net, critic = (
-            rayzero.prepare(model, adamw(model.parameters(), lr=lr))
-            for model, lr in ((seeded(Net), 0.25), (seeded(Critic), 0.5))
-        )
-        adversarial([net, critic])
+        for model, lr in zip(copy.deepcopy(MODELS), (0.25, 0.5), strict=True):
+            pair = rayzero.prepare(model, adamw(model.parameters(), lr=lr))
+            for _ in range(3):
+                step(*pair)
         recorder = context.recorder
         assert isinstance(recorder, MemoryRecorder)
         return recorder.gauge(LEARNING_RATE), recorder.gauge(STEP), recorder.timing(STEP_SECONDS).count

@@ -53,16 +53,16 @@ def goes_on(directory: Path, num_owners: int = 2) -> Continuation:
     return found
 
 
-def killed_at(at: list[Point], directory: Path, folder: Path, *, num_owners: int = 2, who: int = 1) -> Any:
-    """The results of a run in which rank ``who`` dies at each of ``at`` and takes all other processes with it."""
-    one = functools.partial(loop, base=base(), folder=folder, at=tuple(at), who=who, processes=True)
+def killed_at(at: list[Point], directory: Path, folder: Path) -> Any:
+    """The results of a run in which rank 1 dies at each of ``at`` and takes all other processes with it."""
+    one = functools.partial(loop, base=base(), folder=folder, at=tuple(at), who=1, processes=True)
     found: Continuation | None = None
     for _ in at:
-        whole = WholeRun(one, directory, found, num_owners=num_owners)
+        whole = WholeRun(one, directory, found)
         whole.wait_for_a_death()
         whole.kill()
-        found = goes_on(directory, num_owners)
-    results = WholeRun(one, directory, found, num_owners=num_owners).results()
+        found = goes_on(directory)
+    results = WholeRun(one, directory, found).results()
     sweep(directory)
     assert list_slabs(directory) == []
     return results

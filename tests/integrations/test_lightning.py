@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -125,15 +124,6 @@ def metrics_of(trained: Trainer) -> dict[str, float]:
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
     return rayzero.full_state_dict(module)
-
-
-@pytest.fixture
-def one_of_two() -> Iterator[RankContext]:
-    """A rank as a loop sees it, of a run that no test prepares a model in."""
-    before = rank_zero_only.rank
-    with running_in(RankContext(rank=1, world_size=2)) as context:
-        yield context
-    rank_zero_only.rank = before
 
 
 CASES: dict[str, tuple[type[Learner], dict[str, Any]]] = {

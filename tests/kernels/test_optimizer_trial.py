@@ -41,16 +41,60 @@ class Each(torch.optim.Optimizer):
                     p.sub_(group["lr"] * self.direction(p, p.grad, self.state[p], group))
 
 
-class InBlocks(Each):
-    """From 4,096 elements on, an element's step depends on its block of 256, as states in 8 bits do."""
+Direction = Callable[[Tensor, Tensor, dict[str, Any], dict[str, Any]], Tensor]
 
-    def direction(self, p, grad, state, group):
-        if p.numel() < 4096:
-            return grad
-        flat = grad.reshape(-1)
-        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % 256)).view(-1, 256)
-        scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-9)
-        return ((blocks / scale * 127).round() / 127 * scale).view(-1)[: flat.numel()].view_as(grad)
+
+def going(direction: Direction) -> type[Each]:
+    """A class whose steps go in this direction."""
+    return type("Going", (Each,), {"direction": lambda self, *given: direction(*given)})
+
+
+def in_blocks(p: Tensor, grad: Tensor, state: Any, group: Any) -> Tensor:
+    """From 4,096 elements on, an element's step depends on its block of 256, as states in 8 bits do."""
+    if p.numel() < 4096:
+        return grad
+    flat = grad.reshape(-1)
+    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % 256)).view(-1, 256)
+    scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-9)
+    return ((blocks / scale * 127).round() / 127 * scale).view(-1)[: flat.numel()].view_as(grad)
+
+
+def centred_if(when: Callable[..., bool]) -> Direction:
+    return lambda p, grad, state, group: grad - grad.mean() if when(p, state, group) else grad
+
+
+def every_tenth(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> bool:
+    state["count"] = state.get("count", 0) + 1
+    return state["count"] % 10 == 0
+
+
+def cosine(p: Tensor, grad: Tensor) -> Tensor:
+    return torch.nn.functional.cosine_similarity(grad.reshape(1, -1), p.reshape(1, -1)).abs()
+
+
+MIXES: dict[str, Direction] = {
+    "in blocks of large parameters": in_blocks,
+    "large matrices": lambda p, grad, *_: grad / grad.norm(dim=0) if p.dim() == 2 and min(p.shape) >= 128 else grad,
+    "tall matrices": centred_if(lambda p, *_: p.dim() == 2 and p.shape[0] > p.shape[1]),
+    "wide matrices": centred_if(lambda p, *_: p.dim() == 2 and p.shape[0] < p.shape[1]),
+    "filters": centred_if(lambda p, *_: p.dim() == 4),
+    "single numbers": lambda p, grad, *_: torch.zeros_like(grad) if p.dim() == 0 else grad,
+    "gradients orthogonal to weights": lambda p, grad, *_: grad * 0.5 if cosine(p, grad) < 1e-6 else grad,
+    "gradients along weights": lambda p, grad, *_: grad * (1 + 1e-3 * p.norm()) if cosine(p, grad) > 0.99 else grad,
+    "large gradients": lambda p, grad, *_: grad / max(1.0, float(grad.square().mean().sqrt()) / 5),
+    "every tenth step": centred_if(every_tenth),
+    "after the rate has changed": centred_if(
+        lambda p, state, group: group["lr"] < state.setdefault("first", group["lr"])
+    ),
+}
+
+
+@pytest.mark.parametrize("mixes", MIXES)
+def test_a_class_that_mixes_elements_now_and_then_is_found(mixes: str) -> None:
+    cls = going(MIXES[mixes])
+    assert try_class(OptimizerMaker(cls), OPTIONS).scope is Scope.PARAMETER
+    with pytest.raises(UnsupportedError, match="Going cannot run on shards: it is not element-wise"):
+        require_elementwise(OptimizerMaker(cls), OPTIONS)
 
 
 class KeepsBlocks(Each):
@@ -59,84 +103,6 @@ class KeepsBlocks(Each):
     def direction(self, p, grad, state, group):
         state["largest"] = torch.zeros(p.numel() // 64) if p.numel() >= 4096 else torch.zeros_like(p)
         return grad
-
-
-class Factored(Each):
-    """Factors matrices of at least 128 x 128."""
-
-    def direction(self, p, grad, state, group):
-        return grad / grad.norm(dim=0) if p.dim() == 2 and min(p.shape) >= 128 else grad
-
-
-class Tall(Each):
-    """Treats matrices differently that have more rows than columns."""
-
-    def direction(self, p, grad, state, group):
-        return grad - grad.mean() if p.dim() == 2 and p.shape[0] > p.shape[1] else grad
-
-
-class Wide(Each):
-    def direction(self, p, grad, state, group):
-        return grad - grad.mean() if p.dim() == 2 and p.shape[0] < p.shape[1] else grad
-
-
-class Filters(Each):
-    """Centres the gradients of 4D parameters."""
-
-    def direction(self, p, grad, state, group):
-        return grad - grad.mean() if p.dim() == 4 else grad
-
-
-class Scalars(Each):
-    """Leaves single numbers alone."""
-
-    def direction(self, p, grad, state, group):
-        return torch.zeros_like(grad) if p.dim() == 0 else grad
-
-
-class Orthogonal(Each):
-    """Projects where gradients are orthogonal to the weights."""
-
-    def direction(self, p, grad, state, group):
-        cosine = torch.nn.functional.cosine_similarity(grad.reshape(1, -1), p.reshape(1, -1)).abs()
-        return grad * 0.5 if cosine < 1e-6 else grad
-
-
-class Aligned(Orthogonal):
-    def direction(self, p, grad, state, group):
-        cosine = torch.nn.functional.cosine_similarity(grad.reshape(1, -1), p.reshape(1, -1)).abs()
-        return grad * (1 + 1e-3 * p.norm()) if cosine > 0.99 else grad
-
-
-class ClipsItself(Each):
-    def direction(self, p, grad, state, group):
-        return grad / max(1.0, float(grad.square().mean().sqrt()) / 5)
-
-
-class EveryTenth(Each):
-    """Mixes elements in every tenth step."""
-
-    def direction(self, p, grad, state, group):
-        state["count"] = state.get("count", 0) + 1
-        return grad - grad.mean() if state["count"] % 10 == 0 else grad
-
-
-class FollowsRate(Each):
-    """Mixes elements once its rate has changed."""
-
-    def direction(self, p, grad, state, group):
-        state.setdefault("first", group["lr"])
-        return grad - grad.mean() if group["lr"] < state["first"] else grad
-
-
-@pytest.mark.parametrize(
-    "cls",
-    [InBlocks, Factored, Tall, Wide, Filters, Scalars, Orthogonal, Aligned, ClipsItself, EveryTenth, FollowsRate],
-)
-def test_a_class_that_mixes_elements_now_and_then_is_found(cls: type[Each]) -> None:
-    assert try_class(OptimizerMaker(cls), OPTIONS).scope is Scope.PARAMETER
-    with pytest.raises(UnsupportedError, match=rf"{cls.__name__} cannot run on shards: it is not element-wise"):
-        require_elementwise(OptimizerMaker(cls), OPTIONS)
 
 
 class Queue(Each):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.models import VOCAB, Net, token_loss, tokens
+from engine.models import VOCAB, Critic, Net, token_loss, tokens
 from engine.schedules import SCHEDULERS
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -59,17 +59,6 @@ def averaged_by_tokens(run: Run, step: int) -> Tensor:
 
 
 # ---- several models ---------------------------------------------------------------------------------------------
-
-
-class Critic(nn.Module):
-    """A score of every row of logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(VOCAB, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 1, bias=False))
-
-    def forward(self, logits: Tensor) -> Tensor:
-        return self.layers(logits)
 
 
 def adversarial(run: Run) -> list[Tensor]:
