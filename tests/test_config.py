@@ -29,7 +29,7 @@ from rayzero.config import (
     read_yaml,
 )
 from rayzero.config.zero import SHORT_NAMES
-from rayzero.errors import ConfigError, UnsupportedError
+from rayzero.errors import ConfigError
 
 
 def error_line(make: Callable[[], Any]) -> str:
@@ -255,22 +255,6 @@ def test_a_config_inside_another_is_checked_as_itself() -> None:
     assert "did you mean 'precision'" in line
 
 
-@pytest.mark.parametrize(
-    ("settings", "setting"),
-    [
-        ({"overlap": "backward"}, "overlap='backward'"),
-    ],
-)
-def test_what_is_not_there_yet_is_refused_by_name(settings: dict[str, Any], setting: str) -> None:
-    config = ZeroConfig(**settings)
-    with pytest.raises(UnsupportedError) as caught:
-        config.require_supported()
-    message = str(caught.value)
-    assert message.startswith(setting)
-    assert "; use " in message or "; leave " in message
-    assert "\n" not in message
-
-
 def test_the_part_of_the_optimizer_that_stays_on_the_host() -> None:
     assert ZeroConfig().host_fraction == 1.0
     assert ZeroConfig(offload_fraction=0.3).host_fraction == 0.3
@@ -278,11 +262,6 @@ def test_the_part_of_the_optimizer_that_stays_on_the_host() -> None:
     assert ZeroConfig.from_yaml("offload_fraction: 0").host_fraction == 0.0
     for wrong in (-0.1, 1.1, float("nan")):
         assert "offload_fraction is" in error_line(lambda wrong=wrong: ZeroConfig(offload_fraction=wrong))
-
-
-def test_the_default_config_is_supported() -> None:
-    ZeroConfig().require_supported()
-    ZeroConfig(precision="bf16", overlap="none", transport="grpc", offload_params=False).require_supported()
 
 
 def test_scaling_and_run_settings_are_checked() -> None:

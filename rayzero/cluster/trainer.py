@@ -100,7 +100,6 @@ class ZeroTrainer:
         self._on_phase = on_phase
         self._make_row = make_row
         self._saves_checkpoints = saves_checkpoints
-        self._zero.require_supported()
         if self._zero.transport == "inproc":
             raise UnsupportedError(
                 "transport='inproc' only reaches owners in the same process, but a trainer's owners are separate "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Unpack
@@ -14,10 +13,9 @@ from pydantic import Field, model_validator
 from rayzero.config.arguments import ZeroArguments, ZeroSetters
 from rayzero.config.base import GIB, MIB, Count, Flag, Mebibytes, Names, Positive, Seconds, Share, Size
 from rayzero.config.choices import AutoMemoryStrategy, CpuCompressionMethod
-from rayzero.errors import UnsupportedError
 
 Precision = Literal["fp32", "bf16", "fp16"]
-Overlap = Literal["none", "forward", "backward"]
+Overlap = Literal["none", "forward"]
 Nonfinite = Literal["skip", "raise"]
 Spread = Literal["balanced", "round_robin", "contiguous"]
 Transport = Literal["auto", "inproc", "grpc", "shm"]
@@ -117,8 +115,7 @@ class ZeroConfig(ZeroSetters):
 
     overlap: Overlap = "forward"
     """"forward": step() returns at once and the update runs under the next forward. "none": step() waits for the
-    update, as it always does in a script alone on a CPU, where both need the same cores. "backward" is refused by name
-    for now."""
+    update, as it always does in a script alone on a CPU, where both need the same cores."""
 
     max_grad_norm: Positive | None = None
     """Every step() clips the global gradient norm to this, in the same message as the finish; None: no clipping."""
@@ -264,12 +261,6 @@ class ZeroConfig(ZeroSetters):
             return None
         return math.floor(self.cpu_memory_budget / Fraction(str(self.compression_ratio)))
 
-    def require_supported(self) -> None:
-        """Raise UnsupportedError, which names the setting and what to use, for values that RayZero cannot do yet."""
-        for field, value, instead in _NOT_YET:
-            if getattr(self, field) == value:
-                raise UnsupportedError(f"{field}={_plain(value)} is not supported yet; {instead}")
-
 
 SHORT_NAMES = {"compression": "cpu_compression", "memory_strategy": "auto_memory_management"}
 """Settings whose setters have a short name, too."""
@@ -286,10 +277,3 @@ def _setter(method: str, setting: str) -> Callable[[ZeroConfig, Any], ZeroConfig
 
 for _short, _setting in ({name: name for name in ZeroConfig.model_fields} | SHORT_NAMES).items():
     setattr(ZeroConfig, f"with_{_short}", _setter(f"with_{_short}", _setting))
-
-
-_NOT_YET: tuple[tuple[str, object, str], ...] = (("overlap", "backward", "use overlap='forward' or 'none'"),)
-
-
-def _plain(value: object) -> str:
-    return repr(value.value if isinstance(value, StrEnum) else value)

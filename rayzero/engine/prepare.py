@@ -118,7 +118,6 @@ def prepare(
     context = get_context()
     _refuse_torn(context)
     config = config or context.config or ZeroConfig()
-    config.require_supported()
     check_moments(config.moments, type(optimizer), optimizer.param_groups)
     _check_fraction(config, context)
     _refuse_prepared(model, optimizer)

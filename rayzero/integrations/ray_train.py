@@ -221,7 +221,6 @@ def optimizer_actors(
 
 
 def _check(config: ZeroConfig) -> None:
-    config.require_supported()
     if config.host_fraction < 1:
         raise UnsupportedError(
             f"offload_fraction={config.host_fraction:g} needs owners in the ranks' processes, which Ray Train starts; "
