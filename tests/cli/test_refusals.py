@@ -125,7 +125,7 @@ def trained(tmp_path: Path) -> Path:
         (["init_from=nowhere"], "no weights at"),
         (["init_from=."], "has neither model.safetensors nor model.safetensors.index.json; it has empty.txt"),
         (["init_from=of_another.safetensors"], "does not fit this GPT: it lacks"),
-        (["zero.overlap=backward"], "zero.overlap is 'backward' but must be 'none' or 'forward'"),
+        (["zero.overlap=backward"], "overlap is 'backward' but must be 'none' or 'forward'"),
         (["zero.transport=inproc", "--run-dir", "tin"], "transport='inproc' only reaches owners in the same process"),
         (["zero=hello"], "zero must be a group of settings"),
         (["run=5"], "run must be a group of settings"),
