@@ -178,13 +178,14 @@ class RoundLanding:
         self.pushes = Rounds[Round]()
         self.generation = 0  # grows with each attempt: those of the last one count no more
         self.covered = 0  # rounds of the attempt that is being asked for that are in the total, and need not come
+        self._left = 0  # rounds of this attempt that are in the total, and gone from here
         self._coming: Tensor | None = None  # what the next push may write
         self._adding = False
 
     @property
     def is_scattered(self) -> bool:
         """Whether gradients are not in the memory of rank or owner."""
-        return any(isinstance(each.gradient, ScatteredShard) for each in self.pushes.each)
+        return bool(self.pushes.each) and isinstance(self.pushes.each[-1].gradient, ScatteredShard)
 
     def counted(self, rank: int, step: int) -> int:
         """How many pushes of ``rank`` in an attempt at ``step`` are here, or in the total."""
@@ -206,9 +207,11 @@ class RoundLanding:
 
     def leave(self, rounds: int) -> list[Tensor]:
         """The first ``rounds`` are in the total. Returns the memory that this frees; the pushes still count."""
-        freed = [each.gradient for each in self.pushes.each[:rounds] if isinstance(each.gradient, Tensor)]
-        for each in self.pushes.each[:rounds]:
+        gone = self.pushes.each[self._left : rounds]
+        freed = [each.gradient for each in gone if isinstance(each.gradient, Tensor)]
+        for each in gone:
             each.gradient = None
+        self._left = max(self._left, rounds)
         return freed
 
     def admit(self, push: Contribution) -> Admission:
@@ -242,7 +245,7 @@ class RoundLanding:
         landed."""
         memory = [each.gradient for each in dropped if isinstance(each.gradient, Tensor)]
         memory += [] if self._coming is None else [self._coming]
-        self._coming = None
+        self._coming, self._left = None, 0
         self.generation += 1
         return memory
 

@@ -176,7 +176,8 @@ class RankCalls:
             await context.write(await _first_notice(stream))
             while True:
                 published, error = await stream.next()
-                if error is not None or not self._sees(request.rank):
+                stream.hears_totals = not self._sees(request.rank)
+                if error is not None or stream.hears_totals:
                     await context.write(_notice(published, error))
         finally:
             model.published.close(stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 
 from rayzero.errors import RayZeroError, TransferError
@@ -17,6 +18,7 @@ class PublishStream:
         self._pending = dict(known)
         self._error = error
         self._is_over = False
+        self.hears_totals = True  # False: it sees in shared memory what is in totals
         self._news = asyncio.Event()
         self._news.set()  # the first message says what is published, even if that is nothing
 
@@ -55,6 +57,9 @@ class PublishStreams:
         self._loop = loop
         self._known: dict[int, Published] = {}  # by shard
         self._error: RayZeroError | None = None
+        self._lock = threading.Lock()  # held while ``_totals`` changes
+        self._totals: dict[int, int] = {}  # by shard, what is in its total that was not told yet
+        self._anyone = True  # perhaps, somebody hears that
         self._streams: set[PublishStream] = set()
         self._newest: dict[str, PublishStream] = {}  # by listener, while it is open
 
@@ -78,8 +83,10 @@ class PublishStreams:
         if older is not None:
             self._streams.discard(older)
             older.end()
+        self._tell_totals()  # those that nobody has heard
         stream = self._newest[listener] = PublishStream(listener, self._known, self._error)
         self._streams.add(stream)
+        self._anyone = True
         return stream
 
     def close(self, stream: PublishStream) -> None:
@@ -89,17 +96,26 @@ class PublishStreams:
             del self._newest[stream.listener]
 
     def total(self, shard: int, word: int) -> None:
-        """Tell every listener what is in a shard's total (``total_word``)."""
-        self._loop.call_soon_threadsafe(self._tell_total, shard, word)
+        """Tell listeners what is in a shard's total (``total_word``): several at once, as it comes often."""
+        with self._lock:
+            asked, self._totals[shard] = bool(self._totals), word
+        if not asked and self._anyone:
+            self._loop.call_soon_threadsafe(self._tell_totals)
 
-    def _tell_total(self, shard: int, word: int) -> None:
-        if shard in self._known:
-            self._tell([self._known[shard]._replace(total=word)])
+    def _tell_totals(self) -> None:
+        with self._lock:
+            totals, self._totals = self._totals, {}
+        self._anyone = any(stream.hears_totals for stream in self._streams)
+        told = [self._known[shard]._replace(total=word) for shard, word in totals.items() if shard in self._known]
+        self._known.update((each.shard, each) for each in told)
+        for stream in self._streams if told else ():
+            if stream.hears_totals:
+                stream.add(told)
 
     def _tell(self, published: Sequence[Published]) -> None:
         for each in published:
             before = self._known.get(each.shard)
-            self._known[each.shard] = each if before is None or each.total else each._replace(total=before.total)
+            self._known[each.shard] = each if before is None else each._replace(total=before.total)
         for stream in self._streams:
             stream.add([self._known[each.shard] for each in published])
 

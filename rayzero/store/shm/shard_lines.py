@@ -155,11 +155,14 @@ class SlabTotalLine:
     def __init__(self, line: int, present: torch.Tensor, kept: _KeptTotal, keeper: object) -> None:
         """``line``: its address. ``present``: (2, slices of the shard), uint8. ``kept``: of all lines."""
         self._line, self._present, self._kept, self._keeper = line, present, kept, keeper
+        self._written: list[tuple[bool, ...]] = [(), ()]  # of ``present``, by this process
 
     def write(self, word: int, digest: int, present: tuple[bool, ...]) -> None:
         """See ``TotalLine.write``."""
         before, which = load_acquire_64(self._line + WHOLE), word >> 1 & 1
-        self._present[which] = torch.tensor(present, dtype=torch.uint8, device="cpu")
+        if self._written[which] != present:
+            self._present[which] = torch.tensor(present, dtype=torch.uint8, device="cpu")
+            self._written[which] = present
         store_release_64(self._line + DIGESTS[which], digest)
         held = before & 1 if before >> WORD_STEP == word >> WORD_STEP else 0
         store_release_64(self._line + WHOLE, word | held)

@@ -157,15 +157,21 @@ class SharedPlan:
 
     def gradients(self) -> ArenaPlan:
         """A rank's gradients: ``POOL``, if owners keep totals, and the units' homes: the first by unit index, those of
-        further rounds by (unit index, their number). Each is contiguous, on its own pages."""
+        further rounds by (unit index, their number). Each is contiguous; a pool and first homes are on their own pages.
+        Further homes, of which few have pages at any time, are in one file: a rank has few open."""
         adds = adds_up(self.spec.world_size, self.spec.accumulation_steps)
         trained = [unit for unit in self.spec.layout.units if unit.trainable]
         pieces = [SlabPiece(key=u.index, numel=u.numel, dtype=gradient_dtype(u, adds)) for u in trained]
         if has_totals(self.spec.world_size):
             pieces.insert(0, SlabPiece(key=POOL, numel=pool_bytes(self.spec.layout), dtype=torch.uint8))
-            for number in range(1, most_rounds(self.spec.accumulation_steps)):
-                pieces += [SlabPiece(key=(u.index, number), numel=u.numel, dtype=u.dtype) for u in trained]
-        return plan_arena([SlabGroup(pieces=(piece,), align=PAGE) for piece in pieces])
+        rounds = most_rounds(self.spec.accumulation_steps) if has_totals(self.spec.world_size) else 1
+        more = [
+            SlabPiece(key=(unit.index, number), numel=unit.numel, dtype=unit.dtype)
+            for number in range(1, rounds)
+            for unit in trained
+        ]
+        groups = [SlabGroup(pieces=(piece,), align=PAGE) for piece in pieces]
+        return plan_arena([*groups, SlabGroup(pieces=tuple(more), align=PAGE)] if more else groups)
 
     def gradient_memory(self, gradients: Arena) -> GradientMemory:
         """A rank's gradients where its slabs are mapped."""

@@ -262,7 +262,8 @@ class RoundRegion:
         self.memory, self._pages, self._planned = memory, pages, spec.accumulation_steps
         self._pool = None if memory.pool is None else GradientPool(memory.pool.nbytes)
         self._pooling = threading.Lock()  # held while the pool, ``_places`` or ``_writing`` changes
-        self._places: dict[tuple[int, int], None] = {}  # (unit, place) of ranges that are given, the oldest first
+        # (unit, place) of ranges that are given, the oldest first -> the count of the push there; 0: none yet
+        self._places: dict[tuple[int, int], int] = {}
         self._writing: set[int] = set()  # units of which a push is being written, or is soon
         self._units = {unit.index: _Unit(unit) for unit in spec.layout.units if unit.trainable}
         self.units = tuple(self._units)
@@ -296,7 +297,7 @@ class RoundRegion:
             if self._pages is not None:
                 self._pages.allocate(unit, number)
             place = AT_HOME - number
-        self._places[unit, place] = None
+        self._places[unit, place] = 0
         return place
 
     def _free(self, unit: int, place: int) -> None:
@@ -311,25 +312,23 @@ class RoundRegion:
 
     def held(self, unit: int | None = None) -> Sequence[tuple[int, int]]:
         """See ``GradientRegion.held``."""
+        every = unit is None or self._pool is not None
         with self._pooling:
-            places = [each for each in self._places if self._pool is not None or unit in (None, each[0])]
-            there = {
-                (unit, each.place): each.count for unit in {unit for unit, _ in places} for each in self.pushed(unit)
-            }
-        return [(unit, there[unit, place]) for unit, place in places if (unit, place) in there]
+            return [(of, count) for (of, _), count in self._places.items() if count and (every or of == unit)]
 
     def given(self, unit: int, count: int) -> Pushed | None:
         """See ``GradientRegion.given``."""
-        with self._pooling:
-            pushes = () if unit in self._writing else self.pushed(unit)
-        return pushes[count - 1] if count <= len(pushes) and pushes[count - 1].place != IN_TOTAL else None
+        found = self._units[unit]
+        with self._pooling, found.lock:
+            pushes = [] if unit in self._writing else found.pushes.each
+            return pushes[count - 1] if count <= len(pushes) and pushes[count - 1].place != IN_TOTAL else None
 
     def give_back(self, unit: int, pushed: Pushed, note: Callable[[Sequence[Pushed]], None]) -> None:
         """See ``GradientRegion.give_back``."""
         found = self._units[unit]
         with self._pooling, found.lock:
             here = found.pushes.each
-            if unit in self._writing or pushed not in here or pushed.place == IN_TOTAL:
+            if unit in self._writing or pushed.place == IN_TOTAL or not _has(here, pushed):
                 return
             here[pushed.count - 1] = replace(pushed, place=IN_TOTAL)
             note(tuple(here))
@@ -368,7 +367,9 @@ class RoundRegion:
             if memory.data_ptr() != grads.data_ptr():
                 memory.copy_(grads)
         now = Pushed(step=push.step, attempt=push.attempt, count=push.seq + 1, presence=push.presence, place=place)
-        with found.lock:
+        with self._pooling, found.lock:
+            if place != IN_TOTAL:
+                self._places[push.unit, place] = now.count
             found.scattered = ref(grads) if isinstance(grads, ScatteredUnit) else None
             found.next = None if place == found.next_place else found.next
             found.pushes.each.append(now)
@@ -403,5 +404,10 @@ class RoundRegion:
     def copy(self, unit: int, pushed: Pushed, shards: Sequence[Shard]) -> Tensor | None:
         """See ``GradientRegion.copy``."""
         with self._units[unit].lock:
-            memory = self.memory.at(unit, pushed.place) if pushed in self._units[unit].pushes.each else None
+            memory = self.memory.at(unit, pushed.place) if _has(self._units[unit].pushes.each, pushed) else None
             return None if memory is None else _copy_of(memory, shards)
+
+
+def _has(pushes: Sequence[Pushed], pushed: Pushed) -> bool:
+    """Whether ``pushed`` is one of a unit's pushes of an attempt."""
+    return pushed.count <= len(pushes) and pushes[pushed.count - 1] == pushed
