@@ -20,7 +20,7 @@ from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.testing import run_ranks
 
-from .models import Batches, Net, same_bits, seeded, tokens
+from .models import Batches, Net, fit, same_bits, seeded
 
 STEPS = 7
 
@@ -217,9 +217,7 @@ def test_in_a_run_the_steps_and_objects_are_those_of_the_first_model(tmp_path: P
         rayzero.track(loader=loader)
         begun = context.step, loader.at
         for model, optimizer in [*pairs, pairs[0]]:
-            F.cross_entropy(model(tokens(0)[0]).flatten(0, 1), tokens(0)[1].flatten()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            fit(model, optimizer, [0])
         loader.at += 4
         if context.resume is None:
             for _, optimizer in pairs:
