@@ -29,9 +29,9 @@ def test_a_thousand_ranks_written_out() -> None:
     # 63 owners may be on other hosts: as a door to them 4 connections and an eventfd, and as much from their doors
     doors = 63 * 2 * (1 + 4 + 1) + 63 * 2 * (1 + 4)
     assert files_of_owner(1000, 64, 0) == PROCESS + ENTERING + 1000 * 2 * (1 + 4) + 64 * 2 + 2 + 64 * 2 + doors
-    assert files_of_rank(256, 7) == PROCESS + 256 * 2 * (1 + 4 + 1) + 7 * 6
+    assert files_of_rank(256, 7) == PROCESS + 256 * 2 * (1 + 4 + 1) + 7 * 5
     # one owner: 2 threads a direction may all be for it
-    assert files_of_owner(10, 1, 3) == PROCESS + ENTERING + 10 * 2 * (1 + 4) + 2 + 2 + 2 + 3 * 6
+    assert files_of_owner(10, 1, 3) == PROCESS + ENTERING + 10 * 2 * (1 + 4) + 2 + 2 + 2 + 3 * 5
 
 
 def test_the_needs_of_each_process() -> None:
