@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -28,6 +30,7 @@ from rayzero.protocol.messages import (
 )
 from rayzero.protocol.store import ParameterStore
 
+RUN = os.environ.setdefault("RAYZERO_TEST_RUN", f"toy {secrets.token_hex(4)}")  # tests of other rows run beside
 WAIT = 20.0  # seconds after which a test is broken; nothing here takes one
 
 ADAMW = "torch.optim.adamw:AdamW"
@@ -81,7 +84,7 @@ def make_spec(
     names = [slot.name for unit in units for slot in unit.slots]
     group_of = tuple(tuple(names.index(slot.name) % len(hyper) for slot in unit.slots) for unit in units)
     spec = ModelSpec(
-        run="toy",
+        run=RUN,
         layout=ModelLayout(units=units, shard_numel=shard_numel),
         world_size=world_size,
         optimizer=ADAMW,
