@@ -27,6 +27,7 @@ from torch import Tensor
 from rayzero.errors import AccumulationError
 from rayzero.layout.model_layout import ALIGN, ModelLayout, SlotSlice, UnitLayout, aligned
 from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, ModelSpec, Pushed
+from rayzero.protocol.rounds import NewestAttempt
 
 POOL_ALIGN = 256  # bytes: a range of a pool begins at a multiple
 _WIDE = 1 << 16  # elements
@@ -109,7 +110,7 @@ def pool_bytes(layout: ModelLayout) -> int:
     return sum(map(pool_room, sizes[-2:]))
 
 
-class GradientSum:
+class GradientSum(NewestAttempt):
     """The sum of one rank's pushes in one attempt at a step, over a whole unit or a shard of it.
 
     Knows pushes, their order and which parameters have a gradient; not who reads the memory, or when it is free.
@@ -123,8 +124,6 @@ class GradientSum:
     ) -> None:
         """``memory``: 1D, the range's elements. ``slices``: the parameters that lie in it."""
         self.unit, self.memory, self.dtype = unit, memory, memory.dtype
-        self.step, self.attempt = -1, 0
-        self.count = 0  # pushes of that attempt whose bytes are here
         self.presence = 0  # bit i set: slot i of the unit has a gradient here
         self._slices = slices
         self._all = sum(1 << part.slot for part in slices)
@@ -135,18 +134,6 @@ class GradientSum:
         """The sum over a whole unit: ``memory`` has unit.numel elements."""
         slices = [SlotSlice(slot=i, start=s.start, stop=s.stop, param_start=0) for i, s in enumerate(unit.slots)]
         return cls(unit, memory, slices)
-
-    def is_older(self, push: Contribution | Pushed) -> bool:
-        """Whether ``push`` belongs to an attempt before the current one."""
-        return (push.step, push.attempt) < (self.step, self.attempt)
-
-    def count_of(self, step: int, attempt: int) -> int:
-        """How many pushes of that attempt have their bytes here."""
-        return self.count if (self.step, self.attempt) == (step, attempt) else 0
-
-    def is_stale(self, push: Contribution) -> bool:
-        """Whether ``push`` is a repeat or from an older attempt, so that it is dropped."""
-        return self.is_older(push) or push.seq < self.count_of(push.step, push.attempt)
 
     def lands(self, push: Contribution) -> bool:
         """Whether the bytes of ``push`` may go into the memory as they are, because there is nothing to add them to."""

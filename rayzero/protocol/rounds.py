@@ -1,4 +1,4 @@
-"""One rank's pushes in an attempt, each by itself: see [Note: totals] in protocol/gradient_sum.py."""
+"""One rank's pushes in its newest attempt, also each by itself: see [Note: totals] in protocol/gradient_sum.py."""
 
 from __future__ import annotations
 
@@ -9,19 +9,11 @@ from rayzero.protocol.messages import Contribution, Pushed
 T = TypeVar("T")
 
 
-class Rounds(Generic[T]):
-    """What is there of each push of one rank, of a unit or a shard, in its newest attempt.
+class NewestAttempt:
+    """Which pushes of one rank's newest attempt are there: the first ``count``."""
 
-    Knows which pushes are there; not memory. Calls must not overlap."""
-
-    def __init__(self) -> None:
-        self.step, self.attempt = -1, 0
-        self.each: list[T] = []  # by sequence number
-
-    @property
-    def count(self) -> int:
-        """How many pushes of that attempt are there."""
-        return len(self.each)
+    step, attempt = -1, 0
+    count = 0
 
     def is_older(self, push: Contribution | Pushed) -> bool:
         """Whether ``push`` belongs to an attempt before the current one."""
@@ -34,6 +26,20 @@ class Rounds(Generic[T]):
     def is_stale(self, push: Contribution) -> bool:
         """Whether ``push`` is a repeat or from an older attempt, so that it is dropped."""
         return self.is_older(push) or push.seq < self.count_of(push.step, push.attempt)
+
+
+class Rounds(NewestAttempt, Generic[T]):
+    """What is there of each push of one rank, of a unit or a shard, in its newest attempt.
+
+    Knows which pushes are there; not memory. Calls must not overlap."""
+
+    def __init__(self) -> None:
+        self.each: list[T] = []  # by sequence number
+
+    @property
+    def count(self) -> int:  # type: ignore[override]  # it follows from ``each``, and nothing else sets it
+        """How many pushes of that attempt are there."""
+        return len(self.each)
 
     def open(self, push: Contribution | Pushed) -> list[T]:
         """Begin the attempt of ``push``, unless it is the current one; returns what was there of another one."""

@@ -11,6 +11,7 @@ import xxhash
 from torch import Tensor
 
 from rayzero.protocol.lives import ATTEMPTS
+from rayzero.protocol.messages import Pushed
 
 WORD_STEP, _WORD_ATTEMPT = 32, 16  # bits of a word below them
 MOST_ROUNDS = (1 << _WORD_ATTEMPT - 1) - 1
@@ -58,6 +59,11 @@ def total_word(step: int, attempt: int, rounds: int) -> int:
     """63 bits and a 0 for what a rank needs to know of a total, or for what it has pushed: the total has that if its
     word is not less. ``attempt``: of a total the lowest one, of ``rounds`` pushes theirs."""
     return (step + 1) << WORD_STEP | attempt % ATTEMPTS << _WORD_ATTEMPT | rounds << 1
+
+
+def has_pushed(word: int, pushed: Pushed) -> bool:
+    """Whether a total with this ``total_word`` has what a rank has pushed."""
+    return word >= total_word(pushed.step, pushed.attempt, pushed.count)
 
 
 def digest_of(summands: Summands) -> int:

@@ -122,22 +122,25 @@ class LeadQuestions:
 
     def _answered(self, method: str, questions: Sequence[_Question], asked: Future[Any]) -> None:
         error, left = asked.exception(), dict(enumerate(questions))
-        answers = [] if error is not None else [(at, each) for each in asked.result().answers for at in each.questions]
-        answered = [(left.pop(at), answer) for at, answer in answers if at in left]
-        over = list(left.values()) if error is not None else []
-        with self._lock:
-            ended = {id(each) for each in (*over, *(question for question, _ in answered))}
-            self._asked[method] = [each for each in self._asked[method] if id(each) not in ended]
+        if error is not None:  # the link is over, or the epoch
+            self._end(method, questions)
+            for question in questions:
+                fail(question.answer, error)
+            return
+        answered = [(left.pop(at), each) for each in asked.result().answers for at in each.questions if at in left]
+        self._end(method, [question for question, _ in answered])
         for question, answer in answered:
             if answer.HasField("failure"):
                 fail(question.answer, from_failure(answer.failure))
             else:
                 settle(question.answer, answer.response)
-        for question in over:  # the link is over, or the epoch
-            assert error is not None
-            fail(question.answer, error)
-        if error is None and left:  # the lead has made these wait
+        if left:  # the lead has made these wait
             self._call(method, list(left.values()))
+
+    def _end(self, method: str, ended: Sequence[_Question]) -> None:
+        """These have answers: a rank that has one may ask again at once."""
+        with self._lock:
+            self._asked[method] = [each for each in self._asked[method] if each not in ended]
 
     def describe(self, timeout_s: float) -> Future[str]:
         """Ask the lead what it waits for; does not block. The future ends within ``timeout_s`` seconds."""

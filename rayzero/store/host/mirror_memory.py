@@ -20,7 +20,7 @@ from rayzero.errors import HandshakeError
 from rayzero.layout.model_layout import Shard
 from rayzero.memory.planner import check_shared
 from rayzero.protocol.messages import Published, Pushed, SharedPaths
-from rayzero.protocol.totals import total_word
+from rayzero.protocol.totals import has_pushed
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.header import SlabFacts, check_header, lay_out_slab
 from rayzero.slabs.slab import Slab
@@ -46,8 +46,7 @@ class MirrorLines:
 
     def in_total(self, shard: int, pushed: Pushed) -> bool:
         """Whether what a rank has pushed is in a shard's total."""
-        there = load_acquire_64(self._totals + _WORD_BYTES * shard)
-        return there >= total_word(pushed.step, pushed.attempt, pushed.count)
+        return has_pushed(load_acquire_64(self._totals + _WORD_BYTES * shard), pushed)
 
     @classmethod
     def attach(cls, plan: SharedPlan, memory: SharedPaths, who: str, *, writable: bool) -> MirrorLines:

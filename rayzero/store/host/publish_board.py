@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rayzero.concurrency.futures import fail, settle
 from rayzero.errors import RayZeroError
 from rayzero.protocol.messages import Published, Pushed
-from rayzero.protocol.totals import total_word
+from rayzero.protocol.totals import has_pushed
 
 
 @dataclass(eq=False, slots=True)
@@ -66,7 +66,7 @@ class PublishBoard:
     def in_total(self, shard: int, pushed: Pushed) -> bool:
         """Whether what a rank has pushed is in a shard's total."""
         with self._lock:
-            return self._totals.get(shard, 0) >= total_word(pushed.step, pushed.attempt, pushed.count)
+            return has_pushed(self._totals.get(shard, 0), pushed)
 
     def copied(self, shards: Iterable[int]) -> None:
         """These shards are read in a copy of this host: what counts is not what their owners publish, or have, but what

@@ -267,50 +267,51 @@ class RankCalls:
     async def finish(self, request: pb.FinishRequest, context: Context) -> pb.FinishResponse:
         """One rank has pushed everything; answers when all ranks have."""
         answer = await self._answer("Finish", request.report.rank, request, context)
-        return answer or pb.FinishResponse(waiting=self._waiting())
+        return answer or pb.FinishResponse(waiting=_waiting(self._model))
 
     async def commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         """One rank asks for the decision; answers when all have."""
         answer = await self._answer("Commit", request.rank, request, context)
-        return answer or pb.CommitResponse(waiting=self._waiting())
+        return answer or pb.CommitResponse(waiting=_waiting(self._model))
 
     async def get_decision(self, request: pb.GetDecisionRequest, context: Context) -> pb.GetDecisionResponse:
         """The recorded decision, once there is one."""
         answer = await self._answer("GetDecision", _rank_of(context), request, context)
-        return answer or pb.GetDecisionResponse(waiting=self._waiting())
+        return answer or pb.GetDecisionResponse(waiting=_waiting(self._model))
 
     async def discard(self, request: pb.DiscardRequest, context: Context) -> pb.DiscardResponse:
         """Reopen a step."""
         answer = await self._answer("Discard", request.rank, request, context)
-        return answer or pb.DiscardResponse(waiting=self._waiting())
+        return answer or pb.DiscardResponse(waiting=_waiting(self._model))
 
     async def begin_save(self, request: pb.SaveRequest, context: Context) -> pb.BeginSaveResponse:
         """Begin a checkpoint; answers when every rank has asked, and owners keep the version."""
         answer = await self._answer("BeginSave", request.rank, request, context)
-        return answer or pb.BeginSaveResponse(waiting=self._waiting())
+        return answer or pb.BeginSaveResponse(waiting=_waiting(self._model))
 
     async def save(self, request: pb.SaveRequest, context: Context) -> pb.SaveResponse:
         """Write a checkpoint; answers when it is complete."""
         answer = await self._answer("Save", request.rank, request, context)
-        return answer or pb.SaveResponse(waiting=self._waiting())
+        return answer or pb.SaveResponse(waiting=_waiting(self._model))
 
     async def write(self, request: pb.WriteRequest, context: Context) -> pb.WriteResponse:
         """Change a unit; answers when it is changed for all ranks."""
         answer = await self._answer("Write", request.rank, request, context)
-        return answer or pb.WriteResponse(waiting=self._waiting())
+        return answer or pb.WriteResponse(waiting=_waiting(self._model))
 
     async def mean(self, request: pb.MeanRequest, context: Context) -> pb.MeanResponse:
         """One rank's part of a mean; answers when all ranks have given theirs."""
         answer = await self._answer("Mean", request.rank, request, context)
-        return answer or pb.MeanResponse(waiting=self._waiting())
+        return answer or pb.MeanResponse(waiting=_waiting(self._model))
 
     async def _answer(self, method: str, rank: int, request: Any, context: Context) -> Any:
         """The response to a call that a rank may repeat; None: not yet."""
         answer = self._model.repeats.once(rank, method, request, partial(self._model.steps.begin, method, request))
         return answer.result() if await ended(answer, _patience_s(self._model, context)) else None
 
-    def _waiting(self) -> pb.Waiting:
-        return pb.Waiting(on=self._model.require_lead().describe())
+
+def _waiting(model: ServedModel) -> pb.Waiting:
+    return pb.Waiting(on=model.require_lead().describe())
 
 
 def _patience_s(model: ServedModel, context: Context) -> float:
@@ -439,8 +440,7 @@ class OwnerCalls:
         for answer in begun.values():
             await ended(answer, left_s())
         answers = answers_to(begun)
-        waiting = None if answers else pb.Waiting(on=self._model.require_lead().describe())
-        return pb.AskResponse(answers=answers, waiting=waiting)
+        return pb.AskResponse(answers=answers) if answers else pb.AskResponse(waiting=_waiting(self._model))
 
     def _begin(self, method: str, rank: int, life: int, asked: Any) -> Future[Any]:
         """Begin to answer what a rank asks in its ``life``. Raises StoreClosedError if that is over."""

@@ -170,7 +170,6 @@ class ServedModel:
         self.copied.discard(rank)
         if self.shared is not None:
             self.shared.leave(rank)
-        self._leave_door(rank)
         if self.leads and self.lead is not None:
             self.lead.lose(rank)
 
@@ -256,15 +255,9 @@ class ServedModel:
         self.ranks.left(rank)
         if self.shared is not None:
             self.shared.leave(rank)
-        self._leave_door(rank)
         self.service.left(rank, reason)
         if self.leads and self.lead is not None:
             self.lead.leave(rank, reason)
-
-    def _leave_door(self, rank: int) -> None:
-        """Ask nothing more for a rank; after its last questions were read."""
-        if self.door is not None:
-            self.door.leave(rank)
 
     # ---- the end
 

@@ -111,8 +111,7 @@ class RemoteConnection:
         self._plan: SharedPlan | None = None  # after attach
         self._repeats: RepeatedPushes | None = None  # after attach, if this rank keeps what it pushes
         self._loop: LoopHistory | None = None  # after attach
-        self._bring: Callable[[Write], Future[None]] | None = None  # after attach, if this host has a copy
-        self._copied: tuple[int, ...] = ()  # the owners of which it has one
+        self._copied: tuple[int, ...] = ()  # the owners of which this host has a copy, after attach
 
     # ---- handshake
 
@@ -189,12 +188,12 @@ class RemoteConnection:
         back_at = self._open_step(plan) if self._terms.life else None
         threads = self._memory.adding_threads(on_gpu=page_lock)
         mirror = self._handshake.share(shared.offer(), back_at, away, threads)
-        self._bring, self._copied = None, ()
+        self._copied = ()
         if isinstance(mirror, SharedPaths):  # first: what is in the copy must not be missed
             self._board.copied(shard.index for owner in away for shard in plan.shards_of(owner))
         if self._memory.meet_mirror(mirror):
             self._ways.mirror(away, shared)
-            self._bring, self._copied = self._bring_written, tuple(away)
+            self._copied = tuple(away)
             for owner in away:
                 self._mute(self._links[owner])
 
@@ -255,7 +254,7 @@ class RemoteConnection:
             senders=self._senders,
             lead=self._lead,
             windows=self._memory.windows,
-            bring=self._bring,
+            bring=self._bring_written if self._copied else None,
             finished=self._memory.shared.finished if self._memory.summed and self._memory.shared else None,
             gradients=self._memory.gradients,
             keeps_pushed=self._terms.outlives_owners and bool(self._senders),

@@ -27,7 +27,7 @@ from rayzero.errors import HandshakeError
 from rayzero.kernels.stamps import STAMP, TileStamps
 from rayzero.layout.model_layout import Shard
 from rayzero.protocol.messages import FormerShard, Published, Pushed
-from rayzero.protocol.totals import MOST_ROUNDS, WORD_STEP, Total, total_word
+from rayzero.protocol.totals import MOST_ROUNDS, WORD_STEP, Total, has_pushed
 from rayzero.slabs.slab import Slab
 from rayzero.store.shm.shared_plan import KEPT_BYTES, LINE_BYTES, ON_DEVICE, SLICE_BYTES, SharedPlan
 from rayzero.store.shm.signals import changed, load_acquire_64, store_release_64
@@ -238,4 +238,4 @@ class TotalLines:
         if shard not in self._line:
             return False
         whole = load_acquire_64(self._line[shard] + WHOLE)
-        return not whole & 1 and whole >= total_word(pushed.step, pushed.attempt, pushed.count)
+        return not whole & 1 and has_pushed(whole, pushed)

@@ -50,7 +50,7 @@ class LinkDownError(StallError):
 
 
 class LinkUser(Protocol):
-    """What a link tells of. Every call comes in a thread of the link's."""
+    """The object that a link belongs to. The link calls it, in a thread of its own."""
 
     @property
     def succeeds(self) -> bool:
@@ -89,7 +89,7 @@ class OwnerLink:
         user: LinkUser,
         recorder: Recorder,
     ) -> None:
-        """``user``: hears of the link."""
+        """``user``: which the link calls."""
         self._met: ProcessIdentity | None = _NOBODY
         self.owner, self.caller = owner, caller
         self.name = f"optimizer {owner} at {address}" + (f" for prepared model {terms.model}" if terms.model else "")

@@ -401,6 +401,8 @@ class SharedOwner:
             self._look_at(gone)
         if gone.questions is not None:  # the rank's next life has the same cells here
             gone.questions.close()
+        if self.door is not None:
+            self.door.leave(rank)
         for slab in gone.slabs:
             slab.close()
 
