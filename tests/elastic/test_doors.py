@@ -160,10 +160,11 @@ def test_a_door_that_is_killed_is_replaced_and_no_bit_changes(tmp_path: Path, ca
 
 @needs_memory
 @pytest.mark.promise("scalable", "hosts")
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("wanted", "there"),
-    [({"step_2": 1}, [1]), ({"step_2": 1, "step_5": 2}, [1]), ({"step_2": 3, "step_5": 1}, [1])],
-    ids=["an owner becomes a door", "and an owner again", "two processes part"],
+    [({"step_2": 1}, [1]), ({"step_2": 3, "step_5": 1}, [1]), ({"step_2": 1, "step_5": 2}, [1])],
+    ids=["an owner becomes a door", "two processes part", "an owner becomes a door and an owner again"],
 )
 def test_after_a_change_every_host_with_ranks_has_an_owner(
     wanted: dict[str, int], there: list[int], tmp_path: Path

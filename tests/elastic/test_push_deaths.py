@@ -45,7 +45,7 @@ DEATHS = {
 }
 
 
-@pytest.mark.spread(2, second=6)
+@pytest.mark.spread(1, second=6)
 @pytest.mark.parametrize("faults", DEATHS.values(), ids=DEATHS)
 def test_a_death_around_the_sums_of_a_host_changes_no_bit(
     faults: tuple[Fault, ...], expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture

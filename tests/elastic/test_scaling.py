@@ -391,7 +391,7 @@ CELLS = {
 }
 
 
-@pytest.mark.spread(2, second=45)
+@pytest.mark.spread(1, second=45)
 @pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 def test_a_death_while_owners_change_changes_no_bit(
     cell: Cell, tmp_path: Path, undisturbed: Any, caplog: pytest.LogCaptureFixture

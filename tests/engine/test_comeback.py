@@ -343,7 +343,7 @@ RESUMED: tuple[tuple[Point, ...], ...] = (
 )
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("names", [newest, newest_at_first])
 @pytest.mark.parametrize("deaths", RESUMED)
 @pytest.mark.parametrize("transport", ["inproc", "grpc", pytest.param("shm", marks=needs_shm)])

@@ -622,7 +622,7 @@ CASES = [
     Case("exception in forward", failed_forward),
     Case("exception in backward, dropped", failed_backward, backwards=2),
     Case("exception in backward, kept", failed_backward_kept, backwards=2),
-    Case("torch.compile of the model", compiled("whole", "aot_eager"), once=True),
+    Case("torch.compile of the model", compiled("whole", "aot_eager"), once=True, thorough=True),
     Case("torch.compile of blocks", compiled("blocks", "aot_eager"), once=True),
     Case("torch.compile of blocks, inductor", compiled("blocks", "inductor"), once=True, thorough=True, tolerance=1e-6),
 ]

@@ -39,7 +39,7 @@ def spec(accumulation_steps: int, run: str) -> ModelSpec:
     return spec_of(run, accumulation_steps=accumulation_steps)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("seed", "ranks", "num_owners", "accumulation_steps"),
     [(0, "grpc", 1, 1), (1, "grpc", 2, 3), (2, "mixed", 2, 1), (3, "mixed", 1, 3)],

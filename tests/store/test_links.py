@@ -199,6 +199,7 @@ def test_pauses_grow_to_two_seconds_and_differ() -> None:
     assert list(islice(backoff(), 9)) != list(islice(backoff(), 9))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("lead", [True, False])
 def test_a_link_that_stays_down_ends_waits_that_stall_and_is_named(lead: bool) -> None:
     spec = toy_spec(2)

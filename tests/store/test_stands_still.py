@@ -83,6 +83,7 @@ def stand_still(pid: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("away", [0, 1])
 @pytest.mark.parametrize("way", WAYS)
 def test_an_owner_that_stands_still_is_named_by_whatever_waits_for_it(way: str, away: int, slab_dir: Path) -> None:
@@ -127,6 +128,7 @@ def stops_in_its_second_step(ctx: RankContext) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_that_stands_still_is_named_and_its_process_ended(way: Literal["grpc", "shm"]) -> None:
     before = {child.pid for child in psutil.Process().children()}
