@@ -17,7 +17,7 @@ from typing import TypeVar
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.writer import discard_staging
 from rayzero.concurrency.deferring_lock import DeferringLock
-from rayzero.concurrency.futures import fail, failed, settle, settled, when_all
+from rayzero.concurrency.futures import DONE, fail, failed, settle, settled, when_all
 from rayzero.errors import RayZeroError, StepMismatchError, StoreClosedError, StoreError
 from rayzero.lead.checkpoints import CheckpointRequest, CheckpointRequests
 from rayzero.lead.decide import agreed, check_hyper, decide, nonfinite_error, total_norm
@@ -600,10 +600,7 @@ class StepLead:
         error in a mean fails the ranks that request it, not the run."""
         try:
             with self._lock:
-                if self._failure is not None:
-                    raise self._failure
-                if self._spec is None or rank not in range(self._spec.world_size):
-                    raise StoreError(f"rank {rank} has not attached")
+                self._check_mean(rank)
                 if self._pauses:
                     return self._ahead.wait(rank, 0, lambda: self.mean(rank, number, given))
                 future = self._means.ask(rank, number, given)
@@ -612,6 +609,26 @@ class StepLead:
                 return future
         except RayZeroError as exc:
             return failed(exc)
+
+    def know_mean(self, rank: int, number: int, given: MeanInput) -> Future[None]:
+        """What a rank's former life gave to its ``number``th mean: if the lead that made the mean has died, too, others
+        may still wait for it. Done when it is known; the rank does not wait for the mean."""
+        try:
+            with self._lock:
+                self._check_mean(rank)
+                if self._pauses:
+                    return self._ahead.wait(rank, 0, lambda: self.know_mean(rank, number, given))
+                self._means.know(rank, number, given)
+                self._end_means()
+                return DONE
+        except RayZeroError as exc:
+            return failed(exc)
+
+    def _check_mean(self, rank: int) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._spec is None or rank not in range(self._spec.world_size):
+            raise StoreError(f"rank {rank} has not attached")
 
     def _end_means(self) -> None:
         if self._spec is not None:

@@ -66,9 +66,10 @@ class Means:
         return mine
 
     def know(self, rank: int, number: int, given: MeanInput) -> None:
-        """A rank has told a former life of the lead what it gave to a call. It does not wait there: if it has had no
-        answer, it asks again."""
-        self._calls.setdefault(number, _Call(number)).give(rank, given)
+        """A rank has told a former life of the lead what it gave to a call, or a former life of the rank has. It does
+        not wait there: if it has had no answer, it asks again."""
+        if number > self._forgotten:
+            self._calls.setdefault(number, _Call(number)).give(rank, given)
 
     def forget(self, rank: int) -> None:
         """A rank has died: what it gave to means that are not made yet counts no more."""

@@ -188,6 +188,12 @@ class ParameterStore(Protocol):
         it."""
         ...
 
+    def give_again(self, number: int, given: MeanInput) -> Future[None]:
+        """Say what a former life of this rank gave to the ``number``th mean, which this one does not ask for: if the
+        lead that made it is dead, ranks that have not had its answer wait for this rank's part. Done when it is
+        known."""
+        ...
+
     def close(self, reason: str = "closed") -> None:
         """Leave the run: the other ranks' pending finish fails at once, by name. Idempotent."""
         ...

@@ -282,6 +282,10 @@ class LocalLead:
         """See ``LeadLine.mean``."""
         return self._watched(awaited, self._lead.mean(self._rank, number, given))
 
+    def give_again(self, awaited: str, number: int, given: MeanInput) -> Future[None]:
+        """See ``LeadLine.give_again``."""
+        return self._watched(awaited, self._lead.know_mean(self._rank, number, given))
+
     def _watched(self, awaited: str, answer: Future[T]) -> Future[T]:
         return self._watch.watch(answer, awaited, lambda _: settled(self._lead.describe()))
 

@@ -98,6 +98,12 @@ TOGETHER = {
     "a-successor-that-redoes": (killed("optimizer 1", "owner.apply", 2), killed("optimizer 1", "owner.redo", 1, 1)),
     "a-successor-mid-adam-again": (killed("optimizer 1", "owner.adam", 3), killed("optimizer 1", "owner.adam", 1, 1)),
     "a-lead's-successor": (killed("optimizer 0", "lead.record", 3), killed("optimizer 0", "owner.attach", 2, 1)),
+    "the-lead-with-a-mean-that-one-rank-has-had": (
+        killed("rank 0", "rank.mean-asked", 3),
+        killed("rank 1", "rank.pushed-last", 4),  # in its next life it does not ask again
+        Fault("rank 0", "rank.mean", "delay", 1, 1, seconds=2.0),  # until that has begun
+        killed("optimizer 0", "lead.mean", 7),
+    ),
     "a-rank-that-comes-back": (killed("rank 1", "rank.finish", 2), killed("rank 1", "rank.attached", 1, 1)),
     "a-rank-while-an-owner-is-replaced": (
         killed("optimizer 1", "owner.adam", 2),

@@ -97,6 +97,27 @@ def test_a_mean_that_a_rank_had_before_is_no_call_that_others_have_to_make(lead:
     assert lead.finish(report(0), None).result(WAIT) == norm.result(WAIT)
 
 
+def test_a_mean_that_a_dead_rank_had_is_made_again_for_others(lead: StepLead, spec: ModelSpec) -> None:
+    """Rank 1 has had it and has gone on, and then has died with the lead: its new life says what it had given."""
+    given = [MeanInput(names=(), shape=(), values=(value,), weight=1.0) for value in (1.0, 3.0)]
+    lead.attach(0, spec, told=Told(means=((1, given[0]),)))
+    lead.attach(1, spec)
+    asked = lead.mean(0, 1, given[0])
+    assert not asked.done()
+    lead.know_mean(1, 1, given[1]).result(WAIT)
+    assert asked.result(WAIT) == (2.0,)
+
+
+def test_a_rank_that_gives_to_a_mean_again_waits_for_nobody_in_it(lead: StepLead, spec: ModelSpec) -> None:
+    """Else a rank that waits for its norm meanwhile would be taken for one that makes calls in another order."""
+    given = MeanInput(names=(), shape=(), values=(1.0,), weight=1.0)
+    lead.attach(0, spec, told=SILENT)
+    lead.attach(1, spec)
+    norm = lead.finish(report(0), None)
+    lead.know_mean(1, 1, given).result(WAIT)
+    assert lead.finish(report(1), None).result(WAIT) == norm.result(WAIT)
+
+
 def test_a_rank_without_a_predecessor_of_the_lead_ends_the_wait(lead: StepLead, spec: ModelSpec) -> None:
     """It has come back in a new life, and has told this lead nothing."""
     lead.attach(0, spec, told=SILENT)

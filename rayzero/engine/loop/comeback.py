@@ -17,7 +17,7 @@ from rayzero.engine.optimizer.param_groups import ResumedGroups
 from rayzero.engine.start.buffers import fill_buffers
 from rayzero.engine.units.written_units import WrittenUnits
 from rayzero.errors import StateLostError, UntrackedError
-from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, Attached, LoopState
+from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, Attached, LoopState, MeanInput
 from rayzero.protocol.store import ParameterStore
 
 State = Mapping[str, Any]  # as LoopKeeper takes it
@@ -49,11 +49,29 @@ class Comeback:
         return ResumedGroups(saved, names, f"the state kept at step {self.step}")
 
     def restore(self, store: ParameterStore, model: nn.Module, device: torch.device, writes: WrittenUnits) -> None:
-        """Put back generators, buffers, the numbers of means and saves, and what the user had written."""
+        """Put back generators, buffers, the numbers of means and saves, and what the user had written, and give again
+        to means what the former life gave; waits until the lead knows it."""
         if self.state is not None:
             put_back(self.state, store, model, device)
             for index, values in self.state["written"]:
                 writes.restore(index, values)
+            for number, given in self.means:
+                store.give_again(number, given).result()
+
+    @property
+    def means(self) -> list[tuple[int, MeanInput]]:
+        """The former life's calls of ``mean_over_ranks`` between its last commit and its next forward: their numbers,
+        and what was given."""
+        if self.state is None:
+            return []
+        given = [MeanInput(**{**call, "values": tuple(call["values"].tolist())}) for call in self.state["calls"]]
+        return list(enumerate(given, self.state["means"] - len(given) + 1))
+
+
+def call_state(given: MeanInput) -> State:
+    """A call of ``mean_over_ranks`` as a state has it, bit for bit."""
+    values = torch.tensor(given.values, dtype=torch.float64, device="cpu")
+    return {"names": given.names, "shape": given.shape, "values": values, "weight": given.weight}
 
 
 def put_back(state: State, store: ParameterStore, model: nn.Module, device: torch.device) -> None:

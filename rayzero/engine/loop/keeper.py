@@ -20,6 +20,8 @@ weights leaves no trace; from there on it is the iteration's end, done once.
 them; others begin the next one, and it does. Nothing in the loop says where the border is. But before its forward the
 new life makes exactly the calls behind the border, and with the same values, because it computes the same: its calls
 tell where they begin. Where several places fit (two flags that are 0), the lead must have one result for all of them.
+Those that it does not make again another rank may still wait for, if the lead has died, too: so it gives all of them
+again (``Comeback.restore``), and waits for none.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from typing import Any
 import torch
 
 from rayzero.checkpoint.state_values import to_bytes
-from rayzero.engine.loop.comeback import Comeback, State, put_back
+from rayzero.engine.loop.comeback import Comeback, State, call_state, put_back
 from rayzero.engine.loop.rank_state import generator_states, set_generator_states
 from rayzero.engine.loop.reports import RecentReports
 from rayzero.engine.loop.tracked import Tracked
@@ -113,10 +115,11 @@ class LoopKeeper:
         self._optimizer, self._tracked, self._reports, self._comeback = optimizer, tracked, reports, comeback
         self._engine = optimizer.engine
         self._returns = comeback is not None and comeback.state is not None  # and has not begun a forward
-        self._means: list[str] = []  # keys of the calls of mean_over_ranks since the last commit
+        self._means: list[MeanInput] = []  # of the calls of mean_over_ranks since the last commit
         self._repeated: RepeatedMeans | None = None  # [Note: calls before a forward]
         if comeback is not None and comeback.state is not None:
-            self._repeated = RepeatedMeans(self._engine.rank, comeback.state["calls"], comeback.state["means"])
+            made = [key_of(given) for _, given in comeback.means]
+            self._repeated = RepeatedMeans(self._engine.rank, made, comeback.state["means"])
         self._open: int | None = None  # the step whose state lacks its second part
         self._too_large = False
         self.repeating = comeback is not None and comeback.at_commit is not None  # [Note: an unfinished iteration]
@@ -165,7 +168,7 @@ class LoopKeeper:
                 RNG_AT_FORWARD: generator_states(self._engine.device),
                 "buffers": persistent_buffers(self._engine.model),
                 "written": self._written(),
-                "calls": self._means,
+                "calls": [call_state(given) for given in self._means],
             }
             self._keep(step, AT_FORWARD, self._after_tail() | rest)
 
@@ -174,7 +177,7 @@ class LoopKeeper:
         store = self._engine.store
         if self._repeated is None:
             if self._open is not None:
-                self._means.append(key_of(given))
+                self._means.append(given)
             return store.mean(given).result()
         means = []
         for number in self._repeated.next(given):

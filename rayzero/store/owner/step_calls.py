@@ -112,8 +112,10 @@ class StepCalls:
     def _mean(self, request: pb.MeanRequest) -> Future[pb.MeanResponse]:
         if (size := request.ByteSize()) > 2 * MEAN_BYTES:  # with all that is not counted there
             raise StoreError(f"rank {request.rank} gives {size:,} bytes to a mean, which has at most {MEAN_BYTES:,}")
-        mean = self._answering.require_lead().mean(request.rank, request.number, translate.mean_from_pb(request))
-        return then(mean, self._averaged)
+        lead, given = self._answering.require_lead(), translate.mean_from_pb(request)
+        if request.former:
+            return then(lead.know_mean(request.rank, request.number, given), lambda _: self._averaged(()))
+        return then(lead.mean(request.rank, request.number, given), self._averaged)
 
     # ---- from the lead
 

@@ -128,6 +128,10 @@ class LeadLine(Protocol):
         """Ask for this rank's ``number``th mean over all ranks, counted from 1."""
         ...
 
+    def give_again(self, awaited: str, number: int, given: MeanInput) -> Future[None]:
+        """Say what a former life of this rank gave to that mean."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:

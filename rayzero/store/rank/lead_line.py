@@ -131,6 +131,12 @@ class RemoteLead:
         self._history.mean(number, given)
         return self._ask(awaited, "Mean", request, lambda answer: tuple(answer.mean.values))
 
+    def give_again(self, awaited: str, number: int, given: MeanInput) -> Future[None]:
+        """See ``LeadLine.give_again``."""
+        request = translate.mean_to_pb(self._rank, number, given, former=True)
+        self._history.mean(number, given)
+        return self._ask(awaited, "Mean", request, lambda _: None)
+
     def _ask(self, awaited: str, method: str, request: Any, read: Callable[[Any], T]) -> Future[T]:
         """``read``: turns the response into the result."""
         return self._epochs.make(partial(self._ask_once, awaited, method, request, read))

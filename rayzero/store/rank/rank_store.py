@@ -501,6 +501,10 @@ class RankStore:
         number = self.means
         return self._ask_lead(lambda lead: lead.mean(f"the mean of {given}", number, given))
 
+    def give_again(self, number: int, given: MeanInput) -> Future[None]:
+        """Say what a former life gave to a mean; see ``ParameterStore.give_again``."""
+        return self._ask_lead(lambda lead: lead.give_again(f"the lead to hear of a mean of {given}", number, given))
+
     # ---- the loop's state
 
     def repeat(self, decided: int) -> None:

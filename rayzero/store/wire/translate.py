@@ -254,10 +254,16 @@ def write_from_pb(write: pb.Write) -> Write:
     return Write(version=write.version, unit=write.unit, kind=write.kind, digest=write.digest)
 
 
-def mean_to_pb(rank: int, number: int, given: MeanInput) -> pb.MeanRequest:
-    """A rank's input to its ``number``th mean."""
+def mean_to_pb(rank: int, number: int, given: MeanInput, *, former: bool = False) -> pb.MeanRequest:
+    """A rank's input to its ``number``th mean. ``former``: see ``ParameterStore.give_again``."""
     return pb.MeanRequest(
-        rank=rank, number=number, names=given.names, shape=given.shape, values=given.values, weight=given.weight
+        rank=rank,
+        number=number,
+        names=given.names,
+        shape=given.shape,
+        values=given.values,
+        weight=given.weight,
+        former=former,
     )
 
 

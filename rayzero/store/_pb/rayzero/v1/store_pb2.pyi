@@ -665,20 +665,22 @@ class SaveResponse(_message.Message):
     def __init__(self, checkpoint: _Optional[_Union[SaveResponse.Checkpoint, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
 
 class MeanRequest(_message.Message):
-    __slots__ = ("rank", "number", "names", "shape", "values", "weight")
+    __slots__ = ("rank", "number", "names", "shape", "values", "weight", "former")
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    FORMER_FIELD_NUMBER: _ClassVar[int]
     rank: int
     number: int
     names: _containers.RepeatedScalarFieldContainer[str]
     shape: _containers.RepeatedScalarFieldContainer[int]
     values: _containers.RepeatedScalarFieldContainer[float]
     weight: float
-    def __init__(self, rank: _Optional[int] = ..., number: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., shape: _Optional[_Iterable[int]] = ..., values: _Optional[_Iterable[float]] = ..., weight: _Optional[float] = ...) -> None: ...
+    former: bool
+    def __init__(self, rank: _Optional[int] = ..., number: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., shape: _Optional[_Iterable[int]] = ..., values: _Optional[_Iterable[float]] = ..., weight: _Optional[float] = ..., former: bool = ...) -> None: ...
 
 class MeanResponse(_message.Message):
     __slots__ = ("mean", "waiting")
