@@ -59,22 +59,30 @@ def base() -> nn.Module:
     return nn.Sequential(nn.Embedding(64, 64), Block(64), Block(64), nn.Linear(64, 64))
 
 
-def loop(context: RankContext, model: nn.Module, folder: Path, steps: int, keeps: int = sys.maxsize) -> Any:
-    """Train ``steps`` steps, in whichever life: until the file "end" says how many, if ``steps`` is 0. ``keeps``: how
-    many losses and means it remembers."""
+def loop(
+    context: RankContext, model: nn.Module, folder: Path, steps: int, backwards: int = 1, keeps: int = sys.maxsize
+) -> Any:
+    """Train ``steps`` steps of ``backwards`` each, in whichever life: until the file "end" says how many steps, if
+    ``steps`` is 0. ``keeps``: how many losses and means it remembers."""
     torch.set_num_threads(1)  # the bits of a matrix product depend on it
     model = copy.deepcopy(model)
     (folder / "run").write_text(context.run)
-    config = ZeroConfig(units=["Block", "Embedding"], shard_bytes="16KiB")  # large units have shards of several owners
+    config = ZeroConfig(
+        units=["Block", "Embedding"],
+        shard_bytes="16KiB",  # large units have shards of several owners
+        gradient_accumulation_steps=backwards,
+    )
     model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
     scheduler, seen = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9), Seen()
     rayzero.track(scheduler=scheduler, seen=seen)
     step = context.step
     place = os.open(folder / f"at-{context.rank}", os.O_CREAT | os.O_RDWR)
     while step < (steps or end_of(folder)):
-        tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(1000 * step + context.rank))
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
+        for part in range(backwards):
+            seed = 1000 * step + RANKS * part + context.rank
+            tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(seed))
+            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            (loss / backwards).backward()
         seen.losses = [*seen.losses, loss.item()][-keeps:]
         if step % 2:
             optimizer.clip_grad_norm_(0.5)
