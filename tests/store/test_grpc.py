@@ -44,10 +44,9 @@ from rayzero.store.owner.calls.long_polls import WAITING_CALLS, Repeats
 from rayzero.store.owner.handlers import RankCalls
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.lead_line import RemoteLead
-from rayzero.store.rank.owner_table import OwnerTable
+from rayzero.store.rank.owner_table import OwnerTable, connect_store
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RankTerms, RemoteConnection
-from rayzero.store.rank.select import connect_store
 from rayzero.store.wire import rpc, translate
 from rayzero.store.wire.rpc import (
     _CODES,

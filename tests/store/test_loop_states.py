@@ -18,7 +18,7 @@ from rayzero.slabs.slab import Slab
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.channel import Channel
 from rayzero.store.host.links.owner_link import OwnerLink
-from rayzero.store.rank.history.loop_history import LoopHistory, newest
+from rayzero.store.rank.loop_history import LoopHistory, newest
 from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.shm import loop_slab
 from rayzero.store.shm.former_ranks import remove_former_lives

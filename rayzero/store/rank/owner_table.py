@@ -1,16 +1,25 @@
-"""Where a rank finds its owners."""
+"""Where a rank finds its owners, and over which transport it reaches them."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from rayzero.concurrency.futures import DONE
+from rayzero.config import ZeroConfig
+from rayzero.errors import UnsupportedError
 from rayzero.protocol.ownership import Ownership
+from rayzero.protocol.store import ParameterStore
+from rayzero.security.credentials import Identity
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RankTerms, RemoteConnection
+from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.telemetry.recorder import Recorder
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -71,3 +80,51 @@ class OwnerTable:
 
         threading.Thread(target=go, name="rayzero-next-epoch", daemon=True).start()
         return over
+
+
+def connect_store(
+    rank: int,
+    table: OwnerTable,
+    *,
+    token: str,
+    config: ZeroConfig,
+    recorder: Recorder,
+    model: int = 0,
+    life: int = 0,
+    ranks_here: Sequence[int] = (),
+    outlives_owners: bool = False,
+    tls: Identity | None = None,
+) -> ParameterStore:
+    """Make a rank's store for owners in other processes, which are where ``table`` says. ``model``: the prepared
+    model's number. ``life``: how often the rank has died and was started again. ``ranks_here``: the ranks of
+    this one's host, itself included; empty: it is alone. ``outlives_owners``: ``table`` will be
+    told of successors. ``tls``: what the rank shows to owners at addresses that it protects; None: no TLS.
+
+    Raises UnsupportedError if ``config.transport`` cannot reach them."""
+    if config.transport == "inproc":
+        raise UnsupportedError(
+            "transport='inproc' needs the owners in the rank's own process; on a cluster use 'auto' or 'grpc'"
+        )
+    share = config.shared_directory
+    reason = why_no_sharing(share) if share is not None else "transport='grpc' is set"
+    if config.transport == "shm" and reason is not None:
+        raise UnsupportedError(f"transport='shm' does not work here: {reason}; use 'auto' or 'grpc'")
+    if reason is not None:
+        level = logging.INFO if share is None else logging.WARNING  # shared memory was wanted
+        log.log(level, "rank %d uses gRPC to every owner: %s", rank, reason)
+
+    terms = RankTerms(
+        token=token,
+        tls=tls,
+        model=model,
+        life=life,
+        stall_timeout=config.stall_timeout,
+        wire_compression=config.wire_compression,
+        share=share if reason is None else None,
+        share_with_all=config.transport == "shm",
+        host_push=config.pushes_for_host if reason is None else "never",
+        ranks_here=ranks_here,
+        outlives_owners=outlives_owners,
+        recorder=recorder,
+    )
+    return table.connect(rank, terms)

@@ -26,11 +26,11 @@ from rayzero.store.host.stall import StallWatch
 from rayzero.store.rank.connection import GradientSender, Joined
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.handshake import Handshake
-from rayzero.store.rank.history.loop_history import LoopHistory
-from rayzero.store.rank.history.repeated_pushes import RepeatedPushes
 from rayzero.store.rank.lead_line import RemoteLead
+from rayzero.store.rank.loop_history import LoopHistory
 from rayzero.store.rank.memory.rank_memory import RankMemory
 from rayzero.store.rank.rank_store import closed_error
+from rayzero.store.rank.repeated_pushes import RepeatedPushes
 from rayzero.store.rank.ways import Ways
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate

@@ -1,10 +1,18 @@
-"""Which way leads from a rank to each owner: over gRPC, through the owner's memory, or through what its host has."""
+"""Which way leads from a rank to each owner: over gRPC, through the owner's memory, or through its host's copy."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
-from rayzero.errors import RayZeroError
+from torch import Tensor
+
+from rayzero.codecs.record import codec_of, read_record, used_bytes
+from rayzero.concurrency.gather import Gather
+from rayzero.errors import RayZeroError, StoreClosedError
+from rayzero.layout.model_layout import Shard, UnitLayout
+from rayzero.protocol.messages import COMPUTE
 from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.push_order import PushOrder
@@ -13,8 +21,104 @@ from rayzero.store.host.transfers.fetches import TransferThreads
 from rayzero.store.host.transfers.wire import WireTransfers
 from rayzero.store.rank.connection import GradientSender, Transfers
 from rayzero.store.rank.memory.shared_memory import SharedRank
-from rayzero.store.rank.transfers.shared import SharedTransfers
+from rayzero.store.traffic import count_bytes
 from rayzero.telemetry.recorder import Recorder
+
+_COPIERS = 2  # threads that copy one fetch
+
+
+class SharedTransfers:
+    """``Transfers`` for an owner of this host, or one whose parameters have a copy here.
+
+    Knows where the owner's shards are mapped; not units of several owners, or pushes."""
+
+    def __init__(
+        self,
+        owner: int,
+        shared: SharedRank,
+        wire: WireTransfers,
+        *,
+        board: PublishBoard,
+        copies: ThreadPoolExecutor,
+        recorder: Recorder,
+        copied: bool = False,
+    ) -> None:
+        """``wire``: carries initial values, writes and states. ``copies``: the threads that copy. ``copied``: the owner
+        is on another host."""
+        self._board, self._counted = board, "host" if copied else "shm"
+        self.transport = wire.transport if copied else "shm"
+        self.owner, self._shared, self._wire, self._copies, self._recorder = owner, shared, wire, copies, recorder
+
+    def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
+        """See ``Transfers``."""
+        self._wire.load(gather, unit, shards, values)
+
+    def stage(
+        self,
+        gather: Gather,
+        unit: int,
+        shards: list[Shard],
+        version: int,
+        kind: str,
+        values: Tensor,
+        made: Future[None],
+    ) -> None:
+        """See ``Transfers``."""
+        self._wire.stage(gather, unit, shards, version, kind, values, made)
+
+    def content(self, shards: Sequence[Shard], version: int) -> int | None:
+        """See ``Transfers``."""
+        return self._wire.content(shards, version)
+
+    def published(self, awaited: str, shards: Sequence[Shard], version: int) -> Future[None]:
+        """See ``Transfers``."""
+        return self._wire.published(awaited, shards, version)
+
+    def fetch(
+        self, gather: Gather, unit: UnitLayout, shards: list[Shard], version: int, kind: str, out: Tensor
+    ) -> None:
+        """See ``Transfers``."""
+        if kind != COMPUTE:
+            self._wire.fetch(gather, unit, shards, version, kind, out)
+            return
+
+        def begin(ready: Future[None]) -> None:
+            error = ready.exception()
+            if error is not None:
+                gather.end(error)
+            elif not self._board.are_at([shard.index for shard in shards], version):
+                # the version is gone, or the owner is ending the run: only the owner knows which
+                self._wire.fetch(gather, unit, shards, version, kind, out)
+            else:
+                self._copy_soon(gather, unit, shards, out)
+
+        self.published(f"{unit.name} v{version}", shards, version).add_done_callback(begin)
+
+    def _copy_soon(self, gather: Gather, unit: UnitLayout, shards: list[Shard], out: Tensor) -> None:
+        """Copy, or decode, in several threads at once: on some machines one core does not reach the memory's speed."""
+        if not gather.start():
+            return
+        pieces = [shards[i::_COPIERS] for i in range(_COPIERS) if shards[i::_COPIERS]]
+        left = Gather(len(pieces))
+        left.future.add_done_callback(lambda done: gather.end(done.exception()))
+        for piece in pieces:
+            try:
+                self._copies.submit(left.run, partial(self._copy, unit, piece, out))
+            except RuntimeError:  # the pool is shut down
+                left.end(StoreClosedError("the store was closed"))
+
+    def _copy(self, unit: UnitLayout, shards: list[Shard], out: Tensor) -> None:
+        size = 0
+        for shard in shards:
+            kept, values = self._shared.shard(self.owner, shard.index), out[shard.start : shard.stop]
+            if unit.is_coded:
+                read_record(kept, unit, shard, values)
+                size += used_bytes(kept)
+            else:
+                values.copy_(kept)
+                size += kept.nbytes
+        numel = sum(shard.numel for shard in shards)
+        count_bytes(self._recorder, "fetch", self._counted, numel, out.dtype, size=size, codec=codec_of(unit))
 
 
 class Ways:
