@@ -39,11 +39,10 @@ class WriteRequests:
         if write.version != self._version:
             self._version, self._made, self._asked_by = write.version, [], {}
         before = self._asked_by.get(rank, 0)
-        self._asked_by[rank] = before + 1
-        if before < len(self._made):  # made while the rank was away
-            if self._made[before] != write:
-                raise _disagreement(rank, write, rank, self._made[before], layout)
+        if write in self._made[before:]:  # a rank that has come back asks for no write that it finds published
+            self._asked_by[rank] = self._made.index(write, before) + 1
             return settled(None)
+        self._asked_by[rank] = len(self._made) + 1
         if self._asked is None:
             self._asked = _WriteRequest(write, len(self._made) + 1)
         asked = self._asked

@@ -58,6 +58,7 @@ def train(context: RankContext, base: nn.Module, folder: Path) -> Any:
             rayzero.save_checkpoint(optimizer, folder / f"step-{step + 1}")
             with torch.no_grad():
                 model.head.bias.fill_(0.25)
+                model.embed.weight.mul_(0.5)  # of another unit
     engine = optimizer.engine
     moments = {f"{unit.name} {kind}": engine.cache.fetch_flat(unit, kind) for unit in engine.units for kind in MOMENTS}
     losses = [float(loss) for loss in seen.losses]

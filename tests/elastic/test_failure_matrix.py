@@ -104,6 +104,7 @@ TOGETHER = {
         Fault("rank 0", "rank.mean", "delay", 1, 1, seconds=2.0),  # until that has begun
         killed("optimizer 0", "lead.mean", 7),
     ),
+    "a-rank-between-two-writes": (killed("rank 1", "rank.write", 2),),
     "a-rank-that-comes-back": (killed("rank 1", "rank.finish", 2), killed("rank 1", "rank.attached", 1, 1)),
     "a-rank-while-an-owner-is-replaced": (
         killed("optimizer 1", "owner.adam", 2),
