@@ -95,13 +95,13 @@ def test_architecture_can_be_read_at_one_sitting() -> None:
 @pytest.mark.parametrize("readme", READMES)
 def test_a_room_tells_of_itself_on_a_page(readme: str) -> None:
     room, text = (ROOT / readme).parent, (ROOT / readme).read_text()
-    assert len(text.encode()) <= 6 * 1024
+    assert len(text.encode()) <= 6_000
     for path in set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+(?:\.py|/))`", text)):
         assert any((above / path).exists() for above in (room, PACKAGE, ROOT)), path
 
 
 def test_rooms_tell_of_themselves_on_few_pages() -> None:
-    assert sum((ROOT / readme).stat().st_size for readme in READMES) <= 64 * 1024
+    assert sum((ROOT / readme).stat().st_size for readme in READMES) <= 45_000
 
 
 def _uses_nn(module: Path) -> bool:
