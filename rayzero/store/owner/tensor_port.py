@@ -137,8 +137,8 @@ class OwnerStream:
                 raise slow from None
 
     async def _advance(self, work: StreamWork) -> bool:
-        """Move bytes in a thread. Cancelling it ends the connection, and waits until the thread has let go of the memory,
-        which a repeat of the push gets next."""
+        """Move bytes in a thread. Cancelling this ends the connection, and waits until the thread has let go of the
+        memory, which a repeat of the push gets next."""
         moving = asyncio.get_running_loop().run_in_executor(self._pool, work.advance)
         try:
             return await asyncio.shield(moving)
