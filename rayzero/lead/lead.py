@@ -257,11 +257,15 @@ class StepLead:
             self._next = Round(report.step)
         return self._next
 
-    def _check_open(self, step: int, rank: int) -> None:
+    def _check_attached(self, rank: int) -> None:
+        """Raise what the run has failed with, or StoreError for a rank that has not attached."""
         if self._failure is not None:
             raise self._failure
         if self._spec is None or rank not in range(self._spec.world_size):
             raise StoreError(f"rank {rank} has not attached")
+
+    def _check_open(self, step: int, rank: int) -> None:
+        self._check_attached(rank)
         if step != self._round.step:
             error = StepMismatchError(
                 f"rank {rank} is in step {step}, but step {self._round.step} is not decided yet: "
@@ -600,7 +604,7 @@ class StepLead:
         error in a mean fails the ranks that request it, not the run."""
         try:
             with self._lock:
-                self._check_mean(rank)
+                self._check_attached(rank)
                 if self._pauses:
                     return self._ahead.wait(rank, 0, lambda: self.mean(rank, number, given))
                 future = self._means.ask(rank, number, given)
@@ -615,7 +619,7 @@ class StepLead:
         may still wait for it. Done when it is known; the rank does not wait for the mean."""
         try:
             with self._lock:
-                self._check_mean(rank)
+                self._check_attached(rank)
                 if self._pauses:
                     return self._ahead.wait(rank, 0, lambda: self.know_mean(rank, number, given))
                 self._means.know(rank, number, given)
@@ -623,12 +627,6 @@ class StepLead:
                 return DONE
         except RayZeroError as exc:
             return failed(exc)
-
-    def _check_mean(self, rank: int) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._spec is None or rank not in range(self._spec.world_size):
-            raise StoreError(f"rank {rank} has not attached")
 
     def _end_means(self) -> None:
         if self._spec is not None:

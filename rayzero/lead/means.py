@@ -66,7 +66,7 @@ class Means:
         return mine
 
     def know(self, rank: int, number: int, given: MeanInput) -> None:
-        """A rank has told a former life of the lead what it gave to a call, or a former life of the rank has. It does
+        """What a rank gave to a call: a former life of the lead heard it, or a former life of the rank gave it. It does
         not wait there: if it has had no answer, it asks again."""
         if number > self._forgotten:
             self._calls.setdefault(number, _Call(number)).give(rank, given)

@@ -20,8 +20,8 @@ weights leaves no trace; from there on it is the iteration's end, done once.
 them; others begin the next one, and it does. Nothing in the loop says where the border is. But before its forward the
 new life makes exactly the calls behind the border, and with the same values, because it computes the same: its calls
 tell where they begin. Where several places fit (two flags that are 0), the lead must have one result for all of them.
-Those that it does not make again another rank may still wait for, if the lead has died, too: so it gives all of them
-again (``Comeback.restore``), and waits for none.
+If the lead has died, too, another rank may still wait for a call that the new life does not make again. So the new life
+first tells the lead what its former life gave to all of them (``Comeback.restore``), and waits for no mean.
 """
 
 from __future__ import annotations

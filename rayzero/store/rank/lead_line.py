@@ -90,7 +90,7 @@ class LeadHistory:
     def _step(self, step: int) -> ToldStep:
         return self._steps.get(step) or ToldStep(step=step)
 
-    # ---- answers: each is noted before whoever waits for it goes on
+    # ---- answers: each is noted before the call that waits for it returns
 
     def normed(self, norm: Norm) -> Norm:
         """A norm of a step is here, so the steps before are decided."""

@@ -48,31 +48,8 @@ class SharedTransfers:
         self._board, self._counted = board, "host" if copied else "shm"
         self.transport = wire.transport if copied else "shm"
         self.owner, self._shared, self._wire, self._copies, self._recorder = owner, shared, wire, copies, recorder
-
-    def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
-        """See ``Transfers``."""
-        self._wire.load(gather, unit, shards, values)
-
-    def stage(
-        self,
-        gather: Gather,
-        unit: int,
-        shards: list[Shard],
-        version: int,
-        kind: str,
-        values: Tensor,
-        made: Future[None],
-    ) -> None:
-        """See ``Transfers``."""
-        self._wire.stage(gather, unit, shards, version, kind, values, made)
-
-    def content(self, shards: Sequence[Shard], version: int) -> int | None:
-        """See ``Transfers``."""
-        return self._wire.content(shards, version)
-
-    def published(self, awaited: str, shards: Sequence[Shard], version: int) -> Future[None]:
-        """See ``Transfers``."""
-        return self._wire.published(awaited, shards, version)
+        self.load, self.stage = wire.load, wire.stage
+        self.content, self.published = wire.content, wire.published  # both know what the board has heard
 
     def fetch(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], version: int, kind: str, out: Tensor

@@ -2,10 +2,10 @@
 
 [Note: a broken link] A connection that is cut, reset or refused says nothing about the process at its other end. So a
 link that breaks is opened again, with back-off, and every call that had no answer is repeated: the owner executes a
-repeat once. One thread keeps the link open. It follows the owner's notices, of which the first says that the link is
-open, and what is published; so it notices a break at once. It is the only one that waits between two tries; calls wait
-until the link is open. Each try has a channel of its own, with a number (``LinkNumber``) by which the owner refuses
-what is still on its way over an earlier one.
+repeat once. One thread keeps the link open. It follows the owner's notices, so it sees a break at once; the first
+notice says that the link is open, and what is published. Only this thread waits between two tries; calls wait until the
+link is open. Each try has a channel of its own, with a number (``LinkNumber``) by which the owner refuses what is still
+on its way over an earlier one.
 """
 
 from __future__ import annotations
