@@ -36,6 +36,7 @@ from rayzero.errors import (
     StoreError,
     UnsupportedError,
 )
+from rayzero.lead.lead import StepLead
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import COMPUTE, MASTER, PROTOCOL_VERSION, FinishReport, ModelSpec, StepInputs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -102,6 +103,24 @@ def connected(servers: Sequence[OwnerServer], world_size: int = 1, **options: An
 def channel_to(server: OwnerServer) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(server.address) as channel:
         yield channel
+
+
+def test_a_change_of_the_owners_waits_for_the_lead_to_know_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    attach, asked, held = StepLead.attach, list[threading.Thread](), list[dict[int, int]]()
+
+    def held_meanwhile(lead: StepLead, *args: Any, **options: Any) -> int:
+        thread = threading.Thread(target=lambda: held.append(server.hold()))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive(), "there is nothing to hold yet"
+        asked.append(thread)
+        return attach(lead, *args, **options)
+
+    monkeypatch.setattr(StepLead, "attach", held_meanwhile)
+    with serving() as (server,), connected([server]) as (store,):
+        store.attach(make_spec(1))
+        asked[0].join(WAIT)
+        assert held == [{0: 0}]
 
 
 # ---- who may talk

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from rayzero.concurrency.futures import settle
 from rayzero.concurrency.processes import this_process
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
 from rayzero.lead.lead import StepLead
@@ -98,6 +99,7 @@ class RankCalls:
         if self._model.leads:
             succeeds = self._model.shared is not None and self._model.shared.took_over
             step = self._connected_lead().attach(request.rank, spec, attached.version, told, succeeds=succeeds)
+        settle(self._model.begun, None)
         self._model.ranks.attached(request.rank, process, request.lease_s)
         return pb.AttachResponse(
             step=step,

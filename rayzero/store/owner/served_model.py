@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from rayzero.concurrency.event_loop import shared_loop
-from rayzero.concurrency.futures import fail, settle
+from rayzero.concurrency.futures import fail
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import ConfigError, EpochOverError, HandshakeError, RayZeroError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout
@@ -75,7 +75,7 @@ class ServedModel:
         self.steps = StepCalls(self)  # calls within a step, over any transport
         self.lead: StepLead | None = None  # set by connect_peers; used only by the owner of shard 0
         self.spec: ModelSpec | None = None  # set by the first attach
-        self.begun: Future[None] = Future()  # done at the first attach, which says whether this owner leads
+        self.begun: Future[None] = Future()  # done once a rank has attached, also to the lead if it is here
         self.leads = False  # this owner has shard 0
         self.loop_states = LoopStates()
         self.lives: dict[int, int] = {}  # rank -> its present life, if it has died before
@@ -150,7 +150,6 @@ class ServedModel:
             if self.leads and self.lead is not None and not self._terms.replaces_owners:
                 for peer in self._peers:
                     peer.watch(self.lead.owner_failed)
-            settle(self.begun, None)
 
     def require_lead(self) -> StepLead:
         """The lead. Raises StoreError if this owner does not lead."""
