@@ -163,7 +163,8 @@ class SharedPlan:
         trained = [unit for unit in self.spec.layout.units if unit.trainable]
         pieces = [SlabPiece(key=u.index, numel=u.numel, dtype=gradient_dtype(u, adds)) for u in trained]
         if has_totals(self.spec.world_size):
-            pieces.insert(0, SlabPiece(key=POOL, numel=pool_bytes(self.spec.layout), dtype=torch.uint8))
+            size = pool_bytes(self.spec.layout, self.spec.accumulation_steps)
+            pieces.insert(0, SlabPiece(key=POOL, numel=size, dtype=torch.uint8))
         rounds = most_rounds(self.spec.accumulation_steps) if has_totals(self.spec.world_size) else 1
         more = [
             SlabPiece(key=(unit.index, number), numel=unit.numel, dtype=unit.dtype)
