@@ -19,7 +19,7 @@ from rayzero.kernels.kernel import (
     segments_of,
 )
 from rayzero.kernels.native import NativeGroupSum, NativeKernel
-from rayzero.kernels.rank_sum import GroupSum, RankSum
+from rayzero.kernels.rank_sum import GroupSum, RankSum, RoundSum
 from rayzero.kernels.reference import ReferenceKernel
 from rayzero.kernels.torch_kernel import TorchKernel
 
@@ -34,6 +34,7 @@ __all__ = [
     "check_moments",
     "choose_group_sum",
     "choose_kernel",
+    "choose_round_sum",
     "segments_of",
 ]
 
@@ -60,6 +61,11 @@ def choose_kernel(name: str) -> Kernel:
 
 def choose_group_sum() -> GroupSum:
     """The fastest way here to add ranks of one group, for use by one thread. Bits are the same."""
+    return NativeGroupSum() if native.why_not() is None else RankSum(_TILE)
+
+
+def choose_round_sum() -> RoundSum:
+    """The fastest way here to add rounds to totals, for use by one thread. Bits are the same."""
     return NativeGroupSum() if native.why_not() is None else RankSum(_TILE)
 
 

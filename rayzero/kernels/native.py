@@ -1,4 +1,4 @@
-"""What is written in C: Adam in one pass over memory, sums of squares, block codecs (``native/``).
+"""What is written in C: Adam in one pass over memory, sums of ranks and of squares, block codecs (``native/``).
 
 ``hatch_build.py`` builds the library with the package; nothing is built here. If it could not be built or does not run,
 ``load()`` gives the reason and ``choose_kernel("auto")`` takes the torch kernel.
@@ -26,10 +26,11 @@ from rayzero.kernels.moments import BLOCK
 from rayzero.kernels.stamps import STAMP, UNDO_BYTES
 from rayzero.protocol.messages import Clamp
 from rayzero.protocol.scattered import Gradient
+from rayzero.protocol.totals import KeptTotal
 
 Range = tuple[int, int]  # start, stop: elements of a shard
 
-ABI = 10  # version of the tables below: RZ_ABI in adam.c
+ABI = 11  # version of the tables below: RZ_ABI in adam.c
 LEAF = 65536  # elements of a leaf of a sum of squares
 TILE = STAMP  # elements that a thread claims at once: few, so that all threads end together; a multiple of 64
 STRETCH = 1 << 24  # elements of one call into the library, after which progress is reported; a multiple of TILE
@@ -115,6 +116,7 @@ class NativeLibrary:
             *(c_float, c_float, c_void_p, c_void_p, c_void_p),
         )
         self.sum = typed(library.rz_sum, None, c_int32, c_void_p, *[c_int64] * 3, c_void_p)
+        self.add = typed(library.rz_add, None, c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int32, *[c_void_p] * 3)
         self.nonfinite = typed(library.rz_nonfinite, c_int64, c_void_p, *[c_int64] * 3)
         blocks = (c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int64, c_void_p)
         self.encode_blocks = typed(library.rz_encode_blocks, None, *blocks)
@@ -278,7 +280,8 @@ class NativeSquareSum(_Worker):
 
 
 class NativeGroupSum:
-    """Adds gradients of ranks, in C; the calling thread computes. Bits are those of ``RankSum``."""
+    """Adds gradients of ranks, in C; the calling thread computes. A ``GroupSum`` and a ``RoundSum``. Bits are those of
+    ``RankSum``."""
 
     def __init__(self, isa: str | None = None) -> None:
         """``isa``: see ``_Worker``. Raises as it does."""
@@ -290,6 +293,30 @@ class NativeGroupSum:
         count = out.numel()
         table = _gradient_table(parts, range(len(parts)), 0, count)
         self._library.sum(self._isa, table, len(table), 0, count, _address(out, "sum", count, torch.float32))
+
+    def add_round(
+        self,
+        total: Tensor,
+        gradients: Sequence[Gradient],
+        ranks: Sequence[int],
+        ranges: Sequence[Range],
+        kept: KeptTotal | None = None,
+        *,
+        fresh: bool = False,
+    ) -> None:
+        """See ``RoundSum.add_round``. One call into the library; for scattered gradients one a range. Raises
+        UnsupportedError as ``sum_group`` does."""
+        if len(ranges) > 1 and _are_scattered(gradients, ranks):
+            for each in ranges:
+                self.add_round(total, gradients, ranks, (each,), kept, fresh=fresh)
+            return
+        found = _ranges_table(tuple(ranges))
+        table = _gradient_table(gradients, ranks, found.start, found.stop)
+        written = _address(total, "total", found.stop, torch.float32)
+        before: tuple[int | None, int | None] = (None, None)
+        if kept is not None:
+            before = _address(kept.values, "kept", found.stop, torch.float32), kept.count.data_ptr()
+        self._library.add(*(self._isa, table, len(table), found.bounds, len(ranges), not fresh, written, *before))
 
 
 class NativeBlocks:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rayzero.protocol.scattered import Gradient
+from rayzero.protocol.totals import KeptTotal
 
 GROUP = 8  # consecutive ranks
 
@@ -39,8 +40,28 @@ class GroupSum(Protocol):
         ...
 
 
+class RoundSum(Protocol):
+    """Adds rounds to totals. One instance per thread."""
+
+    def add_round(
+        self,
+        total: Tensor,
+        gradients: Sequence[Gradient],
+        ranks: Sequence[int],
+        ranges: Sequence[tuple[int, int]],
+        kept: KeptTotal | None = None,
+        *,
+        fresh: bool = False,
+    ) -> None:
+        """Sum ``gradients[r]`` (1D, the shard's elements) over ``ranks`` (ascending, not empty) in the ranges ``[start,
+        stop)``, and add that to ``total`` (1D fp32 on the host, the shard's elements). ``fresh``: nothing is there yet.
+        ``kept``: takes what the total is before it changes; ranges then ascend, also from call to call."""
+        ...
+
+
 class RankSum:
-    """Sums tiles of several ranks' gradients in its own scratch memory. One instance per thread."""
+    """Sums tiles of several ranks' gradients in its own scratch memory. A ``GroupSum`` and a ``RoundSum``. One instance
+    per thread."""
 
     def __init__(self, tile: int, device: torch.device | None = None) -> None:
         """``tile``: the most elements that one call may sum. ``device``: where it sums; None is the host."""
@@ -72,6 +93,25 @@ class RankSum:
         for start in range(0, out.numel(), self._wide.numel()):
             stop = min(start + self._wide.numel(), out.numel())
             self._sum_group(out[start:stop], [part[start:stop] for part in parts])
+
+    def add_round(
+        self,
+        total: Tensor,
+        gradients: Sequence[Gradient],
+        ranks: Sequence[int],
+        ranges: Sequence[tuple[int, int]],
+        kept: KeptTotal | None = None,
+        *,
+        fresh: bool = False,
+    ) -> None:
+        """See ``RoundSum.add_round``."""
+        for start, stop in ranges:
+            for at in range(start, stop, self._total.numel()):
+                end = min(at + self._total.numel(), stop)
+                summed, there = self.sum(gradients, ranks, at, end), total[at:end]
+                if kept is not None:
+                    kept.keep(total, end)
+                there.copy_(summed) if fresh else there.add_(summed)
 
     def owns(self, summed: Tensor) -> bool:
         """Whether ``summed`` is in scratch memory, and so may be written to until the next call."""

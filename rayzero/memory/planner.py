@@ -105,7 +105,8 @@ def plan_owner(
     totals = has_totals(world_size)
     if totals:
         everything = sum(unit.numel * unit.dtype.itemsize for unit in layout.units if unit.trainable)
-        gradients = master + world_size * pool_bytes(layout) * gradients // max(1, everything)
+        pools = world_size * pool_bytes(layout, accumulation_steps)
+        gradients = master + pools * gradients // max(1, everything)
         gradients += largest * FP32 if accumulation_steps > 1 else 0  # a total, before a round is added to it
     return OwnerPlan(
         owner=owner,

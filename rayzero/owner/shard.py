@@ -19,7 +19,7 @@ from rayzero.layout.model_layout import ALIGN, ModelLayout, Shard, SlotSlice, Un
 from rayzero.owner.memory import HostMemory, ShardJournal, ShardRoom, Sizes
 from rayzero.protocol.messages import COMPUTE, MASTER, STORED, Decision, FormerShard, Hyper, NormParts
 from rayzero.protocol.scattered import Gradient
-from rayzero.protocol.totals import Total, TotalLine, digest_of
+from rayzero.protocol.totals import KeptTotal, Total, TotalLine, digest_of
 
 Contributors = tuple[tuple[int, ...], ...]  # per slice: the ranks with a gradient for it, ascending
 
@@ -142,11 +142,13 @@ class OwnedShard:
         if self.total_line is not None:
             self.total_line.clear()
 
-    def save_total(self) -> None:
-        """The total's bytes are about to change by one more round."""
-        if self.total_line is not None:
-            assert self.total is not None
-            self.total_line.keep(self.total)
+    def save_total(self) -> KeptTotal | None:
+        """The total's bytes are about to change by one more round. Returns what takes them first; None: the total ends
+        with the process."""
+        if self.total_line is None:
+            return None
+        assert self.total is not None
+        return self.total_line.keeps(self.total)
 
     def left_total(self) -> Total | None:
         """What a former life of the owner has left in the total."""

@@ -30,6 +30,7 @@ from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, ModelSpec
 from rayzero.protocol.rounds import NewestAttempt
 
 POOL_ALIGN = 256  # bytes: a range of a pool begins at a multiple
+_LEAST_POOL = 16 << 20  # bytes
 _WIDE = 1 << 16  # elements
 
 
@@ -103,11 +104,12 @@ def pool_room(size: int) -> int:
     return -(-size // POOL_ALIGN) * POOL_ALIGN
 
 
-def pool_bytes(layout: ModelLayout) -> int:
+def pool_bytes(layout: ModelLayout, accumulation_steps: int) -> int:
     """The size of a rank's pool: room for the two largest trained units, of which one is written while the other is
-    added up."""
-    sizes = sorted(unit.numel * unit.dtype.itemsize for unit in layout.units if unit.trainable)
-    return sum(map(pool_room, sizes[-2:]))
+    added up. Of small units it has room for more, up to all pushes of a step: owners add up several of them at a time,
+    and the pages of a home take longer to come than its gradients."""
+    rooms = sorted(pool_room(unit.numel * unit.dtype.itemsize) for unit in layout.units if unit.trainable)
+    return min(max(sum(rooms[-2:]), _LEAST_POOL), most_rounds(accumulation_steps) * sum(rooms))
 
 
 class GradientSum(NewestAttempt):

@@ -71,6 +71,22 @@ def digest_of(summands: Summands) -> int:
     return xxhash.xxh3_64_intdigest(repr(summands).encode()) >> 1
 
 
+@dataclass(frozen=True, slots=True)
+class KeptTotal:
+    """What a total was before a round is added to it: in memory that outlives the process, beginning with its first
+    element. It is filled little by little, just before the total changes there, while both are in a core's cache."""
+
+    values: Tensor  # 1D fp32, the total's elements
+    count: Tensor  # int64, 1 element: the first so many are there
+
+    def keep(self, total: Tensor, end: int) -> None:
+        """The elements of ``total`` before ``end`` are about to change."""
+        there = int(self.count)
+        if there < end:
+            self.values[there:end].copy_(total[there:end])
+            self.count.fill_(end)
+
+
 class TotalLine(Protocol):
     """What is noted of a total in memory that outlives the process."""
 
@@ -87,9 +103,9 @@ class TotalLine(Protocol):
         """The total's bytes are about to change, and the ranks still have everything that was in it."""
         ...
 
-    def keep(self, total: Tensor) -> None:
-        """The total's bytes are about to change by one more round. Until ``write``, ``read`` brings back what they
-        are."""
+    def keeps(self, total: Tensor) -> KeptTotal:
+        """The total's bytes are about to change by one more round. Until ``write``, ``read`` brings back those that are
+        in what is returned, which is empty yet."""
         ...
 
     def read(self, total: Tensor) -> Total | None:

@@ -3,6 +3,7 @@
  *
  *   crash_points every KIND UNDO    one thread: each point once, and from each some points of the recovery
  *   crash_points random KIND KILLS  two threads, killed from outside after random times
+ *   crash_points round              a round that is added to a total: what was kept must bring the total back
  *
  * KIND: fp32, amsgrad, bf16 or int8 moments. UNDO 0 leaves the undo log out, which must be found, at every 16th point.
  * Prints "kills <n> different <n>". tests/kernels/test_crash_points.py builds this with the kernel's own source. */
@@ -102,11 +103,44 @@ static state *shared(void) {
     return mmap(0, sizeof(state), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 }
 
+/* Adds a round to a total in `s->master`, which is kept in `s->largest`, and is killed at its nth point. */
+static int round_killed_at(state *s, int64_t point) {
+    static const rz_range ranges[2] = {{64, 2500}, {2560, 6001}};
+    int status, isa = NUM_ISAS;
+    while (!rz_isa(--isa)) {}
+    pid_t child = fork();
+    if (!child) {
+        rz_gradient both[2] = {{gradients[0], F32, 0}, {gradients[1], F32, 1}};
+        points_left = point;
+        rz_add(isa, both, 2, ranges, 2, 1, s->master, s->largest, &s->stamps[0]);
+        _exit(0);
+    }
+    waitpid(child, &status, 0);
+    return WIFSIGNALED(status);
+}
+
+static void kill_rounds(state *s, state *expected, long *kills, long *different) {
+    fill(expected);
+    for (int64_t point = 1;; point++) {
+        fill(s);
+        memset(s->largest, 255, sizeof s->largest); /* what an earlier total has left there */
+        int killed = round_killed_at(s, point);
+        int64_t changed = memcmp(s->master, expected->master, sizeof s->master) != 0;
+        memcpy(s->master, s->largest, sizeof(float) * s->stamps[0]);
+        *different += memcmp(s->master, expected->master, sizeof s->master) != 0;
+        if (!killed) {
+            *different += !changed; /* else nothing was added */
+            return;
+        }
+        ++*kills;
+    }
+}
+
 int main(int argc, char **argv) {
     static const char *names[] = {[F32] = "fp32", [BF16] = "bf16", [FP16] = "", [NONE] = "amsgrad", [CODES] = "int8"};
-    int every = !strcmp(argv[1], "every");
+    int every = !strcmp(argv[1], "every"), rounds = !strcmp(argv[1], "round");
     long kills = 0, different = 0;
-    while (strcmp(names[kind], argv[2])) kind++;
+    while (!rounds && strcmp(names[kind], argv[2])) kind++;
     if (every) with_undo = atoi(argv[3]);
     tile = every ? 1024 : 12288, numel = TILES * tile - (every ? 320 : 0);
     for (int rank = 0; rank < 2; rank++) {
@@ -115,7 +149,9 @@ int main(int argc, char **argv) {
     }
     state *expected = shared(), *s = shared(), *cut = shared();
     fill(expected), run(expected, 0);
-    if (every) {
+    if (rounds) {
+        kill_rounds(s, expected, &kills, &different);
+    } else if (every) {
         for (int64_t first = 1;; first += with_undo ? 1 : 16) {
             fill(cut);
             if (!killed_at(cut, first)) break;

@@ -63,6 +63,12 @@ def test_without_the_undo_log_nearly_every_kill_is_noticed(crash_points: Any) ->
     assert different > 0.5 * kills
 
 
+def test_a_kill_at_any_point_of_a_round_leaves_what_makes_the_total_what_it_was(crash_points: Any) -> None:
+    kills, different = crash_points("round")
+    assert kills > 15
+    assert different == 0
+
+
 def test_threads_that_are_killed_at_random_change_no_bit(crash_points: Any) -> None:
     kills, different = crash_points("random", "fp32", 300)
     assert kills >= 300

@@ -35,6 +35,7 @@ from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.reference import ReferenceKernel
 from rayzero.kernels.torch_kernel import TorchKernel
 from rayzero.owner.gradients.squares import SquareSum, choose_squares
+from rayzero.protocol.totals import KeptTotal
 
 LOADED = native.load()
 if isinstance(LOADED, str):
@@ -246,6 +247,39 @@ def test_ranks_of_a_group_are_added_into_other_memory_with_the_same_bits(
     native.NativeGroupSum(isa).sum_group(found[1:-1], gradients)
     assert torch.equal(found[1:-1].view(torch.int32), wanted.view(torch.int32))
     assert found[0] == found[-1] == 7.0
+
+
+@settings(max_examples=60)
+@given(
+    present=st.lists(st.integers(0, 20), min_size=1, max_size=17, unique=True).map(sorted),
+    dtype=st.sampled_from(DTYPES),
+    isa=st.sampled_from(ISAS),
+    fresh=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_a_round_is_added_to_a_total_with_the_same_bits_and_what_changes_is_kept(
+    present: list[int], dtype: torch.dtype, isa: str, fresh: bool, seed: int
+) -> None:
+    count, ranges = 3 * 1024, ((64, 1500), (1536, 3005))
+    gradients, before = make_gradients(count, present[-1] + 1, dtype, seed), torch.linspace(-1, 1, count)
+    totals = []
+    for adder in (RankSum(100), native.NativeGroupSum(isa)):
+        total, kept = before.clone(), KeptTotal(torch.full((count,), 7.0), torch.tensor([5]))
+        adder.add_round(total, gradients, present, ranges[:1], kept, fresh=fresh)
+        adder.add_round(total, gradients, present, ranges[1:], kept, fresh=fresh)
+        assert int(kept.count) == 3005
+        assert torch.equal(kept.values[5:3005], before[5:3005]), "with what lies between the ranges"
+        assert kept.values[:5].eq(7.0).all()
+        assert kept.values[3005:].eq(7.0).all()
+        plain = before.clone()
+        adder.add_round(plain, gradients, present, ranges, fresh=fresh)
+        assert torch.equal(plain.view(torch.int32), total.view(torch.int32)), "no bit depends on what is kept"
+        totals.append(total)
+    expected = before.clone()
+    for start, stop in ranges:
+        summed = RankSum(count).sum(gradients, present, start, stop)
+        expected[start:stop] = summed if fresh else summed + before[start:stop]
+    assert all(torch.equal(total.view(torch.int32), expected.view(torch.int32)) for total in totals)
 
 
 def test_ranks_may_send_different_dtypes() -> None:

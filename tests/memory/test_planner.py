@@ -28,6 +28,7 @@ from rayzero.owner.shard import allocate
 from rayzero.quantities import format_bytes
 
 MIB = 1 << 20
+LARGE = 4 * MIB  # elements of a unit, so that two fill a rank's pool in any dtype
 
 
 KEPT = "frozen, with a master"
@@ -59,9 +60,9 @@ def plan(
 
 
 def test_fp32_is_16_bytes_an_element_and_4_of_two_units_a_rank() -> None:
-    found = plan(layout_of(*[(4096, torch.float32, True)] * 5), ranks=3)
-    assert (found.params, found.master, found.moments) == (0, 4 * 5 * 4096, 8 * 5 * 4096)
-    assert found.gradients == 4 * 5 * 4096 + 3 * 2 * 4 * 4096
+    found = plan(layout_of(*[(LARGE, torch.float32, True)] * 5, shard_numel=MIB), ranks=3)
+    assert (found.params, found.master, found.moments) == (0, 4 * 5 * LARGE, 8 * 5 * LARGE)
+    assert found.gradients == 4 * 5 * LARGE + 3 * 2 * 4 * LARGE
     assert found.staging == 0
 
 
@@ -73,15 +74,31 @@ def test_one_rank_in_fp32_is_16_bytes_an_element() -> None:
 
 @pytest.mark.promise("bounded", "precisions")
 def test_bf16_is_18_bytes_an_element_and_2_of_two_units_a_rank() -> None:
-    found = plan(layout_of(*[(4096, torch.bfloat16, True)] * 5), ranks=3)
-    assert found.total == (2 + 12 + 4) * 5 * 4096 + 3 * 2 * 2 * 4096
+    found = plan(layout_of(*[(LARGE, torch.bfloat16, True)] * 5, shard_numel=MIB), ranks=3)
+    assert found.total == (2 + 12 + 4) * 5 * LARGE + 3 * 2 * 2 * LARGE
 
 
 @pytest.mark.promise("bounded", "accumulation")
 def test_accumulation_takes_what_one_backward_does_and_the_largest_shard_once_more() -> None:
-    layout = layout_of(*[(4096, torch.bfloat16, True)] * 5)
+    layout = layout_of(*[(LARGE, torch.bfloat16, True)] * 5, shard_numel=MIB)
     one, several = (plan(layout, ranks=3, steps=steps) for steps in (1, 4))
-    assert several.total == one.total + 4 * 1024
+    assert several.total == one.total + 4 * MIB
+
+
+@pytest.mark.parametrize(
+    ("numel", "steps", "pool"),
+    [
+        (4096, 1, 5 * 2 * 4096),
+        (4096, 4, (4 + 1) * 5 * 2 * 4096),  # step() may push, too
+        (2 * MIB, 1, 16 * MIB),
+        (2 * MIB, 4, 16 * MIB),
+        (LARGE, 4, 2 * 2 * LARGE),
+    ],
+)
+def test_a_rank_has_room_for_16_mib_of_small_units_if_a_step_pushes_so_much(numel: int, steps: int, pool: int) -> None:
+    layout = layout_of(*[(numel, torch.bfloat16, True)] * 5, shard_numel=MIB)
+    kept = 4 * min(numel, MIB) if steps > 1 else 0
+    assert plan(layout, ranks=3, steps=steps).gradients == 4 * 5 * numel + 3 * pool + kept
 
 
 @pytest.mark.promise("bounded", "accumulation")
@@ -185,8 +202,8 @@ def test_a_plan_over_the_budget_is_one_line_with_the_sum_and_the_setting() -> No
         check_plan(wanted, ROOMY, wanted.total - 1)
     line = str(caught.value)
     assert line == (
-        "optimizer 0 of 2 needs 10 MiB = parameters 1 MiB + master 2 MiB + moments 4 MiB + gradients of 2 ranks 3 MiB, "
-        "but cpu_memory_budget is 10 MiB; raise cpu_memory_budget or num_optimizers"
+        "optimizer 0 of 2 needs 11 MiB = parameters 1 MiB + master 2 MiB + moments 4 MiB + gradients of 2 ranks 4 MiB, "
+        "but cpu_memory_budget is 11 MiB; raise cpu_memory_budget or num_optimizers"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from rayzero.errors import AccumulationError, StepMismatchError
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.owner.gradients import contributions
 from rayzero.owner.gradients.landing import RoundLanding
-from rayzero.owner.gradients.squares import choose_squares
+from rayzero.owner.gradients.squares import Squares, choose_squares
 from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import Clamp, FinishReport, ModelSpec
 from rayzero.protocol.totals import total_word
@@ -282,6 +283,44 @@ def test_norm_parts_of_several_rounds_are_those_of_the_total() -> None:
                 for part in owned.slices:
                     [expected] = squares.parts([owned.total], (0,), [(part.start, part.stop)], wanted)
                     assert found[shard.index, part.slot] == expected
+
+
+class Watched:
+    """Squares, and how many sums of squares of what are asked for: of ranks' gradients, or of a total alone."""
+
+    def __init__(self, squares: Squares) -> None:
+        self._squares, self.of = squares, list[str]()
+
+    def parts(self, gradients: Any, *args: Any, **options: Any) -> list[float]:
+        self.of.append("total" if len(gradients) == 1 else "round")
+        return self._squares.parts(gradients, *args, **options)
+
+
+@pytest.mark.parametrize(("pushes", "squared"), [(2, "total"), (3, "round"), (4, "round")])
+def test_only_the_last_round_that_is_planned_is_squared_or_the_total_where_ranks_push_less(
+    pushes: int, squared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same bits. A push more than planned is that of step()."""
+    spec = make_spec(2, accumulation_steps=3)
+    with owner_of(spec) as owner:
+        watched = Watched(owner.service._attached().contributions._sums._squares)
+        monkeypatch.setattr(owner.service._attached().contributions._sums, "_squares", watched)
+        for seq in range(pushes):
+            for rank in range(2):
+                owner.push(rank, random_grads(spec, 10 * seq + rank), seq=seq)
+            drain(owner)
+            assert bool(watched.of) is (seq >= 2)
+        found = {part[:2]: part[2] for part in owner.collect(pushes=pushes).result(WAIT).parts}
+        drain(owner)
+        trained = [shard for shard in spec.layout.shards if spec.layout.units[shard.unit].trainable]
+        assert watched.of == [squared] * len(trained) * max(1, pushes - 2)
+        squares = choose_squares(owner.service.kernel)
+        for shard in trained:
+            owned = owner.service.shard(shard.index)
+            assert owned.total is not None
+            for part in owned.slices:
+                [expected] = squares.parts([owned.total], (0,), [(part.start, part.stop)])
+                assert found[shard.index, part.slot] == expected
 
 
 def test_ranks_that_push_less_than_others_are_resolved_by_their_finishes() -> None:

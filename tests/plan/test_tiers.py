@@ -69,7 +69,7 @@ def test_every_term_of_four_gpu_ranks_on_two_hosts() -> None:
     assert sum(owner.params for owner in run.owners) == 2 * elements
     assert sum(owner.master for owner in run.owners) == 4 * elements
     assert sum(owner.moments for owner in run.owners) == 8 * elements
-    assert sum(owner.gradients for owner in run.owners) == 4 * 2 * elements
+    assert sum(owner.gradients for owner in run.owners) == (4 + 4 * 2) * elements, "totals, and all that 4 ranks push"
     first, second = run.hosts
     assert (first.ranks, first.owners, second.ranks, second.owners) == (2, 2, 2, 0), "owners stand beside ranks 0 and 1"
     assert (first.staging, second.staging) == (0, 2 * (2 * UNIT + 4 * UNIT)), "owners of another host: by gRPC"

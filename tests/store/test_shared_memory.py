@@ -201,12 +201,14 @@ def test_a_total_that_a_dead_owner_was_adding_to_is_made_what_it_was(slabs: Exit
     present = [(True,) * len(plan.spec.layout.slices(plan.spec.layout.shards[shard])) for shard in (0, 1)]
     for shard in (0, 1):
         ours.line(shard).write(total_word(4, 0, 1), 77 + shard, present[shard])
-    ours.line(0).keep(one)
-    one.fill_(9.0)  # in part, when it died
+    ours.line(0).keeps(one).keep(one, 300)
+    one[:300].fill_(9.0)  # in part, when it died
+    one[300:].fill_(1.5)
     assert theirs.line(1).read(other) == Total(4, 1, 78, present[1])
     assert other.eq(2.0).all(), "another one was added to"
     assert theirs.line(0).read(one) == Total(4, 1, 77, present[0])
-    assert one.eq(1.0).all()
+    assert one[:300].eq(1.0).all()
+    assert one[300:].eq(1.5).all(), "what was not kept had not changed"
     some = (False, *present[0][1:])
     ours.line(0).write(total_word(4, 0, 2), 79, some)  # the round is in
     one.fill_(3.0)

@@ -25,7 +25,7 @@
 
 /* ---- Tables (native.py has the same in ctypes; RZ_ABI changes with them) ----------------------------------------- */
 
-#define RZ_ABI 10
+#define RZ_ABI 11
 
 enum { L2 = 1, DECAY = 2, AMSGRAD = 4, FROM_GRADIENT = 8, CLAMP = 16 }; /* flags of a segment */
 
@@ -159,6 +159,20 @@ INLINE span span_at(const rz_memory *memory, rz_undo *undo, int64_t at) {
     };
 }
 
+/* What a total was before a round is added to it: see [Note: a total is kept] in rayzero/store/shm/shard_lines.py. */
+typedef struct {
+    float *values;  /* as many as the total has; NULL: nobody needs them */
+    int64_t *count; /* the first so many are there */
+} rz_kept;
+
+/* The elements before `end` are about to be changed. A block is copied while it is in the first-level cache for the sum. */
+INLINE void keep(const rz_kept *kept, const float *total, int64_t end) {
+    if (!kept->values || *kept->count >= end) return;
+    memcpy(kept->values + *kept->count, total + *kept->count, sizeof(float) * (end - *kept->count));
+    CRASH_POINT();
+    note(kept->count, end);
+}
+
 #define BODY "adam_body.h"
 #include "each_isa.h"
 
@@ -169,15 +183,16 @@ typedef struct {
     void (*update)(const rz_memory *, rz_undo *, const rz_segment *, int64_t, int64_t);
     double (*leaf)(const rz_gradient *, int64_t, int64_t, int64_t, float, float, float *);
     void (*sum)(const rz_gradient *, int64_t, int64_t, int64_t, float *, float *);
+    void (*add_up)(const rz_gradient *, int64_t, int64_t, int64_t, int, float *, const rz_kept *);
 } instructions;
 
 static const instructions TABLE[NUM_ISAS] = {
-    [PORTABLE] = {"portable", portable_update, portable_leaf, portable_sum},
+    [PORTABLE] = {"portable", portable_update, portable_leaf, portable_sum, portable_add_up},
 #if defined(__x86_64__)
-    [AVX2] = {"avx2", avx2_update, avx2_leaf, avx2_sum},
-    [AVX512] = {"avx512", avx512_update, avx512_leaf, avx512_sum},
+    [AVX2] = {"avx2", avx2_update, avx2_leaf, avx2_sum, avx2_add_up},
+    [AVX512] = {"avx512", avx512_update, avx512_leaf, avx512_sum, avx512_add_up},
 #elif defined(__aarch64__)
-    [NEON] = {"neon", neon_update, neon_leaf, neon_sum},
+    [NEON] = {"neon", neon_update, neon_leaf, neon_sum, neon_add_up},
 #endif
 };
 
@@ -364,6 +379,18 @@ EXPORT void rz_sum(int32_t isa, const rz_gradient *gradients, int64_t count, int
     for (int64_t at = start; at < stop; at += BLOCK)
         TABLE[isa].sum(gradients, count, at, least(BLOCK, stop - at), out + (at - start), group);
     restore_rounding(before);
+}
+
+/* Write the rank-summed gradients of the ranges, ascending, into `total`, or with `add`, add them to what is there. Before
+ * an element changes, what it was is in `kept`, and *count says that all up to it are: so a successor of this process can
+ * make the total what it was. NULL: it need not. Both are from the shard's start. */
+EXPORT void rz_add(int32_t isa, const rz_gradient *gradients, int64_t count, const rz_range *ranges, int64_t num_ranges,
+                   int32_t add, float *total, float *kept, int64_t *kept_count) {
+    rz_kept before = {kept, kept_count};
+    rounding plain = plain_rounding();
+    for (int64_t i = 0; i < num_ranges; i++)
+        TABLE[isa].add_up(gradients, count, ranges[i].start, ranges[i].stop, add, total, &before);
+    restore_rounding(plain);
 }
 
 /* How many rank-summed gradients of [start, stop) are inf or nan. */

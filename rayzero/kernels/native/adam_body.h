@@ -143,6 +143,20 @@ TARGET static void V(sum)(const rz_gradient *grads, int64_t num, int64_t at, int
     if (!to) memset(sum, 0, sizeof(float) * count);
 }
 
+/* Write the gradients' sum over ranks at [start, stop) into a total, or add it there. See rz_add. */
+TARGET static void V(add_up)(const rz_gradient *grads, int64_t num, int64_t start, int64_t stop, int add, float *total,
+                             const rz_kept *kept) {
+    float sum[BLOCK], group[BLOCK];
+    for (int64_t at = start; at < stop; at += BLOCK) {
+        int64_t count = least(BLOCK, stop - at);
+        ask_ahead(total + at, 4 * BLOCK, 4 * BLOCK); /* the next block's turn */
+        V(sum)(grads, num, at, count, sum, group);
+        keep(kept, total, at + count);
+        V(gather)(total + at, sum, F32, count, add);
+        CRASH_POINT();
+    }
+}
+
 /* The gradient, if there is only one; else NULL. Writes how many there are into *present. */
 TARGET static const rz_gradient *V(only)(const rz_gradient *grads, int64_t num, int64_t *present) {
     const rz_gradient *found = 0;

@@ -69,7 +69,10 @@ class Contributions:
         self._shards = {index: shard for index, shard in shards.items() if shard.trainable}
         self._step = OpenStep(step)
         hears = on_total if spec.accumulation_steps > 1 else nothing_heard  # else no push takes the place of another
-        self._sums = ShardSums(owner, spec.world_size, self._shards, squares, updater, recorder, self._step, hears)
+        self._sums = ShardSums(
+            *(owner, spec.world_size, self._shards, squares, updater, recorder, self._step, hears),
+            spec.accumulation_steps,
+        )
         self._by_unit: dict[int, list[OwnedShard]] = {}
         for shard in self._shards.values():
             self._by_unit.setdefault(shard.unit.index, []).append(shard)

@@ -5,7 +5,7 @@ A part is kept with what it was computed from, so that an outdated one is never 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, groupby
 from operator import itemgetter
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from rayzero.concurrency.futures import fail, settle
 from rayzero.errors import StepMismatchError
+from rayzero.kernels import choose_round_sum
+from rayzero.kernels.native import Range
 from rayzero.kernels.rank_sum import GROUP
 from rayzero.owner.gradients.collection import Collection
 from rayzero.owner.gradients.landing import Landing, RankGradients, RoundLanding, SpareMemory
@@ -26,7 +28,7 @@ from rayzero.owner.updater import Updater
 from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import Clamp, Contribution, NormParts, Pushed
 from rayzero.protocol.scattered import Gradient
-from rayzero.protocol.totals import Summands, Total, summands_of
+from rayzero.protocol.totals import KeptTotal, Summands, Total, summands_of
 from rayzero.telemetry.recorder import Recorder
 
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -76,9 +78,11 @@ class ShardSums:
         recorder: Recorder,
         step: OpenStep,
         on_total: TotalListener,
+        accumulation_steps: int,
     ) -> None:
         """``shards``: the trained ones. ``squares``: used only in the thread of ``updater``. ``on_total``: hears of
-        each round that is added, under the step's lock."""
+        each round that is added, under the step's lock. ``accumulation_steps``: how many rounds are planned."""
+        self._planned, self._adder = accumulation_steps, choose_round_sum()
         self._on_total = on_total
         self._owner, self._world_size, self._shards, self._step = owner, world_size, shards, step
         self._squares, self._updater, self._recorder = squares, updater, recorder
@@ -161,22 +165,35 @@ class ShardSums:
         self._hand_out()
 
     def _add_up(self, owned: OwnedShard, total: Tensor, step: int) -> None:
-        """As ``_sum``, where there is a total: the pass that squares the gradients also adds up a round there, so that
-        the last round's parts are those of the step. A clamp of the finishes takes another pass, over the total."""
+        """As ``_sum``, where there is a total. The pass that adds up the last round which is planned squares the total
+        as well, so that its parts are those of the step. Where ranks push less, or the finishes name a clamp, another
+        pass over the total squares it."""
         while (next_pass := self._next_pass(owned, total, step)) is not None:
             adds = next_pass.round
-            if adds is not None and adds.number:
-                owned.save_total()
-            squares = self._squares_of(
-                owned,
-                next_pass.gradients,
-                next_pass.contributors,
-                next_pass.key[0],
-                alone=next_pass.early,
-                sums=total if adds is not None else None,
-            )
+            kept = owned.save_total() if adds is not None and adds.number else None
+            if adds is not None and adds.number + 1 < self._planned and next_pass.early:
+                self._add_round(owned, total, next_pass, kept)
+                squares = None
+            else:
+                if kept is not None:
+                    kept.keep(total, total.numel())
+                squares = self._squares_of(
+                    owned,
+                    next_pass.gradients,
+                    next_pass.contributors,
+                    next_pass.key[0],
+                    alone=next_pass.early,
+                    sums=total if adds is not None else None,
+                )
             self._passed(owned, next_pass, squares)
         self._hand_out()
+
+    def _add_round(self, owned: OwnedShard, total: Tensor, adds: _Pass, kept: KeptTotal | None) -> None:
+        """Add up a round without squares: others follow."""
+        for members, ranges in _alike(owned, adds.contributors):
+            there = members[-1:] == (self._before,)
+            if ranks := members[:-1] if there else members:
+                self._adder.add_round(total, adds.gradients, ranks, ranges, kept, fresh=not there)
 
     def _next_pass(self, owned: OwnedShard, total: Tensor, step: int) -> _Pass | None:
         """The next pass over a shard; None: there is none, or not yet. Before finishes say who pushes, every rank has
@@ -283,9 +300,9 @@ class ShardSums:
             round=_Round(number, tuple(holders.values()), tuple(map(bool, contributors))),
         )
 
-    def _passed(self, owned: OwnedShard, done: _Pass, squares: tuple[float, ...]) -> None:
-        """Keep what a pass has computed. Of ranks that have begun another attempt meanwhile, it may have read both; but
-        they go back to none before that one, so it is never used."""
+    def _passed(self, owned: OwnedShard, done: _Pass, squares: tuple[float, ...] | None) -> None:
+        """Keep what a pass has computed. ``squares``: None without. Of ranks that have begun another attempt meanwhile,
+        it may have read both; but they go back to none before that one, so it is never used."""
         with self._step.lock:
             index, added = owned.shard.index, done.round
             if added is not None:
@@ -296,7 +313,8 @@ class ShardSums:
                 for holder, landing, generation in added.holders:
                     if landing.generation == generation:
                         self.give_back(holder, landing, added.number + 1)
-            self._parts[index] = done.key, squares
+            if squares is not None:
+                self._parts[index] = done.key, squares
             if self._step.collection is not None:
                 self._check_off(owned, self._step.collection)
 
@@ -323,11 +341,9 @@ class ShardSums:
         alone: bool,
         sums: Tensor | None = None,
     ) -> tuple[float, ...]:
-        """One sum of squares per slice. Neighbours with the same contributors share a call, because models have many
-        parameters. ``alone``, ``sums``: see ``Squares.parts``."""
+        """One sum of squares per slice. ``alone``, ``sums``: see ``Squares.parts``."""
         squares: list[float] = []
-        for members, group in groupby(zip(contributors, owned.slices, strict=True), key=itemgetter(0)):
-            ranges = tuple((part.start, part.stop) for _, part in group)
+        for members, ranges in _alike(owned, contributors):
             if members:
                 squares += self._squares.parts(gradients, members, ranges, clamp, alone=alone, sums=sums)
             else:
@@ -416,6 +432,13 @@ class ShardSums:
 def _all_of(pushes: _Pushes) -> Summands:
     """What a total of all of them has."""
     return summands_of(pushes, max((count for _, count in pushes.values()), default=0))
+
+
+def _alike(owned: OwnedShard, contributors: Contributors) -> Iterator[tuple[tuple[int, ...], tuple[Range, ...]]]:
+    """Neighbouring slices with the same contributors, which share a call, because models have many parameters:
+    (contributors, their ranges)."""
+    for members, group in groupby(zip(contributors, owned.slices, strict=True), key=itemgetter(0)):
+        yield members, tuple((part.start, part.stop) for _, part in group)
 
 
 def _members(owned: OwnedShard, ranks: Sequence[int], present: Sequence[Sequence[bool]]) -> Contributors:

@@ -138,19 +138,12 @@ class HostSums:
 
     def _bring(self, unit: int) -> None:
         """Send a unit's next sum to the owners that were not sent it."""
-        owners: dict[int, list[Shard]] = {}
-        for settled in self._rounds(unit):
-            made, layout = settled.contribution, self._units[unit]
-            owners = {
-                owner: shards
-                for owner, shards in self._owners[unit].items()
-                if is_newer(made, self._sent.get((owner, unit))) and self._lacks(owner, unit, made.step)
-            }
-            if owners:
-                break
-        if not owners:
+        found = self._next_sum(unit)
+        if found is None:
             self._end(unit)
             return
+        settled, owners = found
+        made, layout = settled.contribution, self._units[unit]
         memory = self._take()
         values = self.ranks.add(settled, [shard for shards in owners.values() for shard in shards], memory)
         self._sent |= {(owner, unit): made for owner in owners}
@@ -163,6 +156,28 @@ class HostSums:
         gather.future.add_done_callback(partial(self._ended, unit, memory))
         for owner, shards in owners.items():
             self._senders[owner].push(gather, layout, shards, made, values)
+
+    def _next_sum(self, unit: int) -> tuple[SettledUnit, dict[int, list[Shard]]] | None:
+        """The first sum of a unit that owners were not sent, and the shards of each of them; None: there is none yet.
+        Whatever the number of rounds, only two are looked at."""
+        while (first := self.ranks.settled(unit)) is not None:
+            made = first.contribution
+            numbers = {
+                owner: number
+                for owner in self._owners[unit]
+                if (number := next_round(made, self._sent.get((owner, unit)))) is not None
+                and self._lacks(owner, unit, made.step)
+            }
+            if not numbers:
+                return None
+            number = min(numbers.values())
+            settled = self.ranks.settled(unit, number) if number else first
+            if settled is None:
+                return None
+            if goes_on(settled.contribution, made):  # else a rank has begun another attempt in between
+                owners = self._owners[unit].items()
+                return settled, {owner: shards for owner, shards in owners if numbers.get(owner) == number}
+        return None
 
     def _take(self) -> Tensor:
         with self._lock:
@@ -202,9 +217,17 @@ class HostSums:
         self.ranks.close()
 
 
-def is_newer(made: Contribution, sent: Contribution | None) -> bool:
-    """Whether a sum is neither the one that was sent last, nor one before it."""
-    if sent is None or made.step != sent.step:
-        return sent is None or made.step > sent.step
-    now, then = ([each.attempt for each in push.summands] for push in (made, sent))
-    return now != then or made.seq > sent.seq
+def next_round(first: Contribution, sent: Contribution | None) -> int | None:
+    """The number of the round whose sum has to be sent next. ``first``: the first round, of the newest attempts.
+    ``sent``: what was sent last. None: that is of a later step."""
+    if sent is None or first.step > sent.step:
+        return 0
+    if first.step < sent.step:
+        return None
+    return sent.seq + 1 if goes_on(first, sent) else 0
+
+
+def goes_on(made: Contribution, before: Contribution) -> bool:
+    """Whether two sums are rounds of the same attempts."""
+    attempts, earlier = ([each.attempt for each in push.summands] for push in (made, before))
+    return made.step == before.step and attempts == earlier

@@ -12,8 +12,8 @@ what it need not add up again. Three 64-bit words: WHOLE, 0 while there is no wh
 number rounds mod 2 holds. So do two copies of which slices have a gradient, in another region, a byte each.
 
 [Note: a total is kept] A round is added to a total in place, and ranks have given back what is in it. So the owner
-copies the total first, with its WHOLE. If it dies before WHOLE says that the round is in, its successor copies it back.
-One shard is added to at a time.
+notes the total's WHOLE, copies each part of the total before it changes it, and says how far it has come. If it dies
+before WHOLE says that the round is in, its successor copies that back. One shard is added to at a time.
 """
 
 from __future__ import annotations
@@ -27,9 +27,17 @@ from rayzero.errors import HandshakeError
 from rayzero.kernels.stamps import STAMP, TileStamps
 from rayzero.layout.model_layout import Shard
 from rayzero.protocol.messages import FormerShard, Published, Pushed
-from rayzero.protocol.totals import MOST_ROUNDS, WORD_STEP, Total, has_pushed
+from rayzero.protocol.totals import MOST_ROUNDS, WORD_STEP, KeptTotal, Total, has_pushed
 from rayzero.slabs.slab import Slab
-from rayzero.store.shm.shared_plan import KEPT_BYTES, LINE_BYTES, ON_DEVICE, SLICE_BYTES, SharedPlan
+from rayzero.store.shm.shared_plan import (
+    KEPT_BYTES,
+    KEPT_COUNT,
+    KEPT_LINE,
+    LINE_BYTES,
+    ON_DEVICE,
+    SLICE_BYTES,
+    SharedPlan,
+)
 from rayzero.store.shm.signals import changed, load_acquire_64, store_release_64
 from rayzero.store.shm.words import region
 
@@ -152,7 +160,7 @@ def tile_stamps(slab: Slab, line: int, first: int) -> torch.Tensor:
 class SlabTotalLine:
     """A ``TotalLine`` (protocol/totals.py) in a control slab."""
 
-    def __init__(self, line: int, present: torch.Tensor, kept: _KeptTotal, keeper: object) -> None:
+    def __init__(self, line: int, present: torch.Tensor, kept: _KeptTotals, keeper: object) -> None:
         """``line``: its address. ``present``: (2, slices of the shard), uint8. ``kept``: of all lines."""
         self._line, self._present, self._kept, self._keeper = line, present, kept, keeper
         self._written: list[tuple[bool, ...]] = [(), ()]  # of ``present``, by this process
@@ -175,9 +183,9 @@ class SlabTotalLine:
         """See ``TotalLine.clear``."""
         store_release_64(self._line + WHOLE, 0)
 
-    def keep(self, total: torch.Tensor) -> None:
-        """See ``TotalLine.keep``."""
-        self._kept.keep(self._line, load_acquire_64(self._line + WHOLE), total)
+    def keeps(self, total: torch.Tensor) -> KeptTotal:
+        """See ``TotalLine.keeps``."""
+        return self._kept.open(self._line, load_acquire_64(self._line + WHOLE), total)
 
     def read(self, total: torch.Tensor) -> Total | None:
         """See ``TotalLine.read``."""
@@ -190,7 +198,7 @@ class SlabTotalLine:
         return Total((whole >> WORD_STEP) - 1, rounds, load_acquire_64(self._line + DIGESTS[rounds % 2]), present)
 
 
-class _KeptTotal:
+class _KeptTotals:
     """What a total was before the round that is being added to it. See [Note: a total is kept]."""
 
     def __init__(self, slab: Slab, first: int) -> None:
@@ -198,21 +206,28 @@ class _KeptTotal:
         found = region(slab, "kept")
         self._slab, self._first = slab, first
         self._address, self._offset, self._bytes = slab.address(found.offset), found.offset, found.bytes
+        self._made: dict[int, KeptTotal] = {}  # by number of elements
 
-    def keep(self, line: int, whole: int, total: torch.Tensor) -> None:
-        store_release_64(self._address, 0)
-        self._memory(total).copy_(total)
-        store_release_64(self._address + 8, line - self._first)
-        store_release_64(self._address, whole | 1)
+    def open(self, line: int, whole: int, total: torch.Tensor) -> KeptTotal:
+        kept = self._of(total)
+        for at, value in ((0, 0), (KEPT_COUNT, 0), (KEPT_LINE, line - self._first), (0, whole | 1)):
+            store_release_64(self._address + at, value)
+        return kept
 
     def bring_back(self, line: int, whole: int, total: torch.Tensor) -> None:
         if not self._bytes or load_acquire_64(self._address) != whole | 1:
             return
-        if load_acquire_64(self._address + 8) == line - self._first:
-            total.copy_(self._memory(total))
+        if load_acquire_64(self._address + KEPT_LINE) == line - self._first:
+            kept = self._of(total)
+            there = int(kept.count)
+            total[:there] = kept.values[:there]
 
-    def _memory(self, total: torch.Tensor) -> torch.Tensor:
-        return self._slab.tensor(self._offset + KEPT_BYTES, total.numel(), torch.float32)
+    def _of(self, total: torch.Tensor) -> KeptTotal:
+        numel = total.numel()
+        if numel not in self._made:
+            values = self._slab.tensor(self._offset + KEPT_BYTES, numel, torch.float32)
+            self._made[numel] = KeptTotal(values, self._slab.tensor(self._offset + KEPT_COUNT, 1, torch.int64))
+        return self._made[numel]
 
 
 class TotalLines:
@@ -223,7 +238,7 @@ class TotalLines:
         found, self._slab, self._layout = region(slab, "totals"), slab, plan.spec.layout
         address, self._keeper = slab.address(found.offset), slab.keeper
         self._line = {shard.index: address + i * LINE_BYTES for i, shard in enumerate(plan.shards_of(owner))}
-        self._slices, self._kept = plan.first_slices(owner), _KeptTotal(slab, address)
+        self._slices, self._kept = plan.first_slices(owner), _KeptTotals(slab, address)
 
     def line(self, shard: int) -> SlabTotalLine:
         """That of a trained shard."""

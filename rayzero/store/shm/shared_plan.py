@@ -47,7 +47,10 @@ from rayzero.slabs.sweep import FoundSlab, list_slabs
 from rayzero.store.shm.mailbox import Cells
 from rayzero.store.shm.signals import BELL_BYTES, Cell
 
-KEPT_BYTES = 64  # before the kept total: WHOLE of its line, 0 while it is written, and the line's number
+KEPT_BYTES = (
+    64  # before the kept total: WHOLE of its line, and at these bytes the line's and how many elements are kept
+)
+KEPT_LINE, KEPT_COUNT = 8, 16
 POOL = "pool"  # key of a rank's pool among its gradients
 LINE_BYTES = 64  # a shard's version line fills one cache line
 SLICE_BYTES = 32  # of one slice: two copies of (count of updates, parameter group)
@@ -163,7 +166,8 @@ class SharedPlan:
         trained = [unit for unit in self.spec.layout.units if unit.trainable]
         pieces = [SlabPiece(key=u.index, numel=u.numel, dtype=gradient_dtype(u, adds)) for u in trained]
         if has_totals(self.spec.world_size):
-            pieces.insert(0, SlabPiece(key=POOL, numel=pool_bytes(self.spec.layout), dtype=torch.uint8))
+            size = pool_bytes(self.spec.layout, self.spec.accumulation_steps)
+            pieces.insert(0, SlabPiece(key=POOL, numel=size, dtype=torch.uint8))
         rounds = most_rounds(self.spec.accumulation_steps) if has_totals(self.spec.world_size) else 1
         more = [
             SlabPiece(key=(unit.index, number), numel=unit.numel, dtype=unit.dtype)
