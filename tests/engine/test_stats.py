@@ -307,7 +307,7 @@ def test_a_layers_time_leaves_out_waits_and_the_layers_inside(alone: RankContext
     root, inner = optimizer.engine.units[:2]
     now, recorder = Clock(), MemoryRecorder()
     waits = StepClock(recorder, now)
-    times = PassTimes(4, waits, Spans(), lambda: 0, now)
+    times = PassTimes(4, waits, Spans(), now)
     times.opened()
     now.now += 1
     times.opened()
