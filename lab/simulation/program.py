@@ -25,6 +25,7 @@ from rayzero.engine.units.residency import Residency, UnitBuffer
 from rayzero.engine.units.schedule import Phase
 from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.unit_cache import UnitCache
+from rayzero.engine.units.use_times import PrefetchPace
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.pool import BufferPool, buffer_bytes
 from rayzero.protocol.store import ParameterStore
@@ -75,6 +76,14 @@ class _Unit(ParamUnit):
         return []
 
 
+class _FullDepth(PrefetchPace):
+    """Nothing takes time here: prefetches go as far as the setting says."""
+
+    def depth(self, limit: int) -> int:
+        """See ``PrefetchPace``."""
+        return limit
+
+
 class _Store:
     """Has every version at once. Only what a cache asks for."""
 
@@ -104,7 +113,6 @@ def record_steps(
     """What a rank does in each of its first steps: it uses the units in forward order and then in reverse, once a
     micro-batch. ``root``: units of the root module. ``unread``: units whose parameters no backward reads, as an
     embedding's. The last step is what all later ones do. Raises MemoryPlanError if the budget has no room."""
-    config = config.replace(prefetch_adaptive=False)
     with_order: list[Op] = []
     names = {unit.name: unit.index for unit in layout.units}
 
@@ -135,6 +143,7 @@ def record_steps(
         recorder=recorder,
         note=note,
     )
+    cache.times.pace = _FullDepth()
     found = []
     try:
         for _ in range(steps):

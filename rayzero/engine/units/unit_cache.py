@@ -108,8 +108,7 @@ class UnitCache:
         self._note = note
         self._prefetches = config.async_prefetch and config.overlap_computation
         self.most_ahead = config.prefetch_buffer_size if self._prefetches else 0  # units; a depth's bound
-        pace = PrefetchPace() if config.prefetch_adaptive else None
-        self.times = UseTimes(transfers.lane, pace, self._clock, recorder, self._groups)
+        self.times = UseTimes(transfers.lane, self._clock, recorder, self._groups)
         self._publications: dict[int, Future[int]] = {}  # of the present version; frozen units': of any
         self._behind: set[int] = set()  # units that are up, not yet at this version. [Note: pinned units]
         self._dropped: list[Fetching] = []  # dropped fetches that still write. freed by: _reap
@@ -429,14 +428,12 @@ class UnitCache:
         """Set the prefetch depth by memory pressure and the measured pace; see ``begin_pass``."""
         if self.most_ahead:
             self.allowed = most_ahead(self.most_ahead)
-            pace = self.times.pace
-            self._set_depth(self.allowed if pace is None else pace.depth(self.allowed))
+            self._set_depth(self.times.pace.depth(self.allowed))
 
     def forget(self) -> None:
         """Predict uses and times from scratch, as before the first pass."""
         self.schedule = UnitSchedule(len(self._units), always=self._root)
-        if self.times.pace is not None:
-            self.times.pace = PrefetchPace()
+        self.times.pace = PrefetchPace()
         self.allowed = self.most_ahead
         self._set_depth(self.most_ahead)
 
