@@ -18,12 +18,14 @@ from torch import Tensor
 
 from rayzero.concurrency.futures import settled
 from rayzero.config import ZeroConfig
+from rayzero.engine.rank_step import RankStep
 from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.residency import Residency, UnitBuffer
 from rayzero.engine.units.schedule import Phase
 from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.unit_cache import UnitCache
+from rayzero.engine.units.use_times import PrefetchPace
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.pool import BufferPool, buffer_bytes
 from rayzero.protocol.store import ParameterStore
@@ -74,6 +76,14 @@ class _Unit(ParamUnit):
         return []
 
 
+class _FullDepth(PrefetchPace):
+    """Nothing takes time here: prefetches go as far as the setting says."""
+
+    def depth(self, limit: int) -> int:
+        """See ``PrefetchPace``."""
+        return limit
+
+
 class _Store:
     """Has every version at once. Only what a cache asks for."""
 
@@ -103,7 +113,6 @@ def record_steps(
     """What a rank does in each of its first steps: it uses the units in forward order and then in reverse, once a
     micro-batch. ``root``: units of the root module. ``unread``: units whose parameters no backward reads, as an
     embedding's. The last step is what all later ones do. Raises MemoryPlanError if the budget has no room."""
-    fixed = config.replace(prefetch_adaptive=False)
     with_order: list[Op] = []
     names = {unit.name: unit.index for unit in layout.units}
 
@@ -111,30 +120,34 @@ def record_steps(
         if verb in _VERBS:
             with_order.append(Op(_VERBS[verb], names[unit]))
 
-    store = cast(ParameterStore, _Store())
-    transfers = UnitTransfers(store, BufferPool())
+    transfers = UnitTransfers(cast(ParameterStore, _Store()), BufferPool())
     units = [_Unit(unit, [], []) for unit in layout.units]
     recorder: Any = NullRecorder()
+    step = RankStep(
+        transfers,
+        rank=0,
+        world_size=1,
+        num_units=len(units),
+        step=0,
+        clock=StepClock(recorder),
+        spans=recorder.spans,
+    )
     cache = UnitCache(
         units,
         root,
         {unit.index for unit in layout.units if unit.trainable},
-        store=store,
+        step=step,
         transfers=transfers,
-        residency=_Bytes(layout.units, budget=fixed.gpu_param_memory_budget, device=torch.device("cpu"), poison=False),
-        config=fixed,
+        residency=_Bytes(layout.units, budget=config.gpu_param_memory_budget, device=torch.device("cpu"), poison=False),
+        config=config,
         recorder=recorder,
-        clock=StepClock(recorder),
-        version=0,
-        keeps=True,
-        groups=["" for _ in units],
         note=note,
-        check=lambda: None,
     )
+    cache.times.pace = _FullDepth()
     found = []
     try:
         for _ in range(steps):
-            _play(cache, units, root, unread, with_order, fixed)
+            _play(cache, units, root, unread, with_order, config)
             found.append(tuple(with_order))
             with_order.clear()
     finally:

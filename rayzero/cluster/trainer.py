@@ -72,8 +72,6 @@ class ZeroTrainer:
             stderr, with the seconds since ``fit()`` was called.
         make_row: returns the row of ``metrics.jsonl`` that a report completes, or None; called with every report of
             every rank, in the coordinator's process. By default each report is a row.
-        saves_checkpoints: whether the loop surely saves some: then a host that does not see the run's folder is refused
-            at the start; otherwise it is only named.
 
     Creating one checks the settings; nothing is started or written before ``fit()``.
     """
@@ -90,7 +88,6 @@ class ZeroTrainer:
         on_start: OnStart | None = None,
         on_phase: OnPhase | None = None,
         make_row: MakeRow = row_of_report,
-        saves_checkpoints: bool = False,
     ) -> None:
         self._zero = zero_config or ZeroConfig()
         self._scaling = scaling_config or ScalingConfig()
@@ -99,7 +96,6 @@ class ZeroTrainer:
         self._on_start = on_start
         self._on_phase = on_phase
         self._make_row = make_row
-        self._saves_checkpoints = saves_checkpoints
         if self._zero.transport == "inproc":
             raise UnsupportedError(
                 "transport='inproc' only reaches owners in the same process, but a trainer's owners are separate "
@@ -118,22 +114,28 @@ class ZeroTrainer:
         self._packed_loop = pack_loop(train_loop, train_loop_config)
 
     def fit(
-        self, *, raise_on_error: bool = True, directory: RunDirectory | None = None, ray: LocalRay | None = None
+        self,
+        *,
+        raise_on_error: bool = True,
+        saves_checkpoints: bool = False,
+        directory: RunDirectory | None = None,
+        ray: LocalRay | None = None,
     ) -> Result:
         """Run the loop on every rank to its end. Nothing is left behind: no actor, process, port or shared memory.
 
         Joins the Ray at hand or starts a local one. A failed run raises RunFailedError with the process, the cause and
         its traceback; with ``raise_on_error=False`` the result holds it instead. Wrong settings (ConfigError,
         CheckpointError) and signals (KeyboardInterrupt; SIGTERM: SystemExit(143)) are raised either way, signals after
-        one logged line on how to go on. ``directory``: the run's directory, if the caller has already opened it; the
-        caller then closes it, and says how to resume after a signal. ``ray``: one that the caller has begun to start on
-        this machine, which ends with the run.
+        one logged line on how to go on. ``saves_checkpoints``: the loop surely saves some, so a host that does not see
+        the run's folder is refused at the start; otherwise it is only named. ``directory``: the run's directory, if the
+        caller has already opened it; the caller then closes it, and says how to resume after a signal. ``ray``: one
+        that the caller has begun to start on this machine, which ends with the run.
         """
         if directory is not None:
-            return self._fit(directory, raise_on_error, ray)
+            return self._fit(directory, ray, raise_on_error, saves_checkpoints)
         with RunDirectory.open(self._run, Successor.of(self._zero, self._scaling)) as opened:
             try:
-                return self._fit(opened, raise_on_error, ray)
+                return self._fit(opened, ray, raise_on_error, saves_checkpoints)
             except (KeyboardInterrupt, SystemExit):
                 log.warning("run %r %s", self._run.name, self._stopped(opened))
                 raise
@@ -145,13 +147,15 @@ class ZeroTrainer:
         settings = f"name={self._run.name!r}, storage_path={str(self._run.storage_path)!r}, resume=True"
         return f"was stopped; continue from {newest} with RunConfig({settings})"
 
-    def _fit(self, directory: RunDirectory, raise_on_error: bool, ray: LocalRay | None) -> Result:
+    def _fit(
+        self, directory: RunDirectory, ray: LocalRay | None, raise_on_error: bool, saves_checkpoints: bool
+    ) -> Result:
         journal = Journal()
         record = RecordWriter(journal, directory, self._zero, self._scaling, self._run)
         trim_log(directory.path, directory.rows_until)
         error: RunFailedError | None = None
         refused = False  # nothing was started: an earlier run's record stays
-        request = self._request(directory, record, ray)
+        request = self._request(directory, record, ray, saves_checkpoints)
         earlier = directory.read_record_file()
         try:
             with interruptible():
@@ -188,7 +192,9 @@ class ZeroTrainer:
             except ConfigError as error:  # the training itself has succeeded
                 log.warning("%s", error)
 
-    def _request(self, directory: RunDirectory, record: RecordWriter, ray: LocalRay | None) -> RunRequest:
+    def _request(
+        self, directory: RunDirectory, record: RecordWriter, ray: LocalRay | None, saves_checkpoints: bool
+    ) -> RunRequest:
         return RunRequest(
             packed_loop=self._packed_loop,
             fewest_optimizers=self._scaling.num_optimizers,
@@ -200,7 +206,7 @@ class ZeroTrainer:
             ray=ray,
             access=self._access,
             make_row=self._make_row,
-            saves_checkpoints=self._saves_checkpoints,
+            saves_checkpoints=saves_checkpoints,
             settings=self._settings,
             on_report=self._on_report,
             on_phase=self._on_phase or PhaseLines(),

@@ -73,12 +73,9 @@ class ZeroConfig(ZeroSetters):
     """Bytes of gathered parameters on a rank's device, prefetches included; a larger unit is admitted when alone."""
 
     prefetch_buffer_size: Count = 16
-    """Prefetch depth: how many units ahead of the one in use are fetched, within gpu_param_memory_budget. With
-    prefetch_adaptive, this is the maximum and the depth of the first pass."""
-
-    prefetch_adaptive: Flag = True
-    """True: the prefetch depth follows measured fetch and compute times: the fewest units that still arrive in time.
-    False: it is always prefetch_buffer_size."""
+    """Prefetch depth: how many units ahead of the one in use are fetched, within gpu_param_memory_budget. This is the
+    maximum and the depth of the first pass; then the depth follows measured fetch and compute times: the fewest units
+    that still arrive in time."""
 
     max_gpu_memory_mb: Mebibytes | None = None
     """MiB of device memory that count as full, beside what the device has: pressure is what torch has allocated over

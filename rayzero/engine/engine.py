@@ -25,20 +25,18 @@ from rayzero.engine.autograd.unfrozen import Unfrozen
 from rayzero.engine.engine_memory import EngineMemory, HeapPeak, MemoryStrategy, make_strategy
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
 from rayzero.engine.rank_step import RankStep
-from rayzero.engine.step_clock import LoopMoments, StepClock
+from rayzero.engine.step_clock import LoopMoments
 from rayzero.engine.units.param_unit import ParamUnit
-from rayzero.engine.units.residency import Residency, mapped_units, stays_up
+from rayzero.engine.units.residency import Residency, stays_up
 from rayzero.engine.units.schedule import Phase
 from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.unit_cache import UnitCache
 from rayzero.engine.values import Registered, StateDictLoad, UnitValues
 from rayzero.errors import GradientAccessError, UnsupportedError
-from rayzero.layout.groups import layer_groups
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.modes import outside_modes
 from rayzero.protocol.messages import GROUP, CheckpointInfo, FileEntry, Hyper, MeanInput
-from rayzero.protocol.store import ParameterStore
-from rayzero.telemetry.names import LEARNING_RATE, MAX_GROUPS
+from rayzero.telemetry.names import LEARNING_RATE
 from rayzero.telemetry.recorder import End, Recorder, Since
 
 Observer = Callable[[str, str], None]  # verb, unit name: what happens, in order
@@ -56,49 +54,40 @@ class Engine:
         model: nn.Module,
         layout: ModelLayout,
         *,
-        rank: int,
-        store: ParameterStore,
-        transfers: UnitTransfers,
         step: RankStep,
+        transfers: UnitTransfers,
+        residency: Residency,
         config: ZeroConfig,
-        device: torch.device,
         recorder: Recorder,
         measured: Recorder,
-        clock: StepClock,
         number: int = 0,
-        poison: bool = False,
     ) -> None:
+        """``recorder``: of this model. ``measured``: of the rank, with all of its models. ``number``: the prepared
+        model's in its run."""
         self.model = model
         self.layout = layout
-        self.rank = rank
-        self.number = number  # the prepared model's number in its run
-        self.store = store
+        self.rank = step.rank
+        self.number = number
+        self.store = transfers.store
         self.step_state = step
         self.config = config
-        self.device = device
+        self.residency = residency
+        self.device = residency.device
         self.observers: list[Observer] = []
         self.made_at = time.monotonic()
         self.stepped_at = 0.0  # on the same clock; 0.0: not yet
         self.transfers = transfers
         self._recorder = recorder
         self.since = Since(measured)  # counts of the rank, for stats()
-        self.clock = clock
-        self.passes = PassTimes(len(layout.units), clock, recorder.spans, lambda: self.version)
+        self.clock = step.clock
+        self.passes = PassTimes(len(layout.units), step.clock, recorder.spans)
         self._unwatch: list[End] = []
-        self.poison = poison
-        self.residency = Residency(
-            layout.units,
-            budget=config.gpu_param_memory_budget,
-            device=device,
-            poison=poison,
-            mapped={} if poison or device.type != "cpu" else mapped_units(store, layout.units),
-        )
         self._overlaps = (
             config.overlap == "forward"
             and config.overlap_computation
             and not transfers.owners_share_cores  # they would take them from the next forward
         )
-        self.collector = GradientCollector(self._completed, self._backward_over)
+        self.collector = GradientCollector(self)
         self.units: list[ParamUnit] = []
         self.calls: list[UnitCalls] = []
         self._sums = GradientSums()  # offload_grads=False
@@ -107,7 +96,7 @@ class Engine:
         self._in_forward = False
         self.loading = StateDictLoad()
         self.resident = stays_up(layout, config)  # decided once: a recomputation must save what its forward saved
-        self._heap = HeapPeak(self.step_state.step if device.type == "cpu" and not number else None)
+        self._heap = HeapPeak(step.step if self.device.type == "cpu" and not number else None)
         self.activations: ActivationOffload | None = None  # set by prepare if the config asks for it
         self.memory: EngineMemory
         self.strategy: MemoryStrategy
@@ -119,35 +108,28 @@ class Engine:
         self.registered: Registered
         self.loop: LoopMoments | None = None  # of the model whose steps are the loop's
 
-    def adopt(
-        self, units: Sequence[ParamUnit], root: Sequence[int], groups: Sequence[Sequence[int]], version: int
-    ) -> None:
-        """Take charge of the units. ``root``: units of the root module; ``groups``: [unit][slot] -> parameter group, <
-        0 for none; ``version``: the published version to begin at."""
+    def adopt(self, units: Sequence[ParamUnit], root: Sequence[int], groups: Sequence[Sequence[int]]) -> None:
+        """Take charge of the units, at the version that is the open step's number. ``root``: units of the root module;
+        ``groups``: [unit][slot] -> parameter group, < 0 for none."""
         self.units = list(units)
         self.trained = TrainedSlots(self.units, groups)
         self.cache = UnitCache(
             self.units,
             root,
             self.trained.of_unit,
-            store=self.store,
+            step=self.step_state,
             transfers=self.transfers,
             residency=self.residency,
             config=self.config,
             recorder=self._recorder,
-            clock=self.clock,
-            version=version,
-            keeps=not self.poison,
-            groups=layer_groups(self.layout, MAX_GROUPS),
             note=self._note,
-            check=self.step_state.raise_if_failed,
         )
         weights = {key: (unit, i) for unit in units for i, key in enumerate(unit.keys)}
         for unit in units:
             unit.slots = weights
         cache = self.cache
         self.values = UnitValues(self.store, cache)
-        self.saved = SavedWeights(weights, self.use, lambda: cache.version, cache.used)
+        self.saved = SavedWeights(weights, self, cache)
         self.unfrozen = Unfrozen(units)
         self.registered = Registered(self.model, units)
         self.memory = EngineMemory(self.device, self.residency, self.transfers, self._heap, self._recorder)
@@ -295,8 +277,8 @@ class Engine:
         if not torch.is_grad_enabled():
             self.clock.enter("data")
 
-    def _backward_over(self, nested: bool) -> None:
-        """A graph task has ended without an exception. ``nested``: inside another one."""
+    def backward_over(self, nested: bool) -> None:
+        """See ``GradientEvents``."""
         if not nested:
             self.clock.enter("data")
             self.passes.end_backward()
@@ -312,9 +294,8 @@ class Engine:
 
     # ---- gradients
 
-    def _completed(self, unit: ParamUnit) -> None:
-        """All gradients that this graph task brings for ``unit`` are on its Parameters: push them, or sum them on the
-        device."""
+    def completed(self, unit: ParamUnit) -> None:
+        """See ``GradientEvents``: push the unit's gradients, or sum them on the device."""
         self.clock.enter("backward")
         self.passes.completed(unit)
         self._heap.look(self.step_state.step)
@@ -525,10 +506,13 @@ class Engine:
     def take_loaded(self, param: nn.Parameter, unit: ParamUnit, value: Tensor) -> bool:
         return self.loading.take(param, unit, value)
 
+    def begin_load(self, module: nn.Module) -> None:
+        """See ``LoadEvents``."""
+        self.loading.begin(module)
+
     @outside_modes
     def end_load(self, module: nn.Module) -> None:
-        """A module's load_state_dict() has ended: send the values to the owners, unit by unit. Every rank calls it with
-        equal values."""
+        """See ``LoadEvents``: send the values to the owners, unit by unit. Every rank calls it with equal values."""
         values = self.loading.end(module)
         if values is None:
             return

@@ -78,7 +78,6 @@ class OffloadManager:
         optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
         *,
         lr: float | None = None,
-        num_tokens: Callable[..., int] | None = None,
         units: UnitRule | None = None,
         weights: WeightSource | None = None,
         init: Init | None = None,
@@ -91,8 +90,6 @@ class OffloadManager:
             run, a context that is not given is the manager's own, and ends with it.
         optimizer: over parameters of ``model``, not yet stepped; or a function of the parameters that makes one; None:
             ``torch.optim.AdamW`` with ``lr`` (default 1e-3).
-        num_tokens: tokens in one forward's inputs, called with them; by default the elements of the first tensor of
-            integers, as token ids are, and 0 where there is none.
 
         Raises what ``rayzero.prepare`` raises, and ConfigError for arguments of another type and for a context that is
         not this rank's."""
@@ -119,7 +116,6 @@ class OffloadManager:
                 self.context.close("the model could not be prepared")
             raise
         self._engine = self.optimizer.engine
-        self._num_tokens = num_tokens or _token_ids
         self._output: Any = None  # of the last forward that can still have its backward
         self._forwards = 0  # with a graph, since the last step
         self._waiting = 0  # of them, without a backward
@@ -142,7 +138,7 @@ class OffloadManager:
     def _forward(self, *inputs: Any, **keywords: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.model(*inputs, **keywords)
-        found = self._num_tokens(*inputs, **keywords)
+        found = self.num_tokens(*inputs, **keywords)
         tokens = as_count(found)
         if tokens is None:
             raise ConfigError(f"OffloadManager: num_tokens() must return a whole number >= 0, got {found!r}")
@@ -152,6 +148,14 @@ class OffloadManager:
         self._forwards += 1
         self._waiting += 1
         return output
+
+    def num_tokens(self, *inputs: Any, **keywords: Any) -> int:
+        """The tokens in one forward's inputs: the elements of the first tensor of integers, as token ids are, and 0
+        where there is none. A subclass may count otherwise."""
+        tensors = (value for value in (*inputs, *keywords.values()) if isinstance(value, Tensor))
+        ids = (value for value in tensors if value.dtype in (torch.int64, torch.int32))
+        first = next(ids, None)
+        return 0 if first is None else first.numel()
 
     def backward_pass(self, loss_or_grad: Tensor) -> None:
         """Run backward; gradients leave for the owners as they are complete.
@@ -403,11 +407,3 @@ def _checked_rate(lr: object) -> float:
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < float("inf"):
         raise ConfigError(f"lr must be a finite number >= 0, got {lr!r}")
     return float(lr)
-
-
-def _token_ids(*inputs: Any, **keywords: Any) -> int:
-    """Elements of the first tensor of integers."""
-    tensors = (value for value in (*inputs, *keywords.values()) if isinstance(value, Tensor))
-    ids = (value for value in tensors if value.dtype in (torch.int64, torch.int32))
-    first = next(ids, None)
-    return 0 if first is None else first.numel()

@@ -47,7 +47,7 @@ from rayzero.engine.start.unit_init import Init
 from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.partition import UnitPlan, UnitRule, build_layout
-from rayzero.engine.units.residency import stays_up
+from rayzero.engine.units.residency import Residency, mapped_units, stays_up
 from rayzero.engine.units.transfers import make_transfers
 from rayzero.engine.values import hook_state_dict_loads
 from rayzero.errors import ConfigError, UnsupportedError
@@ -167,7 +167,7 @@ def prepare(
             keep_began(store, attached, began)
         start.bring(store.load if attached.needs_load and context.rank == 0 else None)
         engine = _engine(model, store, plan, spec, config, context, device, version, number, recorder)
-        engine.adopt(_make_units(plan, params, engine, device), _root_units(plan), spec.group_of, version)
+        engine.adopt(_make_units(plan, params, engine, device), _root_units(plan), spec.group_of)
         engine.activations = _offload_activations(model, engine, config, context, recorder)
         _hook(model, plan, engine, config)
         _engines[model] = ref(engine)
@@ -432,33 +432,34 @@ def _engine(
     number: int,
     recorder: Recorder,
 ) -> Engine:
-    transfers = make_transfers(store, device, spec.layout.units, pinned=config.pin_cpu_memory)
-    clock = StepClock(recorder, step=version)
+    units, poison = plan.layout.units, os.environ.get("RAYZERO_DEBUG") == "1"
+    transfers = make_transfers(store, device, units, pinned=config.pin_cpu_memory)
     step = RankStep(
-        store,
         transfers,
         rank=context.rank,
         world_size=context.world_size,
-        num_units=len(plan.layout.units),
+        num_units=len(units),
         step=version,
-        clock=clock,
+        clock=StepClock(recorder, step=version),
         spans=recorder.spans,
         life=context.life,
     )
     return Engine(
         model,
-        spec.layout,
-        rank=context.rank,
-        store=store,
-        transfers=transfers,
+        plan.layout,
         step=step,
+        transfers=transfers,
+        residency=Residency(
+            units,
+            budget=config.gpu_param_memory_budget,
+            device=device,
+            poison=poison,
+            mapped={} if poison or device.type != "cpu" else mapped_units(store, units),
+        ),
         config=config,
-        device=device,
         recorder=recorder,
         measured=context.recorder,
         number=number,
-        clock=clock,
-        poison=os.environ.get("RAYZERO_DEBUG") == "1",
     )
 
 
@@ -500,7 +501,7 @@ def _offload_activations(
         return None
     offload = ActivationOffload(
         model,
-        OffloadPolicy.of(config, rank=context.rank, poison=engine.poison),
+        OffloadPolicy.of(config, rank=context.rank, poison=engine.residency.poisons),
         offload_modules=config.offload_activations,
         recorder=recorder,
         weights=None if engine.resident else engine.saved,
@@ -516,7 +517,7 @@ def _hook(model: nn.Module, plan: UnitPlan, engine: Engine, config: ZeroConfig) 
         engine.calls.append(calls)
         hook_units(modules[name], calls)
     for module in model.modules():
-        hook_state_dict_loads(module, engine.loading.begin, engine.end_load)
+        hook_state_dict_loads(module, engine)
         if any(True for _ in module.parameters(recurse=False)):
             module.register_state_dict_post_hook(CopyEntries(module))  # type: ignore[no-untyped-call]
     _cast_inputs(model, engine, config)

@@ -33,7 +33,6 @@ from rayzero.protocol.messages import (
     StepInputs,
     pack_presence,
 )
-from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.spans import Over, Spans, nothing
 from rayzero.telemetry.tally import CopyTally
 
@@ -52,7 +51,6 @@ class RankStep:
 
     def __init__(
         self,
-        store: ParameterStore,
         transfers: UnitTransfers,
         *,
         rank: int,
@@ -64,10 +62,10 @@ class RankStep:
         life: int = 0,
     ) -> None:
         """``life``: how often the rank has died and come back; its attempts replace those of earlier lives."""
-        self._store = store
+        self._store = transfers.store
         self._transfers = transfers
-        self._rank, self._world_size = rank, world_size
-        self._clock = clock
+        self.rank, self._world_size = rank, world_size
+        self.clock = clock
         self._spans = spans
         self.step = step
         self._first_attempt = self.attempt = life * ATTEMPTS
@@ -89,7 +87,7 @@ class RankStep:
         contribution = Contribution(
             step=self.step,
             attempt=self.attempt,
-            rank=self._rank,
+            rank=self.rank,
             unit=unit.index,
             seq=self.counts[unit.index],
             presence=pack_presence([grad is not None for grad in grads]),
@@ -257,7 +255,7 @@ class RankStep:
         self._finished = False
 
     def _report(self) -> FinishReport:
-        return FinishReport(step=self.step, attempt=self.attempt, rank=self._rank, counts=tuple(self.counts))
+        return FinishReport(step=self.step, attempt=self.attempt, rank=self.rank, counts=tuple(self.counts))
 
     # ---- the last step's outcome
 
@@ -284,4 +282,4 @@ class RankStep:
         return result
 
     def _exposed(self, start: float, cause: str) -> None:
-        self._clock.waited(cause, time.perf_counter() - start)
+        self.clock.waited(cause, time.perf_counter() - start)

@@ -12,8 +12,8 @@ allowed: only ``torch.func.functional_call`` puts one there, for one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -159,12 +159,24 @@ class StateDictLoad:
         self._module, self._values = None, {}
 
 
+class LoadEvents(Protocol):
+    """What the hooks around load_state_dict() report, to the engine."""
+
+    def begin_load(self, module: nn.Module) -> None:
+        """A module's load_state_dict() begins, perhaps within that of another."""
+        ...
+
+    def end_load(self, module: nn.Module) -> None:
+        """It has ended without an exception."""
+        ...
+
+
 class BeforeStateDictLoad(ModuleHook):
     """Says when a module's load_state_dict() begins."""
 
-    def __init__(self, module: nn.Module, begin: Callable[[nn.Module], None]) -> None:
+    def __init__(self, module: nn.Module, events: LoadEvents) -> None:
         super().__init__(module)
-        self._begin = begin
+        self._events = events
 
     def __call__(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         if module is not self.module:
@@ -174,24 +186,22 @@ class BeforeStateDictLoad(ModuleHook):
                 "load_state_dict(assign=True) after rayzero.prepare() would put other Parameters in place of those the "
                 "optimizer owners fill; use assign=False, which copies"
             )
-        self._begin(module)
+        self._events.begin_load(module)
 
 
 class AfterStateDictLoad(ModuleHook):
     """Says when it has ended."""
 
-    def __init__(self, module: nn.Module, end: Callable[[nn.Module], None]) -> None:
+    def __init__(self, module: nn.Module, events: LoadEvents) -> None:
         super().__init__(module)
-        self._end = end
+        self._events = events
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
         if module is self.module:
-            self._end(module)
+            self._events.end_load(module)
 
 
-def hook_state_dict_loads(
-    module: nn.Module, begin: Callable[[nn.Module], None], end: Callable[[nn.Module], None]
-) -> None:
-    """Have ``begin`` and ``end`` called around each load_state_dict() of ``module``, also within that of another."""
-    module.register_load_state_dict_pre_hook(BeforeStateDictLoad(module, begin))  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_post_hook(AfterStateDictLoad(module, end))  # type: ignore[no-untyped-call]
+def hook_state_dict_loads(module: nn.Module, events: LoadEvents) -> None:
+    """Have each load_state_dict() of ``module`` reported, also within that of another."""
+    module.register_load_state_dict_pre_hook(BeforeStateDictLoad(module, events))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(AfterStateDictLoad(module, events))  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ from rayzero.owner.checkpoint import restore_checkpoint
 from rayzero.owner.gradients.squares import Squares, choose_squares
 from rayzero.owner.memory import DeviceMemory, HostMemory, LeftOnDevice, MemoryMaker
 from rayzero.owner.shard import OwnedShard, allocate
+from rayzero.owner.terms import OwnerTerms
 from rayzero.owner.update.elementwise import ElementwiseRule
 from rayzero.owner.update.rules import AdamRule, UpdateRule
 from rayzero.protocol.gradient_sum import has_totals
@@ -55,37 +56,34 @@ def build_model(
     rank: int,
     owner: int,
     num_owners: int,
-    memory_budget: int | None,
+    terms: OwnerTerms,
     maker: MemoryMaker,
     *,
     ownership: Ownership | None = None,
     memory_taken: int = 0,
     own_gradients: bool,
-    measures_norms: bool,
-    device: torch.device,
     left: LeftOnDevice | None = None,
 ) -> OwnedModel:
     """Plan, check and allocate; take over what a former life of the owner has left, or restore from a checkpoint if the
     spec names one.
 
-    ``maker``: allocates host memory. ``ownership``: see ``ShardService``. ``own_gradients``, ``measures_norms``: see
-    ``plan_owner``. ``device``: for the states of an owner beside a rank (``ShardMap.on_device``). ``left``: what it
-    has there since the last epoch.
+    ``maker``: allocates host memory. ``ownership``, ``memory_taken``, ``left``: see ``ShardService``.
+    ``own_gradients``: see ``plan_owner``.
 
     Raises MemoryPlanError before anything is allocated, UnsupportedError for an optimizer that cannot run on
     shards, CheckpointError for a checkpoint of another model."""
     shard_map = owner_map(spec, num_owners, ownership)
-    on_device = shard_map.on_device(owner)
-    rule = choose_rule(spec, device if on_device else None)
+    on_device, measures_norms = shard_map.on_device(owner), terms.norms_every is not None
+    rule = choose_rule(spec, terms.device if on_device else None)
     plan = _plan(spec, shard_map, owner, rule, own_gradients=own_gradients, measures_norms=measures_norms)
     if not maker.takes_over:
-        check_plan(plan, host_limits(), memory_budget, taken=memory_taken)
-    elif memory_budget is not None:  # what it takes over is part of what its host has in use
-        check_budget(plan, memory_budget, taken=memory_taken)
+        check_plan(plan, host_limits(), terms.memory_budget, taken=memory_taken)
+    elif terms.memory_budget is not None:  # what it takes over is part of what its host has in use
+        check_budget(plan, terms.memory_budget, taken=memory_taken)
     if left is None:
-        check_device(plan, device)
+        check_device(plan, terms.device)
     memory = maker.make_memory(spec, rule.kernel, plan)
-    memory = DeviceMemory(memory, device, left) if on_device else memory
+    memory = DeviceMemory(memory, terms.device, left) if on_device else memory
     shards = allocate(
         spec.layout,
         shard_map.shards_of(owner),

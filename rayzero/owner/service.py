@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from rayzero.concurrency.futures import DONE, chain, fail, failed, settle, when_all
@@ -29,6 +28,7 @@ from rayzero.owner.owned_model import OwnedModel, build_model, check_same
 from rayzero.owner.publisher import Listener, Publisher
 from rayzero.owner.shard import OwnedShard, ShardState
 from rayzero.owner.staged_writes import StagedWrites
+from rayzero.owner.terms import OwnerTerms
 from rayzero.owner.updater import Updater
 from rayzero.owner.updates import StepUpdates
 from rayzero.protocol.gradient_sum import GradientMemory
@@ -55,8 +55,6 @@ from rayzero.telemetry.names import (
     SHARDS,
 )
 from rayzero.telemetry.recorder import End, NullRecorder, Reading, Recorder
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,36 +85,29 @@ class ShardService:
         self,
         owner: int,
         num_owners: int,
+        terms: OwnerTerms | None = None,
         *,
         ownership: Ownership | None = None,
-        threads: int = 1,
-        memory_budget: int | None = None,
-        memory_taken: int = 0,
         memory: MemoryMaker | None = None,
-        recorder: Recorder | None = None,
-        norms_every: int | None = None,
-        device: torch.device = CPU,
+        memory_taken: int = 0,
         left: LeftOnDevice | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        """``ownership``: who owns what by now; None: it is the run's first epoch. ``threads``: torch threads of the
-        updater. ``memory_budget``: bytes this owner may allocate; None: the host's free memory. ``memory_taken``: bytes
-        of the budget that other models use. ``memory``: allocates its tensors; None: private memory of this process.
-        ``norms_every``: steps between measurements of norms by layer group; None: never. ``device``: where masters and
-        states lie if it is one of the owners beside ranks (``offload_fraction``). ``left``: what it has there since the
-        last epoch."""
+        """``ownership``: who owns what by now; None: it is the run's first epoch. ``memory``: allocates its tensors;
+        None: private memory of this process. ``memory_taken``: bytes of the budget that other models use. ``left``:
+        what it has on its device since the last epoch."""
         self.owner = owner
         self.num_owners, self.ownership = num_owners, ownership
         self.recorder = recorder or NullRecorder()
         self.failed: Future[StoreError] = Future()  # set to the reason when the open step will never be decided
-        self._memory_budget, self._memory_taken = memory_budget, memory_taken
+        self._terms, self._memory_taken, self._left = terms or OwnerTerms(), memory_taken, left
         self._memory = memory or PrivateMemoryMaker()
-        self._norms_every, self._device, self._left = norms_every, device, left
         self._unwatch: End = lambda: None
         self._attaching = threading.Lock()
         self._deciding = threading.Lock()  # serialises decisions, so that updates are queued in their order
         self._parts: _Parts | None = None
         self._begun: Future[None] = Future()  # done at the first attach
-        self._updater = Updater(f"optimizer-{owner}", threads, self._on_task_error)
+        self._updater = Updater(f"optimizer-{owner}", self._terms.threads, self._on_task_error)
         self._publisher = Publisher(self._updater)
         self._on_total: TotalListener = nothing_heard
 
@@ -150,13 +141,11 @@ class ShardService:
                     rank,
                     self.owner,
                     self.num_owners,
-                    self._memory_budget,
+                    self._terms,
                     self._memory,
                     ownership=self.ownership,
                     memory_taken=self._memory_taken,
                     own_gradients=own_gradients,
-                    measures_norms=self._norms_every is not None,
-                    device=self._device,
                     left=self._left,
                 )
                 self._left = None
@@ -184,14 +173,14 @@ class ShardService:
         checkpoints = CheckpointWriter(
             self.owner, shards, model.rule, updater, recorder, version=version, copies=model.plan.copies
         )
-        updates = StepUpdates(model, contributions, self._publisher, checkpoints, recorder, self._norms_every)
+        updates = StepUpdates(model, contributions, self._publisher, checkpoints, recorder, self._terms.norms_every)
         self._publisher.open(model.rule)
         self._parts = _Parts(
             model,
             contributions,
             updates,
             checkpoints,
-            StagedWrites(shards, model.rule, updater, checkpoints.protect, restaged=bool(model.former)),
+            StagedWrites(shards, model.rule, updater, checkpoints, restaged=bool(model.former)),
         )
         if self.failed.done():  # before the first attach
             self._parts.fail(self.failed.result(), -1)

@@ -4,7 +4,7 @@ shards."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rayzero.concurrency.futures import fail, failed, settle
 from rayzero.errors import RayZeroError, StoreError
+from rayzero.owner.checkpoint import CheckpointWriter
 from rayzero.owner.shard import OwnedShard
 from rayzero.owner.update.rules import UpdateRule
 from rayzero.owner.updater import Updater
@@ -31,13 +32,13 @@ class StagedWrites:
         shards: Mapping[int, OwnedShard],
         rule: UpdateRule,
         updater: Updater,
-        protect: Callable[[OwnedShard], None],
+        checkpoints: CheckpointWriter,
         *,
         restaged: bool = False,
     ) -> None:
-        """``protect``: called before a shard changes. ``restaged``: a former life of this owner may have had values,
-        which rank 0 stages again."""
-        self._restaged, self._protect = restaged, protect
+        """``checkpoints``: keeps what a checkpoint still needs, before a shard changes. ``restaged``: a former life of
+        this owner may have had values, which rank 0 stages again."""
+        self._restaged, self._checkpoints = restaged, checkpoints
         self._waiting: tuple[Write, Future[None]] | None = None  # the last write, until its values are here
         self._shards, self._rule, self._updater = shards, rule, updater
         self._lock = threading.Lock()
@@ -102,7 +103,7 @@ class StagedWrites:
                 f"{owned.unit.name!r} is at v{owned.published}: a write of {write.kind} at v{write.version} has no "
                 f"values for shard {owned.shard.index}"
             )
-        self._protect(owned)
+        self._checkpoints.protect(owned)
         stamps = owned.stamps(version)
         with stamps.writing(0, owned.shard.numel) if stamps is not None else nullcontext():
             overwrite(owned, self._rule, kind, values)

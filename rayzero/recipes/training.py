@@ -244,7 +244,8 @@ def _fit(
 
         scaling = recipe.scaling if prepared.work is None else reserve(prepared.work)
         flops = None if prepared.work is None else prepared.work.step_flops
-        return make_trainer(recipe, take, scaling, started, flops).fit(directory=directory, ray=ray)
+        trainer = make_trainer(recipe, take, scaling, started, flops)
+        return trainer.fit(saves_checkpoints=True, directory=directory, ray=ray)  # one after the last step at least
 
 
 def make_trainer(
@@ -265,7 +266,6 @@ def make_trainer(
         on_report=on_report,
         on_start=on_start,
         make_row=StepRows(),
-        saves_checkpoints=True,  # one after the last step at least
     )
 
 

@@ -22,7 +22,8 @@ from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.lead.lead import StepLead
 from rayzero.memory.planner import OwnerPlan
 from rayzero.owner.loop_states import LoopStates
-from rayzero.owner.service import CPU, ShardService
+from rayzero.owner.service import ShardService
+from rayzero.owner.terms import CPU, OwnerTerms
 from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import (
     COMPUTE,
@@ -77,11 +78,9 @@ class LocalOwners:
             ShardService(
                 owner,
                 len(places),
-                threads=threads,
-                memory_budget=memory_budget,
+                OwnerTerms(threads=threads, memory_budget=memory_budget, device=device),
                 memory=_Mappable(self.memories, owner, len(places)) if _CAN_MAP else None,
                 recorder=recorder,
-                device=device,
             )
             for owner, device in enumerate(places)
         ]

@@ -17,6 +17,7 @@ import torch
 from rayzero.config import ZeroConfig
 from rayzero.elastic.reform import Step
 from rayzero.errors import RayZeroError
+from rayzero.owner.terms import OwnerTerms
 from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
 from rayzero.security.credentials import Identity
@@ -157,9 +158,9 @@ class Service:
         return HostedModels(
             owner,
             ownership.num_owners + self.beside,
+            OwnerTerms(threads=self.threads),
             ownership=ownership,
             share=home,
-            threads=self.threads,
             succeeds=life > 0 or ownership.epoch > 0,
         )
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rayzero.engine.context import RankContext, running_in
+from rayzero.engine.units.use_times import PrefetchPace
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +25,12 @@ def alone() -> Iterator[RankContext]:
     """Rank 0 of 1 with an in-process store, closed at the end."""
     with running_in(RankContext()) as context:
         yield context
+
+
+@pytest.fixture
+def full_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefetches go as far as ``prefetch_buffer_size`` says, whatever was measured."""
+    monkeypatch.setattr(PrefetchPace, "depth", lambda _, limit: limit)
 
 
 @pytest.fixture(params=[False, True], ids=["copied", "mapped"])

@@ -74,12 +74,13 @@ def trained(
 
 
 @pytest.mark.promise("exact", "activations")
+@pytest.mark.usefixtures("full_depth")
 @pytest.mark.parametrize("up", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("place", PLACES)
 def test_gradients_and_the_units_schedule_are_those_without(place, world_size, up):
     base = seeded(Whole)
-    config = offloading(base, up=up, patterns=PLACES[place], prefetch_adaptive=False)
+    config = offloading(base, up=up, patterns=PLACES[place])
     want = run_ranks(lambda ctx: trained(ctx, base, config.replace(offload_activations=())), world_size, 2)
     got = run_ranks(lambda ctx: trained(ctx, base, config), world_size, 2)
     for (state, gradients, events, counted), plain in zip(got, want, strict=True):

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -374,8 +375,7 @@ def test_a_later_life_counts_its_attempts_above_those_of_earlier_ones_in_every_s
     of its loop had arrived."""
     store, clock = Finishes(), StepClock(NullRecorder())
     step = RankStep(
-        cast(Any, store),
-        cast(Any, None),
+        cast(Any, SimpleNamespace(store=store)),
         rank=1,
         world_size=2,
         num_units=1,

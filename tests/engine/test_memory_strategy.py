@@ -7,6 +7,7 @@ import gc
 import logging
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator
 from weakref import ref
 
@@ -43,7 +44,7 @@ EVERYWHERE = Relief(residency=frozenset({Resource.HOST}), activations=frozenset(
 def own_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that gathers into buffers of its own, as on CUDA or over gRPC, and keeps them from step to step."""
     monkeypatch.setenv("RAYZERO_DEBUG", "0")
-    monkeypatch.setattr("rayzero.engine.engine.mapped_units", lambda store, units: {})
+    monkeypatch.setattr(sys.modules["rayzero.engine.prepare"], "mapped_units", lambda store, units: {})
 
 
 class Pressed:

@@ -67,11 +67,12 @@ def prepared(base: nn.Module, config: ZeroConfig) -> tuple[nn.Module, rayzero.Ze
     return rayzero.prepare(model, sgd(model), config)
 
 
+@pytest.mark.usefixtures("full_depth")
 def test_frozen_units_stay_up_over_steps(store: FarStore) -> None:
     base = seeded(lambda: Net(num_layers=4))
     base.layers[1].requires_grad_(False)
     base.layers[3].requires_grad_(False)
-    model, optimizer = prepared(base, ZeroConfig(prefetch_adaptive=False))
+    model, optimizer = prepared(base, ZeroConfig())
     fit(model, optimizer, range(3))
     model(tokens(0)[0])
     names = [optimizer.engine.units[unit].name for unit in store.fetched]
@@ -98,17 +99,12 @@ def test_units_of_a_skipped_step_are_not_fetched_again(ahead: bool, store: FarSt
     assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_the_depth_follows_what_was_measured_up_to_the_setting(adaptive: bool, store: FarStore) -> None:
+def test_the_depth_follows_what_was_measured_up_to_the_setting(store: FarStore) -> None:
     base = seeded(lambda: Net(num_layers=6))
-    config = tight(base, prefetch_buffer_size=3, prefetch_adaptive=adaptive)
-    model, optimizer = prepared(base, config)
+    model, optimizer = prepared(base, tight(base, prefetch_buffer_size=3))
     pace = optimizer.engine.cache.times.pace
-    assert (pace is not None) is adaptive
+    assert optimizer.engine.cache.depth == 3
     fit(model, optimizer, range(3))
-    if pace is None:
-        assert optimizer.engine.cache.depth == 3
-        return
     for seconds, depth in ((0.0, 1), (1e6, 3)):
         for _ in range(64):
             pace.fetched(seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -79,8 +80,9 @@ def test_nothing_is_asked_for_before_it_is_needed_without_prefetch(alone: RankCo
     ]
 
 
+@pytest.mark.usefixtures("full_depth")
 def test_a_model_that_fits_is_fetched_once_a_step(alone: RankContext) -> None:
-    model, optimizer, _ = prepared(ZeroConfig(prefetch_adaptive=False))
+    model, optimizer, _ = prepared(ZeroConfig())
     events_of_step(model, optimizer, 0)
     events = events_of_step(model, optimizer, 1)
     assert [unit for verb, unit in events if verb == "unshard"] == ["root", "0", "1", "2"]

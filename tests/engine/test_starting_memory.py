@@ -25,6 +25,7 @@ from rayzero.owner.service import ShardService
 from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.memory.shared_owner import SharedOwner
+from rayzero.store.owner.served_model import ServerTerms
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RankTerms, RemoteConnection
@@ -110,7 +111,7 @@ def serve(owner: int, token: str, pipe: Connection) -> None:
     warm_up()
     shared = SharedOwner(owner, OWNERS, SHARED_MEMORY)
     service = ShardService(owner, OWNERS, memory=shared)
-    with OwnerServer(service, token=token, shared=shared) as server:
+    with OwnerServer(service, ServerTerms(token=token), shared=shared) as server:
         pipe.send(server.address)
         server.connect_peers(pipe.recv())
         peak = Peak()

@@ -120,9 +120,10 @@ def test_phases_add_up_to_the_time_and_steps_to_theirs(alone: RankContext) -> No
 
 
 @pytest.mark.promise("observable", "precisions")
+@pytest.mark.usefixtures("full_depth")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_bytes_are_what_the_layout_says(precision: Any, alone: RankContext) -> None:
-    model, optimizer = prepared(ZeroConfig(precision=precision, prefetch_adaptive=False))
+    model, optimizer = prepared(ZeroConfig(precision=precision))
     units = optimizer.engine.layout.units
     train(model, optimizer, 3)
     optimizer.engine.cache.fence()  # nothing is on its way
@@ -207,8 +208,9 @@ def held() -> Iterator[HeldStore]:
     owners.close()
 
 
+@pytest.mark.usefixtures("full_depth")
 def test_a_prefetch_is_queued_then_in_flight_then_ready_and_wasted_if_dropped(held: HeldStore) -> None:
-    model, optimizer = prepared(ZeroConfig(prefetch_adaptive=False))
+    model, optimizer = prepared(ZeroConfig())
     train(model, optimizer, 1)
     held.versions, held.bytes = [], []
     rayzero.stats(model, reset=True)
@@ -234,8 +236,9 @@ def test_a_prefetch_is_queued_then_in_flight_then_ready_and_wasted_if_dropped(he
     assert all(unit.state is UnitState.SHARDED for unit in engine.units)
 
 
+@pytest.mark.usefixtures("full_depth")
 def test_a_prefetch_dropped_on_its_way_is_cancelled(held: HeldStore) -> None:
-    model, optimizer = prepared(ZeroConfig(prefetch_adaptive=False))
+    model, optimizer = prepared(ZeroConfig())
     train(model, optimizer, 1)
     engine = optimizer.engine
     engine.cache.fence()
@@ -307,7 +310,7 @@ def test_a_layers_time_leaves_out_waits_and_the_layers_inside(alone: RankContext
     root, inner = optimizer.engine.units[:2]
     now, recorder = Clock(), MemoryRecorder()
     waits = StepClock(recorder, now)
-    times = PassTimes(4, waits, Spans(), lambda: 0, now)
+    times = PassTimes(4, waits, Spans(), now)
     times.opened()
     now.now += 1
     times.opened()

@@ -22,6 +22,7 @@ from rayzero.errors import (
     StoreClosedError,
     StoreError,
 )
+from rayzero.owner.terms import OwnerTerms
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.telemetry.names import LEARNING_RATE, STEP, STEP_SECONDS
 from rayzero.telemetry.recorder import MemoryRecorder
@@ -118,7 +119,7 @@ def test_the_models_of_a_run_share_an_owners_memory_budget() -> None:
     owner[0].service.attach(0, spec)
     need = owner.planned_bytes
     owner.close()
-    owner = HostedModels(0, 1, memory_budget=int(1.5 * need))
+    owner = HostedModels(0, 1, OwnerTerms(memory_budget=int(1.5 * need)))
     owner[0].service.attach(0, spec)
     with pytest.raises(MemoryPlanError, match=r"cpu_memory_budget is .*, of which other prepared models have .*;"):
         owner[1].service.attach(0, spec)

@@ -24,16 +24,16 @@ def layout_of(count: int) -> ModelLayout:
 
 
 def test_few_units_are_groups_of_their_own() -> None:
-    assert layer_groups(layout_of(3), 3) == ("u0", "u1", "u2")
+    assert layer_groups(layout_of(3).units, 3) == ("u0", "u1", "u2")
 
 
 def test_neighbours_share_a_group_where_there_are_more() -> None:
-    assert layer_groups(layout_of(5), 2) == ("u0..u1", "u0..u1", "u2..u4", "u2..u4", "u2..u4")
+    assert layer_groups(layout_of(5).units, 2) == ("u0..u1", "u0..u1", "u2..u4", "u2..u4", "u2..u4")
 
 
 @pytest.mark.parametrize("count", [64, 65, 100, 1000])
 def test_groups_are_as_many_as_allowed_in_order_and_even(count: int) -> None:
-    groups = layer_groups(layout_of(count), 64)
+    groups = layer_groups(layout_of(count).units, 64)
     sizes = [groups.count(group) for group in dict.fromkeys(groups)]
     assert len(groups) == count
     assert len(sizes) == 64

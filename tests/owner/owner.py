@@ -12,6 +12,7 @@ from store.toy import WAIT, Grads, flatten, initial_values
 from torch import Tensor
 
 from rayzero.owner.service import ShardService
+from rayzero.owner.terms import OwnerTerms
 from rayzero.protocol.messages import (
     Action,
     Contribution,
@@ -102,7 +103,7 @@ def owner_of(
     spec: ModelSpec, *, load: bool = True, recorder: Recorder | None = None, norms_every: int | None = None
 ) -> Iterator[Owner]:
     """An attached and loaded owner of everything."""
-    service = ShardService(0, 1, recorder=recorder, norms_every=norms_every)
+    service = ShardService(0, 1, OwnerTerms(norms_every=norms_every), recorder=recorder)
     try:
         for rank in range(spec.world_size):
             service.attach(rank, spec)

@@ -30,6 +30,7 @@ from rayzero.owner.gradients.squares import SquareSum
 from rayzero.owner.memory import PrivateMemory
 from rayzero.owner.service import ShardService
 from rayzero.owner.shard import ShardState, allocate
+from rayzero.owner.terms import OwnerTerms
 from rayzero.owner.updater import Task, Updater
 from rayzero.protocol.messages import MASTER, Action, FileEntry, Norm, Published, Record, Write
 from rayzero.telemetry.names import CHECKPOINT_STALL_SECONDS, OPTIMIZER_PARAMS
@@ -616,7 +617,7 @@ def test_close_fails_every_wait_and_is_idempotent() -> None:
 
 def test_a_budget_that_is_too_small_is_refused_before_anything_is_allocated() -> None:
     spec = make_spec(4)
-    service = ShardService(0, 1, memory_budget=100_000)
+    service = ShardService(0, 1, OwnerTerms(memory_budget=100_000))
     with pytest.raises(MemoryPlanError, match=r"optimizer 0 of 1 needs .* cpu_memory_budget is 97.66 KiB"):
         service.attach(0, spec)
     service.close()

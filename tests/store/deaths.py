@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rayzero.owner.gradients import contributions
+from rayzero.owner.terms import OwnerTerms
 from rayzero.protocol.messages import ModelSpec
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
@@ -35,7 +36,7 @@ from .toy import WAIT, Rank, start
 def serve(directory: Path, owner: int, num_owners: int, told: Connection, succeeds: bool) -> None:
     """One owner, until it is told to stop. It adds up a shard as soon as every rank has pushed it, however small."""
     contributions.EARLY = 1
-    models = HostedModels(owner, num_owners, share=directory, threads=2, succeeds=succeeds)
+    models = HostedModels(owner, num_owners, OwnerTerms(threads=2), share=directory, succeeds=succeeds)
     with serve_models(models, token=TOKEN, replaces_owners=True) as server:
         told.send(server.address)
         server.connect_peers(told.recv())

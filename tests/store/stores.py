@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
 from rayzero.config.zero import HostPush
+from rayzero.owner.terms import OwnerTerms
 from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.sweep import SHARED_MEMORY
@@ -89,7 +90,9 @@ def over_grpc(
         servers = []
         for owner in range(ownership.num_owners):
             share = SHARED_MEMORY if owner in sharing else None
-            models = HostedModels(owner, ownership.num_owners, ownership=ownership, share=share, threads=owner_threads)
+            models = HostedModels(
+                owner, ownership.num_owners, OwnerTerms(threads=owner_threads), ownership=ownership, share=share
+            )
             stack.callback(models.close)
             servers.append(stack.enter_context(serve_models(models, token=token)))
         addresses = [server.address for server in servers]

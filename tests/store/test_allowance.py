@@ -15,6 +15,7 @@ from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity, name_of_rank
 from rayzero.store.owner.calls import allowance
 from rayzero.store.owner.calls.allowance import BODIES, CALLS, UPLOADS, WAITING, Allowance, Allowances
+from rayzero.store.owner.served_model import ServerTerms
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.wire.rpc import (
     STORE_SERVICE,
@@ -119,7 +120,7 @@ def test_a_body_that_does_not_come_is_cut_and_counted(monkeypatch: pytest.Monkey
     recorder = MemoryRecorder()
     service = ShardService(0, 1, recorder=recorder)
     with (
-        OwnerServer(service, token=TOKEN) as server,
+        OwnerServer(service, ServerTerms(token=TOKEN)) as server,
         member(server, rank=3) as (number, _),
         open_channel(server.address, None) as channel,
     ):
@@ -161,7 +162,10 @@ def test_who_is_refused_or_cut_is_counted_by_reason(
     metadata = METADATA if reason != "token" else (*token_metadata("guess"), *METADATA[3:])
     recorder = MemoryRecorder()
     service = ShardService(0, 1, recorder=recorder)
-    with OwnerServer(service, token=TOKEN, tls=owner) as server, open_channel(server.address, rank) as channel:
+    with (
+        OwnerServer(service, ServerTerms(token=TOKEN, tls=owner)) as server,
+        open_channel(server.address, rank) as channel,
+    ):
         method = "Attach" if reason == "slow" else "Push"
         call: Any = channel.stream_unary(methods(STORE_SERVICE)[method].path)
         with pytest.raises(grpc.RpcError) as refused:

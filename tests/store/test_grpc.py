@@ -43,6 +43,7 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.owner.calls.long_polls import WAITING_CALLS, Repeats
 from rayzero.store.owner.handlers import RankCalls
+from rayzero.store.owner.served_model import ServerTerms
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.owner_table import OwnerTable, connect_store
@@ -72,14 +73,17 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @contextmanager
-def serving(num_owners: int = 1, **options: Any) -> Iterator[list[OwnerServer]]:
+def serving(
+    num_owners: int = 1, *, host: str = "127.0.0.1", interceptors: Sequence[Any] = (), **terms: Any
+) -> Iterator[list[OwnerServer]]:
     """Connected servers of fresh owners."""
     with ExitStack() as stack:
         servers = []
         for owner in range(num_owners):
             service = ShardService(owner, num_owners)
             stack.callback(service.close)
-            servers.append(stack.enter_context(OwnerServer(service, token=TOKEN, **options)))
+            server = OwnerServer(service, ServerTerms(token=TOKEN, **terms), host=host, interceptors=interceptors)
+            servers.append(stack.enter_context(server))
         for server in servers:
             server.connect_peers([other.address for other in servers])
         yield servers
@@ -163,7 +167,7 @@ def test_health_is_answered_without_a_token() -> None:
 def test_an_empty_token_is_refused_where_it_is_set() -> None:
     service = ShardService(0, 1)
     with pytest.raises(ConfigError, match="token must not be empty"):
-        OwnerServer(service, token="")
+        OwnerServer(service, ServerTerms(token=""))
     service.close()
 
 
@@ -226,7 +230,7 @@ def test_owners_with_different_kernels_are_refused(monkeypatch: pytest.MonkeyPat
 def test_the_lead_must_know_its_peers() -> None:
     service = ShardService(0, 1)
     with (
-        OwnerServer(service, token=TOKEN) as server,
+        OwnerServer(service, ServerTerms(token=TOKEN)) as server,
         connected([server]) as (store,),
         pytest.raises(StoreError, match="optimizer 0 leads but has no peers"),
     ):
@@ -412,7 +416,7 @@ def test_a_server_that_stops_ends_what_waits_for_it_and_frees_its_port() -> None
             with socket.socket() as probe:
                 assert probe.connect_ex((host, int(port))) != 0
             service = ShardService(0, 1)
-            OwnerServer(service, token=TOKEN, port=int(port)).stop()
+            OwnerServer(service, ServerTerms(token=TOKEN), port=int(port)).stop()
             service.close()
 
 
@@ -429,7 +433,7 @@ def test_an_owner_that_stops_is_named() -> None:
 def test_a_port_that_is_taken_is_an_error() -> None:
     service = ShardService(0, 1)
     with serving() as (server,), pytest.raises(StoreError, match=r"optimizer 0 cannot listen on 127.0.0.1:"):
-        OwnerServer(service, token=TOKEN, port=int(server.address.rsplit(":", 1)[1]))
+        OwnerServer(service, ServerTerms(token=TOKEN), port=int(server.address.rsplit(":", 1)[1]))
     service.close()
 
 
@@ -492,10 +496,11 @@ def test_a_process_that_forgets_to_close_exits_in_silence() -> None:
         from rayzero.owner.service import ShardService
         from rayzero.store.rank.remote import RankTerms, RemoteConnection
         from rayzero.store.rank.rank_store import RankStore
+        from rayzero.store.owner.served_model import ServerTerms
         from rayzero.store.owner.server import OwnerServer
         from store.toy import make_spec, random_grads, start, take_step
         spec = make_spec(1, kernel="torch")
-        server = OwnerServer(ShardService(0, 1), token="t")
+        server = OwnerServer(ShardService(0, 1), ServerTerms(token="t"))
         server.connect_peers([server.address])
         ranks = start([RankStore(RemoteConnection(0, [server.address], RankTerms(token="t")))], spec)
         take_step(ranks, [random_grads(spec, 1)])

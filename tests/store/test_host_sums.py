@@ -71,7 +71,6 @@ class Place:
                 self._ownership.num_owners,
                 ownership=self._ownership,
                 share=self.directories[host],
-                threads=1,
                 recorder=recorder,
             )
             stack.callback(models.close)

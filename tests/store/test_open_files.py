@@ -34,7 +34,7 @@ def owners(num_owners: int) -> Iterator[tuple[list[str], int]]:
     program = f"""
         from rayzero.store.owner.server import serve_models
         from rayzero.store.owner.hosted import HostedModels
-        servers = [serve_models(HostedModels(i, {num_owners}, threads=1), token={TOKEN!r}) for i in range({num_owners})]
+        servers = [serve_models(HostedModels(i, {num_owners}), token={TOKEN!r}) for i in range({num_owners})]
         for server in servers:
             server.connect_peers([each.address for each in servers])
         print(*(server.address for server in servers), flush=True)

@@ -26,6 +26,7 @@ from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import MEAN_BYTES, MeanInput, ModelSpec
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.memory.shared_owner import SharedOwner
+from rayzero.store.owner.served_model import ServerTerms
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.owner_table import OwnerTable, connect_store
 from rayzero.store.rank.rank_store import RankStore
@@ -74,7 +75,9 @@ def served(
         shared = SharedOwner(owner, num_owners, directory) if sharing else None
         service = ShardService(owner, num_owners, memory=shared)
         stack.callback(service.close)
-        server = OwnerServer(service, token=TOKEN, shared=shared, interceptors=[calls] if calls is not None else [])
+        server = OwnerServer(
+            service, ServerTerms(token=TOKEN), shared=shared, interceptors=[calls] if calls is not None else []
+        )
         servers.append(stack.enter_context(server))
     addresses = [server.address for server in servers]
     for server in servers:

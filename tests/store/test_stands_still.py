@@ -45,7 +45,7 @@ def owner_process(owner: int, share: Path | None) -> Iterator[tuple[Forked, str]
         from pathlib import Path
         from rayzero.store.owner.server import serve_models
         from rayzero.store.owner.hosted import HostedModels
-        models = HostedModels({owner}, 2, share={f"Path({str(share)!r})" if share else None}, threads=1)
+        models = HostedModels({owner}, 2, share={f"Path({str(share)!r})" if share else None})
         server = serve_models(models, token={TOKEN!r})
         print(server.address, flush=True)
         server.connect_peers(input().split())
@@ -62,7 +62,7 @@ def one_rank(way: str, away: int, slab_dir: Path) -> Iterator[tuple[Rank, Forked
     share = slab_dir if way == "shm" else None
     with ExitStack() as stack:
         process, address = stack.enter_context(owner_process(away, share))
-        models = HostedModels(1 - away, 2, share=share, threads=1)
+        models = HostedModels(1 - away, 2, share=share)
         stack.callback(models.close)
         server = stack.enter_context(serve_models(models, token=TOKEN))
         addresses = [server.address, address] if away else [address, server.address]

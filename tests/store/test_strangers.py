@@ -41,7 +41,7 @@ def owner() -> Iterator[tuple[str, int]]:
     program = f"""
         from rayzero.store.owner.server import serve_models
         from rayzero.store.owner.hosted import HostedModels
-        server = serve_models(HostedModels(0, 1, threads=1), token={TOKEN!r})
+        server = serve_models(HostedModels(0, 1), token={TOKEN!r})
         print(server.address, flush=True)
         input()
     """

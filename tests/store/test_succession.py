@@ -23,6 +23,7 @@ from torch import Tensor
 from rayzero.errors import HandshakeError, StoreError
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.owner.service import ShardService
+from rayzero.owner.terms import OwnerTerms
 from rayzero.protocol.gradient_sum import GradientMemory
 from rayzero.protocol.messages import ModelSpec
 from rayzero.slabs.sweep import list_slabs, sweep
@@ -98,7 +99,7 @@ def train(directory: Path, spec: ModelSpec, num_owners: int, told: Connection) -
     """Owners, ranks and their loop, in this process. Tells the steps whose norms it has got."""
     servers: list[OwnerServer] = []
     for owner in range(num_owners):
-        models = HostedModels(owner, num_owners, share=directory, threads=2)
+        models = HostedModels(owner, num_owners, OwnerTerms(threads=2), share=directory)
         servers.append(serve_models(models, token=TOKEN))
     addresses = [server.address for server in servers]
     for server in servers:
@@ -155,7 +156,7 @@ class Successors:
 def succeed(stack: ExitStack, directory: Path, spec: ModelSpec, num_owners: int, threads: int = 2) -> Successors:
     made = []
     for owner in range(num_owners):
-        models = HostedModels(owner, num_owners, share=directory, threads=threads, succeeds=True)
+        models = HostedModels(owner, num_owners, OwnerTerms(threads=threads), share=directory, succeeds=True)
         stack.callback(models.close)
         server = stack.enter_context(serve_models(models, token=TOKEN))
         made.append((server, *models[0]))
@@ -232,7 +233,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def refuse(directory: Path, spec: ModelSpec, error: type[Exception], message: str) -> None:
-    models = HostedModels(0, 1, share=directory, threads=2, succeeds=True)
+    models = HostedModels(0, 1, OwnerTerms(threads=2), share=directory, succeeds=True)
     service, shared = models[0]
     with pytest.raises(error, match=message):
         service.attach(0, spec, own_gradients=True)

@@ -187,7 +187,7 @@ POINTS = {
     # a rank: a step
     "rank.fetch": Point("rayzero.engine.units.unit_cache:UnitCache._fetch", _BEFORE),
     "rank.forward": Point(f"{_ENGINE}.close_units", _BEFORE),
-    "rank.backward": Point(f"{_ENGINE}._completed", _BEFORE),
+    "rank.backward": Point(f"{_ENGINE}.completed", _BEFORE),
     "rank.push": Point(f"{_STEP}.push", _BEFORE),
     "rank.announce": Point("rayzero.store.rank.remote:RemoteConnection.announce", _BEFORE, repeats=True),
     "rank.tells-door": Point("rayzero.store.rank.memory.shared_memory:SharedRank.finished", _BEFORE),

@@ -13,6 +13,7 @@ import torch
 from rayzero.cluster.nodes.reachability import address_to_serve, own_addresses, unreachable
 from rayzero.cluster.processes.remains import Remains
 from rayzero.elastic.reform import Step
+from rayzero.owner.terms import OwnerTerms
 from rayzero.protocol.ownership import Ownership
 from rayzero.security.credentials import Credentials, identity_of
 from rayzero.store.owner.hosted import HostedModels
@@ -51,14 +52,16 @@ class ServedOwner:
         self.models = HostedModels(
             settings.owner,
             settings.num_owners,
+            OwnerTerms(
+                threads=settings.threads,
+                memory_budget=settings.memory_budget,
+                norms_every=settings.norms_every,
+                device=torch.device(settings.device),
+            ),
             ownership=settings.ownership,
             share=share,
-            threads=settings.threads,
-            memory_budget=settings.memory_budget,
-            recorder=recorder,
-            norms_every=settings.norms_every,
-            device=torch.device(settings.device),
             succeeds=settings.succeeds,
+            recorder=recorder,
         )
         self._server: OwnerServer | None = None
         self._janitor = None if settings.remains is None else settings.remains.janitor(share)  # freed by: stop()

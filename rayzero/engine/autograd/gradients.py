@@ -10,7 +10,7 @@ unit several times.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -85,17 +85,26 @@ class TrainedSlots:
             self.of_unit[unit] = slots
 
 
+class GradientEvents(Protocol):
+    """What a collector reports, to the engine."""
+
+    def completed(self, unit: ParamUnit) -> None:
+        """All gradients that this graph task brings for ``unit`` are on its Parameters."""
+        ...
+
+    def backward_over(self, nested: bool) -> None:
+        """A graph task has ended without an exception. ``nested``: inside another one."""
+        ...
+
+
 class GradientCollector:
     """Watches gradients arrive and reports when a unit has all that this backward brings.
 
     Knows AccumulateGrad nodes and graph tasks; not what becomes of gradients, nor steps. Graph tasks may run in
     autograd's own threads, one at a time for a rank."""
 
-    def __init__(self, complete: Callable[[ParamUnit], None], over: Callable[[bool], None]) -> None:
-        """``complete(unit)``: all its gradients are on the Parameters. ``over(nested)``: a graph task has ended without
-        an exception; ``nested``: inside another one."""
-        self._complete = complete
-        self._over = over
+    def __init__(self, events: GradientEvents) -> None:
+        self._events = events
         self._nodes: dict[ParamUnit, dict[int, Any]] = {}  # by slot; kept: autograd would make new ones, not hooked
         self._tasks: dict[int, dict[ParamUnit, set[int]]] = {}  # graph task -> unit -> slots still to come
 
@@ -118,7 +127,7 @@ class GradientCollector:
             coming.discard(slot)
             if not coming:
                 del units[unit]
-                self._complete(unit)
+                self._events.completed(unit)
 
         return after_accumulate
 
@@ -143,8 +152,8 @@ class GradientCollector:
     @outside_modes
     def _end(self, task: int) -> None:
         for unit in self._tasks.pop(task, {}):
-            self._complete(unit)
-        self._over(bool(self._tasks))
+            self._events.completed(unit)
+        self._events.backward_over(bool(self._tasks))
 
     def drain(self) -> None:
         """Forget graph tasks that an exception ended: autograd does not report their end."""

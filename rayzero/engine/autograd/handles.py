@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from weakref import WeakSet
 
 import torch
@@ -39,6 +39,7 @@ from rayzero.engine.private_torch import (
     storage_key,
 )
 from rayzero.engine.units.param_unit import ParamUnit
+from rayzero.engine.units.unit_cache import UnitCache
 from rayzero.errors import UnsupportedError
 from rayzero.modes import outside_modes
 
@@ -75,23 +76,23 @@ class Checkpointed:
         self.shown = shown
 
 
+class UnitUse(Protocol):
+    """What unpacking a weight asks of the engine."""
+
+    def use(self, unit: ParamUnit) -> None:
+        """Bring a unit up whose weight autograd unpacks."""
+        ...
+
+
 class SavedWeights:
     """The pack and unpack hooks of one rank.
 
-    Knows which storages are weights; not when units come or go: ``fetch(unit)`` returns once the unit is up."""
+    Knows which storages are weights; not when units come or go."""
 
-    def __init__(
-        self,
-        slots: Slots,
-        fetch: Callable[[ParamUnit], None],
-        content: Callable[[], int],
-        used: Callable[[ParamUnit], None],
-    ) -> None:
-        """``content()``: the published version of the weights. ``used(unit)``: the caller's stream computes with it."""
+    def __init__(self, slots: Slots, units: UnitUse, cache: UnitCache) -> None:
         self._slots = slots
-        self._fetch = fetch
-        self._used = used
-        self._content = content
+        self._units = units
+        self._cache = cache
         self._plain = self._plain_hooks()
         self._stand_ins: dict[Any, Tensor] = {}  # by size, dtype and device
         self._shown: WeakSet[Any] = WeakSet()  # what checkpoints gave for weights that have handles
@@ -123,8 +124,8 @@ class SavedWeights:
             found = self._slots.get(storage_key(view.untyped_storage()))
         if found is None:
             return None
-        self._used(found[0])
-        return Handle(found[0], found[1], view, self._content(), form or lazy_sign(saved))
+        self._cache.used(found[0])
+        return Handle(found[0], found[1], view, self._cache.version, form or lazy_sign(saved))
 
     @outside_modes
     def unpack(self, handle: Handle) -> Tensor:
@@ -132,11 +133,11 @@ class SavedWeights:
         step."""
         unit = handle.unit
         written = handle.version is not None and handle.version != unit.writes_of(handle.slot)
-        if written or handle.content != self._content():
+        if written or handle.content != self._cache.version:
             raise _modified(tuple(handle.size), handle.version, unit.layout.slots[handle.slot].name)
         if type(unit.params[handle.slot]).made is not nn.Parameter:  # type: ignore[attr-defined]
             _refuse_python(unit, handle.slot)
-        self._fetch(unit)
+        self._units.use(unit)
         weight = unit.tensor(handle.slot, handle)
         return weight if handle.form is None else handle.form(weight)
 

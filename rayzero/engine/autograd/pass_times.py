@@ -30,13 +30,10 @@ class PassTimes:
 
     Knows when modules' forwards began and units' gradients were complete; not what they compute."""
 
-    def __init__(
-        self, num_units: int, waits: StepClock, spans: Spans, step: Callable[[], int], clock: Clock = time.perf_counter
-    ) -> None:
-        """``waits``: has the seconds that the rank has waited. ``step()``: the number of the open step."""
+    def __init__(self, num_units: int, waits: StepClock, spans: Spans, clock: Clock = time.perf_counter) -> None:
+        """``waits``: has the open step's number, and the seconds that the rank has waited."""
         self._waits = waits
         self._spans = spans
-        self._step = step
         self._clock = clock
         self._opened: list[list[float]] = []  # running calls, outermost first: [began, waited before, time of others]
         self._since = clock()  # backward has been working on the next unit
@@ -78,7 +75,7 @@ class PassTimes:
             self.forward[units[0].index].add(active - others)
         if self._spans.wanted:
             lane = "backward" if recomputed else "forward" if in_forward else "touch"
-            self._spans.add(lane, ", ".join(unit.name for unit in units), began, now, self._step())
+            self._spans.add(lane, ", ".join(unit.name for unit in units), began, now, self._waits.step)
 
     def end_forward(self) -> None:
         self.forwards += graph_task_id() < 0  # a recomputation is part of its backward
@@ -96,7 +93,7 @@ class PassTimes:
         now = self._clock()
         self.backward[unit.index].add(now - self._since - (self._waits.waiting - self._waited))
         if self._spans.wanted:
-            self._spans.add("backward", unit.name, self._since, now, self._step())
+            self._spans.add("backward", unit.name, self._since, now, self._waits.step)
         self._mark(now)
 
     def end_backward(self) -> None:

@@ -21,6 +21,7 @@ from rayzero.engine.optimizer.states import (
     write_states,
 )
 from rayzero.engine.private_torch import inverse_scale, route_scheduler_loads, route_unscaling
+from rayzero.engine.rank_step import RankStep
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels.group_entries import GroupEntries
 from rayzero.kernels.optimizer_class import OptimizerMaker, State
@@ -34,10 +35,10 @@ class OwnedStates(dict[Any, Any]):
 
     A loop that resets, prunes or reads states here would otherwise do so to none."""
 
-    def __init__(self, has_stepped: Callable[[], bool]) -> None:
-        """``has_stepped``: whether a plain optimizer would have states by now."""
+    def __init__(self, step: RankStep) -> None:
+        """``step``: the open one; behind the first, a plain optimizer has states."""
         super().__init__()
-        self._has_stepped = has_stepped
+        self._step = step
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UnsupportedError(
@@ -52,7 +53,7 @@ class OwnedStates(dict[Any, Any]):
 
 def _until_stepped(name: str) -> Any:
     def read(self: OwnedStates, *given: Any) -> Any:
-        if self._has_stepped():
+        if self._step.step > 0:
             self.refuse()
         return getattr(dict, name)(self, *given)
 
@@ -84,7 +85,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.make, self._writes_groups = make, writes_groups
         self._entries: GroupEntries | None = None
         self._resumed: ResumedGroups | None = None
-        self._owned = OwnedStates(lambda: engine.step_state.step > 0)
+        self._owned = OwnedStates(engine.step_state)
         self._read: dict[Any, State] | None = None  # the owners' states, while state_dict() reads them
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
         for hooks in HOOKS:  # the same dicts, so that those registered on either one run, and can be removed

@@ -119,7 +119,9 @@ class InitialValues:
         if self._stream is not None:
             fill_buffers(self._model, take_stream(self._stream, self._model, self._plan, self._wanted, load))
         elif self._init is not None and (self._resumed is None or self._empty_buffers()):
-            UnitInit(self._model, self._plan, self._init, lambda unit: self._send(unit, load), self._given).run()
+            buffers = dict(self._model.named_buffers(remove_duplicate=False))
+            sourced = {name for name in chain(self._params, buffers) if self._given(name)}
+            UnitInit(self._model, self._plan, self._init, sourced).run(lambda unit: self._send(unit, load))
         else:
             for unit in self._plan.layout.units:
                 self._send(unit, load)

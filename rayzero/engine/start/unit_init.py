@@ -9,7 +9,7 @@ still NaN at the end was not initialised and is refused. So is a touch of a unit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,14 +35,12 @@ class UnitInit:
         model: nn.Module,
         plan: UnitPlan,
         init: Init,
-        complete: Callable[[UnitLayout], None],
-        given: Callable[[str], bool],
+        given: Collection[str],
     ) -> None:
-        """complete: called with a unit whose parameters have their values, before their memory is freed. given: whether
-        a parameter's value has another source, so that ``init`` need not write it."""
+        """given: names of parameters and buffers whose values have another source, so that ``init`` need not write
+        them."""
         self._model = model
         self._init = init
-        self._complete = complete
         self._given = given
         self._units = plan.layout.units
         self._params = dict(model.named_parameters())
@@ -59,18 +57,19 @@ class UnitInit:
         self._classes = {name: type(param) for name, param in self._params.items()}
         self._absent = _absent_class(self._bring)
 
-    def run(self) -> None:
-        """Visit every module. Parameters that were on meta return there, also after an error; buffers that were on meta
-        are real afterwards, unless it raises."""
+    def run(self, complete: Callable[[UnitLayout], None]) -> None:
+        """Visit every module. ``complete`` is called with each unit whose parameters have their values, before their
+        memory is freed. Parameters that were on meta return there, also after an error; buffers that were on meta are
+        real afterwards, unless it raises."""
         before = _real_buffers(self._model)
         try:
             for param in self._params.values():
                 if param.is_meta:
                     param.__class__ = self._absent
-            self._model.apply(self._visit)
+            self._model.apply(lambda module: self._visit(module, complete))
             for unit in self._units:
                 if unit.index not in self._early:
-                    self._complete(unit)
+                    complete(unit)
             self._require_buffers(before)
         except BaseException:
             replace_buffers(self._model, {id(real): empty for real, empty in before.values()})
@@ -81,7 +80,7 @@ class UnitInit:
                 if id(param) in self._empty:
                     swap_tensors(param, self._empty.pop(id(param)))
 
-    def _visit(self, module: nn.Module) -> None:
+    def _visit(self, module: nn.Module, complete: Callable[[UnitLayout], None]) -> None:
         self._module = self._names[id(module)]
         held = {name: param for name, param in module._parameters.items() if param is not None}
         self._bring([param for param in held.values() if isinstance(param, self._absent)])
@@ -95,6 +94,8 @@ class UnitInit:
         for unit in self._ending.get(self._visits, ()):
             if unit in self._early:
                 self._end(self._units[unit])
+                complete(self._units[unit])
+                self._free(self._units[unit])
         self._visits += 1
 
     def _bring(self, absent: Sequence[nn.Parameter]) -> None:
@@ -115,18 +116,20 @@ class UnitInit:
                     self._empty[id(param)] = materialise(param, _unwritten(param))
 
     def _end(self, unit: UnitLayout) -> None:
+        """No later visit may write to the unit: require its values."""
         params = [self._params[slot.name] for slot in unit.slots]
         self._bring([param for param in params if isinstance(param, self._absent)])
         for slot, param in zip(unit.slots, params, strict=True):
-            given = id(param) not in self._empty or self._given(slot.name)
+            given = id(param) not in self._empty or slot.name in self._given
             if not given and _is_unwritten(param.detach(), opaque=unit.opaque):
                 raise UnsupportedError(
                     f"init left parameter {slot.name!r} unwritten, or wrote NaN into it; it is on the meta device and "
                     "has no other value. Have init write it, or pass weights="
                 )
-        self._complete(unit)
+
+    def _free(self, unit: UnitLayout) -> None:
         self._over.add(unit.index)
-        for param in params:
+        for param in (self._params[slot.name] for slot in unit.slots):
             if id(param) in self._empty:
                 swap_tensors(param, self._empty.pop(id(param)))
             param.__class__ = self._absent
@@ -134,7 +137,7 @@ class UnitInit:
     def _require_buffers(self, before: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         now = dict(self._model.named_buffers(remove_duplicate=False))
         for name, (real, _) in before.items():
-            if not self._given(name) and now.get(name) is real and _is_unwritten(real):
+            if name not in self._given and now.get(name) is real and _is_unwritten(real):
                 raise UnsupportedError(
                     f"init left buffer {name!r} unwritten, and it was on the meta device; build the model under "
                     "rayzero.empty_parameters(), which leaves buffers real"

@@ -99,7 +99,7 @@ class Residency:
         self._budget = MemoryBudget(budget)
         self._limit = self.target = budget  # bytes; units stay below the target where they can, see ``shrink``
         self._pool = BufferPool(device, budget=self._budget, poison=poison)
-        self._poison = poison
+        self.device, self.poisons = device, poison
         self._layouts = layouts
         numbers: dict[Shape, int] = {}  # one object per shape: shapes are slow to hash
         self._shapes = [("views", numbers.setdefault(buffer_shape(layout), len(numbers))) for layout in layouts]
@@ -191,6 +191,6 @@ class Residency:
     def release(self, buffer: UnitBuffer) -> None:
         """Return memory whose slices are in the buffer again. Does not wait for the device: on CUDA, later copies into
         it wait for all streams that have used it (transfers.py)."""
-        if self._poison:
+        if self.poisons:
             buffer.settle()  # the pool overwrites it at once
         buffer.lease.release()

@@ -72,7 +72,7 @@ class UnitTransfers:
         """``at_once``: bytes up to which a unit's gradients are gathered in the computing thread: others in a thread
         beside it, which takes a core from a process that computes on all of them."""
         self._at_once = at_once
-        self._store = store
+        self.store = store
         self._staging = staging
         self._thread = ThreadLane()  # gathers or announces gradients, in push order
         self.lane: Lane = self._thread  # copies units; its clock is the computation's
@@ -81,7 +81,7 @@ class UnitTransfers:
     @property
     def owners_share_cores(self) -> bool:
         """Whether owners compute in this process, on the cores that the rank computes on."""
-        return self._store.in_process
+        return self.store.in_process
 
     def fetch(
         self,
@@ -96,7 +96,7 @@ class UnitTransfers:
         """Request a unit's parameters of exactly ``version``; returns at once. ``published``: the result of the store's
         method of that name. ``held``: the version that the buffer's content was right for; None: it is undefined.
         ``ahead``: this is a prefetch."""
-        if buffer.mapped and self._store.mapped(unit.index) is not None:
+        if buffer.mapped and self.store.mapped(unit.index) is not None:
             return Fetching(version, published, done=published, request=None, buffer=buffer, ahead=ahead)
         done, request = self._ask(unit, version, buffer.flat, published, held)
         return Fetching(version, published, done=done, request=request, buffer=buffer, ahead=ahead)
@@ -107,9 +107,9 @@ class UnitTransfers:
         """Request a unit's bytes into ``out`` (1D, unit.numel elements, the unit's dtype), unless it holds version
         ``held`` and that content is still right."""
         if held is None:
-            done = self._store.fetch(unit.index, version, COMPUTE, out)
+            done = self.store.fetch(unit.index, version, COMPUTE, out)
             return done, done
-        renewal = ConditionalFetch(published, held, lambda: self._store.fetch(unit.index, version, COMPUTE, out))
+        renewal = ConditionalFetch(published, held, lambda: self.store.fetch(unit.index, version, COMPUTE, out))
         return renewal.done, renewal
 
     @property
@@ -127,10 +127,10 @@ class UnitTransfers:
 
         Gathers a small unit here, because handing it to another thread takes longer; nothing, if owners read gradients
         where they are."""
-        if self._store.takes_scattered and _can_stay(unit, contribution, grads):
-            return self._store.push(contribution, ScatteredUnit(unit, grads))
+        if self.store.takes_scattered and _can_stay(unit, contribution, grads):
+            return self.store.push(contribution, ScatteredUnit(unit, grads))
         small = unit.size_bytes <= self._at_once
-        target = _target(self._store, self._staging, unit, contribution, grads, at_once=small)
+        target = _target(self.store, self._staging, unit, contribution, grads, at_once=small)
         if target is None:
             return None
         held = list(grads)
@@ -154,7 +154,7 @@ class UnitTransfers:
             finally:
                 if target.until_gathered is not None:
                     target.until_gathered.release()
-            sent = self._store.push(contribution, target.flat)
+            sent = self.store.push(contribution, target.flat)
         except Exception as exc:  # the push failed, perhaps on the lane's thread: the rank's next wait raises it
             sent = failed(exc)
         if target.until_landed is not None:
@@ -277,7 +277,7 @@ class DeviceTransfers(UnitTransfers):
         return False
 
     def _is_mapped(self, unit: UnitLayout) -> bool:
-        return unit.index in self._mapped and self._store.mapped(unit.index) is not None
+        return unit.index in self._mapped and self.store.mapped(unit.index) is not None
 
     def use(self, buffer: UnitBuffer) -> None:
         """See ``UnitTransfers``. The caller's stream waits too, if it is another."""
@@ -292,7 +292,7 @@ class DeviceTransfers(UnitTransfers):
 
     def push(self, unit: UnitLayout, contribution: Contribution, grads: Grads) -> Future[None] | None:
         """See ``UnitTransfers``. The copy is queued here; the thread waits for it and announces."""
-        target = _target(self._store, self._staging, unit, contribution, (), at_once=False)
+        target = _target(self.store, self._staging, unit, contribution, (), at_once=False)
         if target is None:
             return None
         gathered = torch.empty(unit.numel, dtype=unit.dtype, device=self.lane.device)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,11 +37,12 @@ from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.use_times import PrefetchPace, UseTimes
 from rayzero.engine.units.written_units import WrittenUnits
 from rayzero.errors import MemoryPlanError, UnsupportedError
+from rayzero.layout.groups import layer_groups
 from rayzero.memory.pool import buffer_bytes
 from rayzero.protocol.bits import same_bits
 from rayzero.protocol.messages import COMPUTE
-from rayzero.protocol.store import ParameterStore
 from rayzero.telemetry.names import (
+    MAX_GROUPS,
     PINNED_UNITS,
     PREFETCH_DEPTH,
     PREFETCH_DROPPED,
@@ -57,6 +59,17 @@ log = logging.getLogger(__name__)
 Note = Callable[[str, str], None]  # verb, unit name
 
 
+class OpenStep(Protocol):
+    """The rank's open step, as far as its units need it."""
+
+    step: int  # its number, which is the version that units are read at
+    clock: StepClock
+
+    def raise_if_failed(self) -> None:
+        """Raise the error of the step before if it has failed by now."""
+        ...
+
+
 class UnitCache:
     """One rank's gathered units, at one published version.
 
@@ -69,41 +82,33 @@ class UnitCache:
         root: Collection[int],
         trained: Collection[int],
         *,
-        store: ParameterStore,
+        step: OpenStep,
         transfers: UnitTransfers,
         residency: Residency,
         config: ZeroConfig,
         recorder: Recorder,
-        clock: StepClock,
-        version: int,
-        keeps: bool,
-        groups: Sequence[str],
         note: Note,
-        check: Callable[[], None],
     ) -> None:
         """``root``: units of the root module. ``trained``: units that an optimizer trains; steps change no others.
-        ``keeps``: keep out-of-date memory for the next version. ``groups``: labels in metrics. ``check`` raises if the
-        run has failed."""
-        self.version = self._first = version
+        ``note``: is told each move of a unit."""
+        self.version = self._first = step.step
         self.schedule = UnitSchedule(len(units), always=root)
         self.writes = WrittenUnits()
         self._units = units
         self._root = frozenset(root)
         self._trained = set(trained)
-        self._store = store
+        self._step = step
+        self._store = transfers.store
         self._transfers = transfers
         self._residency = residency
         self._recorder = recorder
-        self._clock = clock
+        self._clock = step.clock
         self._budget = config.gpu_param_memory_budget
-        self._keeps = keeps
-        self._groups = groups
+        self._groups = layer_groups([unit.layout for unit in units], MAX_GROUPS)
         self._note = note
-        self._check = check
         self._prefetches = config.async_prefetch and config.overlap_computation
         self.most_ahead = config.prefetch_buffer_size if self._prefetches else 0  # units; a depth's bound
-        pace = PrefetchPace() if config.prefetch_adaptive else None
-        self.times = UseTimes(transfers.lane, pace, clock, recorder, groups)
+        self.times = UseTimes(transfers.lane, self._clock, recorder, self._groups)
         self._publications: dict[int, Future[int]] = {}  # of the present version; frozen units': of any
         self._behind: set[int] = set()  # units that are up, not yet at this version. [Note: pinned units]
         self._dropped: list[Fetching] = []  # dropped fetches that still write. freed by: _reap
@@ -164,7 +169,7 @@ class UnitCache:
 
     def _fetch(self, unit: ParamUnit, *, ahead: bool) -> bool:
         """Request a unit; a prefetch (``ahead``) only if there is room. Returns whether it was requested."""
-        self._check()
+        self._step.raise_if_failed()
         buffer = unit.take_kept()
         held = None if buffer is None else unit.version
         if buffer is None:
@@ -285,7 +290,7 @@ class UnitCache:
         buffer = unit.reshard()
         if buffer.mapped:  # an unnoticed write too: one through numpy in forward would hide the owners' pages for ever
             self._store.revert(unit.index)
-        if keep and self._keeps and not buffer.mapped:
+        if keep and not (self._residency.poisons or buffer.mapped):
             unit.kept = buffer
         else:
             self._residency.release(buffer)
@@ -423,14 +428,12 @@ class UnitCache:
         """Set the prefetch depth by memory pressure and the measured pace; see ``begin_pass``."""
         if self.most_ahead:
             self.allowed = most_ahead(self.most_ahead)
-            pace = self.times.pace
-            self._set_depth(self.allowed if pace is None else pace.depth(self.allowed))
+            self._set_depth(self.times.pace.depth(self.allowed))
 
     def forget(self) -> None:
         """Predict uses and times from scratch, as before the first pass."""
         self.schedule = UnitSchedule(len(self._units), always=self._root)
-        if self.times.pace is not None:
-            self.times.pace = PrefetchPace()
+        self.times.pace = PrefetchPace()
         self.allowed = self.most_ahead
         self._set_depth(self.most_ahead)
 

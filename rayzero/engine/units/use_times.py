@@ -103,21 +103,16 @@ class UseTimes:
 
     Knows events and seconds; not which units are up. Methods run on the computing thread."""
 
-    def __init__(
-        self, lane: Lane, pace: PrefetchPace | None, clock: StepClock, recorder: Recorder, groups: Sequence[str]
-    ) -> None:
-        """``lane``: copies units; its clock is that of the computation. ``pace``: is told what was measured; None:
-        nobody is. ``groups``: by unit, labels in metrics."""
+    def __init__(self, lane: Lane, clock: StepClock, recorder: Recorder, groups: Sequence[str]) -> None:
+        """``lane``: copies units; its clock is that of the computation. ``groups``: by unit, labels in metrics."""
         self.arrived = CopyTally()  # of units that were then used
-        self.pace = pace
+        self.pace = PrefetchPace()
         self._lane, self._clock, self._recorder, self._groups = lane, clock, recorder, groups
         self._gap: _Gap | None = None  # that is open
         self._pending: deque[_Stop | _Gap] = deque()  # not all of their events have passed
 
     def used(self, phase: Phase) -> None:
         """A unit's use begins now, the first one's or another one's than before."""
-        if self.pace is None:
-            return
         now = self._lane.now()
         if self._gap is not None and self._gap.phase is phase:
             self._gap.ended = now
@@ -151,7 +146,6 @@ class UseTimes:
                 case _Stop() as stop:
                     self._count_stop(stop)
                 case _Gap(phase, began, ended, stops):
-                    assert self.pace is not None
                     assert ended is not None
                     self.pace.computed(phase, self._seconds(began, ended) - sum(map(self._stood, stops)))
 
@@ -191,8 +185,7 @@ class UseTimes:
         self._expose(stop, stood, copied)
         if (seconds := fetching.seconds) is not None:
             self.arrived.add(stop.unit.size_bytes, seconds + copied)
-            if self.pace is not None:
-                self.pace.fetched(seconds + copied)
+            self.pace.fetched(seconds + copied)
 
     def _expose(self, stop: _Stop, stood: float, copied: float) -> None:
         """Put down what the computation stood for: the last part to the bytes, the rest to the update before them."""

@@ -34,7 +34,7 @@ class GroupNorms:
         self, spec: ModelSpec, shards: Mapping[int, OwnedShard], square_sum: Squares, recorder: Recorder
     ) -> None:
         self._spec, self._shards, self._square_sum, self._recorder = spec, shards, square_sum, recorder
-        groups = layer_groups(spec.layout, MAX_GROUPS)
+        groups = layer_groups(spec.layout.units, MAX_GROUPS)
         self._group_of = {index: groups[owned.shard.unit] for index, owned in shards.items()}
         trained = [owned.shard.numel for owned in shards.values() if owned.trainable]
         self._before = torch.empty(max(trained, default=0), dtype=torch.float32, device="cpu")

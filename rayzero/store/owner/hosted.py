@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from rayzero.memory.planner import check_budget
 from rayzero.owner.memory import LeftOnDevice
 from rayzero.owner.owned_model import plan_change
-from rayzero.owner.service import CPU, ShardService
+from rayzero.owner.service import ShardService
+from rayzero.owner.terms import OwnerTerms
 from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.slab import Slab
@@ -36,25 +36,21 @@ class HostedModels:
         self,
         owner: int,
         num_owners: int,
+        terms: OwnerTerms | None = None,
         *,
         ownership: Ownership | None = None,
         share: Path | None = None,
-        threads: int = 1,
-        memory_budget: int | None = None,
-        recorder: Recorder | None = None,
-        norms_every: int | None = None,
-        device: torch.device = CPU,
         succeeds: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
-        """``share``: the directory for memory shared with ranks of this host; None: share none. ``succeeds``: take over
-        what a dead process of this owner has left there, or what was prepared for this epoch. For the other arguments
-        see ``ShardService``."""
+        """``ownership``: see ``ShardService``. ``share``: the directory for memory shared with ranks of this host;
+        None: share none. ``succeeds``: take over what a dead process of this owner has left there, or what was
+        prepared for this epoch."""
         self._succeeds, self._ownership = succeeds, ownership
         self._left: dict[int, LeftOnDevice] = {}  # by model: what the last epoch's service has left. freed by: _make()
         self._prepared: dict[int, Slab] = {}  # control slabs, by model. freed by: _make(), close()
-        self.owner, self.num_owners, self.share, self.threads = owner, num_owners, share, threads
-        self._memory_budget = memory_budget
-        self._recorder, self._norms_every, self._device = recorder or NullRecorder(), norms_every, device
+        self.owner, self.num_owners, self.terms, self.share = owner, num_owners, terms or OwnerTerms(), share
+        self._recorder = recorder or NullRecorder()
         self._models = ByModel(self._make)
 
     def __getitem__(self, number: int) -> Hosted:
@@ -69,33 +65,30 @@ class HostedModels:
                 self.num_owners,
                 self.share,
                 ownership=self._ownership,
-                threads=self.threads,
+                threads=self.terms.threads,
                 succeeds=self._succeeds,
                 prepared=self._prepared.pop(number, None),
             )
         service = ShardService(
             self.owner,
             self.num_owners,
+            replace(self.terms, norms_every=None) if number else self.terms,
             ownership=self._ownership,
-            threads=self.threads,
-            memory_budget=self._memory_budget,
-            memory_taken=self.planned_bytes,
             memory=shared,
-            recorder=LaterModelRecorder(self._recorder) if number else self._recorder,
-            norms_every=None if number else self._norms_every,
-            device=self._device,
+            memory_taken=self.planned_bytes,
             left=self._left.pop(number, None),
+            recorder=LaterModelRecorder(self._recorder) if number else self._recorder,
         )
         return Hosted(service, shared)
 
     def check_change(self, specs: Sequence[ModelSpec], ownership: Ownership) -> None:
         """Raise UnsupportedError if the owners of these models cannot change, MemoryPlanError, with the sum, if this
         one may not take what it would own in the epoch of ``ownership``."""
-        taken, owner = 0, self.number_in(ownership)
+        taken, owner, budget = 0, self.number_in(ownership), self.terms.memory_budget
         for spec in specs:
-            plan = plan_change(spec, owner, ownership, measures_norms=self._norms_every is not None)
-            if self._memory_budget is not None:
-                check_budget(plan, self._memory_budget, taken=taken)
+            plan = plan_change(spec, owner, ownership, measures_norms=self.terms.norms_every is not None)
+            if budget is not None:
+                check_budget(plan, budget, taken=taken)
             taken += plan.total
 
     @property

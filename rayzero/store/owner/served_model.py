@@ -47,15 +47,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTerms:
-    """The options that all models of a server share; see ``OwnerServer``."""
+    """The options of a server, for all of its models. Raises ConfigError for an empty token."""
 
-    token: str = field(repr=False)
-    tls: Identity | None
-    tensors: TensorPort
-    poll_s: float
-    peer_timeout_s: float
-    replaces_ranks: bool = False
-    replaces_owners: bool = False  # an owner whose process dies gets a successor: see ``ServedModel.succeed``
+    token: str = field(repr=False)  # what every caller must send
+    tls: Identity | None = None  # what it shows, and wants to see, on every address that it protects; None: no TLS
+    poll_s: float = 10.0  # seconds that a call may wait for other ranks before its caller is told to ask again
+    peer_timeout_s: float = 600.0  # deadline of the lead's calls that compute
+    replaces_ranks: bool = False  # somebody starts a rank again that has died, so the others wait for it
+    replaces_owners: bool = False  # the same for owners: see ``ServedModel.succeed``
+
+    def __post_init__(self) -> None:
+        if not self.token:
+            raise ConfigError("token must not be empty: it is all that keeps others on this network out of the run")
 
 
 class ServedModel:
@@ -64,11 +67,11 @@ class ServedModel:
     Knows the model's number, its peers and the running calls; not what a call does, its own address, or other models.
     After construction only ``connect_peers``, ``end`` and ``close`` may be called off the event loop."""
 
-    def __init__(self, number: int, hosted: Hosted, terms: ServerTerms) -> None:
-        """Call it off the event loop."""
+    def __init__(self, number: int, hosted: Hosted, terms: ServerTerms, tensors: TensorPort) -> None:
+        """``tensors``: the server's port for them. Call it off the event loop."""
         self.service, self.shared = hosted  # ``shared``: None if this owner shares no memory
         self.replaces_ranks = terms.replaces_ranks  # a rank that dies is started again
-        self.tensors = terms.tensors
+        self.tensors = tensors
         self.poll_s = terms.poll_s  # how long a long poll waits before it answers "ask again"
         self._loop = shared_loop().loop
         self.published = PublishStreams(self._loop)

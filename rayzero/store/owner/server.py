@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from rayzero.concurrency.event_loop import shared_loop
-from rayzero.errors import ConfigError, EpochOverError, StoreError, UnsupportedError
+from rayzero.errors import EpochOverError, StoreError, UnsupportedError
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import LoopState, ModelSpec
 from rayzero.protocol.ownership import Ownership, Prepared, device_owners
@@ -52,33 +52,22 @@ class OwnerServer:
     def __init__(
         self,
         service: ShardService,
+        terms: ServerTerms,
         *,
-        token: str,
         host: str = "127.0.0.1",
         port: int = 0,
-        tls: Identity | None = None,
-        poll_s: float = 10.0,
-        peer_timeout_s: float = 600.0,
         shared: SharedOwner | None = None,
         models: HostedModels | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
-        replaces_ranks: bool = False,
-        replaces_owners: bool = False,
     ) -> None:
         """Listen on ``host`` (``port`` 0: any free one); ``address`` says where.
 
         ``service``: the service of the run's first prepared model. ``shared``: the memory that it shares with ranks of
         its host; None: it shares none. ``models``: makes the later models' services; None: later models are refused.
-        ``token``: what every caller must send. ``tls``: what the server shows, and wants to see, on every address that
-        it protects; None: no TLS. ``poll_s``: seconds that a call may wait for other ranks before its
-        caller is told to ask again. ``peer_timeout_s``: deadline in seconds of the lead's calls that compute.
-        ``interceptors``: grpc.aio server interceptors, around every call. ``replaces_ranks``: somebody starts a rank
-        again that has died, so the others wait for it. ``replaces_owners``: the same for owners (``succeed``).
+        ``interceptors``: grpc.aio server interceptors, around every call.
 
-        Raises ConfigError for an empty token, StoreError if the port is taken.
+        Raises StoreError if the port is taken.
         """
-        if not token:
-            raise ConfigError("token must not be empty: it is all that keeps others on this network out of the run")
         self._loop = shared_loop()
         self._owner, self._recorder = service.owner, service.recorder
         self._hosted, self._stopped = models, False
@@ -89,15 +78,7 @@ class OwnerServer:
         self._loops: dict[int, dict[int, list[LoopState]]] = {}  # by model: by rank, what was kept in the last epoch
         self._making = ThreadPoolExecutor(1, "rayzero-owner-models")  # makes models, which opens channels
         self._tensors = TensorPort(self._recorder)
-        self._terms = ServerTerms(
-            token=token,
-            tls=tls,
-            tensors=self._tensors,
-            poll_s=poll_s,
-            peer_timeout_s=peer_timeout_s,
-            replaces_ranks=replaces_ranks,
-            replaces_owners=replaces_owners,
-        )
+        self._terms = terms
         self._addresses: tuple[str, ...] | None = None
         self._models = ByModel(self._serve)
         self._alone: Hosted | None = Hosted(service, shared)  # the first model's, in the first epoch here
@@ -110,11 +91,11 @@ class OwnerServer:
     def _serve(self, number: int) -> ModelCalls:
         """Make what serves one model, at the model's first call."""
         if not number and self._alone is not None:
-            served = ServedModel(0, self._alone, self._terms)
+            served = ServedModel(0, self._alone, self._terms, self._tensors)
         elif self._hosted is None:
             raise StoreError(f"optimizer {self._owner} serves one prepared model, but was asked for model {number}")
         else:
-            served = ServedModel(number, self._hosted[number], self._terms)
+            served = ServedModel(number, self._hosted[number], self._terms, self._tensors)
         for rank, states in self._loops.get(number, {}).items():
             for state in states:
                 served.loop_states.keep(rank, state)
@@ -228,7 +209,7 @@ class OwnerServer:
             for number, spec in models.items():
                 source = partial(self._source, number, before, addresses, owner)
                 self._loops[number] = _loops_of(spec, owner, before, after, source)
-                self._prepared[number] = prepare(spec, owner, before, after, hosted.share, hosted.threads, source)
+                self._prepared[number] = prepare(spec, owner, before, after, hosted.share, hosted.terms.threads, source)
             moved = sum(prepared.moved_bytes for prepared in self._prepared.values())
             leading = any(leads(prepared.control) for prepared in self._prepared.values())
             return Prepared(leads=leading, moved_bytes=moved)
@@ -351,10 +332,18 @@ async def _lose(served: Sequence[ServedModel], rank: int, life: int) -> None:
         model.lose(rank, life)
 
 
-def serve_models(models: HostedModels, **options: Any) -> OwnerServer:
-    """Serve all of an owner's models. ``options``: see ``OwnerServer``."""
+def serve_models(
+    models: HostedModels,
+    *,
+    host: str = "127.0.0.1",
+    interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
+    **terms: Any,
+) -> OwnerServer:
+    """Serve all of an owner's models. ``terms``: see ``ServerTerms``."""
     service, shared = models[0]
-    return OwnerServer(service, shared=shared, models=models, **options)
+    return OwnerServer(
+        service, ServerTerms(**terms), host=host, shared=shared, models=models, interceptors=interceptors
+    )
 
 
 def _joined(host: str, port: int) -> str:

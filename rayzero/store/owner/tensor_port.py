@@ -82,10 +82,10 @@ class ShardDestination:
 class OwnerStream:
     """One connection, at the owner. Lives on the event loop; its bytes are moved in ``pool``."""
 
-    def __init__(self, stream: TensorStream, client: str, pool: ThreadPoolExecutor, over: Callable[[], None]) -> None:
-        """``over`` is called once the connection has ended."""
-        self.client = client
-        self._stream, self._pool, self._over = stream, pool, over
+    def __init__(self, stream: TensorStream, expected: Expected, pool: ThreadPoolExecutor, port: TensorPort) -> None:
+        """``port`` drops it once the connection has ended."""
+        self.client = expected.client
+        self._stream, self._expected, self._pool, self._port = stream, expected, pool, port
         self._turn = asyncio.Lock()
         self._closed = False
         self._watch()
@@ -182,7 +182,7 @@ class OwnerStream:
             self._unwatch()
             self._stream.abort()
             self._stream.close()
-            self._over()
+            self._port.drop(self._expected)
 
 
 class TensorPort:
@@ -324,11 +324,12 @@ class TensorPort:
             self._keep(expected, TensorStream(connection, expected.keys))
 
     def _keep(self, expected: Expected, stream: TensorStream) -> None:
-        def over() -> None:
-            if self._streams.pop(expected.number, None) is not None:
-                self._free(expected.client)
+        self._streams[expected.number] = OwnerStream(stream, expected, self._pool, self)
 
-        self._streams[expected.number] = OwnerStream(stream, expected.client, self._pool, over)
+    def drop(self, expected: Expected) -> None:
+        """A connection has ended. Idempotent."""
+        if self._streams.pop(expected.number, None) is not None:
+            self._free(expected.client)
 
 
 def _reason(error: Exception) -> str:

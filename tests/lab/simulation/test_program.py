@@ -10,6 +10,7 @@ from lab.simulation.program import Verb, record_steps
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.prepare import plan_units
+from rayzero.engine.units.use_times import PrefetchPace
 from rayzero.errors import MemoryPlanError
 from rayzero.memory.pool import buffer_bytes
 
@@ -25,14 +26,14 @@ def model() -> torch.nn.Sequential:
 
 @pytest.mark.parametrize("units_up", [2, 3, LAYERS])
 @pytest.mark.parametrize("ahead", [0, 1, 4])
-def test_the_program_is_that_of_the_engine(units_up: int, ahead: int) -> None:
+def test_the_program_is_that_of_the_engine(units_up: int, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefetchPace, "depth", lambda _, limit: limit)  # whatever was measured
     units = ZeroConfig(min_unit_bytes="1KiB", units=("Linear",))
     size = buffer_bytes(plan_units(model(), units).layout.units[0].size_bytes)
     config = units.replace(
         gpu_param_memory_budget=units_up * size,
         prefetch_buffer_size=max(1, ahead),
         async_prefetch=ahead > 0,
-        prefetch_adaptive=False,
         auto_memory_management="off",
     )
     seen: list[tuple[Verb, str]] = []
