@@ -36,7 +36,7 @@ def describe_run(path: Path) -> dict[str, Any]:
 
     Raises ConfigError if there is no run, and DataError if its metrics cannot be read."""
     from rayzero.cluster.files.metrics_log import latest_metrics, read_log
-    from rayzero.cluster.files.run_status import kept_states, run_status
+    from rayzero.cluster.files.run_record import kept_states, run_status
     from rayzero.recipes.plan_check import read_plan
 
     record = run_status(path)
