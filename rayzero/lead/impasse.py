@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rayzero.errors import RankLeftError, StepMismatchError
+from rayzero.lead.attempt import Attempt, Pass, have
 from rayzero.lead.means import Means
-from rayzero.lead.round import Pass, Round, have
 from rayzero.lead.writes import WriteRequests
 from rayzero.protocol.messages import FinishReport, ModelSpec
 
@@ -17,7 +17,7 @@ Asked = tuple[int, frozenset[int]] | None  # the version that is to be saved, an
 
 
 def impasse(
-    current: Round, asked: Asked, writes: WriteRequests, means: Means, spec: ModelSpec
+    current: Attempt, asked: Asked, writes: WriteRequests, means: Means, spec: ModelSpec
 ) -> StepMismatchError | None:
     """The error if some ranks wait for what others will not do any more. ``asked``: who requested a checkpoint.
 
@@ -31,7 +31,7 @@ def impasse(
     )
 
 
-def _gone_on_without_saving(current: Round, asked: Asked, spec: ModelSpec) -> StepMismatchError | None:
+def _gone_on_without_saving(current: Attempt, asked: Asked, spec: ModelSpec) -> StepMismatchError | None:
     """The error if a rank that has not requested the checkpoint has committed its step, or waits for a norm that the
     requesting ranks have not finished."""
     if asked is None or asked[0] != current.step or len(asked[1]) == spec.world_size:
@@ -47,7 +47,7 @@ def _gone_on_without_saving(current: Round, asked: Asked, spec: ModelSpec) -> St
 
 
 def _gone_on_without_writing(
-    current: Round, asked: Asked, writes: WriteRequests, spec: ModelSpec
+    current: Attempt, asked: Asked, writes: WriteRequests, spec: ModelSpec
 ) -> StepMismatchError | None:
     """The error if a rank has finished the step, or waits for a checkpoint, without a write that others requested."""
     writers = writes.ranks
@@ -65,7 +65,7 @@ def _gone_on_without_writing(
 
 
 def _waits_in_a_mean(
-    current: Round, asked: Asked, writes: WriteRequests, means: Means, spec: ModelSpec
+    current: Attempt, asked: Asked, writes: WriteRequests, means: Means, spec: ModelSpec
 ) -> StepMismatchError | None:
     """The error if a rank waits for the others in a mean, while one that has not called it waits for that rank in
     another call."""
@@ -91,7 +91,7 @@ def _waits_in_a_mean(
     return None
 
 
-def _torn(current: Round) -> StepMismatchError | None:
+def _torn(current: Attempt) -> StepMismatchError | None:
     if not (current.discarded and current.inputs):
         return None
     return StepMismatchError(
@@ -100,7 +100,7 @@ def _torn(current: Round) -> StepMismatchError | None:
     )
 
 
-def _left_behind(current: Round) -> StepMismatchError | None:
+def _left_behind(current: Attempt) -> StepMismatchError | None:
     if not current.gone_on:
         return None
     return StepMismatchError(
@@ -121,7 +121,7 @@ def clipped_unlike(asked: Pass, report: FinishReport) -> StepMismatchError | Non
     )
 
 
-def rank_left(current: Round, reasons: Mapping[int, str], writers: frozenset[int]) -> RankLeftError | None:
+def rank_left(current: Attempt, reasons: Mapping[int, str], writers: frozenset[int]) -> RankLeftError | None:
     """The error if a rank that others wait for has left. ``reasons``: rank -> why it left. ``writers``: ranks that wait
     in a write.
 

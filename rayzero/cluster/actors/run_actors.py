@@ -30,9 +30,8 @@ from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.actors.exporters import Exporters, plan_exporters
 from rayzero.cluster.actors.local_processes import KILL_S, LocalProcesses
 from rayzero.cluster.actors.named_coordinator import make_coordinator
-from rayzero.cluster.actors.owner_roster import OwnerRoster
+from rayzero.cluster.actors.owner_roster import OwnerRoster, Spares
 from rayzero.cluster.actors.reach_trial import ReachTarget, ReachTrial, Tries
-from rayzero.cluster.actors.spares import Spares
 from rayzero.cluster.continuation import Former, take_over
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.interrupts import shielded
