@@ -20,7 +20,6 @@ from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from rayzero.activations.attach import Attachment
-from rayzero.activations.graph_marks import GraphMarks
 from rayzero.activations.ledger import Ledger, RankSummary
 from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.schedule.chunk_order import ChunkOrder
@@ -34,7 +33,7 @@ from rayzero.activations.tensors.host_pool import HostPool, PoolStatus
 from rayzero.activations.tensors.protected_storages import ProtectedStorages
 from rayzero.activations.tensors.shelf import Shelf
 from rayzero.errors import ConfigError
-from rayzero.lanes import Lane, Span, make_lane
+from rayzero.lanes import GraphMarks, Lane, Span, make_lane
 from rayzero.modes import outside_modes
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 

@@ -13,8 +13,7 @@ import rayzero
 from rayzero.cli.convert import convert, export
 from rayzero.cli.doctor import doctor
 from rayzero.cli.plan import plan
-from rayzero.cli.running import scale, trace
-from rayzero.cli.status import status
+from rayzero.cli.status import scale, status, trace
 from rayzero.cli.top import top
 from rayzero.cli.train import init, train
 from rayzero.errors import CheckpointError, ConfigError, DataError, RayZeroError, UnsupportedError

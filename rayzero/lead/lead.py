@@ -25,12 +25,14 @@ from rayzero.lead.decide import (
     DecisionRecord,
     agreed,
     check_hyper,
+    clipped_unlike,
     decide,
+    impasse,
     nonfinite_error,
+    rank_left,
     tell_decision,
     total_norm,
 )
-from rayzero.lead.impasse import clipped_unlike, impasse, rank_left
 from rayzero.lead.means import Means
 from rayzero.lead.writes import WriteRequests
 from rayzero.protocol.messages import (
