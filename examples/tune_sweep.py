@@ -17,7 +17,7 @@ import rayzero
 
 def loop(config: dict[str, Any]) -> None:
     """The loop that every rank of every trial runs: next bytes of a text."""
-    from rayzero.recipes.gpt import GPT
+    from rayzero.recipes.model import GPT
     from rayzero.recipes.recipe import GPTConfig
 
     context = rayzero.get_context()

@@ -151,7 +151,7 @@ def test_what_a_module_offers_is_there(module: str, name: str) -> None:
 
 FACTORIES = {function.__name__ for function in _device_constructors()}
 WHOLE_NUMBERS = {"randint", "randperm", "tril_indices", "triu_indices"}  # int64 whatever the default is
-ON_THE_DEFAULT_DEVICE = {"recipes/gpt.py", "recipes/planning.py"}  # models that are built where their caller says
+ON_THE_DEFAULT_DEVICE = {"recipes/model.py", "recipes/planning.py"}  # models that are built where their caller says
 
 
 def _has_own_dtype(factory: str) -> bool:

@@ -9,7 +9,7 @@ from rayzero.config import ZeroConfig
 from rayzero.engine.units.partition import build_layout
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import OwnerPlan, plan_owner
-from rayzero.recipes.gpt import GPT
+from rayzero.recipes.model import GPT
 from rayzero.recipes.recipe import GPTConfig
 
 RANKS, OWNERS = 8, 4

@@ -9,7 +9,7 @@ from rayzero.engine.units.partition import build_layout
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import ShardMap, shard_map_for
 from rayzero.quantities import format_bytes
-from rayzero.recipes.gpt import GPT
+from rayzero.recipes.model import GPT
 from rayzero.recipes.recipe import GPTConfig
 
 SHARD_BYTES, OWNERS = 1 << 20, 2

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rayzero.recipes.gpt import GPT
+from rayzero.recipes.model import GPT
 from rayzero.recipes.recipe import GPTConfig
 
 CLIP = 1.0

@@ -6,11 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayzero.activations.ledger import GroupTotals
+    from rayzero.activations.ledger import GroupTotals, RankSummary
     from rayzero.activations.offload import ActivationOffload, GroupScope
     from rayzero.activations.policy import OffloadPolicy
     from rayzero.activations.schedule.cost import Choice, CostPlan, GroupCost, Link
-    from rayzero.activations.summary import RankSummary
     from rayzero.activations.tensors.host_pool import HostPool, PoolStatus
     from rayzero.lanes import CudaLane, ThreadLane
 
@@ -26,7 +25,7 @@ _HOME = {
     "Link": "rayzero.activations.schedule.cost",
     "OffloadPolicy": "rayzero.activations.policy",
     "PoolStatus": "rayzero.activations.tensors.host_pool",
-    "RankSummary": "rayzero.activations.summary",
+    "RankSummary": "rayzero.activations.ledger",
     "ThreadLane": "rayzero.lanes",
 }
 

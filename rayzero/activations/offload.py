@@ -20,23 +20,20 @@ from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from rayzero.activations.attach import Attachment
-from rayzero.activations.graph_marks import GraphMarks
-from rayzero.activations.ledger import Ledger
+from rayzero.activations.ledger import Ledger, RankSummary
 from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.schedule.chunk_order import ChunkOrder
 from rayzero.activations.schedule.chunks import Chunks
 from rayzero.activations.schedule.cost import Choice, CostPlan
 from rayzero.activations.schedule.cost_book import CostBook
 from rayzero.activations.schedule.group import Group
-from rayzero.activations.schedule.reload import Reload
-from rayzero.activations.schedule.unload import Unload
-from rayzero.activations.summary import RankSummary
+from rayzero.activations.schedule.moves import Reload, Unload
 from rayzero.activations.tensors.entry import End, Entries, KeptTensor, Saved, view_bytes
 from rayzero.activations.tensors.host_pool import HostPool, PoolStatus
 from rayzero.activations.tensors.protected_storages import ProtectedStorages
 from rayzero.activations.tensors.shelf import Shelf
 from rayzero.errors import ConfigError
-from rayzero.lanes import Lane, Span, make_lane
+from rayzero.lanes import GraphMarks, Lane, Span, make_lane
 from rayzero.modes import outside_modes
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
@@ -300,7 +297,7 @@ class ActivationOffload:
             return self._pool.trim(keep_bytes)
 
     def summary(self) -> RankSummary:
-        """This rank's totals since the start. ``summary.gather`` collects those of all ranks."""
+        """This rank's totals since the start. ``ledger.gather`` collects those of all ranks."""
         with self._lock:
             self._drain()
             return RankSummary(

@@ -10,14 +10,12 @@ from typing import Annotated
 import typer
 
 import rayzero
-from rayzero.cli.checkpoints import convert, export
+from rayzero.cli.convert import convert, export
 from rayzero.cli.doctor import doctor
-from rayzero.cli.init import init
 from rayzero.cli.plan import plan
-from rayzero.cli.running import scale, trace
-from rayzero.cli.status import status
+from rayzero.cli.status import scale, status, trace
 from rayzero.cli.top import top
-from rayzero.cli.train import train
+from rayzero.cli.train import init, train
 from rayzero.errors import CheckpointError, ConfigError, DataError, RayZeroError, UnsupportedError
 
 __all__ = ["ERRORS", "app", "exit_code", "main", "section_of"]

@@ -29,7 +29,7 @@ RunName = Annotated[
 
 def newest_run(parent: Path = RUNS) -> Path:
     """The run in ``parent`` that started last. Raises ConfigError if there is none, or a damaged record hides when."""
-    from rayzero.cluster.files.run_status import list_runs
+    from rayzero.cluster.files.run_record import list_runs
 
     try:
         records = list_runs(parent)

@@ -1,25 +1,33 @@
-"""``rayzero status``: shows how far a run is, from the files that its driver keeps up to date."""
+"""``rayzero status``: shows how far a run is, from the files that its driver keeps up to date. ``rayzero scale`` and
+``rayzero trace``: change a run, and watch its processes, while it trains."""
 
 from __future__ import annotations
 
 import shlex
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from rayzero.cli.runs import RunName, change_lines, find_run, memory_lines, plain, recovery_lines
 from rayzero.errors import ConfigError
 from rayzero.files import to_json
-from rayzero.quantities import count
+from rayzero.quantities import count, format_bytes
+
+if TYPE_CHECKING:
+    from rayzero.config.zero import Placement
+
 
 _MAX_CONFIG = 1 << 24  # bytes
 _OF_THE_RECORD = (
     "run", "state", "error", "resumed_from", "started_at", "ended_at", "recoveries", "replacing", "rescaling",
     "rescales", "members", "spares", "addresses", "metrics", "telemetry", "loggers",
 )  # fmt: skip
+_SPEED = {"tokens_per_second", "step_seconds"}
+_SHOWN = {"step", "loss", "validation_loss", *_SPEED}  # these have lines of their own
 
 
 def status(
@@ -36,7 +44,7 @@ def describe_run(path: Path) -> dict[str, Any]:
 
     Raises ConfigError if there is no run, and DataError if its metrics cannot be read."""
     from rayzero.cluster.files.metrics_log import latest_metrics, read_log
-    from rayzero.cluster.files.run_status import kept_states, run_status
+    from rayzero.cluster.files.run_record import kept_states, run_status
     from rayzero.recipes.plan_check import read_plan
 
     record = run_status(path)
@@ -162,12 +170,66 @@ def _progress(described: dict[str, Any]) -> list[str]:
     return lines
 
 
-_SPEED = {"tokens_per_second", "step_seconds"}
-_SHOWN = {"step", "loss", "validation_loss", *_SPEED}  # these have lines of their own
-
-
 def _value(value: Any, form: str) -> str:
     """A number in this format. None was inf or nan, for which the log has no number."""
     if value is None:
         return "nan"
     return f"{value:{form}}" if isinstance(value, int | float) else " ".join(str(value).split())
+
+
+# ---- while it trains ------------------------------------------------------------------------------------------------
+
+
+def scale(
+    run: RunName = None,
+    optimizers: Annotated[int, typer.Option(help="How many optimizer actors there shall be.")] = ...,  # type: ignore[assignment]
+    avoid: Annotated[
+        list[str] | None,
+        typer.Option(help="A node (id or address) on which no optimizer actor is to have shards; several times, too."),
+    ] = None,
+    placement: Annotated[
+        str | None,
+        typer.Option(help="Where all of them are to be: beside_rank, packed or cpu_nodes; default: as before."),
+    ] = None,
+    wait: Annotated[bool, typer.Option(help="Wait until they have changed, and say what it took.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Change the number of a run's optimizer actors, or where they are, while it trains. No step is lost."""
+    from rayzero.cluster.scale_call import scale as ask
+
+    def show(progress: str) -> None:
+        typer.echo(progress, err=True)
+
+    where = cast("Placement | None", placement)  # a request checks it
+    done = ask(find_run(run), optimizers, avoid=avoid or (), placement=where, wait=wait, on_progress=show)
+    if done is None:
+        typer.echo(to_json({"asked": optimizers}) if as_json else "asked; rayzero status says what comes of it")
+    elif as_json:
+        typer.echo(to_json(asdict(done)))
+    elif not done.seconds:
+        typer.echo(f"it has {count(done.before, 'optimizer')} already")
+    else:
+        typer.echo(
+            f"{count(done.before, 'optimizer')} became {done.after}; {format_bytes(done.moved_bytes)} have another "
+            f"owner; training stood for {done.pause:.2f} s"
+        )
+
+
+def trace(
+    run: RunName = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long to watch: at least a few steps.")] = 5.0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file; default: RUN-trace.json.")] = None,
+) -> None:
+    """Watch a running run, and write the times of its forwards, backwards, fetches, pushes and updates on one clock."""
+    from rayzero.cluster.files.tracing import trace_run, write_trace
+
+    folder = find_run(run)
+    name = folder.resolve().name
+    path = output or Path(f"{name}-trace.json")
+    found = trace_run(folder, seconds)
+    write_trace(path, name, found)
+    spans = [span for one in found.values() for span in one.spans]
+    steps = sorted({span.step for span in spans})
+    covered = f"steps {steps[0]} to {steps[-1]}" if steps else "no step: watch longer with --seconds"
+    counted = f"{count(len(spans), 'span')} of {count(len(found), 'process', 'processes')}"
+    typer.echo(f"{path}: {counted}, {covered}; open it at https://ui.perfetto.dev")

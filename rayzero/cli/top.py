@@ -55,7 +55,7 @@ def top(
 
 def _wait_until_started(path: Path, interval: float) -> None:
     """Wait until a starting run's processes are up, or the run has ended."""
-    from rayzero.cluster.files.run_status import run_status
+    from rayzero.cluster.files.run_record import run_status
     from rayzero.cluster.run import RunState
 
     waited = False
@@ -94,7 +94,7 @@ def _screen(console: Console) -> Iterator[Show]:
 def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
     """Scrape and show until the run has ended (True) or, with ``once``, until one picture was shown (False)."""
     from rayzero.cli.top_view import render
-    from rayzero.cluster.files.run_status import run_status
+    from rayzero.cluster.files.run_record import run_status
     from rayzero.cluster.files.viewer_file import read_viewer
     from rayzero.cluster.run import RunState
     from rayzero.telemetry.picture import draw_from, keep

@@ -24,12 +24,13 @@ from rayzero.cluster.janitor import KeptStates
 from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.loggers.children import Loggers
 from rayzero.cluster.nodes.reservation import Reservation, placed
-from rayzero.cluster.nodes.resources import Placement, plan_resources, rescaled
+from rayzero.cluster.nodes.resources import plan_resources, rescaled
 from rayzero.cluster.nodes.session import alive_nodes, ray_session
 from rayzero.cluster.run import Recovery, RunState, rank_name
 from rayzero.cluster.supervision import Verdict, run_failed
 from rayzero.cluster.upkeep.follower import Follower, ownership_of, remains_of
 from rayzero.config import ScalingConfig
+from rayzero.config.zero import Placement
 from rayzero.elastic.controller import (
     still_outlived,
     wait_before_restart,

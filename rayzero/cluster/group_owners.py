@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayzero.cluster.actors.calls import ANSWER_S
+from rayzero.cluster.actors.actor_calls import ANSWER_S
 from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.actors.named_coordinator import refuse_name_in_use
 from rayzero.cluster.actors.owner_roster import plan_owners

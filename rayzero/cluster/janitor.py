@@ -25,8 +25,7 @@ from types import TracebackType
 
 import psutil
 
-from rayzero.concurrency.ends import process_born, wait_or_kill
-from rayzero.concurrency.survivor import Maker, Survivor
+from rayzero.concurrency.survivor import Maker, Survivor, process_born, wait_or_kill
 from rayzero.slabs.hold import Hold, hold_or_none
 from rayzero.slabs.sweep import sweep
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rayzero.cluster.files.run_status import LOST, run_status
+from rayzero.cluster.files.run_record import LOST, run_status
 from rayzero.cluster.run import Rescaled, RunState
 from rayzero.cluster.upkeep.rescaling import why_not
 from rayzero.config import ZeroConfig

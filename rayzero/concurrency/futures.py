@@ -1,11 +1,14 @@
-"""Settles futures that their holder may have cancelled meanwhile, and waits for several futures without a thread."""
+"""Settles futures that their holder may have cancelled meanwhile, and waits for several futures without a thread. A
+lock whose holder settles them once it has released it."""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -142,3 +145,27 @@ def then(source: Future[T], pack: Callable[[T], Any]) -> Future[Any]:
 
     source.add_done_callback(pass_on)
     return target
+
+
+class DeferringLock:
+    """A lock, and the calls that its holder defers until it has released the lock.
+
+    Knows their order; not what they do. They run in the thread that releases the lock, and may take it themselves."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._calls: deque[Callable[[], Any]] = deque()  # to be made once the lock is free, in order
+
+    def defer(self, call: Callable[..., Any], *args: Any) -> None:
+        """Make this call once the lock is free. The caller must hold the lock."""
+        self._calls.append(partial(call, *args))
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        calls = list(self._calls)
+        self._calls.clear()
+        self._lock.release()
+        for call in calls:
+            call()

@@ -3,6 +3,9 @@
 It reads a pipe from its maker. A last line means that the maker has cleared up itself. If the pipe ends without one, or
 the maker no longer exists, the maker is dead. The pipe alone does not do: a child that the maker forked also holds it,
 and may outlive the maker.
+
+The ends of processes, as psutil knows them, are here too: janitors import this and are to stay small, so it needs no
+event loop.
 """
 
 from __future__ import annotations
@@ -14,13 +17,12 @@ import select
 import site
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import psutil
-
-from rayzero.concurrency.ends import ends, kill, lives, process_born
 
 # a shell's background jobs read nothing unless told what; a reader of the maker's output must not wait for one
 _DETACH = 'exec 3<&0; "$@" <&3 3<&- >/dev/null & echo $!'
@@ -128,3 +130,47 @@ class Maker:
                 return
             *lines, rest = (rest + came).split(b"\n")
             yield from lines
+
+
+# ---- ends of processes: looked for by their birth, waited for, killed -----------------------------------------------
+
+
+def process_born(pid: int, born: float) -> psutil.Process | None:
+    """The process with this pid and ``create_time``; None: it has ended, and another one may have its pid."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        if process.create_time() == born:
+            return process
+    return None
+
+
+def lives(process: psutil.Process) -> bool:
+    """False also of a process that has ended, and whose parent has not asked how. Not by a pidfd (processes.py): where
+    these are forbidden, a janitor has to know it, too."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def ends(process: psutil.Process, patience_s: float) -> bool:
+    """Whether a process ends so soon."""
+    deadline = time.monotonic() + patience_s
+    while lives(process):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def kill(process: psutil.Process) -> None:
+    """Kill a process, unless it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        process.kill()
+
+
+def wait_or_kill(processes: Iterable[psutil.Process], ends_s: float, dies_s: float) -> None:
+    """Wait ``ends_s`` until processes have ended, kill those that stay, and wait ``dies_s`` for the kernel."""
+    _, stay = psutil.wait_procs(list(processes), timeout=ends_s)
+    for process in stay:
+        kill(process)
+    psutil.wait_procs(stay, timeout=dies_s)

@@ -6,6 +6,5 @@ and from storage with URLs.
 
 The names that transformers publishes are not those of its models' parameters: transformers 5 renames, merges and splits
 tensors when it loads and saves. Its own mapping is asked once, with tensors that have no values (``translation.py``).
-What it did to them is noted, and values are then read in pieces, each from the places where its elements lie
-(``moved.py``).
+What it did to them is noted, and values are then read in pieces, each from the places where its elements lie.
 """

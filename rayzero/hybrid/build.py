@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rayzero.hybrid.device_side import DeviceSide
 from rayzero.hybrid.host.bucket_rules import ClassRule, Rule, TileAdam
 from rayzero.hybrid.host.buckets import Bucket, plan_buckets
 from rayzero.hybrid.host.side import BucketRun, HostSide
 from rayzero.hybrid.options import Group, HyperLink, OptimizerClass, fused, numbers_of
 from rayzero.hybrid.placement import Targets, check_param, decide, the_device
-from rayzero.hybrid.sides import Sides
+from rayzero.hybrid.sides import DeviceSide, Sides
 from rayzero.hybrid.split import Piece
 from rayzero.kernels import ADAMS, Kernel
 from rayzero.kernels.optimizer_class import OptimizerMaker, on_cpu, options_of, state_bytes, state_names

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from rayzero.lanes.cuda_lane import CudaLane
+from rayzero.lanes.cuda_lane import CudaLane, GraphMarks
 from rayzero.lanes.lane import AT_ONCE_S, Direction, Event, Lane, Span, StreamUses
 from rayzero.lanes.thread_lane import ThreadLane
 
-__all__ = ["AT_ONCE_S", "CudaLane", "Direction", "Event", "Lane", "Span", "StreamUses", "ThreadLane", "make_lane"]
+__all__ = [
+    "AT_ONCE_S",
+    "CudaLane",
+    "Direction",
+    "Event",
+    "GraphMarks",
+    "Lane",
+    "Span",
+    "StreamUses",
+    "ThreadLane",
+    "make_lane",
+]
 
 
 def make_lane(device: torch.device, *, overlap: bool = True) -> Lane:

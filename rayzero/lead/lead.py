@@ -16,16 +16,24 @@ from typing import TypeVar
 
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.writer import discard_staging
-from rayzero.concurrency.deferring_lock import DeferringLock
-from rayzero.concurrency.futures import DONE, fail, failed, settle, settled, when_all
+from rayzero.concurrency.futures import DONE, DeferringLock, fail, failed, settle, settled, when_all
 from rayzero.errors import RayZeroError, StepMismatchError, StoreClosedError, StoreError
+from rayzero.lead.attempt import Attempt, CallsAhead, Hearing, Pass, attempts_of, have, open_steps, owing, writes_made
 from rayzero.lead.checkpoints import CheckpointRequest, CheckpointRequests
-from rayzero.lead.decide import agreed, check_hyper, decide, nonfinite_error, total_norm
-from rayzero.lead.decision_journal import DecisionJournal, DecisionRecord, tell_decision
-from rayzero.lead.hearing import Hearing, open_steps, rounds_of, writes_made
-from rayzero.lead.impasse import clipped_unlike, impasse, rank_left
+from rayzero.lead.decide import (
+    DecisionJournal,
+    DecisionRecord,
+    agreed,
+    check_hyper,
+    clipped_unlike,
+    decide,
+    impasse,
+    nonfinite_error,
+    rank_left,
+    tell_decision,
+    total_norm,
+)
 from rayzero.lead.means import Means
-from rayzero.lead.round import CallsAhead, Pass, Round, have, owing
 from rayzero.lead.writes import WriteRequests
 from rayzero.protocol.messages import (
     CheckpointInfo,
@@ -71,8 +79,8 @@ class StepLead:
         self._left: dict[int, str] = {}  # rank -> reason
         self._dead: set[int] = set()  # ranks that are being replaced
         self._catching_up: set[int] = set()  # owners whose successors redo what is recorded
-        self._round = Round(0)
-        self._next: Round | None = None  # reports for the next attempt, from ranks that discarded before others did
+        self._attempt = Attempt(0)
+        self._next: Attempt | None = None  # reports for the next attempt, from ranks that discarded before others did
         self._journal = DecisionJournal(record)
         self._ahead = CallsAhead()
         self._hearing = Hearing()
@@ -99,7 +107,7 @@ class StepLead:
             if self._spec is None:
                 records = self._journal.restore()
                 self._spec = spec
-                self._round = Round(max([version, *(record.decision.step + 1 for record in records)]))
+                self._attempt = Attempt(max([version, *(record.decision.step + 1 for record in records)]))
                 if records:
                     self._telling = []
                     self._lock.defer(self._redo, records)
@@ -107,7 +115,7 @@ class StepLead:
             self._hearing.meet(rank, told, succeeds=succeeds)
             self._end_hearing()
             self._check_left()
-            return self._round.step
+            return self._attempt.step
 
     def _end_hearing(self) -> None:
         """Once every rank has been heard, go on from what a former life of the lead knew, and take their calls."""
@@ -115,13 +123,13 @@ class StepLead:
         told = self._hearing.end(self._spec.world_size, self._left)
         if told is None:
             return
-        steps = open_steps(self._round.step, told)
-        self._round, self._next = rounds_of(self._round.step, steps)
-        for asked in self._round.passes:
+        steps = open_steps(self._attempt.step, told)
+        self._attempt, self._next = attempts_of(self._attempt.step, steps)
+        for asked in self._attempt.passes:
             if asked.norm is not None:
                 for future in asked.norms.values():
-                    self._answer(future, asked.norm, self._nonfinite(self._round))
-        self._writes.go_on(self._round.step, *writes_made(steps))
+                    self._answer(future, asked.norm, self._nonfinite(self._attempt))
+        self._writes.go_on(self._attempt.step, *writes_made(steps))
         for rank, each in told.items():
             for number, given in each.means:
                 self._means.know(rank, number, given)
@@ -141,7 +149,7 @@ class StepLead:
         with self._lock:
             self._dead.add(rank)
             self._hearing.forget(rank)
-            for each in (self._round, *([self._next] if self._next is not None else ())):
+            for each in (self._attempt, *([self._next] if self._next is not None else ())):
                 each.forget(rank)
             self._ahead.forget(rank)
             self._writes.forget(rank)
@@ -165,7 +173,7 @@ class StepLead:
     def caught_up(self, owner: int) -> None:
         """A successor has redone the recorded decisions: collect the open step there, if it was collected."""
         with self._lock:
-            current = self._round
+            current = self._attempt
             asked = [each for each in current.passes if each.asked]
             if not asked:
                 self._lock.defer(self._collected_again, owner)
@@ -195,7 +203,7 @@ class StepLead:
 
     def _check_left(self) -> None:
         """Fail the open step if it waits for a rank that has left."""
-        error = rank_left(self._round, self._left, self._writes.ranks) if self._failure is None else None
+        error = rank_left(self._attempt, self._left, self._writes.ranks) if self._failure is None else None
         if error is not None:
             self._fail(error)
 
@@ -210,7 +218,7 @@ class StepLead:
                     return settled(known.norm)  # asked again, after the lead's former life had decided
                 if self._must_wait(report.rank, report.step):
                     return self._ahead.wait(report.rank, report.step, lambda: self.finish(report, inputs))
-                current = self._round_of(report)
+                current = self._attempt_of(report)
                 asked = self._pass_of(current, report)
                 if report.rank in asked.reports:
                     return asked.norms[report.rank]
@@ -231,30 +239,30 @@ class StepLead:
         committed the open step and is already in a later one, because it used no parameters."""
         if self._failure is not None:
             return False
-        return self._pauses or (step > self._round.step and rank in self._round.inputs)
+        return self._pauses or (step > self._attempt.step and rank in self._attempt.inputs)
 
     @property
     def _pauses(self) -> bool:
         """Whether all calls of ranks wait."""
         return self._hearing.lasts or self._held is not None
 
-    def _open_round(self, step: int) -> None:
-        self._round = Round(step)
+    def _open_attempt(self, step: int) -> None:
+        self._attempt = Attempt(step)
         for call in self._ahead.take(step):
             self._lock.defer(call)
 
-    def _round_of(self, report: FinishReport) -> Round:
-        """The round that a report belongs to. Raises StepMismatchError, naming the ranks, if it belongs to another
+    def _attempt_of(self, report: FinishReport) -> Attempt:
+        """The attempt that a report belongs to. Raises StepMismatchError, naming the ranks, if it belongs to another
         step."""
         self._check_open(report.step, report.rank)
-        if report.rank not in self._round.discarded:
-            return self._round
-        if report.attempt <= self._round.discarded[report.rank]:
+        if report.rank not in self._attempt.discarded:
+            return self._attempt
+        if report.attempt <= self._attempt.discarded[report.rank]:
             raise StepMismatchError(
                 f"rank {report.rank} finished attempt {report.attempt} of step {report.step}, which it discarded"
             )
         if self._next is None:
-            self._next = Round(report.step)
+            self._next = Attempt(report.step)
         return self._next
 
     def _check_attached(self, rank: int) -> None:
@@ -266,17 +274,17 @@ class StepLead:
 
     def _check_open(self, step: int, rank: int) -> None:
         self._check_attached(rank)
-        if step != self._round.step:
+        if step != self._attempt.step:
             error = StepMismatchError(
-                f"rank {rank} is in step {step}, but step {self._round.step} is not decided yet: "
+                f"rank {rank} is in step {step}, but step {self._attempt.step} is not decided yet: "
                 f"{self._waits_for()}; every rank must take the same steps"
-                if step > self._round.step
-                else f"rank {rank} is in step {step}, but step {self._round.step - 1} is decided already"
+                if step > self._attempt.step
+                else f"rank {rank} is in step {step}, but step {self._attempt.step - 1} is decided already"
             )
             self._fail(error)
             raise error
 
-    def _pass_of(self, current: Round, report: FinishReport) -> Pass:
+    def _pass_of(self, current: Attempt, report: FinishReport) -> Pass:
         """The pass that a report belongs to. Raises StepMismatchError; ranks that clip differently fail the step for
         all."""
         asked = current.pass_of(report)
@@ -295,7 +303,7 @@ class StepLead:
                 if self._must_wait(rank, step):
                     return self._ahead.wait(rank, step, lambda: self.commit(rank, step, inputs))
                 self._check_open(step, rank)
-                current = self._next if rank in self._round.discarded and self._next else self._round
+                current = self._next if rank in self._attempt.discarded and self._next else self._attempt
                 if rank not in current.reports:
                     raise StepMismatchError(f"rank {rank} committed step {step} before its finish")
                 self._check_inputs(current, inputs)
@@ -306,7 +314,7 @@ class StepLead:
         except RayZeroError as exc:
             return failed(exc)
 
-    def _check_inputs(self, current: Round, inputs: StepInputs | None) -> None:
+    def _check_inputs(self, current: Attempt, inputs: StepInputs | None) -> None:
         assert self._spec is not None
         if inputs is not None and inputs.digest not in current.digests:  # else another rank's were checked
             check_hyper(self._spec, inputs.hyper)
@@ -319,12 +327,12 @@ class StepLead:
                 if self._must_wait(rank, step):
                     return self._ahead.wait(rank, step, lambda: self.discard(rank, step, attempt))
                 self._check_open(step, rank)
-                report = self._round.reports.get(rank)
-                if report is None or report.attempt != attempt or rank in self._round.inputs:
+                report = self._attempt.reports.get(rank)
+                if report is None or report.attempt != attempt or rank in self._attempt.inputs:
                     raise StepMismatchError(f"rank {rank} discards attempt {attempt} of step {step}, not finished so")
-                if self._round.norm is None:
+                if self._attempt.norm is None:
                     raise StepMismatchError(f"rank {rank} discards step {step} before it has its norm")
-                self._round.discarded[rank] = attempt
+                self._attempt.discarded[rank] = attempt
                 self._advance()
                 return settled(None)
         except RayZeroError as exc:
@@ -342,7 +350,7 @@ class StepLead:
                 self._check_open(write.version, rank)
                 assert self._spec is not None
                 try:
-                    if rank in self._round.inputs:
+                    if rank in self._attempt.inputs:
                         raise StepMismatchError(f"rank {rank} writes at step {write.version}, which it has committed")
                     future = self._writes.ask(rank, write, self._spec.layout)
                 except StepMismatchError as exc:
@@ -381,13 +389,13 @@ class StepLead:
         if self._held is not None:
             self._look_held(self._held)
             return
-        current, everyone = self._round, self._spec.world_size
+        current, everyone = self._attempt, self._spec.world_size
         never = impasse(current, self._checkpoints.asked(), self._writes, self._means, self._spec)
         self._begin_write()
         if never is not None:
             self._fail(never)
         elif len(current.discarded) == everyone:
-            self._round, self._next = self._next or Round(current.step), None
+            self._attempt, self._next = self._next or Attempt(current.step), None
             self._advance()
         elif len(current.digests) > 1 and not self._agree(current):
             return
@@ -406,7 +414,7 @@ class StepLead:
         """Whether the step must wait because its version is still being saved or written to."""
         return self._checkpoints.holds(step) or bool(self._writes.ranks) or bool(self._catching_up)
 
-    def _agree(self, current: Round) -> bool:
+    def _agree(self, current: Attempt) -> bool:
         try:
             agreed(current.step, current.inputs)
         except StepMismatchError as exc:
@@ -414,7 +422,7 @@ class StepLead:
             return False
         return True
 
-    def _collect(self, current: Round, asked: Pass) -> None:
+    def _collect(self, current: Attempt, asked: Pass) -> None:
         reports = tuple(asked.reports[rank] for rank in sorted(asked.reports))
 
         def ask() -> None:
@@ -428,16 +436,16 @@ class StepLead:
 
         self._lock.defer(ask)
 
-    def _awaits(self, current: Round, asked: Pass, answers: tuple[Future[NormParts], ...]) -> bool:
-        """Whether the open round still waits for these answers: no rank has died, and not all have discarded since."""
-        return current is self._round and asked.asked is answers
+    def _awaits(self, current: Attempt, asked: Pass, answers: tuple[Future[NormParts], ...]) -> bool:
+        """Whether the open attempt still waits for these answers: no rank has died, not all have discarded since."""
+        return current is self._attempt and asked.asked is answers
 
     def _no_parts(self, wanted: Callable[[], bool], error: BaseException) -> None:
         with self._lock:
             if wanted():
                 self._peer_failed(error)
 
-    def _take_parts(self, current: Round, asked: Pass, wanted: Callable[[], bool], parts: list[NormParts]) -> None:
+    def _take_parts(self, current: Attempt, asked: Pass, wanted: Callable[[], bool], parts: list[NormParts]) -> None:
         with self._lock:
             if self._failure is not None or not wanted():
                 return
@@ -457,14 +465,14 @@ class StepLead:
         else:
             self._lock.defer(fail, future, error)
 
-    def _nonfinite(self, current: Round) -> RayZeroError | None:
+    def _nonfinite(self, current: Attempt) -> RayZeroError | None:
         assert self._spec is not None
         assert current.norm is not None
         if current.norm.finite or self._spec.nonfinite != "raise":
             return None
         return nonfinite_error(current.step, current.passes[0].parts or (), self._spec.layout)
 
-    def _decide(self, current: Round) -> None:
+    def _decide(self, current: Attempt) -> None:
         """Write the record, which is the commit point; only then send the decision to owners and ranks."""
         assert self._spec is not None
         assert current.norm is not None
@@ -480,7 +488,7 @@ class StepLead:
         )
         tell_decision(self._recorder, decision, inputs.edits, self._spec.world_size)
         self._telling = list(current.commits.values())
-        self._open_round(decision.step + 1)
+        self._open_attempt(decision.step + 1)
         error = self._nonfinite(current)
 
         def tell() -> None:
@@ -504,7 +512,7 @@ class StepLead:
         with self._lock:
             if (known := self._journal.decision(step)) is not None:
                 return settled(known)
-            if step < self._round.step:
+            if step < self._attempt.step:
                 return failed(StoreError(f"the decision of step {step} is no longer kept"))
             if self._failure is not None:
                 return failed(self._failure)
@@ -567,14 +575,14 @@ class StepLead:
     def _request_save(
         self, rank: int, step: int, directory: Path, files: tuple[FileEntry, ...]
     ) -> tuple[CheckpointRequest, Future[CheckpointInfo]]:
-        if step < self._round.step:
-            raise StepMismatchError(f"rank {rank} saves v{step}, but step {self._round.step - 1} is decided")
+        if step < self._attempt.step:
+            raise StepMismatchError(f"rank {rank} saves v{step}, but step {self._attempt.step - 1} is decided")
         return self._checkpoints.ask(rank, step, directory, files)
 
     def _begin_checkpoint(self) -> None:
         """Let owners write the checkpoint that all ranks have requested, one at a time."""
         assert self._spec is not None
-        request = self._checkpoints.complete(self._spec.world_size, self._round.step)
+        request = self._checkpoints.complete(self._spec.world_size, self._attempt.step)
         if request is not None:
             self._lock.defer(self._checkpoints.write, request, self._spec, self._hyper_at, self._checkpoint_over)
 
@@ -651,7 +659,7 @@ class StepLead:
     def _look_held(self, held: Future[int]) -> None:
         begun = self._telling is not None or self._writes.making or self._checkpoints.writing
         if not begun and not self._catching_up:
-            self._lock.defer(settle, held, self._round.step)
+            self._lock.defer(settle, held, self._attempt.step)
 
     def release(self) -> None:
         """Go on after ``hold``: the owners stay as they are. Idempotent."""
@@ -697,7 +705,7 @@ class StepLead:
         self._failure = error
         if self._held is not None:
             self._lock.defer(fail, self._held, error)
-        waiting = [*self._round.futures, *(self._next.futures if self._next else []), *(self._telling or [])]
+        waiting = [*self._attempt.futures, *(self._next.futures if self._next else []), *(self._telling or [])]
         for future in (*waiting, *self._writes.end(), *self._means.end_all(), *self._journal.take_all()):
             self._lock.defer(fail, future, error)
         for call in self._ahead.take_all():  # they will see the failure
@@ -722,16 +730,16 @@ class StepLead:
             missing = self._hearing.missing(self._spec.world_size, self._left)
             return f"{have(missing)} not said what it has told the lead that died"
         if self._held is not None:
-            return f"the optimizers change before step {self._round.step} is decided"
+            return f"the optimizers change before step {self._attempt.step} is decided"
         if self._telling is not None:
-            return f"{owing(self._told)} not accepted the decision of step {self._round.step - 1}"
+            return f"{owing(self._told)} not accepted the decision of step {self._attempt.step - 1}"
         if (ranks := self._means.waits_for(self._spec.world_size)) is not None:  # ranks that wait there do nothing else
             return ranks
-        if self._checkpoints.holds(self._round.step):  # until it is written, the ranks that asked do nothing else
-            return f"v{self._round.step} is being saved: {self._checkpoints.waits_for(self._spec.world_size)}"
+        if self._checkpoints.holds(self._attempt.step):  # until it is written, the ranks that asked do nothing else
+            return f"v{self._attempt.step} is being saved: {self._checkpoints.waits_for(self._spec.world_size)}"
         if self._writes.ranks:
             return self._writes.waits_for(self._spec.layout, self._spec.world_size)
-        return self._round.waits_for(self._spec.world_size)
+        return self._attempt.waits_for(self._spec.world_size)
 
     def close(self) -> None:
         """Fail everything that waits, and finish the checkpoint that is being committed. Idempotent."""

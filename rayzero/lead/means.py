@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from rayzero.concurrency.futures import chain
 from rayzero.errors import ConfigError, RankLeftError, RayZeroError, StepMismatchError, StoreError
-from rayzero.lead.round import have
+from rayzero.lead.attempt import have
 from rayzero.protocol.messages import MeanInput, quoted
 
 Mean = tuple[float, ...]

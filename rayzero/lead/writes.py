@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rayzero.concurrency.futures import settled
 from rayzero.errors import StepMismatchError
 from rayzero.layout.model_layout import ModelLayout
-from rayzero.lead.round import have, owing
+from rayzero.lead.attempt import have, owing
 from rayzero.protocol.messages import COMPUTE, MASTER, Write
 
 

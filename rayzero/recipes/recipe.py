@@ -55,7 +55,7 @@ def in_groups(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """The shape of a :class:`~rayzero.recipes.gpt.GPT`."""
+    """The shape of a :class:`~rayzero.recipes.model.GPT`."""
 
     vocab_size: int
     seq_len: int  # longest input, in tokens

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import rayzero.activations
-from rayzero.activations import ActivationOffload, OffloadPolicy, ThreadLane, summary
+from rayzero.activations import ActivationOffload, OffloadPolicy, ThreadLane, ledger
 from rayzero.activations.attach import match_modules
 from rayzero.activations.schedule.chunk_order import ChunkKey
 from rayzero.errors import ConfigError, RayZeroError, UnsupportedError
@@ -597,13 +597,13 @@ def test_the_summary_is_a_table_and_json(capsys):
     recorder = MemoryRecorder()
     with ActivationOffload(model, small(rank=3), offload_modules=BLOCKS, recorder=recorder) as offload:
         gradients(model, x)
-        found = summary.gather(offload.summary())
+        found = ledger.gather(offload.summary())
     assert recorder.total(ACTIVATION_BYTES, direction="out") == found[0].offloaded_bytes
-    Console(width=120).print(summary.table([*found, *found]))
+    Console(width=120).print(ledger.table([*found, *found]))
     shown = capsys.readouterr().out
     assert "attn" in shown
     assert f"{2 * found[0].offloaded_bytes / 2**20:.2f}" in shown
-    assert json.loads(summary.to_json(found))[0]["groups"]["mlp"]["offloaded_bytes"] > 0
+    assert json.loads(ledger.to_json(found))[0]["groups"]["mlp"]["offloaded_bytes"] > 0
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # loading the compiler

@@ -19,7 +19,7 @@ import pytest
 
 from rayzero.cluster.forks import ray_setup, worker_fork
 from rayzero.cluster.forks.worker_fork import LENGTH, TOKEN, make_ready, start_server
-from rayzero.concurrency.ends import ends
+from rayzero.concurrency.survivor import ends
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("exact", "hosts")]
 

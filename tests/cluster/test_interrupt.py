@@ -10,8 +10,7 @@ import tempfile
 import pytest
 
 from rayzero.cluster.files.metrics_log import read_log
-from rayzero.cluster.files.run_record import read_record
-from rayzero.cluster.files.run_status import run_status
+from rayzero.cluster.files.run_record import read_record, run_status
 from rayzero.slabs.sweep import list_slabs
 
 from .processes import (

@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 
 from rayzero.cluster.files.metrics_log import METRICS, MetricsLog
 from rayzero.cluster.live import page as live_page
-from rayzero.cluster.live.page import DATA_PATH, MOST_POINTS, PAGE_PATH, Curve, Curves, LivePage
-from rayzero.cluster.live.snapshot import Known, RunEvent
+from rayzero.cluster.live.page import DATA_PATH, MOST_POINTS, PAGE_PATH, Curve, Curves, Known, LivePage, RunEvent
 from rayzero.cluster.processes.coordinator import Coordinator
 from rayzero.cluster.run import Member, Report, RunState
 from rayzero.security.metrics_access import MetricsAccess

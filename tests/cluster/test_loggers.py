@@ -23,8 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.cli.status import describe_run, format_status
-from rayzero.cluster.files.metrics_log import METRICS, trim_log
-from rayzero.cluster.files.row_tail import RowTail, Value
+from rayzero.cluster.files.metrics_log import METRICS, RowTail, Value, trim_log
 from rayzero.cluster.loggers import children
 from rayzero.cluster.loggers.children import Loggers
 from rayzero.cluster.loggers.csv_file import CsvReporter

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.cluster.processes.optimizer_actor import OptimizerActor
-from rayzero.cluster.processes.owner_process import MemberProcess
+from rayzero.cluster.processes.owner_process import MemberProcess, OptimizerActor
 from rayzero.cluster.processes.rank_worker import RankWorker
 
 NOBODY = 65534

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from rayzero.cluster.nodes.file_limits import files_needed, too_few_files
+from rayzero.cluster.nodes.resources import files_needed, too_few_files
 from rayzero.cluster.run import Member
 from rayzero.concurrency.open_files import MOST, soft_limit_to_ask_for
 from rayzero.store.file_counts import PROCESS, files_of_owner, files_of_rank

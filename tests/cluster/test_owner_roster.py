@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
+from rayzero.cluster.actors import owner_roster as spares_module
 from rayzero.cluster.actors.certificates import Certificates
-from rayzero.cluster.actors.owner_roster import OwnerRoster, plan_owners
+from rayzero.cluster.actors.owner_roster import OwnerRoster, Spares, plan_owners
 from rayzero.cluster.nodes.resources import ResourcePlan, Share
 from rayzero.cluster.processes.process_exporter import LOOPBACK
+from rayzero.cluster.run import Member
 from rayzero.config import SecurityConfig, TelemetryConfig
 from rayzero.layout.rescale import Rescale
 from rayzero.protocol.ownership import Ownership
@@ -105,3 +108,35 @@ def test_who_listens_at_its_node_is_not_on_loopback_any_more(certificates: Certi
     roster.listen(dict.fromkeys(roster.names, LOOPBACK))
     roster.listen({"optimizer 0": "10.0.0.7", "optimizer 2": "10.0.0.8"})
     assert roster.on_loopback == ["optimizer 1"]
+
+
+# ---- Spares: processes that wait to become successors, and die without a word before that.
+
+
+@pytest.fixture
+def spares(monkeypatch: pytest.MonkeyPatch) -> Spares:
+    """One spare, whose calls are "up" and "dead"; the second fails."""
+
+    def get(call: str) -> Member:
+        if call == "dead":
+            raise ray.exceptions.ActorDiedError
+        return Member(who="spare", pid=7, node="n", host="h")
+
+    monkeypatch.setattr(spares_module.ray, "get", get)
+    made = Spares(1, ["n"], lambda owner: ("actor", ["up", "dead"]))
+    made.fill()
+    return made
+
+
+def test_a_spare_that_is_up_is_given_once(spares: Spares) -> None:
+    assert spares.give("n") is None, "it has not answered yet"
+    assert spares.take("up") == Member(who="spare 0", pid=7, node="n", host="h")
+    given: Any = spares.give("n")
+    assert (given, spares.give("n"), spares.calls) == ("actor", None, {})
+
+
+@pytest.mark.parametrize("calls", [("up", "dead"), ("dead", "up")])
+def test_a_spare_that_has_died_is_none_in_whatever_order_its_calls_end(spares: Spares, calls: tuple[str, ...]) -> None:
+    for call in calls:
+        spares.take(call)
+    assert (spares.members, spares.give("n"), spares.calls) == ([], None, {})

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from rayzero.cluster.actors.actor_class import actor_class
-from rayzero.cluster.actors.calls import control
+from rayzero.cluster.actors.actor_calls import actor_class, control
 from rayzero.cluster.actors.reach_trial import ReachTarget, ReachTrial, Tries
 from rayzero.errors import ConfigError
 

@@ -12,8 +12,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rayzero.cli.status import describe_run, format_status
-from rayzero.cluster.files.metrics_log import METRICS, MetricsLog, latest_metrics, read_log, trim_log, written_rows
-from rayzero.cluster.files.row_tail import RowTail
+from rayzero.cluster.files.metrics_log import (
+    METRICS,
+    MetricsLog,
+    RowTail,
+    latest_metrics,
+    read_log,
+    trim_log,
+    written_rows,
+)
 from rayzero.cluster.files.run_dir import RunDirectory
 from rayzero.cluster.files.run_record import RECORD, DriverProcess, RunRecord, read_record
 from rayzero.cluster.run import Report, RunState

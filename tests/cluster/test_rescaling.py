@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from rayzero.cluster.actors.calls import ANSWER_S, START_S
+from rayzero.cluster.actors.actor_calls import ANSWER_S, START_S
 from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.run import Rescaled

@@ -21,8 +21,7 @@ from saved import save_checkpoint
 from rayzero.cli.runs import newest_run
 from rayzero.cluster.continuation import States, Successor
 from rayzero.cluster.files.run_dir import RunDirectory, checkpoints_of, find_start
-from rayzero.cluster.files.run_record import DriverProcess, RunRecord, read_record
-from rayzero.cluster.files.run_status import run_status
+from rayzero.cluster.files.run_record import DriverProcess, RunRecord, read_record, run_status
 from rayzero.cluster.run import RunState
 from rayzero.config import RunConfig
 from rayzero.errors import CheckpointError, ConfigError

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from rayzero.cluster import trainer as trainer_module
-from rayzero.cluster.files.run_record import RECORD, read_record
-from rayzero.cluster.files.run_status import run_status
+from rayzero.cluster.files.run_record import RECORD, read_record, run_status
 from rayzero.cluster.files.tracing import trace_run
 from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.trainer import PhaseLines, ZeroTrainer

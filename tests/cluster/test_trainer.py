@@ -15,8 +15,7 @@ import pytest
 import ray
 
 from rayzero.cluster.files.metrics_log import Row, read_log
-from rayzero.cluster.files.run_record import read_record
-from rayzero.cluster.files.run_status import run_status
+from rayzero.cluster.files.run_record import read_record, run_status
 from rayzero.cluster.run import Report
 from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig

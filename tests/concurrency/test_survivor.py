@@ -13,8 +13,7 @@ import pytest
 
 import rayzero
 from rayzero.concurrency import survivor
-from rayzero.concurrency.ends import kill, lives, process_born, wait_or_kill
-from rayzero.concurrency.survivor import Survivor
+from rayzero.concurrency.survivor import Survivor, kill, lives, process_born, wait_or_kill
 
 FILE = "import rayzero; print(rayzero.__file__)"
 START = (

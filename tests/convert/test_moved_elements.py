@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayzero.convert import moved
+from rayzero.convert import translation
 from rayzero.convert.formats.content import Content, Reader, WeightDecl
-from rayzero.convert.moved import Strided, Trace
 from rayzero.convert.translated_reader import TranslatedReader
-from rayzero.convert.translation import Translation, no_values
+from rayzero.convert.translation import Strided, Trace, Translation, no_values
 from rayzero.errors import UnsupportedError
 
 SHAPES = {"a": (6, 8), "b": (6, 8), "c": (4, 3, 5), "d": (1, 7), "e": (8, 2, 3, 2, 2), "f": (0, 8)}
@@ -65,7 +64,7 @@ def traced(move: Callable[[Given], Tensor], given: Given) -> Strided:
 def test_every_range_of_moved_elements_is_what_torch_makes(
     name: str, run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moved, "_RUN", run)
+    monkeypatch.setattr(translation, "_RUN", run)
     given = values()
     expected = MOVES[name](given).reshape(-1)
     elements = traced(MOVES[name], given)
@@ -156,7 +155,8 @@ class Source(Reader):
 def test_buffers_under_other_names_stay_in_their_order() -> None:
     names = [f"layers.{number}.count" for number in range(50)]
     elements = {
-        f"model.{name}": Strided(moved.HeldElements(name, partial(no_values, name)), (1,), (1,), 0) for name in names
+        f"model.{name}": Strided(translation.HeldElements(name, partial(no_values, name)), (1,), (1,), 0)
+        for name in names
     }
     made = Translation(decls=dict.fromkeys(elements, WeightDecl((1,), "int64")), elements=elements)
     assert list(TranslatedReader(Source(names), made).content.buffers) == list(elements)

@@ -9,7 +9,7 @@ import pytest
 
 from rayzero.checkpoint.writer import checkpoint_name, staging_path, taken_path, write_rank_state
 from rayzero.errors import CheckpointWriteError, StoreError
-from rayzero.lead.hearing import rounds_of
+from rayzero.lead.attempt import attempts_of
 from rayzero.lead.lead import StepLead
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import (
@@ -156,7 +156,7 @@ def test_attempts_that_all_ranks_have_discarded_are_over(spec: ModelSpec) -> Non
         0: of_step(finished(0, NORM, attempt=1), finished(0, attempt=2), discards=2).steps[0],
         1: of_step(finished(1), finished(1, NORM, attempt=1), discards=1).steps[0],
     }
-    current, following = rounds_of(0, told)
+    current, following = attempts_of(0, told)
     assert {rank: each.attempt for rank, each in current.reports.items()} == {0: 1, 1: 1}
     assert (current.norm, current.discarded) == (NORM, {0: 1})
     assert following is not None

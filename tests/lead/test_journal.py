@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from rayzero.lead.decide import decide
-from rayzero.lead.decision_journal import tell_decision
+from rayzero.lead.decide import decide, tell_decision
 from rayzero.protocol.messages import Edit, EditKind, FinishReport, Norm, StepInputs
 from rayzero.telemetry.names import CLIP_FACTOR, CLIPPED_STEPS, DECIDED_STEPS, GRAD_NORM, LOSS_SCALE, SKIPPED_STEPS
 from rayzero.telemetry.recorder import MemoryRecorder

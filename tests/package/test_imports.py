@@ -110,7 +110,7 @@ print(sorted(generation for generation in began if generation == 2), gc.isenable
     ("module", "before"),
     [
         ("rank_worker", ""),
-        pytest.param("optimizer_actor", "", marks=pytest.mark.thorough),
+        pytest.param("owner_process", "", marks=pytest.mark.thorough),
         pytest.param("rank_worker", "gc.disable()", marks=pytest.mark.thorough),
     ],
 )

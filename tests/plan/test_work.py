@@ -24,7 +24,7 @@ from rayzero.lanes import ThreadLane
 from rayzero.plan.programs import Programs
 from rayzero.plan.tiers import plan_bytes
 from rayzero.plan.work import Offload, _Leaving, measure_work
-from rayzero.recipes.gpt import GPT
+from rayzero.recipes.model import GPT
 from rayzero.recipes.recipe import GPTConfig
 
 from .machines import CPU_HOST

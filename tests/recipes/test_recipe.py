@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from rayzero.errors import ConfigError
-from rayzero.recipes.gpt import GPT
 from rayzero.recipes.lm import lr_factor, param_groups
-from rayzero.recipes.model import build_model, logits_of
+from rayzero.recipes.model import GPT, build_model, logits_of
 from rayzero.recipes.recipe import GPTConfig, RecipeConfig, load_recipe
 
 HF_CONFIG = {

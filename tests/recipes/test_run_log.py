@@ -13,8 +13,8 @@ import pytest
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.run import Report
 from rayzero.errors import DataError
-from rayzero.recipes.progress import draw_losses
 from rayzero.recipes.run_log import StepRows, read_rows, trained_since
+from rayzero.recipes.training import draw_losses
 
 KEYS = {
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "fetch_wait_seconds",

@@ -158,11 +158,11 @@ POINTS = {
     "lead.finish": Point(f"{_LEAD}.finish", _BEFORE, repeats=True),
     "lead.commit": Point(f"{_LEAD}.commit", _BEFORE, repeats=True),
     "lead.norm": Point(f"{_LEAD}._take_parts", _AFTER),
-    "lead.before-record": Point("rayzero.lead.decision_journal:DecisionJournal.write", _BEFORE),
+    "lead.before-record": Point("rayzero.lead.decide:DecisionJournal.write", _BEFORE),
     "lead.record": Point(
         "rayzero.store.owner.memory.shared_owner:write_record", _INSIDE, inside=strikes.die_in_the_record
     ),
-    "lead.after-record": Point("rayzero.lead.decision_journal:DecisionJournal.write", _AFTER),
+    "lead.after-record": Point("rayzero.lead.decide:DecisionJournal.write", _AFTER),
     "lead.ordered": Point("rayzero.store.owner.peers.shared_peer:SharedPeer.apply", _AFTER),
     "lead.tell": Point(f"{_LEAD}._tell_ranks", _BEFORE),
     "lead.mean": Point(f"{_LEAD}.mean", _BEFORE, repeats=True),

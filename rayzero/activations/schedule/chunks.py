@@ -10,7 +10,7 @@ from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.schedule.chunk_order import ChunkOrder
 from rayzero.activations.schedule.cost_book import CostBook
 from rayzero.activations.schedule.group import Chunk, ChunkQuota
-from rayzero.activations.schedule.reload import Reload
+from rayzero.activations.schedule.moves import Reload
 from rayzero.activations.tensors.protected_storages import ProtectedStorages
 
 

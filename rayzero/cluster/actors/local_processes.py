@@ -13,8 +13,8 @@ import psutil
 from rayzero.cluster.janitor import Janitor
 from rayzero.cluster.run import Member
 from rayzero.cluster.supervision import Failure
-from rayzero.concurrency.ends import kill, wait_or_kill
 from rayzero.concurrency.processes import is_stopped
+from rayzero.concurrency.survivor import kill, wait_or_kill
 
 KILL_S = 20.0  # how long the kernel may take to free a killed process: a machine out of memory or CPUs is slow
 

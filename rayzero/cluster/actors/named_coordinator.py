@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayzero.cluster.actors.actor_class import forked
+from rayzero.cluster.actors.actor_calls import forked
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.processes.coordinator import Coordinator
 from rayzero.cluster.run import NAMESPACE, coordinator_name

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors.calls import control
+from rayzero.cluster.actors.actor_calls import control
 from rayzero.cluster.nodes.reachability import require_reached
 from rayzero.cluster.supervision import failure_of
 from rayzero.errors import ConfigError

@@ -16,11 +16,11 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors.actor_class import actor_class
-from rayzero.cluster.actors.calls import (
+from rayzero.cluster.actors.actor_calls import (
     ANSWER_S,
     START_S,
     STOP_S,
+    actor_class,
     ask,
     ask_config,
     control,
@@ -30,21 +30,19 @@ from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.actors.exporters import Exporters, plan_exporters
 from rayzero.cluster.actors.local_processes import KILL_S, LocalProcesses
 from rayzero.cluster.actors.named_coordinator import make_coordinator
-from rayzero.cluster.actors.owner_roster import OwnerRoster
+from rayzero.cluster.actors.owner_roster import OwnerRoster, Spares
 from rayzero.cluster.actors.reach_trial import ReachTarget, ReachTrial, Tries
-from rayzero.cluster.actors.spares import Spares
 from rayzero.cluster.continuation import Former, take_over
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import Janitor, KeptStates
 from rayzero.cluster.loop import PackedLoop
-from rayzero.cluster.nodes.file_limits import too_few_files
 from rayzero.cluster.nodes.owner_places import OwnerPlace, OwnerPlaces, door_place
 from rayzero.cluster.nodes.reservation import Reservation
+from rayzero.cluster.nodes.resources import too_few_files
 from rayzero.cluster.nodes.session import alive_nodes, answered, ray_answers
 from rayzero.cluster.processes.coordinator import this_process
-from rayzero.cluster.processes.optimizer_actor import OptimizerActor
-from rayzero.cluster.processes.owner_process import OwnerSettings
+from rayzero.cluster.processes.owner_process import OptimizerActor, OwnerSettings
 from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings, Renewed
 from rayzero.cluster.processes.rank_worker import RankSettings, RankWorker
 from rayzero.cluster.run import Member, RunState, optimizer_name, rank_name

@@ -25,8 +25,11 @@ from rayzero.telemetry.metric import fault_of
 
 METRICS = "metrics.jsonl"
 _MAX_LOG = 1 << 32  # bytes: about ten million steps
+_MOST_ROWS = 500  # that a tail reads at once
+_MOST_BYTES = 1 << 20  # that it reads at once, and of one row
 
 Row = dict[str, Any]
+Value = float | int | str  # that loggers and the live page show
 MakeRow = Callable[[Report], Row | None]  # the row that this report completes; None if it completes none
 
 _OWN = ("step", "rank", "time")  # keys of a row that are not the loop's
@@ -223,3 +226,53 @@ def _mean(values: Sequence[Any]) -> float | None:
     if not all(isinstance(value, int | float) for value in values):
         return None
     return sum(map(float, values)) / len(values)
+
+
+# ---- read while it grows ----------------------------------------------------------------------------------------
+
+
+def values_of(row: Row) -> dict[str, Value] | None:
+    """What a logger or the live page shows of a row; None: nothing. Shown are the rows of the whole run,
+    or else rank 0's. A number that was inf or NaN is left out."""
+    if row.get("rank", 0) != 0:
+        return None
+    values = {name: value for name, value in row.items() if name not in ("step", "rank", "time") and value is not None}
+    return values or None
+
+
+class RowTail:
+    """Reads the rows that come to a file, some at a time. Its size in memory does not depend on the file's."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / METRICS
+        self._read = 0  # bytes of whole lines
+
+    def next(self) -> list[Row]:
+        """Rows not read before, as many as fit; none if there are no more now. A line that is no row, or is longer than
+        1 MiB, is skipped."""
+        rows: list[Row] = []
+        while not rows and (lines := self._lines()):
+            for line in lines:
+                try:
+                    rows.append(parse_row(line))
+                except ValueError as error:
+                    log.warning("a line of %s is no row: %s", self._path, error)
+        return rows
+
+    def _lines(self) -> list[bytes]:
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, 2) < self._read:
+                    self._read = 0  # rows were cut off; the bookmark tells which ones are new
+                file.seek(self._read)
+                read = file.read(_MOST_BYTES)
+                if len(read) == _MOST_BYTES and b"\n" not in read:
+                    self._read += len(read)  # the rest is a line that is no row, either
+                    return [read]
+        except FileNotFoundError:
+            return []
+        lines = read.splitlines(keepends=True)[:_MOST_ROWS]
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()  # the rest of it comes
+        self._read += sum(map(len, lines))
+        return lines

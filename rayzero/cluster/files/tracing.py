@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from rayzero.cluster.files.run_status import run_status
+from rayzero.cluster.files.run_record import run_status
 from rayzero.cluster.files.viewer_file import read_viewer
 from rayzero.cluster.run import TRACE_PATH, RunState
 from rayzero.errors import ConfigError, RunFailedError

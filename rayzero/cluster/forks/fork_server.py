@@ -130,7 +130,7 @@ def _import_ray(environment: dict[str, str]) -> None:
     own server was started before Ray."""
     os.environ.update(environment)
     with uncollected():
-        for name in ("coordinator", "optimizer_actor", "rank_worker"):
+        for name in ("coordinator", "owner_process", "rank_worker"):
             import_module(f"rayzero.cluster.processes.{name}")
     gc.freeze()  # no worker's collection writes to what is shared
 

@@ -1,7 +1,7 @@
 """What the raylet of a driver's own Ray runs to start a worker, in place of Ray's own ``setup_worker.py``.
 
 Ray's imports Ray, for half a CPU second a worker, to run a command that a runtime environment names, which is a shell
-that becomes another interpreter (actors/actor_class.py). A worker of a run is known by its environment: it is forked by
+that becomes another interpreter (actors/actor_calls.py). A worker of a run is known by its environment: it is forked by
 this process. Every other one is left to Ray's.
 """
 

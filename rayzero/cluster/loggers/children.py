@@ -49,7 +49,7 @@ class LoggerJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class LoggerProgress:
     """How far a logger is in this start of the run."""
 
     where: str | None  # a folder, a file or a URL; None: it is not open
@@ -68,7 +68,7 @@ class _Child:
     process: subprocess.Popen[bytes]  # freed by: Loggers.__exit__
     line: socket.socket
     listener: threading.Thread | None = None
-    progress: Progress = field(default_factory=lambda: Progress(where=None))
+    progress: LoggerProgress = field(default_factory=lambda: LoggerProgress(where=None))
     warned: bool = False
 
 
@@ -107,7 +107,7 @@ class Loggers:
         ours, theirs = socket.socketpair()
         with theirs, (folder / f"{name}.log").open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", __package__, str(theirs.fileno())],
+                [sys.executable, "-m", f"{__package__}.feed", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -128,9 +128,9 @@ class Loggers:
         """Take what a child says until it has ended."""
         with suppress(ConnectionResetError), child.line.makefile("rb") as lines:  # it was killed
             for line in lines:
-                self._take(child, Progress(**json.loads(line)))
+                self._take(child, LoggerProgress(**json.loads(line)))
 
-    def _take(self, child: _Child, now: Progress) -> None:
+    def _take(self, child: _Child, now: LoggerProgress) -> None:
         before, child.progress, tell = child.progress, now, self._tell
         if tell is not None and (now.sent, now.lost) != (before.sent, before.lost):
             tell(child.name, now.sent - before.sent, now.lost - before.lost)

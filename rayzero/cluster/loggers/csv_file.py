@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
-from rayzero.cluster.files.row_tail import Value
+from rayzero.cluster.files.metrics_log import Value
 from rayzero.cluster.loggers.reporter import LoggedRun
 from rayzero.files import replace_file
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from rayzero.cluster.files.row_tail import Value
+from rayzero.cluster.files.metrics_log import Value
 from rayzero.cluster.loggers.reporter import LoggedRun
 
 _RUN = "run_id"

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from rayzero.cluster.files.row_tail import Value
+from rayzero.cluster.files.metrics_log import Value
 from rayzero.config.loggers import LoggerName
 
 

@@ -13,7 +13,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from rayzero.cluster.files.row_tail import Value
+from rayzero.cluster.files.metrics_log import Value
 from rayzero.cluster.loggers.reporter import LoggedRun
 
 FOLDER = "tensorboard"

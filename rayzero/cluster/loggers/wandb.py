@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import wandb
 
-from rayzero.cluster.files.row_tail import Value
+from rayzero.cluster.files.metrics_log import Value
 from rayzero.cluster.loggers.reporter import LoggedRun
 
 _ID = "id"

@@ -4,23 +4,33 @@ A run is placed as *groups* of processes that are reserved together. With ``plac
 worker and the optimizer actors beside it on the same node (optimizer ``k`` beside rank ``k % num_workers``); otherwise
 every rank is a group of its own and all optimizer actors are another, close together (``"packed"``) or spread over the
 nodes that carry the labels of ``scaling_config.optimizer_labels`` (``"cpu_nodes"``).
+
+[Note: open files] Each process raises its own limit of open files as it starts (concurrency/open_files.py) and says
+what it may open then; the driver compares that with what the run needs before the first port is open, and before it
+lets other owners in.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from rayzero.cluster.run import Member, optimizer_name, rank_name
 from rayzero.config import ScalingConfig
+from rayzero.config.zero import Placement
 from rayzero.quantities import count, format_bytes
+from rayzero.store.file_counts import PROCESS, files_of_owner, files_of_rank
 
 _LEAST_CPUS = 0.01  # Ray counts CPUs in steps of 0.0001; a bundle with none may be placed anywhere
+_CALLS = 2  # connections of Ray's between the driver or the coordinator and each other process
+_LOWER = "lower scaling_config.cpus_per_worker, cpus_per_optimizer, num_workers or num_optimizers"
+_LESS_MEMORY = "lower scaling_config.memory_per_worker, memory_per_optimizer, num_workers or num_optimizers"
 
 Strategy = Literal["STRICT_PACK", "PACK", "SPREAD"]  # Ray's words: one node; few nodes; many nodes
-Placement = Literal["beside_rank", "packed", "cpu_nodes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,10 +178,6 @@ def describe_nodes(nodes: Sequence[Node]) -> str:
     return f"{count(len(nodes), 'node')} ({inside})"
 
 
-_LOWER = "lower scaling_config.cpus_per_worker, cpus_per_optimizer, num_workers or num_optimizers"
-_LESS_MEMORY = "lower scaling_config.memory_per_worker, memory_per_optimizer, num_workers or num_optimizers"
-
-
 def _no_such_node(group: ResourceGroup, nodes: Sequence[Node]) -> str:
     wanted = selector_text(group.labels)
     seen = sorted({f"{key}={value}" for node in nodes for key, value in node.labels.items() if key in group.labels})
@@ -310,3 +316,47 @@ def _meets(condition: str, value: str | None) -> bool:
 def selector_text(selector: Mapping[str, str]) -> str:
     """``a=x,b=in(y,z)``."""
     return ",".join(f"{name}={condition}" for name, condition in selector.items())
+
+
+# ---- open files: [Note: open files] -----------------------------------------------------------------------------
+
+
+def files_needed(members: Mapping[str, Member], num_ranks: int, num_owners: int, num_beside: int) -> dict[str, int]:
+    """By process of a run, how many files it may have open at most. ``members``: ranks, owners alone in their
+    processes (``num_owners``), and others, which only call these. ``num_beside``: owners beside ranks."""
+    ranks = {rank_name(rank) for rank in range(num_ranks)}
+    owners = {optimizer_name(owner) for owner in range(num_owners)}
+    here = Counter(member.node for who, member in members.items() if who in ranks | owners)
+
+    def needed(who: str) -> int:
+        if who not in ranks | owners:
+            return PROCESS + _CALLS * (num_ranks + num_owners)
+        neighbours = here[members[who].node] - 1
+        of_owner = files_of_owner(num_ranks, num_owners + num_beside, neighbours)
+        if who in owners:
+            return of_owner
+        return files_of_rank(num_owners + num_beside, neighbours) + (of_owner if num_beside else 0)
+
+    return {who: needed(who) for who in members}
+
+
+def too_few_files(members: Mapping[str, Member], num_ranks: int, num_owners: int, num_beside: int = 0) -> str | None:
+    """Why a run cannot have so many ranks and owners: the process that lacks most, and what to do; None: it can. What a
+    process may open is not looked at if it has not said that. The arguments are those of ``files_needed``."""
+    needed = files_needed(members, num_ranks, num_owners, num_beside)
+    lacks = {
+        who: needed[who] - member.open_files
+        for who, member in members.items()
+        if member.open_files is not None and member.open_files < needed[who]
+    }
+    if not lacks:
+        return None
+    who = max(lacks, key=lambda each: lacks[each])
+    others = f" (and {count(len(lacks) - 1, 'more process', 'more processes')})" if len(lacks) > 1 else ""
+    opened = count(members[who].open_files or 0, "file")
+    run = f"{count(num_ranks, 'rank')} and {count(num_owners + num_beside, 'optimizer')}"
+    return (
+        f"{who} on node {members[who].host} may have {opened} open, connections included{others}, "
+        f"but with {run} it may need {needed[who]:,}; raise the hard limit of open files on that node (ulimit -Hn, "
+        "LimitNOFILE, docker --ulimit nofile) and start Ray there again, or use fewer ranks or optimizers"
+    )

@@ -23,8 +23,7 @@ from typing import NamedTuple
 import ray
 
 from rayzero.cluster.files.metrics_log import MetricsLog
-from rayzero.cluster.live.page import LivePage
-from rayzero.cluster.live.snapshot import Known, RunEvent
+from rayzero.cluster.live.page import Known, LivePage, RunEvent
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
 from rayzero.cluster.run import DISCOVERY_PATH, Member, Report, RunState
 from rayzero.concurrency.open_files import raise_open_files

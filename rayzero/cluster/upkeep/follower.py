@@ -1,14 +1,17 @@
-"""Follows a run whose processes are up to its end: waits for events, and passes each on."""
+"""Follows a run whose processes are up to its end: waits for events, and passes each on. Measures how long ranks wait
+for updates meanwhile, and asks for as many optimizer actors as elastic/autoscaler.py wants."""
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from typing import Any
 
 import ray
 
-from rayzero.cluster.actors.calls import ANSWER_S, STOP_S
+from rayzero.cluster.actors.actor_calls import ANSWER_S, STOP_S, control
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.files.run_dir import StartPoint
 from rayzero.cluster.files.viewer_file import write_viewer
@@ -17,26 +20,30 @@ from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.processes.coordinator import HeardReports, News
 from rayzero.cluster.processes.rank_worker import RankSettings
 from rayzero.cluster.processes.remains import Remains
-from rayzero.cluster.run import Recovery, RunState, actor_name
+from rayzero.cluster.run import Load, Recovery, Rescaled, RunState, actor_name
 from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, is_lost
-from rayzero.cluster.upkeep.autoscaling import Autoscaling
 from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.cluster.upkeep.renewal import Renewal
 from rayzero.cluster.upkeep.replacement import Replacement
 from rayzero.cluster.upkeep.rescaling import Rescaling
-from rayzero.config import ScalingConfig
-from rayzero.elastic.autoscaler import Bounds
+from rayzero.elastic.autoscaler import Bounds, History, StepWindow, given_up, look
 from rayzero.elastic.controller import (
     Controller,
     still_outlived,
 )
 from rayzero.elastic.members import MemberId, MemberKind
-from rayzero.elastic.requests import take
+from rayzero.elastic.requests import ScaleRequest, take
 from rayzero.elastic.supervisor import Ended
 from rayzero.errors import RunFailedError
 from rayzero.protocol.ownership import Ownership, device_owners
 
+log = logging.getLogger(__name__)
+
 _REQUEST_S = 0.5  # between two looks for a request for other optimizers
+_ASK_S = 2.0  # between two questions what the processes have measured
+_STEPS = 5  # of a window between two answers, at least
+
+Loads = Mapping[str, Load]  # by process
 
 
 def ownership_of(start: StartPoint) -> Ownership | None:
@@ -153,8 +160,7 @@ class Follower:
         access = request.access
         tools = {} if access is None else {"rayzero top": lambda: write_viewer(self._run_dir, access.viewer)}
         self._renewal = Renewal(actors, say=request.on_phase, others=tools)
-        self._fewest = min(request.fewest_optimizers, request.scaling.num_optimizers)
-        self._autoscaling = self._made_autoscaling(actors, request.scaling)
+        self._autoscaling = self._made_autoscaling(actors, request)
         self._heard, self._life = HeardReports(), actors.coordinator_life
         self._news = actors.coordinator.next_reports.remote(self._life)
         self._journal = journal
@@ -164,16 +170,13 @@ class Follower:
         self._on_phase = request.on_phase
         self._checkpoints = request.directory.checkpoints
 
-    def _made_autoscaling(self, actors: RunActors, scaling: ScalingConfig) -> Autoscaling | None:
+    def _made_autoscaling(self, actors: RunActors, request: RunRequest) -> Autoscaling | None:
+        scaling = request.scaling
         if scaling.max_optimizers is None:
             return None
-        bounds = Bounds(fewest=self._fewest, most=scaling.max_optimizers, target_exposed=scaling.target_exposed)
-
-        def owners() -> int:
-            settled = not (self._controller.changes or self._controller.awaited)
-            return self._controller.ownership.num_optimizers if settled else 0
-
-        return Autoscaling(actors, bounds, owners=owners, request=self._rescaling.request)
+        fewest = min(request.fewest_optimizers, scaling.num_optimizers)
+        bounds = Bounds(fewest=fewest, most=scaling.max_optimizers, target_exposed=scaling.target_exposed)
+        return Autoscaling(actors, bounds, self._controller, self._rescaling)
 
     def follow(self) -> Watch:
         """Run until every loop has returned, or the run has failed and its cause is known."""
@@ -335,3 +338,105 @@ class Follower:
                 on_report(report)
             self._on_report = on_report
         self._record.write_now_and_then()
+
+
+# ---- autoscaling ------------------------------------------------------------------------------------------------
+
+
+def window_of(before: Loads, now: Loads) -> StepWindow | None:
+    """Seconds a step between two measurements of all processes; None: the ranks have taken too few, or
+    the processes are others."""
+    if before.keys() != now.keys() or any(now[who].count < before[who].count for who in now):
+        return None
+    taken = {who: _difference(before[who], now[who]) for who in now}
+    ranks = [load for who, load in taken.items() if who.startswith("rank")]
+    owners = [load for who, load in taken.items() if not who.startswith("rank")]
+    if not ranks or not owners or min(load.count for load in (*ranks, *owners)) < _STEPS:
+        return None
+    return StepWindow(
+        step_s=max(load.seconds / load.count for load in ranks),
+        exposed_s=max(load.exposed / load.count for load in ranks),
+        busy_s=max(load.seconds / load.count for load in owners),
+    )
+
+
+def _difference(before: Load, now: Load) -> Load:
+    return Load(now.count - before.count, now.seconds - before.seconds, now.exposed - before.exposed)
+
+
+class Autoscaling:
+    """Looks at a run now and then, and asks for other optimizer actors.
+
+    Knows what processes measure; not how owners change."""
+
+    def __init__(
+        self,
+        actors: RunActors,
+        bounds: Bounds,
+        controller: Controller,
+        rescaling: Rescaling,
+    ) -> None:
+        """``controller``: knows which owners there are. ``rescaling``: gets the requests for other ones."""
+        self._actors, self._bounds, self._controller, self._rescaling = actors, bounds, controller, rescaling
+        self._history = History()
+        self._before: Loads | None = None
+        self._asked: dict[Any, str] = {}  # calls of the present question -> whose
+        self._answers: dict[str, Load] = {}
+        self._next_s = 0.0
+        self._wanted: ScaleRequest | None = None
+
+    @property
+    def calls(self) -> list[Any]:
+        """The calls to wait for; give those that end to ``take``."""
+        return list(self._asked)
+
+    def act(self, now: float) -> None:
+        """Ask every process what it has measured, if it is time, unless the owners change."""
+        if now < self._next_s or self._asked:
+            return
+        self._next_s = now + _ASK_S
+        if not self._owners():
+            self._before = None
+            return
+        everyone = {**self._actors.with_shards, **self._actors.ranks}
+        self._answers = {}
+        self._asked = {control(actor.load).remote(): who for who, actor in everyone.items()}
+
+    def take(self, call: Any) -> bool:
+        """One of ``calls`` has ended. False: it is none of them."""
+        if call not in self._asked:
+            return False
+        who = self._asked.pop(call)
+        try:
+            self._answers[who] = ray.get(call)
+        except ray.exceptions.RayError as error:  # its death is noticed elsewhere; the window has another beginning
+            log.debug("%s says nothing of its load: %s", who, error)
+        if not self._asked:
+            self._look(dict(self._answers))
+        return True
+
+    def _owners(self) -> int:
+        """How many owners have shards; 0 while they change."""
+        settled = not (self._controller.changes or self._controller.awaited)
+        return self._controller.ownership.num_optimizers if settled else 0
+
+    def _look(self, now: Loads) -> None:
+        owners = self._owners()
+        if not owners or self._before is None or self._before.keys() != now.keys():
+            self._before = now if owners else None
+            return
+        window = window_of(self._before, now)
+        if window is None:
+            if any(now[who].count < load.count for who, load in self._before.items()):
+                self._before = now
+            return
+        self._before = now
+        self._history, resize = look(self._history, self._bounds, owners, window)
+        if resize is not None:
+            self._wanted = ScaleRequest(num_optimizers=resize.owners)
+            self._rescaling.request(self._wanted, resize.why)
+
+    def ended(self, rescaled: Rescaled) -> None:
+        self._before = None
+        if rescaled.failed is not None and self._wanted is not None and rescaled.id == self._wanted.id:
+            self._history = given_up(self._history, rescaled.before)

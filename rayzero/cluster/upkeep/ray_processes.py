@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors.calls import ANSWER_S, START_S, control, failure_from_ray
+from rayzero.cluster.actors.actor_calls import ANSWER_S, START_S, control, failure_from_ray
 from rayzero.cluster.actors.reach_trial import ReachTrial
 from rayzero.cluster.actors.run_actors import Joining, RunActors
 from rayzero.cluster.loop import PackedLoop

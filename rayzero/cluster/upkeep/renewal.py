@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors.calls import failure_from_ray
+from rayzero.cluster.actors.actor_calls import failure_from_ray
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.errors import ConfigError, RayZeroError
 

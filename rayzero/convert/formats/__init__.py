@@ -12,11 +12,10 @@ from pathlib import Path
 
 from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.convert.formats.content import Content, Reader, WeightDecl, damaged
-from rayzero.convert.formats.deepspeed_reader import ZeroReader, has_model_files, has_zero_files
+from rayzero.convert.formats.deepspeed_reader import Stage0Reader, ZeroReader, has_model_files, has_zero_files
 from rayzero.convert.formats.pickles import METADATA_FILE
 from rayzero.convert.formats.rayzero_format import RayZeroReader
 from rayzero.convert.formats.safetensors_folder import INDEX_FILE, WHOLE_FILE, SafetensorsReader
-from rayzero.convert.formats.stage0_reader import Stage0Reader
 from rayzero.convert.formats.universal_reader import ZERO_FOLDER, UniversalReader
 from rayzero.errors import CheckpointError, UnsupportedError
 from rayzero.files import read_text

@@ -1,4 +1,5 @@
-"""Calls to a run's processes: made while their loops last, answered in time, or a failure that names the process.
+"""A run's processes as Ray actors: their classes, whose processes the host's fork server forks, and calls to them, made
+while their loops last and answered in time, or a failure that names the process.
 
 Calls that should answer soon have a deadline. Calls that last as long as their process (``run``, ``watch``) report its
 death at once.
@@ -6,20 +7,51 @@ death at once.
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import ray
 
-from rayzero.cluster.actors.actor_class import CONTROL
+from rayzero.cluster.forks.worker_fork import TOKEN, fork_token
 from rayzero.cluster.nodes.session import answered
 from rayzero.cluster.run import Member
 from rayzero.cluster.supervision import Failure, death_of, failure_of, run_failed
 from rayzero.errors import ConfigError, RunFailedError
 
+CONTROL = "control"  # concurrency group of the calls that must be answered while `run` or `watch` lasts
+
+_SAME_INTERPRETER = {"working_dir", "py_modules", "excludes", "env_vars", "config"}  # of a job's runtime environment
+_OF_RAYLET = r"""tr '\0' '\n' </proc/$PPID/cmdline | sed -n 's/^--python_worker_command=\([^ "]*\) .*/\1/p' | grep ."""
+_FORK = """import os, sys
+try:
+    from rayzero.cluster.forks.worker_fork import main
+except ImportError:  # as the worker will say
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+main()
+"""
+
 START_S = 120.0  # until an actor has imported torch and answers; slow on a loaded machine
 ANSWER_S = 30.0  # a call that only reads or sets a value
 STOP_S = 5.0  # how long a process may take to stop before it is killed
+
+
+def actor_class(of: type) -> Any:
+    """The Ray actor class of ``of``; calls through ``control`` are answered while another one lasts."""
+    return ray.remote(concurrency_groups={CONTROL: 3}, **forked())(of)
+
+
+def forked() -> dict[str, Any]:
+    """The actor options by which the host's fork server forks an actor's process (forks/worker_fork.py); none where
+    the job's runtime environment has another interpreter, or changes it before anything is imported."""
+    if set(ray.get_runtime_context().runtime_env) - _SAME_INTERPRETER:
+        return {}
+    # Ray's shell executes it. Another node's interpreter may be at another path: it is the one that its raylet starts.
+    interpreter = f'"$({_OF_RAYLET} || echo {shlex.quote(sys.executable)})"'
+    return {
+        "runtime_env": {"py_executable": f"{interpreter} -c {shlex.quote(_FORK)}", "env_vars": {TOKEN: fork_token()}}
+    }
 
 
 def control(method: Any) -> Any:
