@@ -361,6 +361,21 @@ class StepLead:
         except RayZeroError as exc:
             return failed(exc)
 
+    def know_write(self, rank: int, write: Write) -> Future[None]:
+        """A rank that has come back has found a write published that it would have asked for: it is made. If the lead
+        that made it has died, others may still wait for its answer. Done when it is known."""
+        try:
+            with self._lock:
+                if self._must_wait(rank, write.version):
+                    return self._ahead.wait(rank, write.version, lambda: self.know_write(rank, write))
+                self._check_open(write.version, rank)
+                for future in self._writes.know(write):
+                    self._lock.defer(settle, future, None)
+                self._advance()
+                return DONE
+        except RayZeroError as exc:
+            return failed(exc)
+
     def _begin_write(self) -> None:
         """Make the owners do the write that all ranks have requested; they must have the last decision first."""
         assert self._spec is not None

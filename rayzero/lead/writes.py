@@ -36,8 +36,7 @@ class WriteRequests:
     def ask(self, rank: int, write: Write, layout: ModelLayout) -> Future[None]:
         """Note a rank's request. Raises StepMismatchError, naming both ranks, if another one requested something
         else."""
-        if write.version != self._version:
-            self._version, self._made, self._asked_by = write.version, [], {}
+        self._enter(write.version)
         before = self._asked_by.get(rank, 0)
         if write in self._made[before:]:  # a rank that has come back asks for no write that it finds published
             self._asked_by[rank] = self._made.index(write, before) + 1
@@ -49,6 +48,25 @@ class WriteRequests:
         if write != asked.write or rank in asked.futures:
             raise _disagreement(rank, write, min(asked.futures, default=rank), asked.write, layout)
         return asked.futures.setdefault(rank, Future())
+
+    def know(self, write: Write) -> list[Future[None]]:
+        """A rank has found what a write makes published: it is made, though a former life of the lead may have died
+        before it said so. Returns the futures of the ranks that wait for it."""
+        self._enter(write.version)
+        asked = self._asked
+        if asked is None or asked.write != write:
+            self._made.append(write)
+            return []
+        return [] if asked.begun else self._made_now(asked)
+
+    def _enter(self, version: int) -> None:
+        if version != self._version:
+            self._version, self._made, self._asked_by = version, [], {}
+
+    def _made_now(self, asked: _WriteRequest) -> list[Future[None]]:
+        self._asked = None
+        self._made.append(asked.write)
+        return list(asked.futures.values())
 
     def go_on(self, version: int, made: list[Write], asked_by: dict[int, int]) -> None:
         """Begin with what a former life of the lead has made. ``asked_by``: how many of them each rank has asked for
@@ -89,9 +107,10 @@ class WriteRequests:
 
     def end(self) -> list[Future[None]]:
         """The write is done, or will never be; returns the futures of the ranks that requested it."""
-        asked, self._asked = self._asked, None
+        asked = self._asked
         if asked is not None and asked.begun:
-            self._made.append(asked.write)
+            return self._made_now(asked)
+        self._asked = None
         return list(asked.futures.values()) if asked is not None else []
 
     def describe(self, layout: ModelLayout) -> str:

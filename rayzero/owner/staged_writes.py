@@ -43,7 +43,7 @@ class StagedWrites:
         self._shards, self._rule, self._updater = shards, rule, updater
         self._lock = threading.Lock()
         self._staged: dict[int, tuple[int, str, Tensor]] = {}  # shard -> version, kind, values. freed by: _make
-        self._last: tuple[tuple[int, int], Future[None]] | None = None  # its version and number
+        self._last: tuple[tuple[int, Write], Future[None]] | None = None  # with its number
         self._error: StoreError | None = None
 
     def stage(self, owned: OwnedShard, version: int, kind: str, values: Tensor) -> None:
@@ -58,9 +58,10 @@ class StagedWrites:
             self._begin()
 
     def write(self, number: int, write: Write) -> Future[None]:
-        """Change the unit's shards. A repeat of ``number`` at the same version is the same write. Where a former life
-        of this owner may have had the values, the write waits until they are staged again."""
-        asked = write.version, number
+        """Change the unit's shards. A repeat of ``number`` is the same write, unless what is written differs: a lead's
+        successor that no rank has told of a version's writes counts them anew. Where a former life of this owner may
+        have had the values, the write waits until they are staged again."""
+        asked = number, write
         with self._lock:
             if self._error is not None:
                 return failed(self._error)

@@ -24,7 +24,7 @@ from rayzero.errors import RayZeroError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.records import Sha256, Whole
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 
 # Tensor kinds to fetch or write; the name of an optimizer state, such as "exp_avg", is one too.
 COMPUTE = "compute"  # the published parameters, in the unit's dtype

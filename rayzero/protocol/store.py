@@ -34,6 +34,7 @@ from rayzero.protocol.messages import (
     ModelSpec,
     Norm,
     StepInputs,
+    Write,
 )
 from rayzero.protocol.scattered import ScatteredUnit
 
@@ -43,6 +44,7 @@ class ParameterStore(Protocol):
 
     means: int  # calls of ``mean`` so far; a rank that is started again goes on counting
     saves: int  # the same of ``save``
+    written: list[Write]  # what this rank has written to the newest version that it has written to
 
     @property
     def in_process(self) -> bool:
@@ -129,6 +131,12 @@ class ParameterStore(Protocol):
         decided. A rank makes its writes one after the other. If ranks write different values, or one finishes the step
         without the write, the run fails with an error that names them.
         """
+        ...
+
+    def made(self, write: Write) -> Future[None]:
+        """This rank has come back in the open step, and what it would write is published: say that the write is made.
+        If the lead that made it is dead, ranks that have not had its answer wait for this rank. Done when it is
+        known."""
         ...
 
     def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:

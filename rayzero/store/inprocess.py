@@ -265,6 +265,10 @@ class LocalLead:
         """See ``LeadLine.write``."""
         return self._watched(awaited, self._lead.write(self._rank, write))
 
+    def made(self, awaited: str, write: Write) -> Future[None]:
+        """See ``LeadLine.made``."""
+        return self._watched(awaited, self._lead.know_write(self._rank, write))
+
     def begin_save(
         self, awaited: str, number: int, step: int, directory: Path, files: tuple[FileEntry, ...]
     ) -> Future[None]:

@@ -105,6 +105,11 @@ TOGETHER = {
         killed("optimizer 0", "lead.mean", 7),
     ),
     "a-rank-between-two-writes": (killed("rank 1", "rank.write", 2),),
+    "the-lead-with-a-write-that-no-rank-knows-to-be-made-and-a-rank": (
+        killed("optimizer 0", "lead.wrote", 2),
+        killed("rank 1", "rank.rejoin", 1),  # its next life finds the unit published and does not ask
+    ),
+    "the-same-and-rank-0": (killed("optimizer 0", "lead.wrote", 2), killed("rank 0", "rank.rejoin", 1)),
     "a-rank-that-comes-back": (killed("rank 1", "rank.finish", 2), killed("rank 1", "rank.attached", 1, 1)),
     "a-rank-while-an-owner-is-replaced": (
         killed("optimizer 1", "owner.adam", 2),

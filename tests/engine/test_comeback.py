@@ -23,9 +23,10 @@ from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.step_clock import StepClock
-from rayzero.errors import ConfigError, RunFailedError, UntrackedError
+from rayzero.errors import ConfigError, RunFailedError, StateLostError, UntrackedError
+from rayzero.lead.lead import StepLead
 from rayzero.protocol.lives import ATTEMPTS
-from rayzero.protocol.messages import FinishReport, StepInputs
+from rayzero.protocol.messages import FinishReport, StepInputs, Write
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import NullRecorder
 from rayzero.testing import Killed, run_ranks
@@ -114,10 +115,11 @@ def loop(
     faults: Callable[[RankContext], Callable[[str, int], None]] | None = None,
     resume: Callable[[RankContext], Path | bool | None] | None = None,
     saves: int = AT,
+    halved: Point | None = None,
 ) -> Any:
     """A plain loop with everything in it that a rank can die in. ``faults``: what happens at its points; None: rank
     ``who`` dies ``at`` some of them. ``resume``: what each life gives to prepare(). ``saves``: the step that ends with
-    a checkpoint."""
+    a checkpoint. ``halved``: the call before which the embedding is halved, and its step."""
     torch.set_num_threads(1)  # the bits of a matrix product depend on it
     fault = faults(context) if faults is not None else Fault(context, who, at, processes)
     model = copy.deepcopy(base)
@@ -144,6 +146,11 @@ def loop(
         commit(*args)
         fault("finished", step)
 
+    def halve(call: str, step: int) -> None:
+        if halved == (call, step):
+            with torch.no_grad():
+                model.embed.weight.mul_(0.5)
+
     engine.step_state.commit = committing  # type: ignore[method-assign]
     model.layers[1].register_forward_pre_hook(lambda *_: fault("forward", step))
     for step in range(context.step, STEPS):
@@ -163,6 +170,7 @@ def loop(
             fault("norm", step)
             optimizer.clip_grad_norm_(0.5)
             fault("clipped", step)
+        halve("step", step)
         optimizer.step()
         fault("stepped", step)
         scheduler.step()
@@ -170,6 +178,7 @@ def loop(
         seen.means = [*seen.means, rayzero.mean_over_ranks(float(seen.losses[-1]))]
         fault("mean", step)
         if step == saves:
+            halve("save", step)
             fault("saving", step)
             rayzero.save_checkpoint(optimizer, folder / f"step-{step + 1}")
             fault("saved", step)
@@ -279,6 +288,47 @@ def test_what_a_rank_has_written_before_the_step_that_it_dies_in_is_not_lost(
 ) -> None:
     """The last step's end has changed a bias, which the owners get with this step's finish."""
     assert same(run(tmp_path, (point, AT + 1)), undisturbed)
+
+
+@pytest.mark.parametrize(("point", "units"), [("forward", ["embed"]), ("finish", ["embed", "root"])])
+def test_a_rank_that_comes_back_says_which_writes_it_finds_made(
+    point: str, units: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those before its forward, which it does not make again, and those that it makes again: ranks may wait for them
+    that have not had the answer of a lead that has died."""
+    known, know_write = [], StepLead.know_write
+
+    def spy(lead: StepLead, rank: int, write: Write) -> Future[None]:
+        assert lead._spec is not None
+        known.append((rank, lead._spec.layout.units[write.unit].name, write.version))
+        return know_write(lead, rank, write)
+
+    plain = run(tmp_path / "plain", halved=("save", AT))
+    monkeypatch.setattr(StepLead, "know_write", spy)
+    assert same(run(tmp_path / "killed", (point, AT + 1), halved=("save", AT)), plain)
+    assert known == [(1, unit, AT + 1) for unit in units]
+
+
+@pytest.mark.parametrize(
+    ("halved", "point", "tracks"),
+    [
+        (("save", AT), ("saved", AT), True),
+        (("step", AT), ("finish", AT), True),
+        (("step", 0), ("finish", 0), True),
+        (("step", 0), ("finish", 0), False),
+    ],
+)
+def test_a_write_that_a_repeat_would_make_twice_is_refused_by_name(
+    halved: Point, point: Point, tracks: bool, tmp_path: Path
+) -> None:
+    """The repeat's forward would also begin with what was written. Only a checkpoint has what was there before."""
+    with pytest.raises(StateLostError, match=r"cannot repeat step \d: it had written to 'embed'"):
+        run(tmp_path, point, who=0, halved=halved, tracks=tracks)
+
+
+def test_a_write_in_a_step_that_is_decided_is_not_made_again(tmp_path: Path) -> None:
+    plain = run(tmp_path / "plain", halved=("step", AT))
+    assert same(run(tmp_path / "killed", ("finished", AT), halved=("step", AT)), plain)
 
 
 def test_a_loop_that_tracks_nothing_is_refused_by_name_after_its_first_step(tmp_path: Path) -> None:

@@ -184,6 +184,34 @@ def test_a_write_that_one_rank_knows_is_made_is_not_made_again(
     assert [call for peer in peers for call in peer.calls] == ["write 2 another", "write 2 another"]
 
 
+@pytest.mark.parametrize("asks_first", [True, False])
+def test_a_write_that_a_rank_that_came_back_finds_published_is_made(
+    lead: StepLead, peers: list[WatchedPeer], spec: ModelSpec, asks_first: bool
+) -> None:
+    """No other rank has had the answer of the lead that made it, and the next life of rank 1 does not ask."""
+    write = Write(version=0, unit=0, kind=COMPUTE, digest="d")
+    lead.attach(0, spec, told=SILENT)
+    lead.attach(1, spec)
+    asked = [lead.write(0, write)] if asks_first else []
+    lead.know_write(1, write).result(WAIT)
+    assert [future.result(WAIT) for future in asked or [lead.write(0, write)]] == [None]
+    assert [call for peer in peers for call in peer.calls] == []
+    norm = lead.finish(report(1), None)
+    assert lead.finish(report(0), None).result(WAIT) == norm.result(WAIT)
+
+
+def test_a_write_that_ranks_know_to_be_made_while_owners_make_it_again_is_answered_once_they_have(
+    lead: StepLead, peers: list[WatchedPeer], spec: ModelSpec
+) -> None:
+    write = Write(version=0, unit=0, kind=COMPUTE, digest="d")
+    for rank in range(2):
+        lead.attach(rank, spec, told=SILENT)
+    asked = [lead.write(rank, write) for rank in range(2)]
+    lead.know_write(1, write).result(WAIT)
+    assert [future.result(WAIT) for future in asked] == [None, None]
+    assert [call for peer in peers for call in peer.calls] == ["write 1 d", "write 1 d"]
+
+
 @pytest.mark.parametrize(
     "outcome", [CheckpointInfo(path="p", step=0, digest="d"), CheckpointWriteError("the disk is full")]
 )

@@ -570,6 +570,19 @@ def test_an_owner_that_failed_before_anybody_attached_takes_no_step_and_still_gi
         service.close()
 
 
+def test_another_write_with_the_number_of_the_last_one_is_made() -> None:
+    """The successor of a lead counts anew if no rank is left that had told it of a version's writes."""
+    spec = make_spec(1)
+    with owner_of(spec) as owner:
+        for value in (2.0, 3.0):
+            for shard in spec.layout.shards_by_unit[0]:
+                owner.service.stage(shard.index, 0, MASTER, torch.full((shard.numel,), value))
+            write = Write(version=0, unit=0, kind=MASTER, digest=str(value))
+            owner.service.write(1, write).result(WAIT)
+            owner.service.write(1, write).result(WAIT)  # a repeat has nothing staged
+            assert owner.read(0, 0, MASTER)[0] == value
+
+
 def test_only_the_first_initial_values_of_a_shard_count() -> None:
     spec = make_spec(1)
     with owner_of(spec, load=False) as owner:

@@ -167,6 +167,7 @@ POINTS = {
     "lead.tell": Point(f"{_LEAD}._tell_ranks", _BEFORE),
     "lead.mean": Point(f"{_LEAD}.mean", _BEFORE, repeats=True),
     "lead.write": Point(f"{_LEAD}.write", _BEFORE),  # each counts: whoever brings calls to the lead drops repeats
+    "lead.wrote": Point(f"{_LEAD}._write_made", _BEFORE),
     "lead.begin-save": Point(f"{_LEAD}.begin_save", _BEFORE, repeats=True),
     "lead.save": Point(f"{_LEAD}.save", _BEFORE, repeats=True),
     "lead.before-manifest": Point("rayzero.checkpoint.writer:_commit_staged", _BEFORE),

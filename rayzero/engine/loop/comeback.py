@@ -17,7 +17,7 @@ from rayzero.engine.optimizer.param_groups import ResumedGroups
 from rayzero.engine.start.buffers import fill_buffers
 from rayzero.engine.units.written_units import WrittenUnits
 from rayzero.errors import StateLostError, UntrackedError
-from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, Attached, LoopState, MeanInput
+from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, Attached, LoopState, MeanInput, Write
 from rayzero.protocol.store import ParameterStore
 
 State = Mapping[str, Any]  # as LoopKeeper takes it
@@ -49,14 +49,17 @@ class Comeback:
         return ResumedGroups(saved, names, f"the state kept at step {self.step}")
 
     def restore(self, store: ParameterStore, model: nn.Module, device: torch.device, writes: WrittenUnits) -> None:
-        """Put back generators, buffers, the numbers of means and saves, and what the user had written, and give again
-        to means what the former life gave; waits until the lead knows it."""
+        """Put back generators, buffers, the numbers of means and saves, and what the user had written; give again to
+        means what the former life gave, and say which writes were made; waits until the lead knows it."""
+        writes.came_back_at = self.decided
         if self.state is not None:
             put_back(self.state, store, model, device)
             for index, values in self.state["written"]:
                 writes.restore(index, values)
             for number, given in self.means:
                 store.give_again(number, given).result()
+            for write in self.state["made"]:
+                store.made(Write(**write)).result()
 
     @property
     def means(self) -> list[tuple[int, MeanInput]]:
@@ -111,11 +114,15 @@ def comeback_of(
     parts = {(each.step, each.part): from_bytes(each.content) for each in store.kept()}
     began = _began(parts, named if attached.version else None)
     if attached.step == attached.version:  # no step is decided: the loop begins as it began
+        _require_unwritten(parts, attached.step, AT_COMMIT, rank)
         return Comeback(began=began, step=attached.step, state=None, at_commit=None)
     if repeats != attached.step and (state := _whole(parts, attached.step)) is not None:
+        _require_unwritten(parts, attached.step, AT_FORWARD, rank)
         return Comeback(began=began, step=attached.step, state=state, at_commit=None)
     before, at_commit = _whole(parts, attached.step - 1), parts.get((attached.step, AT_COMMIT))
     if at_commit is not None and (before is not None or attached.step - 1 == attached.version):
+        for part in (AT_COMMIT, AT_FORWARD):
+            _require_unwritten(parts, attached.step, part, rank)
         return Comeback(began=began, step=attached.step - 1, state=before, at_commit=at_commit)
     raise UntrackedError(
         f"rank {rank} has died and come back, but its loop cannot repeat step {attached.step}: its state was not "
@@ -123,6 +130,17 @@ def comeback_of(
         "rayzero.track() after prepare(), with the loop's scheduler and loader, or with nothing if it has nothing "
         "to track; or resume the run from its newest checkpoint"
     )
+
+
+def _require_unwritten(parts: Mapping[tuple[int, int], State], step: int, part: int, rank: int) -> None:
+    """Raise StateLostError if the former life sent a write behind this part: [Note: a write in a step] in keeper.py."""
+    unit = parts.get((step, part), {}).get("wrote")
+    if unit is not None:
+        raise StateLostError(
+            f"rank {rank} has died and come back, but its loop cannot repeat step {step}: it had written to {unit!r}, "
+            "and the owners may have what it wrote, but not what was there before; resume the run from its newest "
+            "checkpoint"
+        )
 
 
 def _began(parts: Mapping[tuple[int, int], State], otherwise: Path | None) -> Path | None:

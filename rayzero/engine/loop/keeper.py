@@ -21,7 +21,14 @@ them; others begin the next one, and it does. Nothing in the loop says where the
 new life makes exactly the calls behind the border, and with the same values, because it computes the same: its calls
 tell where they begin. Where several places fit (two flags that are 0), the lead must have one result for all of them.
 If the lead has died, too, another rank may still wait for a call that the new life does not make again. So the new life
-first tells the lead what its former life gave to all of them (``Comeback.restore``), and waits for no mean.
+first tells the lead what its former life gave to all of them (``Comeback.restore``), and waits for no mean. In the same
+way it tells of writes: of those made before the forward, and of each that it finds published as it makes it again.
+
+[Note: a write in a step] What is written after the state of a step was taken, and reaches the owners before the next
+state (with a clip, ``step()`` or a save), changes the version that a repeat begins with: a forward would compute with
+other weights, and ``p.mul_(0.5)`` would be made twice. So before such a write is sent, the state says that it was, and
+a rank that comes back there raises StateLostError: the run goes on from its newest checkpoint. What was written before
+the forward is in the state: a repeat sends the same.
 """
 
 from __future__ import annotations
@@ -29,12 +36,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import struct
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rayzero.checkpoint.state_values import to_bytes
+from rayzero.checkpoint.state_values import from_bytes, to_bytes
 from rayzero.engine.loop.comeback import Comeback, State, call_state, put_back
 from rayzero.engine.loop.rank_state import generator_states, set_generator_states
 from rayzero.engine.loop.reports import RecentReports
@@ -43,6 +51,7 @@ from rayzero.engine.optimizer.param_groups import saved_options
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.buffers import persistent_buffers
 from rayzero.errors import StateLostError
+from rayzero.protocol.bits import digest_of
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, MOST_LOOP_STATE, LoopState, MeanInput
 from rayzero.quantities import format_bytes
 
@@ -114,6 +123,7 @@ class LoopKeeper:
         self._began = None if began is None else str(began)
         self._optimizer, self._tracked, self._reports, self._comeback = optimizer, tracked, reports, comeback
         self._engine = optimizer.engine
+        self._engine.cache.writes.sent = self
         self._returns = comeback is not None and comeback.state is not None  # and has not begun a forward
         self._means: list[MeanInput] = []  # of the calls of mean_over_ranks since the last commit
         self._repeated: RepeatedMeans | None = None  # [Note: calls before a forward]
@@ -121,12 +131,17 @@ class LoopKeeper:
             made = [key_of(given) for _, given in comeback.means]
             self._repeated = RepeatedMeans(self._engine.rank, made, comeback.state["means"])
         self._open: int | None = None  # the step whose state lacks its second part
+        self._newest: LoopState | None = None  # the last part that was kept
+        self._written_before: dict[int, str] = {}  # the digest of what was written to a unit before the forward
+        if comeback is not None and comeback.state is not None and comeback.at_commit is None:
+            self._newest = LoopState(step=comeback.step, part=AT_FORWARD, content=to_bytes(comeback.state))
+            self._written_before = {index: digest_of(values) for index, values in comeback.state["written"]}
         self._too_large = False
         self.repeating = comeback is not None and comeback.at_commit is not None  # [Note: an unfinished iteration]
 
     def committing(self, step: int) -> None:
         """``step`` is committed next: keep the first part of the next one's state."""
-        self._means = []
+        self._means, self._written_before = [], {}
         if self._comeback is not None and step < self._comeback.decided:
             self._put_back(self._comeback.at_commit)
         elif self._tracked.active:
@@ -140,6 +155,7 @@ class LoopKeeper:
         put_back(state, self._engine.store, self._engine.model, self._engine.device)
         self._reports.restore(state["reports"])
         self._open = self._comeback.decided
+        self._newest = LoopState(step=self._open, part=AT_COMMIT, content=to_bytes(state))
 
     def _take(self, step: int) -> None:
         rest = {
@@ -163,11 +179,14 @@ class LoopKeeper:
             set_generator_states(self._comeback.state[RNG_AT_FORWARD], self._engine.device)
         if self._open is not None and torch.is_grad_enabled():
             step, self._open, self.repeating = self._open, None, False
+            written = self._written()
+            self._written_before = {index: digest_of(values) for index, values in written}
             rest = {
                 "tracked": self._tracked.states(sources=False),
                 RNG_AT_FORWARD: generator_states(self._engine.device),
                 "buffers": persistent_buffers(self._engine.model),
-                "written": self._written(),
+                "written": written,
+                "made": [asdict(write) for write in self._engine.store.written if write.version == step],
                 "calls": [call_state(given) for given in self._means],
             }
             self._keep(step, AT_FORWARD, self._after_tail() | rest)
@@ -192,6 +211,19 @@ class LoopKeeper:
         found = ((unit.index, self._engine.cache.writes.values(unit)) for unit in self._engine.units)
         return [(index, values) for index, values in found if values is not None]
 
+    def sending(self, unit: int, values: torch.Tensor | None) -> None:
+        """See ``SentWrites`` and [Note: a write in a step]."""
+        if values is not None and self._open is None and digest_of(values) == self._written_before.get(unit):
+            return
+        step, newest = self._engine.step_state.step, self._newest
+        if self._comeback is not None and step < self._comeback.decided:
+            return  # it is not sent: the step is decided
+        if newest is None:  # the loop's first step
+            newest = LoopState(step=step, part=AT_COMMIT, content=to_bytes({"began": self._began}))
+        state = from_bytes(newest.content)
+        if newest.step == step and "wrote" not in state:
+            self._keep(step, newest.part, {**state, "wrote": self._engine.units[unit].layout.name})
+
     def _after_tail(self) -> dict[str, Any]:
         return {
             "options": saved_options(self._optimizer.param_groups),
@@ -203,7 +235,8 @@ class LoopKeeper:
     def _keep(self, step: int, part: int, state: dict[str, Any]) -> None:
         content = to_bytes(state)
         if len(content) <= MOST_LOOP_STATE:
-            self._engine.store.keep(LoopState(step=step, part=part, content=content))
+            self._newest = LoopState(step=step, part=part, content=content)
+            self._engine.store.keep(self._newest)
         elif not self._too_large:
             self._too_large = True
             log.warning(

@@ -39,8 +39,8 @@ from rayzero.engine.units.written_units import WrittenUnits
 from rayzero.errors import MemoryPlanError, UnsupportedError
 from rayzero.layout.groups import layer_groups
 from rayzero.memory.pool import buffer_bytes
-from rayzero.protocol.bits import same_bits
-from rayzero.protocol.messages import COMPUTE
+from rayzero.protocol.bits import digest_of, same_bits
+from rayzero.protocol.messages import COMPUTE, Write
 from rayzero.telemetry.names import (
     MAX_GROUPS,
     PINNED_UNITS,
@@ -357,7 +357,11 @@ class UnitCache:
             values = self.writes.values(unit)
             if values is None:
                 continue
-            if not self._is_published(unit, values):
+            if self._is_published(unit, values):
+                if self.writes.came_back_at == self.version:
+                    write = Write(version=self.version, unit=unit.index, kind=COMPUTE, digest=digest_of(values))
+                    self._store.made(write).result()
+            else:
                 self._write(unit, COMPUTE, values)
                 if codec_of(unit.layout).lossy and unit.state is UnitState.UNSHARDED:
                     self._refresh(unit)  # what was written, as the owners keep it
@@ -387,6 +391,7 @@ class UnitCache:
 
     def _write(self, unit: ParamUnit, kind: str, values: Tensor) -> None:
         """Send a write, and drop fetches and kept memory of the unit that are older."""
+        self.writes.sending(unit, values if kind == COMPUTE else None)
         if unit.state is UnitState.UNSHARDING:
             self._drop(unit)
         self._reap(wait=True)

@@ -12,11 +12,21 @@ content is kept in host memory and put back at the next unshard.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from rayzero.engine.units.param_unit import ParamUnit, UnitState
 from rayzero.protocol.bits import digest_of
+
+
+class SentWrites(Protocol):
+    """Hears of writes before the owners do."""
+
+    def sending(self, unit: int, values: Tensor | None) -> None:
+        """``values``: 1D, unit.numel elements, host memory; None: of an optimizer state, or masters."""
+        ...
 
 
 class WrittenUnits:
@@ -27,6 +37,8 @@ class WrittenUnits:
     def __init__(self) -> None:
         self._written: set[int] = set()  # units that are up and hold the user's content
         self._aside: dict[int, Tensor] = {}  # resharded units' content: 1D, host. freed by: put_back, settle
+        self.came_back_at = -1  # the open step of a rank that has come back: its former life may have made its writes
+        self.sent: SentWrites | None = None
         self._lent: dict[int, str] = {}  # units whose bytes were handed out outside forward -> their digest then
 
     def lend(self, unit: ParamUnit) -> None:
@@ -76,6 +88,11 @@ class WrittenUnits:
     def restore(self, index: int, values: Tensor) -> None:
         """A former life of this rank had written ``values`` into a unit, and the owners may not have them."""
         self._aside[index] = values
+
+    def sending(self, unit: ParamUnit, values: Tensor | None) -> None:
+        """A write is about to be sent; see ``SentWrites``."""
+        if self.sent is not None:
+            self.sent.sending(unit.index, values)
 
     def aside(self) -> list[int]:
         """Units whose written content waits in host memory."""

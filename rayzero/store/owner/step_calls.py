@@ -106,7 +106,8 @@ class StepCalls:
         return then(saved, lambda info: pb.SaveResponse(checkpoint=translate.checkpoint_to_pb(info)))
 
     def _write(self, request: pb.WriteRequest) -> Future[pb.WriteResponse]:
-        written = self._answering.require_lead().write(request.rank, translate.write_from_pb(request.write))
+        lead, write = self._answering.require_lead(), translate.write_from_pb(request.write)
+        written = lead.know_write(request.rank, write) if request.made else lead.write(request.rank, write)
         return then(written, lambda _: pb.WriteResponse())
 
     def _mean(self, request: pb.MeanRequest) -> Future[pb.MeanResponse]:

@@ -112,6 +112,10 @@ class LeadLine(Protocol):
         """Ask for a write whose values are staged."""
         ...
 
+    def made(self, awaited: str, write: Write) -> Future[None]:
+        """Say that a write is made: this rank, which has come back, has found its values published."""
+        ...
+
     def begin_save(
         self, awaited: str, number: int, step: int, directory: Path, files: tuple[FileEntry, ...]
     ) -> Future[None]:

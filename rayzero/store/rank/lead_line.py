@@ -186,8 +186,15 @@ class RemoteLead:
 
     def write(self, awaited: str, write: Write) -> Future[None]:
         """See ``LeadLine.write``."""
+        return self._ask_write(awaited, write, made=False)
+
+    def made(self, awaited: str, write: Write) -> Future[None]:
+        """See ``LeadLine.made``."""
+        return self._ask_write(awaited, write, made=True)
+
+    def _ask_write(self, awaited: str, write: Write, *, made: bool) -> Future[None]:
         self._writes += 1
-        request = pb.WriteRequest(rank=self._rank, write=translate.write_to_pb(write), number=self._writes)
+        request = pb.WriteRequest(rank=self._rank, write=translate.write_to_pb(write), number=self._writes, made=made)
         return self._ask(awaited, "Write", request, lambda _: self._history.written(write))
 
     def begin_save(

@@ -99,6 +99,7 @@ class RankStore:
         self._newest = settled(0)  # the latest result of ``published``
         self._keeping = DONE  # the latest ``keep``
         self.means = self.saves = 0
+        self.written: list[Write] = []
         self._decided = 0  # steps before are decided, and this rank repeats the last one: see repeat()
         self._epochs = connection.epochs
         self._coming: ChangingConnection | None = None  # to the owners of the next epoch, while they take over
@@ -405,6 +406,7 @@ class RankStore:
         if version < self._decided:
             return DONE
         write = Write(version=version, unit=unit, kind=kind, digest=digest_of(values))
+        self._note(write)
         awaited = f"the write to {route.unit.name} at step {version}"
         done = Future[None]()
         staged = DONE
@@ -413,10 +415,20 @@ class RankStore:
             staged = self._epochs.make(lambda: self._stage(unit, version, kind, values, done))
 
         def ask(_: object) -> None:
-            chain(self._ask_lead(lambda lead: lead.write(awaited, write)), done)
+            chain(self._when_kept(lambda: self._ask_lead(lambda lead: lead.write(awaited, write))), done)
 
         when_all([staged], ask, partial(fail, done))
         return self._brought(done, write)
+
+    def made(self, write: Write) -> Future[None]:
+        """Say that a write is made; see ``ParameterStore.made``."""
+        if write.version < self._decided:
+            return DONE
+        self._note(write)
+        return self._ask_lead(lambda lead: lead.made(f"the lead to hear of a write at step {write.version}", write))
+
+    def _note(self, write: Write) -> None:
+        self.written = [*(each for each in self.written if each.version == write.version), write]
 
     def _brought(self, made: Future[None], write: Write) -> Future[None]:
         """Done once this host's copy, if there is one, has what was written; it has no states."""
@@ -463,7 +475,8 @@ class RankStore:
         return self._when_kept(lambda: self._ask_lead(lambda lead: lead.commit(awaited, step, inputs)))
 
     def _when_kept(self, ask: Callable[[], Future[T]]) -> Future[T]:
-        """Ask the lead once the loop's state is kept: a step may be decided as soon as all ranks have committed it."""
+        """Ask the lead once the loop's state is kept: when all ranks have asked, a step may be decided or a write
+        made."""
         keeping = self._keeping
         if is_well(keeping):
             return ask()

@@ -484,14 +484,16 @@ class StageResponse(_message.Message):
     def __init__(self, announced: _Optional[int] = ...) -> None: ...
 
 class WriteRequest(_message.Message):
-    __slots__ = ("rank", "write", "number")
+    __slots__ = ("rank", "write", "number", "made")
     RANK_FIELD_NUMBER: _ClassVar[int]
     WRITE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MADE_FIELD_NUMBER: _ClassVar[int]
     rank: int
     write: Write
     number: int
-    def __init__(self, rank: _Optional[int] = ..., write: _Optional[_Union[Write, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
+    made: bool
+    def __init__(self, rank: _Optional[int] = ..., write: _Optional[_Union[Write, _Mapping]] = ..., number: _Optional[int] = ..., made: bool = ...) -> None: ...
 
 class WriteResponse(_message.Message):
     __slots__ = ("waiting",)
