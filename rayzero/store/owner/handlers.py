@@ -27,7 +27,7 @@ from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Published
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.long_polls import Repeats, ended, result_of
-from rayzero.store.owner.calls.questions import answers_to, begin_questions
+from rayzero.store.owner.calls.questions import LEAD_CALLS, answers_to, begin_questions
 from rayzero.store.owner.known_specs import KnownSpecs
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.publish_streams import PublishStream
@@ -264,52 +264,13 @@ class RankCalls:
             return pb.DescribeResponse(text=text)
         return pb.DescribeResponse(text=self._model.describe(request))
 
-    # ---- the step
-
-    async def finish(self, request: pb.FinishRequest, context: Context) -> pb.FinishResponse:
-        """One rank has pushed everything; answers when all ranks have."""
-        answer = await self._answer("Finish", request.report.rank, request, context)
-        return answer or pb.FinishResponse(waiting=_waiting(self._model))
-
-    async def commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
-        """One rank asks for the decision; answers when all have."""
-        answer = await self._answer("Commit", request.rank, request, context)
-        return answer or pb.CommitResponse(waiting=_waiting(self._model))
-
-    async def get_decision(self, request: pb.GetDecisionRequest, context: Context) -> pb.GetDecisionResponse:
-        """The recorded decision, once there is one."""
-        answer = await self._answer("GetDecision", _rank_of(context), request, context)
-        return answer or pb.GetDecisionResponse(waiting=_waiting(self._model))
-
-    async def discard(self, request: pb.DiscardRequest, context: Context) -> pb.DiscardResponse:
-        """Reopen a step."""
-        answer = await self._answer("Discard", request.rank, request, context)
-        return answer or pb.DiscardResponse(waiting=_waiting(self._model))
-
-    async def begin_save(self, request: pb.SaveRequest, context: Context) -> pb.BeginSaveResponse:
-        """Begin a checkpoint; answers when every rank has asked, and owners keep the version."""
-        answer = await self._answer("BeginSave", request.rank, request, context)
-        return answer or pb.BeginSaveResponse(waiting=_waiting(self._model))
-
-    async def save(self, request: pb.SaveRequest, context: Context) -> pb.SaveResponse:
-        """Write a checkpoint; answers when it is complete."""
-        answer = await self._answer("Save", request.rank, request, context)
-        return answer or pb.SaveResponse(waiting=_waiting(self._model))
-
-    async def write(self, request: pb.WriteRequest, context: Context) -> pb.WriteResponse:
-        """Change a unit; answers when it is changed for all ranks."""
-        answer = await self._answer("Write", request.rank, request, context)
-        return answer or pb.WriteResponse(waiting=_waiting(self._model))
-
-    async def mean(self, request: pb.MeanRequest, context: Context) -> pb.MeanResponse:
-        """One rank's part of a mean; answers when all ranks have given theirs."""
-        answer = await self._answer("Mean", request.rank, request, context)
-        return answer or pb.MeanResponse(waiting=_waiting(self._model))
-
-    async def _answer(self, method: str, rank: int, request: Any, context: Context) -> Any:
-        """The response to a call that a rank may repeat; None: not yet."""
-        answer = self._model.repeats.once(rank, method, request, partial(self._model.steps.begin, method, request))
-        return answer.result() if await ended(answer, _patience_s(self._model, context)) else None
+    async def ask_lead(self, method: str, request: Any, context: Context) -> Any:
+        """Answer what a rank asks the lead (``LEAD_CALLS``), and may ask again; or say what the lead waits for."""
+        begin = partial(self._model.steps.begin, method, request)
+        answer = self._model.repeats.once(_rank_of(context), method, request, begin)
+        if await ended(answer, _patience_s(self._model, context)):
+            return answer.result()
+        return LEAD_CALLS[method].response(waiting=_waiting(self._model))
 
 
 def _waiting(model: ServedModel) -> pb.Waiting:
@@ -502,14 +463,15 @@ class ModelCalls:
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
+        self._of_ranks = RankCalls(model)
         self._services: dict[str, RankCalls | OwnerCalls] = {
-            STORE_SERVICE: RankCalls(model),
+            STORE_SERVICE: self._of_ranks,
             OWNER_SERVICE: OwnerCalls(model),
         }
 
     async def answer(self, service: str, method: str, request: Any, context: Context) -> Any:
         """Call the handler of a method: ``get_decision`` for ``GetDecision``."""
-        behaviour: Behaviour = getattr(self._services[service], _function_name(method))
+        behaviour = self._behaviour(service, method)
         metadata = context.invocation_metadata() or ()
         caller = caller_of(metadata) if service == STORE_SERVICE else None
         if caller is not None:
@@ -522,6 +484,11 @@ class ModelCalls:
             if caller is not None:
                 require_life(*caller, self.model.lives)
             raise
+
+    def _behaviour(self, service: str, method: str) -> Behaviour:
+        if service == STORE_SERVICE and method in LEAD_CALLS:
+            return partial(self._of_ranks.ask_lead, method)
+        return getattr(self._services[service], _function_name(method))  # type: ignore[no-any-return]
 
 
 def _function_name(method: str) -> str:

@@ -91,7 +91,6 @@ class ServedModel:
         self._call_terms = CallTerms(token=terms.token, tls=terms.tls, model=number, epoch=epoch)
         self._peers: list[RemotePeer] = []
         self._addresses: list[str] = []  # of all owners, once peers are connected
-        self.door: Door | None = None  # of its host, if this owner is that. freed by: close()
         self.unmirrored: RayZeroError | None = None  # why the door keeps no copy
         self._opening = threading.Lock()
         self._pool = ThreadPoolExecutor(2, "rayzero-owner-work", initializer=use_torch_threads, initargs=(1,))
@@ -190,7 +189,8 @@ class ServedModel:
         assert self.spec is not None
         assert self.shared is not None
         with self._opening:
-            if self.door is None:
+            door = self.shared.door
+            if door is None:
                 service, terms = self.service, self._terms
                 plan = SharedPlan.of(self.spec, service.num_owners, service.ownership)
                 require_away(plan, service.owner, owners)
@@ -214,16 +214,21 @@ class ServedModel:
                     door.mirror(memory, self.shared.ring)
                 door.open()
                 door.failed.add_done_callback(lambda failed: service.abort(_store_error(failed.result())))
-                self.door = self.shared.door = door
+                self.shared.door = door
                 for owner in owners:
                     if self._addresses[owner] != addresses[owner]:
                         door.succeed(owner, self._addresses[owner])
-            if self.door.owners != owners:
+            if door.owners != owners:
                 raise HandshakeError(
-                    f"optimizer {self.service.owner} is the door of its host to optimizers {list(self.door.owners)}, "
+                    f"optimizer {self.service.owner} is the door of its host to optimizers {list(door.owners)}, "
                     f"and a rank asks for {list(owners)}: ranks that share its memory must be on one host"
                 )
-            return self.door
+            return door
+
+    @property
+    def door(self) -> Door | None:
+        """Of its host, if this owner is that. Freed by: ``close``."""
+        return None if self.shared is None else self.shared.door
 
     def describe(self, request: pb.DescribeRequest) -> str:
         """What this owner does for a shard or, with ``step``, what the lead waits for. Raises StoreError if there is no
@@ -280,8 +285,8 @@ class ServedModel:
         """The next epoch has begun: fail every wait with ``error``, and let its owners have the memory."""
         if self.leads and self.lead is not None:
             self.lead.retire(error)
-        if self.door is not None:
-            self.door.retire(error)
+        if (door := self.door) is not None:
+            door.retire(error)
         self.service.retire(error)
 
     def close(self, *, retires: bool = False) -> None:
@@ -290,8 +295,8 @@ class ServedModel:
         for peer in self._peers:
             peer.close()
         self._pool.shutdown(wait=True)  # first: a door may be opened just now
-        if self.door is not None:
-            self.door.close(retires=retires)
+        if (door := self.door) is not None:
+            door.close(retires=retires)
         if self.shared is not None:
             self.shared.close(retires=retires)
 

@@ -13,10 +13,8 @@ from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferErr
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire.rpc import STORE_SERVICE, methods, to_failure
 
-_REQUESTS: dict[str, type[Any]] = {
-    name: methods(STORE_SERVICE)[name].request
-    for name in ("Finish", "Commit", "GetDecision", "Discard", "BeginSave", "Save", "Write", "Mean")
-}
+_NAMES = "Finish", "Commit", "GetDecision", "Discard", "BeginSave", "Save", "Write", "Mean"
+LEAD_CALLS = {name: methods(STORE_SERVICE)[name] for name in _NAMES}  # what a rank asks of the lead
 
 Begin = Callable[[int, int, Any], Future[Any]]  # a rank, its life, and its request -> the response
 
@@ -24,9 +22,9 @@ Begin = Callable[[int, int, Any], Future[Any]]  # a rank, its life, and its requ
 def begin_questions(request: pb.AskRequest, known: Callable[[int], bool], begin: Begin) -> dict[int, Future[Any]]:
     """Start what each rank asks: by place, the future of the response. ``known``: whether a rank has attached here;
     what others ask has to wait. Raises StoreError for a method that no rank asks of the lead."""
-    kind = _REQUESTS.get(request.method)
-    if kind is None:
-        raise StoreError(f"a door asked {request.method!r} for ranks of its host; only {', '.join(_REQUESTS)} can be")
+    if request.method not in LEAD_CALLS:
+        raise StoreError(f"a door asked {request.method!r} for ranks of its host; only {', '.join(_NAMES)} can be")
+    kind = LEAD_CALLS[request.method].request
     return {
         place: _begin_one(request.method, kind, each, begin)
         for place, each in enumerate(request.questions)
