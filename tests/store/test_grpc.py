@@ -50,15 +50,14 @@ from rayzero.store.rank.owner_table import OwnerTable, connect_store
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.rank.remote import RankTerms, RemoteConnection
 from rayzero.store.wire import rpc, translate
+from rayzero.store.wire.failures import from_failure, to_failure
 from rayzero.store.wire.rpc import (
     _CODES,
     OWNER_SERVICE,
     STORE_SERVICE,
-    from_failure,
     from_status,
     life_metadata,
     methods,
-    to_failure,
     to_status,
     token_metadata,
 )

@@ -34,7 +34,8 @@ from rayzero.store.rank.repeated_pushes import RepeatedPushes
 from rayzero.store.rank.ways import Ways
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate
-from rayzero.store.wire.rpc import CallTerms, from_failure
+from rayzero.store.wire.failures import from_failure
+from rayzero.store.wire.rpc import CallTerms
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 log = logging.getLogger(__name__)
