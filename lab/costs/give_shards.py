@@ -35,7 +35,7 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.peers.shard_source import RemoteShards
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RankTerms, RemoteConnection
+from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.wire.rpc import CallTerms
 
 MIB = 1 << 20

@@ -52,7 +52,7 @@ from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.protocol.store import ParameterStore
 from rayzero.security.credentials import Identity, identity_of
-from rayzero.store.rank.owner_table import OwnerTable, connect_store
+from rayzero.store.remote.owner_table import OwnerTable, connect_store
 from rayzero.telemetry.recorder import MemoryRecorder
 
 __all__ = ["Owners", "optimizer_actors"]

@@ -8,7 +8,6 @@ moved to the first one's clock (telemetry/trace_file.py); the error is the diffe
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -99,7 +98,7 @@ class SpanRing(Spans):
         spans = tuple(self._ring.copy())
         return Recorded(
             host=clock_host(),
-            node=socket.gethostname(),
+            node=os.uname().nodename,
             pid=os.getpid(),
             wall_offset=time.time() - self._clock(),
             full=len(spans) == self._ring.maxlen,
@@ -129,4 +128,4 @@ def clock_host() -> str:
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/time')}"
     except OSError:
-        return socket.gethostname()
+        return os.uname().nodename

@@ -25,9 +25,9 @@ from rayzero.store.inprocess import LocalConnection, LocalOwners
 from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
-from rayzero.store.rank.owner_table import OwnerTable
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RankTerms
+from rayzero.store.remote.owner_table import OwnerTable
+from rayzero.store.remote.remote_connection import RankTerms
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing.place import Connect, LivingConnect
 

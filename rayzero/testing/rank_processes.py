@@ -33,7 +33,7 @@ from rayzero.errors import RankLeftError, RunFailedError
 from rayzero.layout.rescale import Rescale
 from rayzero.memory.malloc import map_blocks
 from rayzero.protocol.ownership import Ownership
-from rayzero.store.rank.owner_table import OwnerTable
+from rayzero.store.remote.owner_table import OwnerTable
 from rayzero.testing.owners import OwnersHere, Reach, Service, serve_owner
 from rayzero.testing.place import Ending, Loop, RankPlace, RankResult, T, outcome_of, results_of
 
@@ -43,7 +43,12 @@ _LEAVE_S = 30.0  # seconds that a process has to end after its loop has ended, o
 _END_S = 3.0  # seconds that processes have to end after they were told to in the middle of a run
 _LOOK_S = 0.5  # between two looks for stopped processes
 _SETTLE_S = 3.0  # how long an error that another one has caused waits for that one
-PRELOADED = ["rayzero.testing", "rayzero.engine.prepare", "rayzero.store.rank.remote", "rayzero.testing.permanent"]
+PRELOADED = [
+    "rayzero.testing",
+    "rayzero.engine.prepare",
+    "rayzero.store.remote.remote_connection",
+    "rayzero.testing.permanent",
+]
 """What the server that forks processes imports, in this order. None of it starts a thread."""
 
 

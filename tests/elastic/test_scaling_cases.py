@@ -24,7 +24,7 @@ from rayzero.elastic.requests import ScaleRequest, ask
 from rayzero.engine.context import RankContext
 from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs, sweep
-from rayzero.store.rank.owner_table import OwnerTable
+from rayzero.store.remote.owner_table import OwnerTable
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing import run_ranks

@@ -28,7 +28,7 @@ from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.served_model import ServerTerms
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RankTerms, RemoteConnection
+from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing import run_ranks
 

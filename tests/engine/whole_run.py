@@ -17,7 +17,7 @@ from rayzero.engine.private_torch import load_compiler_only_to_compile
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RankTerms, RemoteConnection
+from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.testing.rank_processes import PRELOADED
 
 TOKEN = "the token of this test run"

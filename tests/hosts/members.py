@@ -25,7 +25,7 @@ from rayzero.protocol.store import ParameterStore
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity, name_of_rank
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RankTerms, RemoteConnection
+from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.telemetry.recorder import MemoryRecorder
 
 OWNERS, RANKS, STEPS = 2, 2, 20

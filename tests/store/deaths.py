@@ -25,7 +25,7 @@ from rayzero.protocol.messages import ModelSpec
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RankTerms, RemoteConnection
+from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.testing.rank_processes import PRELOADED
 
 from .stores import TOKEN, inprocess

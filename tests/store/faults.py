@@ -31,7 +31,7 @@ from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RankTerms, RemoteConnection
+from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.store.wire import tensor_streams
 from rayzero.telemetry.recorder import MemoryRecorder

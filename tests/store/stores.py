@@ -18,7 +18,7 @@ from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RankTerms, RemoteConnection
+from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.same_host import why_no_sharing
 
 # Its own: other tests run beside, and ports are given out again. Processes that these tests start have the same.

@@ -14,7 +14,7 @@ from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RankTerms, RemoteConnection
+from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.recovery import Outcome, assess, read_run
 from rayzero.store.shm.signals import available
 from rayzero.telemetry.names import PARAM_VERSION, SHARDS

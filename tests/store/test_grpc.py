@@ -45,20 +45,19 @@ from rayzero.store.owner.calls.long_polls import WAITING_CALLS, Repeats
 from rayzero.store.owner.handlers import RankCalls
 from rayzero.store.owner.served_model import ServerTerms
 from rayzero.store.owner.server import OwnerServer
-from rayzero.store.rank.lead_line import RemoteLead
-from rayzero.store.rank.owner_table import OwnerTable, connect_store
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RankTerms, RemoteConnection
+from rayzero.store.remote.lead_line import RemoteLead
+from rayzero.store.remote.owner_table import OwnerTable, connect_store
+from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.wire import rpc, translate
+from rayzero.store.wire.failures import from_failure, to_failure
 from rayzero.store.wire.rpc import (
     _CODES,
     OWNER_SERVICE,
     STORE_SERVICE,
-    from_failure,
     from_status,
     life_metadata,
     methods,
-    to_failure,
     to_status,
     token_metadata,
 )
@@ -377,7 +376,7 @@ def test_a_dead_process_is_noticed_at_once() -> None:
     spec = make_spec(2)
     with serving(2) as servers, connected(servers, 2, stall_timeout=1000.0) as stores:
         program = f"""
-            from rayzero.store.rank.remote import RankTerms, RemoteConnection
+            from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
             from rayzero.store.rank.rank_store import RankStore
             from store.toy import make_spec
             store = RankStore(RemoteConnection(1, {[s.address for s in servers]!r}, RankTerms(token={TOKEN!r})))
@@ -494,7 +493,7 @@ def test_a_store_that_another_thread_closes_while_it_attaches_leaves_nothing(
 def test_a_process_that_forgets_to_close_exits_in_silence() -> None:
     program = """
         from rayzero.owner.service import ShardService
-        from rayzero.store.rank.remote import RankTerms, RemoteConnection
+        from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
         from rayzero.store.rank.rank_store import RankStore
         from rayzero.store.owner.served_model import ServerTerms
         from rayzero.store.owner.server import OwnerServer

@@ -19,7 +19,7 @@ from rayzero.protocol.messages import Contribution
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner import tensor_port
 from rayzero.store.owner.tensor_port import OwnerStream
-from rayzero.store.rank.owner_table import OwnerTable, connect_store
+from rayzero.store.remote.owner_table import OwnerTable, connect_store
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.stores import TOKEN

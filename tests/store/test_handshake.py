@@ -13,7 +13,7 @@ from rayzero.protocol.messages import SharedPaths
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.channel import Channel
 from rayzero.store.host.links.owner_link import OwnerLink
-from rayzero.store.rank.handshake import Handshake
+from rayzero.store.remote.handshake import Handshake
 from rayzero.store.wire import translate
 
 from .toy import make_spec

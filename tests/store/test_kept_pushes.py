@@ -17,7 +17,7 @@ from rayzero.errors import StateLostError
 from rayzero.protocol.messages import ModelSpec
 from rayzero.slabs.sweep import SHARED_MEMORY, sweep
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RankTerms, RemoteConnection
+from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.signals import available
 
 from .deaths import Owners, Run, differing, disturbed, random_kills, train, undisturbed

@@ -30,7 +30,8 @@ from rayzero.store.owner.calls.long_polls import Repeats
 from rayzero.store.owner.calls.questions import answers_to, begin_questions
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.shm.signals import available
-from rayzero.store.wire.rpc import OWNER_SERVICE, to_failure, token_metadata
+from rayzero.store.wire.failures import to_failure
+from rayzero.store.wire.rpc import OWNER_SERVICE, token_metadata
 
 from .stores import TOKEN, Stores, over_grpc
 from .test_grpc import serving

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -16,8 +16,6 @@ from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, LoopState, MeanInpu
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.channel import Channel
-from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.rank.loop_history import LoopHistory, newest
 from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.shm import loop_slab
@@ -83,33 +81,27 @@ def test_the_number_of_means_is_known(make_stores: StoreFactory) -> None:
 
 
 class Keeper:
-    """An owner that keeps what it gets: the link to it and the channel at the same time."""
+    """An owner that keeps what it gets."""
 
     def __init__(self) -> None:
         self.states: list[LoopState] = []
         self.slabs: list[str] = []
 
-    def start(self, method: str, request: Any, timeout_s: float = 1.0) -> Any:
+    def ask(self, method: str, request: Any) -> Future[Any]:
         if method == "GetKept":
-            return pb.GetKeptResponse(states=map(translate.loop_state_to_pb, self.states))
+            return settled(pb.GetKeptResponse(states=map(translate.loop_state_to_pb, self.states)))
         if request.HasField("slab"):
             self.slabs.append(request.slab)
         else:
             self.states.append(translate.loop_state_from_pb(request.state))
-        return pb.KeepResponse()
-
-    def answer(self, started: Any) -> Any:
-        return started
-
-    def ask(self, method: str, request: Any) -> Future[Any]:
-        return settled(self.start(method, request))
+        return settled(pb.KeepResponse())
 
 
 def states_of(
     keeper: Keeper, shared: SharedRank | None = None, directory: Path | None = None, **how: Any
 ) -> LoopHistory:
     said = {"maps": False, "back_at": None} | how
-    return LoopHistory(1, cast(OwnerLink, keeper), PLAN, shared, directory, **said)
+    return LoopHistory(1, keeper, PLAN, shared, directory, **said)
 
 
 PLAN = SharedPlan.of(make_spec(world_size=2), 1)
@@ -127,8 +119,8 @@ def test_a_successor_gets_what_the_loop_may_go_back_to() -> None:
     loop = states_of(first)
     for step in range(1, 5):
         loop.keep(state(step)).result(WAIT)
-    assert loop.is_with(cast(OwnerLink, first))
-    loop.give(cast(Channel, successor), WAIT)
+    assert loop.is_with(first)
+    loop.give(lambda sent: successor.ask("Keep", sent).result())
     assert first.states == [state(step) for step in (1, 2, 3, 4)]
     assert successor.states == [state(3), state(4)]
 
@@ -138,7 +130,7 @@ def test_a_keeper_that_maps_the_slab_gets_its_name_once(shared: SharedRank) -> N
     loop = states_of(keeper, shared, maps=True)
     for step in range(1, 4):
         loop.keep(state(step)).result(WAIT)
-    loop.give(cast(Channel, successor), WAIT)
+    loop.give(lambda sent: successor.ask("Keep", sent).result())
     path, kept = shared.kept()
     assert keeper.slabs == successor.slabs == [path]
     assert (keeper.states, successor.states) == ([], [])
@@ -151,8 +143,8 @@ def test_a_keeper_of_the_next_epoch_gets_everything(maps: bool, shared: SharedRa
     loop = states_of(before, shared, maps=not maps)
     for step in (1, 2, 3):
         loop.keep(state(step)).result(WAIT)
-    loop.enter(cast(OwnerLink, now))
-    assert not loop.is_with(cast(OwnerLink, before))
+    loop.enter(now)
+    assert not loop.is_with(before)
     loop.give_all(PLAN, maps=maps)
     assert now.slabs == [shared.kept()[0]] * maps
     assert sorted(each.step for each in now.states) == [1, 2, 3] * (not maps)

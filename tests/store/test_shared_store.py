@@ -28,9 +28,9 @@ from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.served_model import ServerTerms
 from rayzero.store.owner.server import OwnerServer
-from rayzero.store.rank.owner_table import OwnerTable, connect_store
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RankTerms, RemoteConnection
+from rayzero.store.remote.owner_table import OwnerTable, connect_store
+from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available
 from rayzero.store.shm.words import Stamps

@@ -30,7 +30,7 @@ from rayzero.slabs.sweep import list_slabs, sweep
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.rank.remote import RankTerms, RemoteConnection
+from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.signals import available
 from rayzero.testing.rank_processes import PRELOADED
 

@@ -15,7 +15,7 @@ from rayzero.protocol.messages import COMPUTE, Contribution, Published
 from rayzero.store.host.links.caller import Caller
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.stall import StallWatch
-from rayzero.store.rank.ways import Ways
+from rayzero.store.remote.ways import Ways
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.telemetry.recorder import NullRecorder
 

@@ -39,7 +39,7 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.protocol.ownership import Ownership
     from rayzero.protocol.store import ParameterStore
     from rayzero.security.credentials import Credentials, Identity, identity_of
-    from rayzero.store.rank.owner_table import OwnerTable, connect_store
+    from rayzero.store.remote.owner_table import OwnerTable, connect_store
     from rayzero.telemetry.discovery import Target
     from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS, MAX_REPORTED, REPORTED, STEP_SECONDS, TRAIN_LOSS
     from rayzero.telemetry.recorder import Measurements, MemoryRecorder, Recorder

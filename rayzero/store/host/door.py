@@ -34,7 +34,8 @@ from rayzero.store.host.transfers.fetches import TransferThreads
 from rayzero.store.host.transfers.wire import WireTransfers
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate
-from rayzero.store.wire.rpc import CallTerms, from_failure, to_failure
+from rayzero.store.wire.failures import from_failure, to_failure
+from rayzero.store.wire.rpc import CallTerms
 from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)

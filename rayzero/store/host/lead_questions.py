@@ -28,7 +28,7 @@ from rayzero.errors import RayZeroError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.long_poll import LongPoll
 from rayzero.store.host.links.owner_link import OwnerLink
-from rayzero.store.wire.rpc import from_failure
+from rayzero.store.wire.failures import from_failure
 
 _TOGETHER = ("Finish", "Commit", "Mean")  # every rank asks, and no answer comes before
 _PATIENCE_S = 0.2  # for the last rank of the host

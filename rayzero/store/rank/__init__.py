@@ -1,1 +1,1 @@
-"""The rank's end of the store: fetches, pushes, and what the rank asks of the lead."""
+"""The rank's end of the store, without a network: fetches, pushes, its memory, and what it keeps of its history."""

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, Protocol
 
 from rayzero.concurrency.futures import DONE, then
 from rayzero.protocol.messages import LOOP_STEPS, LoopState
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.channel import Channel
-from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.shm.loop_slab import loop_slabs
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate
 
 
+class Keeper(Protocol):
+    """The owner that keeps the states of a rank's loop."""
+
+    def ask(self, method: str, request: Any) -> Future[Any]:
+        """Make a call to it; does not block. The future has the answer."""
+        ...
+
+
 class LoopHistory:
     """What one rank has kept of its loop, and where. It goes on with the owners of the next epoch.
 
-    Its *keeper*, one owner, maps the rank's slab or gets the bytes. A rank that shares memory writes its slab in any
-    case: its next life finds that, also if the keeper dies too. Knows steps and parts; not what is in a state."""
+    Its keeper maps the rank's slab or gets the bytes. A rank that shares memory writes its slab in any case: its next
+    life finds that, also if the keeper dies too. Knows steps and parts; not what is in a state."""
 
     def __init__(
         self,
         rank: int,
-        keeper: OwnerLink,
+        keeper: Keeper,
         plan: SharedPlan,
         shared: SharedRank | None,
         directory: Path | None,
@@ -77,16 +84,17 @@ class LoopHistory:
 
     # ---- another keeper
 
-    def is_with(self, link: OwnerLink) -> bool:
-        """Whether the owner at the other end of ``link`` is the keeper."""
-        return link is self._keeper
+    def is_with(self, keeper: Keeper) -> bool:
+        """Whether this is the keeper."""
+        return keeper is self._keeper
 
-    def give(self, channel: Channel, timeout_s: float) -> None:
-        """Give the keeper's successor what the keeper had; blocks. Raises as ``Channel.answer`` does."""
+    def give(self, send: Callable[[pb.KeepRequest], object]) -> None:
+        """Give the keeper's successor what the keeper had. ``send``: sends it one request, and blocks until it has
+        answered."""
         for sent in self._sent:
-            channel.answer(channel.start("Keep", sent, timeout_s))
+            send(sent)
 
-    def enter(self, keeper: OwnerLink) -> None:
+    def enter(self, keeper: Keeper) -> None:
         """An owner of the next epoch is the keeper from now on; it has nothing before ``give_all``."""
         self._keeper = keeper
 

@@ -18,6 +18,7 @@ from rayzero import errors
 from rayzero.errors import RayZeroError, StoreError, TransferError
 from rayzero.security.credentials import OWNER, Credentials, Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.wire.failures import MAX_MESSAGE_CHARS, named_error
 from rayzero.store.wire.seal import seal, unseal
 
 Metadata = tuple[tuple[str, str | bytes], ...]
@@ -37,7 +38,6 @@ LINK_KEY = "rayzero-link"
 STREAM_KEY = "rayzero-stream"
 _ERROR_KEY = "rayzero-error"
 _MESSAGE_KEY = "rayzero-message-bin"
-_MAX_MESSAGE_CHARS = 8192  # of an error's text; metadata is no place for more
 
 _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -287,7 +287,6 @@ _CODES: dict[type[RayZeroError], grpc.StatusCode] = {
     errors.StoreClosedError: _S.ABORTED,
     errors.RunFailedError: _S.ABORTED,
 }
-_BY_NAME = {cls.__name__: cls for cls in _CODES}
 _BARE: dict[grpc.StatusCode, type[RayZeroError]] = {  # for a status that none of our handlers chose
     _S.UNAVAILABLE: errors.TransferError,
     _S.DEADLINE_EXCEEDED: errors.StallError,
@@ -298,10 +297,10 @@ _BARE: dict[grpc.StatusCode, type[RayZeroError]] = {  # for a status that none o
 
 def to_status(error: RayZeroError) -> tuple[grpc.StatusCode, str, Metadata]:
     """How a server sends an error: a code, details for other tools, and metadata for our client."""
-    name = next(cls.__name__ for cls in type(error).__mro__ if cls in _CODES)
-    text = str(error)[:_MAX_MESSAGE_CHARS]
-    metadata: Metadata = ((_ERROR_KEY, name), (_MESSAGE_KEY, text.encode()))
-    return _CODES[_BY_NAME[name]], f"{name}: {text[:200]}", metadata
+    cls = next(cls for cls in type(error).__mro__ if cls in _CODES)
+    text = str(error)[:MAX_MESSAGE_CHARS]
+    metadata: Metadata = ((_ERROR_KEY, cls.__name__), (_MESSAGE_KEY, text.encode()))
+    return _CODES[cls], f"{cls.__name__}: {text[:200]}", metadata
 
 
 def from_status(error: grpc.RpcError, peer: str) -> RayZeroError:
@@ -339,20 +338,3 @@ def break_of(error: grpc.RpcError) -> str:
     inner = re.fullmatch(r"[^(]+\((.+)\)", last)  # "Stream removed (Socket closed)"
     said = inner[1] if inner else last
     return said[:1].lower() + said[1:]
-
-
-def named_error(name: str, message: str) -> RayZeroError:
-    """A RayZeroError by class name; an unknown name gives a ``StoreError`` that contains it."""
-    if name in _BY_NAME:
-        return _BY_NAME[name](message)
-    return StoreError(f"{name}: {message}")
-
-
-def to_failure(error: RayZeroError) -> pb.Failure:
-    """An error as a message, where it is not the status of a call."""
-    return pb.Failure(error=type(error).__name__, message=str(error)[:_MAX_MESSAGE_CHARS])
-
-
-def from_failure(failure: pb.Failure) -> RayZeroError:
-    """The inverse of :func:`to_failure`."""
-    return named_error(failure.error, failure.message)

@@ -43,7 +43,7 @@ from rayzero.protocol.messages import (
 from rayzero.quantities import count
 from rayzero.records import parse_record
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.wire.rpc import from_failure, to_failure
+from rayzero.store.wire.failures import from_failure, to_failure
 
 MOST_RANKS = 1 << 20  # a run of ranks is two numbers on the wire, but an object for each rank here
 

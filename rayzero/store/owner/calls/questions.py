@@ -11,7 +11,8 @@ from google.protobuf.message import DecodeError
 from rayzero.concurrency.futures import failed
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.wire.rpc import STORE_SERVICE, methods, to_failure
+from rayzero.store.wire.failures import to_failure
+from rayzero.store.wire.rpc import STORE_SERVICE, methods
 
 _NAMES = "Finish", "Commit", "GetDecision", "Discard", "BeginSave", "Save", "Write", "Mean"
 LEAD_CALLS = {name: methods(STORE_SERVICE)[name] for name in _NAMES}  # what a rank asks of the lead

@@ -28,6 +28,7 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.peers.orders import apply_request, collect_request
 from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate
+from rayzero.store.wire.failures import to_failure
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     CallTerms,
@@ -38,7 +39,6 @@ from rayzero.store.wire.rpc import (
     is_broken_link,
     methods,
     open_channel,
-    to_failure,
 )
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 

@@ -25,16 +25,17 @@ from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.stall import StallWatch
 from rayzero.store.rank.connection import GradientSender, Joined
 from rayzero.store.rank.epochs import Epochs
-from rayzero.store.rank.handshake import Handshake
-from rayzero.store.rank.lead_line import RemoteLead
 from rayzero.store.rank.loop_history import LoopHistory
 from rayzero.store.rank.memory.rank_memory import RankMemory
 from rayzero.store.rank.rank_store import closed_error
-from rayzero.store.rank.repeated_pushes import RepeatedPushes
-from rayzero.store.rank.ways import Ways
+from rayzero.store.remote.handshake import Handshake
+from rayzero.store.remote.lead_line import RemoteLead
+from rayzero.store.remote.repeated_pushes import RepeatedPushes
+from rayzero.store.remote.ways import Ways
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate
-from rayzero.store.wire.rpc import CallTerms, from_failure
+from rayzero.store.wire.failures import from_failure
+from rayzero.store.wire.rpc import CallTerms
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 log = logging.getLogger(__name__)
@@ -346,7 +347,8 @@ class RemoteConnection:
             told = self._lead.told()
         self._handshake.greet(link, channel, told)
         if self._loop is not None and self._loop.is_with(link):
-            self._loop.give(channel, max(QUICK_S, self.stall_timeout))
+            timeout_s = max(QUICK_S, self.stall_timeout)
+            self._loop.give(lambda state: channel.answer(channel.start("Keep", state, timeout_s)))
         if self._plan is not None:
             self._handshake.require_values(link)
         self._handshake.share_again(link, channel)
