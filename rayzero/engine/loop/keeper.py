@@ -132,6 +132,7 @@ class LoopKeeper:
             self._repeated = RepeatedMeans(self._engine.rank, made, comeback.state["means"])
         self._open: int | None = None  # the step whose state lacks its second part
         self._newest: LoopState | None = None  # the last part that was kept
+        self._says_written: LoopState | None = None  # this, if it says that a write was sent behind it
         self._written_before: dict[int, str] = {}  # the digest of what was written to a unit before the forward
         if comeback is not None and comeback.state is not None and comeback.at_commit is None:
             self._newest = LoopState(step=comeback.step, part=AT_FORWARD, content=to_bytes(comeback.state))
@@ -180,7 +181,6 @@ class LoopKeeper:
         if self._open is not None and torch.is_grad_enabled():
             step, self._open, self.repeating = self._open, None, False
             written = self._written()
-            self._written_before = {index: digest_of(values) for index, values in written}
             rest = {
                 "tracked": self._tracked.states(sources=False),
                 RNG_AT_FORWARD: generator_states(self._engine.device),
@@ -189,7 +189,8 @@ class LoopKeeper:
                 "made": [asdict(write) for write in self._engine.store.written if write.version == step],
                 "calls": [call_state(given) for given in self._means],
             }
-            self._keep(step, AT_FORWARD, self._after_tail() | rest)
+            if self._keep(step, AT_FORWARD, self._after_tail() | rest):
+                self._written_before = {index: digest_of(values) for index, values in written}
 
     def mean(self, given: MeanInput) -> tuple[float, ...]:
         """See ``ParameterStore.mean``; a rank that has come back gets what its earlier life got. Waits."""
@@ -220,9 +221,10 @@ class LoopKeeper:
             return  # it is not sent: the step is decided
         if newest is None:  # the loop's first step
             newest = LoopState(step=step, part=AT_COMMIT, content=to_bytes({"began": self._began}))
-        state = from_bytes(newest.content)
-        if newest.step == step and "wrote" not in state:
-            self._keep(step, newest.part, {**state, "wrote": self._engine.units[unit].layout.name})
+        if newest.step == step and newest is not self._says_written:
+            name = self._engine.units[unit].layout.name
+            self._keep(step, newest.part, {**from_bytes(newest.content), "wrote": name})
+            self._says_written = self._newest
 
     def _after_tail(self) -> dict[str, Any]:
         return {
@@ -232,12 +234,14 @@ class LoopKeeper:
             "reports": self._reports.state(),
         }
 
-    def _keep(self, step: int, part: int, state: dict[str, Any]) -> None:
+    def _keep(self, step: int, part: int, state: dict[str, Any]) -> bool:
+        """Whether it is not too large."""
         content = to_bytes(state)
         if len(content) <= MOST_LOOP_STATE:
             self._newest = LoopState(step=step, part=part, content=content)
             self._engine.store.keep(self._newest)
-        elif not self._too_large:
+            return True
+        if not self._too_large:
             self._too_large = True
             log.warning(
                 "rank %d: the loop's state has %s, and at most %s are kept with each step: if this rank dies, the run "
@@ -246,3 +250,4 @@ class LoopKeeper:
                 format_bytes(len(content)),
                 format_bytes(MOST_LOOP_STATE),
             )
+        return False
