@@ -95,8 +95,8 @@ class Former:
 
 
 def take_over(directory: Path, former: Former) -> None:
-    """End whoever holds what an earlier run has left, and remove it if it is not continued. Call it once the owners of
-    the run that begins have adopted what they need."""
+    """End the process that holds the memory of an earlier run, and remove that memory if it is not continued. Call it
+    once the owners of the run that begins have adopted what they need."""
     end_hold(directory, former.lineage)
     if not former.continued:
         sweep(directory)

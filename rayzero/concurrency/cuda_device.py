@@ -1,8 +1,8 @@
 """Which CUDA device a thread works on, and how it waits for one.
 
 [Note: a thread's device] A thread begins on device 0, whichever its rank has. What CUDA is asked there, and be it
-whether another device's event has passed, makes a context on device 0: some 500 MiB for every rank. So whoever may be
-called by a thread of the store, of the owner or of the garbage collector says which device is meant.
+whether another device's event has passed, makes a context on device 0: some 500 MiB for every rank. So code that
+may run in a thread of the store, of the owner or of the garbage collector says which device is meant.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def then(source: Future[T], pack: Callable[[T], Any]) -> Future[Any]:
             return
         try:
             settle(target, pack(done.result()))
-        except Exception as exc:  # whoever waits for the future raises it
+        except Exception as exc:  # the waiting thread raises it
             fail(target, exc)
 
     source.add_done_callback(pass_on)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 def upload_checkpoint(directory: Path, url: str) -> str:
     """Copy the complete checkpoint ``directory`` into the remote folder ``url``, under its own name; returns its URL.
 
-    Whoever reads meanwhile sees the checkpoint that was there before, none, or the whole new one: never a part. Raises
+    A reader sees meanwhile the checkpoint that was there before, none, or the whole new one: never a part. Raises
     CheckpointWriteError if the storage refuses or has another size than was sent, CheckpointError if ``directory`` is
     not a checkpoint."""
     if not (directory / MANIFEST).is_file():
@@ -160,8 +160,8 @@ def local_checkpoint(place: str, into: Path | None = None) -> Path:
 def fetch_checkpoint(url: str, into: Path) -> Path:
     """Copy the remote RayZero checkpoint ``url`` into the folder ``into``; returns the copy's folder.
 
-    The same checkpoint is copied once, whoever asks how often, also several processes at the same time. Raises
-    CheckpointError if it is missing, incomplete or damaged, CheckpointWriteError if it cannot be written here."""
+    The same checkpoint is copied once, however often it is asked for, also by several processes at the same time.
+    Raises CheckpointError if it is missing, incomplete or damaged, CheckpointWriteError if it cannot be written here."""
     folder = RemoteFolder(url)
     files = folder.files()
     if MANIFEST not in files:

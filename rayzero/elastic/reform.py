@@ -11,8 +11,8 @@
     enter     old owners end all calls, new ones serve
     change    ranks go over to the new owners, ask again what they had no answer to, and training goes on
 
-Before the point of no return, a failure leaves everything as it was. After it, whoever fails is replaced in the next
-epoch. (The protocol follows view changes of replicated systems: a table with a number, and one atomic record.)
+Before the point of no return, a failure leaves everything as it was. After it, a member that fails is replaced in the
+next epoch. (The protocol follows view changes of replicated systems: a table with a number, and one atomic record.)
 
 [Note: the point of no return] is where the new lead is *asked* to let the next epoch stand, not where it answers. If it
 dies in between, nobody knows whether it has, so there is only one way that is right in both cases: the next epoch.
@@ -204,7 +204,7 @@ class Reform:
                 return self._go(Step.LET_STAND, sorted(self._leads))
             case Step.LET_STAND:
                 return self._go(Step.ENTER, (*self.old, *self.joining, *self.beside), self.after, self.new_addresses)
-            case _:  # who goes over when is decided by whoever knows the ranks, and which owners serve
+            case _:  # the supervisor decides when each rank and owner goes over
                 return []
 
     def _go(self, step: Step, processes: Iterable[Process], *arguments: Any) -> list[Action]:

@@ -1,4 +1,4 @@
-"""Requests for other owners: files in a run's folder, which whoever supervises the run takes."""
+"""Requests for other owners: files in a run's folder, which the run's supervisor takes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Sums gradients across ranks in fp32: in rank order inside fixed groups of 8 consecutive ranks, then group by group.
 
 [Note: groups of 8] Up to 8 ranks this is plain rank order. The rank's number decides its group, not which ranks are
-present. So the first ranks of a group can be added on their host, before they travel, without changing a bit: whoever
-adds the others goes on from that sum. Later ranks of a group cannot, because fp32 addition is not associative.
+present. So the first ranks of a group can be added on their host, before they travel, without changing a bit: the
+owner goes on from that sum with the others. Later ranks of a group cannot, because fp32 addition is not associative.
 
 [Note: over the link] A copy between host and device that changes the dtype converts on the side that it comes from: 16
 bits from the host would cross as 32. So what crosses keeps its dtype, and the device converts it.

@@ -3,8 +3,8 @@
 [Note: captured work] While a stream is captured, nothing runs: what the stream is given becomes a part of a graph,
 which runs when it is launched. CUDA refuses to let captured work wait for work outside its graph, or other work for
 captured work, and to ask whether captured work is over (CUDA C++ Programming Guide, Stream Capture). Between graphs,
-waits are not needed: each graph ends only after all copies in it, and whoever launches a backward's graph has launched
-the forward's before.
+waits are not needed: each graph ends only after all copies in it, and a backward's graph is launched after the
+forward's.
 
 [Note: graph marks] A graph may only contain side-stream work that its own stream has waited for, and may only begin
 with such work if an event orders it. So copies of a captured forward and backward stay inside their graph: at the end
@@ -65,7 +65,7 @@ class StreamEvent(ABC):
             self._order()
 
     def before_free(self, *memory: Tensor) -> None:
-        """See ``Event``: the current stream waits, and whoever is handed the memory next waits for it."""
+        """See ``Event``: the current stream waits, and the next user of the memory waits for it."""
         if self.graph is None and self._caller() is not None:
             for tensor in memory:
                 self._hold(tensor)

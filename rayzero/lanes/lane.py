@@ -13,7 +13,7 @@ it. Or, if nobody waits for the copy there, it can call ``before_free()``.
 
 [Note: several computing streams] A program may compute on several streams (``torch.cuda.stream()``), and autograd runs
 a node's backward on the stream of its forward. So the stream that allocates and requests need not be the one that
-reads. Whoever reads memory that may be another stream's calls ``used()``: freed by then or later, it is handed out
+reads. A reader of memory that may be another stream's calls ``used()``: freed by then or later, it is handed out
 again only after what the reading stream has done. Where host memory is to be overwritten, or device memory filled
 again, that comes after ``now(stream)`` of every stream that has used it.
 """

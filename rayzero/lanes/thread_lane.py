@@ -107,7 +107,7 @@ class ThreadLane:
                 self._before_copy(direction, label)
             with torch.no_grad():
                 copied = copy() is not False
-        except BaseException as error:  # whoever waits for the event raises it
+        except BaseException as error:  # the waiting thread raises it
             future.set_exception(error)
             return
         if copied and nbytes:
@@ -122,7 +122,7 @@ class ThreadLane:
         return None
 
     def used(self, memory: Tensor) -> None:
-        """See ``Lane``: does nothing. Whoever computes holds the memory meanwhile."""
+        """See ``Lane``: does nothing. The computation holds the memory meanwhile."""
 
     def seconds(self, start: Event, stop: Event) -> float | None:
         assert isinstance(start, ThreadEvent)

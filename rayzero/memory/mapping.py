@@ -34,7 +34,7 @@ class Mapping:
     def __init__(self, address: int, size: int) -> None:
         """Take over a range of ``size`` bytes that has just been mapped."""
         self.address, self.size = address, size
-        self.keeper = (ctypes.c_ubyte * size).from_address(address)  # held by tensors, and by whoever uses addresses
+        self.keeper = (ctypes.c_ubyte * size).from_address(address)  # held by tensors, and by users of the address
         weakref.finalize(self.keeper, _unmap, address, size).atexit = False  # threads may still read at exit
 
     @classmethod

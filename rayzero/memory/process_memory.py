@@ -173,7 +173,7 @@ def _limits_up(mount: Path, path: str, limit_name: str, usage_name: str, cache_n
 
 
 def _reclaimable(stat: Path, name: str) -> int:
-    """The bytes of page cache that the kernel reclaims first: they count as used, but are there for whoever asks."""
+    """The bytes of page cache that the kernel reclaims first: they count as used, but any process can have them."""
     try:
         fields = dict(line.split() for line in stat.read_text().splitlines())
     except OSError:

@@ -101,7 +101,7 @@ class HeldVersion:
             self._changed.notify_all()
 
     def cancel(self, error: BaseException) -> None:
-        """Nobody wants the file any more: whoever streams it gets ``error``."""
+        """The file is wanted no more: its stream fails with ``error``."""
         with self._changed:
             self._error = error
         self.end()

@@ -489,7 +489,7 @@ class ShardService:
             self._parts.contributions.go_on()
 
     def retire(self, error: StoreError) -> None:
-        """The next epoch has begun: whoever owns the shards in it goes on from this memory. Everything that waits
+        """The next epoch has begun: the shards' owners in it go on from this memory. Everything that waits
         fails with ``error``, and is asked there. Idempotent."""
         self.abort(error)
         self._updater.close()

@@ -85,7 +85,7 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
 
 
 def _close_in_child() -> None:
-    """A forked process (a data loader) may outlive this one, and would keep the port from whoever takes its place."""
+    """A forked process (a data loader) may outlive this one, and would keep the port from its successor."""
     for listening in list(_listening):
         listening.close()
 

@@ -183,7 +183,7 @@ def _carry_out(server: OwnerServer, order: tuple[Any, ...], pipe: Connection, se
         answer = method, getattr(server, method)(*arguments), None
     except RayZeroError as error:
         answer = method, None, str(error)
-    with sending, suppress(OSError):  # whoever asked has died, or needs this owner no more
+    with sending, suppress(OSError):  # the supervisor has died, or needs this owner no more
         pipe.send(answer)
 
 
@@ -224,6 +224,6 @@ def serve_owner(
                     threading.Thread(target=_carry_out, args=(server, order, pipe, sending), daemon=True).start()
                 else:
                     _carry_out(server, order, pipe, sending)
-        except EOFError:  # whoever started it has died
+        except EOFError:  # its supervisor has died
             pass
     models.close()

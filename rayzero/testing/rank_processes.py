@@ -385,7 +385,7 @@ def _follow(table: OwnerTable, pipe: Connection, sending: threading.Lock) -> Non
     something is sent over the pipe."""
 
     def answer(_: object) -> None:
-        with sending, suppress(OSError):  # whoever asked has ended
+        with sending, suppress(OSError):  # the supervisor has ended
             pipe.send((str(Step.CHANGE), None, None))
 
     with suppress(EOFError, OSError):

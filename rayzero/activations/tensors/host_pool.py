@@ -6,7 +6,7 @@ exactly, because their budget is device memory. That pool refuses at once; this 
 soon. That one lets a single oversize unit through; here the cap holds, and the tensor stays on the device.
 
 [Note: reuse in the device's order] A buffer comes back while a copy of it is only queued. It is leased again at once,
-and whoever fills it next orders that after the copy (``HostBuffer.after``). If the host waited until it knows that the
+and the next copy into it is ordered after that one (``HostBuffer.after``). If the host waited until it knows that the
 copy is over, a host that runs ahead of its device would need one more set of buffers for each step that it is ahead.
 """
 

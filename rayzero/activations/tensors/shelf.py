@@ -135,7 +135,7 @@ class Shelf:
     def read(self, entry: Entry, saved: Saved[Any]) -> Tensor:
         """``saved``'s tensor over the returned bytes. The last handle that reads them lets go of them."""
         assert entry.back is not None
-        self._lane.used(entry.back)  # it was allocated on the stream of whoever asked for it
+        self._lane.used(entry.back)  # it was allocated on the stream that asked for it
         tensor = shown(entry.back, entry.piece, saved)
         if saved.epoch != entry.epoch:
             saved.epoch = entry.epoch

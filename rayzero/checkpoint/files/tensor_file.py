@@ -168,7 +168,7 @@ class TensorFileWriter:
         *,
         sync: bool = True,
     ) -> None:
-        """``sync``: False: whoever names the file in a manifest makes it durable."""
+        """``sync``: False: the file is made durable when a manifest names it."""
         self.path = path
         self._sync = sync
         self.order = file_order(decls)

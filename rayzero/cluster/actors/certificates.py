@@ -1,4 +1,4 @@
-"""What the processes of one run show to each other and to whoever reads their metrics, as it is by now."""
+"""What the processes of one run show to each other and to readers of their metrics, as it is by now."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def plan_owners(
     last, then the owners beside ranks.
 
     memory: bytes each may allocate; None: what its host has. beside_ranks: the device on which owners beside the ranks
-    have their states; None: there are none. replaces_members: whoever dies is started again. succeeds: they take over
+    have their states; None: there are none. replaces_members: the dead are started again. succeeds: they take over
     what an earlier run has left. ownership: who owns what; None: there are no optimizer actors but those of the plan.
     The others: see ``OwnerSettings``."""
     beside = plan.num_workers if beside_ranks is not None else 0
@@ -142,7 +142,7 @@ class OwnerRoster:
         return self._settings.pop(who)
 
     def begin_epoch(self, ownership: Ownership, num_owners: int) -> None:
-        """Whoever takes the place of an owner from now on belongs to the epoch of ``ownership``. ``num_owners``: those
+        """A successor of an owner belongs from now on to the epoch of ``ownership``. ``num_owners``: those
         beside ranks included."""
         for who in self._settings.keys() - set(self.beside):
             self._settings[who] = replace(self._settings[who], num_owners=num_owners, ownership=ownership)

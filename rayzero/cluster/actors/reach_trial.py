@@ -46,7 +46,7 @@ class ReachTrial:
     """Calls in which processes try to connect to owners. Once none is left, ``require`` says what came of them.
 
     Owners say their ports for tensors first. Ray sends an actor its calls in order: a try that waited for a port would
-    hold up every later call to whoever tries."""
+    hold up every later call to that actor."""
 
     def __init__(self, tries: Iterable[Tries]) -> None:
         """Each owner is reached if its port for calls is, and that for tensors."""

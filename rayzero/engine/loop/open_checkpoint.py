@@ -39,7 +39,7 @@ class OpenCheckpoint:
         wait([saved])
         try:
             settle(self._outcome, end(saved))
-        except BaseException as error:  # whoever asks for the result raises it
+        except BaseException as error:  # raised where the result is asked for
             fail(self._outcome, error)
 
     def done(self) -> bool:

@@ -1,8 +1,8 @@
 """The reports that a rank's loop has made lately, so that its next life can make them again.
 
 Reports are sent behind the loop's back, so the last ones before a death may be lost. Those of the last two steps, and
-those that have not arrived where they go, are kept with the loop's state, and the next life sends them again. Whoever
-receives reports knows them by their step and number, and takes each once."""
+those that have not arrived where they go, are kept with the loop's state, and the next life sends them again. The
+receiver of reports knows them by their step and number, and takes each once."""
 
 from __future__ import annotations
 

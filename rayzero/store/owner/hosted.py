@@ -108,7 +108,7 @@ class HostedModels:
         return made[-1].service.decided_steps if made else 0
 
     def number_in(self, ownership: Ownership) -> int:
-        """This owner's number in the next epoch; whoever joins has it already."""
+        """This owner's number in the next epoch; an owner that joins has it already."""
         return self.owner if self._joins(ownership) else ownership.number_of(self.owner)
 
     def _joins(self, ownership: Ownership) -> bool:

@@ -3,7 +3,7 @@
 [Note: a call over two epochs] While owners change, whatever was asked of those of the last epoch fails, or is never
 answered. Every such call can be made again, because owners and the lead execute a repeat once. So a call that has no
 answer when its epoch ends is made again over the next epoch's connection, in the order in which calls were first made;
-whoever waits for it notices nothing but time.
+the caller notices nothing but time.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Epochs:
         self, number: int, epoch: int, call: Callable[[], Future[T]], answer: _Answer[T], made: Future[T]
     ) -> None:
         """A call has ended: pass its result on, or make it again if its epoch is over."""
-        if made.cancelled() or answer.done():  # whoever waited has given up
+        if made.cancelled() or answer.done():  # the caller has given up
             return
         error = made.exception()
         if error is None or not (isinstance(error, EpochOverError) or self.is_over(epoch)):

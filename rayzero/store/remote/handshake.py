@@ -1,7 +1,7 @@
 """A rank's handshake with the owners of an epoch, and with the successor of one that dies.
 
 [Note: what a successor must have] A rank asks every owner the same when it attaches, and goes on once all have answered
-and agree. Whoever takes an owner's place later is asked it again, before any other call. A successor must have what its
+and agree. An owner's successor is asked the same, before any other call. A successor must have what its
 predecessor had: the same files of shared memory, and values that are loaded. If it has not, the run cannot go on.
 """
 

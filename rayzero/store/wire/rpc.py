@@ -124,7 +124,7 @@ def methods(service: str) -> dict[str, Method]:
 
 
 def open_channel(address: str, shown: Identity | None, api: Any = grpc) -> Any:
-    """A channel to an owner; closed by whoever asked for it. ``shown``: None: without TLS. ``api``: grpc, or grpc.aio
+    """A channel to an owner; the caller closes it. ``shown``: None: without TLS. ``api``: grpc, or grpc.aio
     for an event loop."""
     if shown is None or not shown.protects(address):
         return api.insecure_channel(address, options=CHANNEL_OPTIONS)

@@ -36,5 +36,5 @@ def unseal(sealed: bytes, kind: type[Any]) -> Any:
         raise TransferError(f"a {kind.DESCRIPTOR.name} of {len(sealed):,} bytes was damaged on the way")
     try:
         return kind.FromString(content)
-    except DecodeError as error:  # whoever sent it has sealed something else
+    except DecodeError as error:  # the sender has sealed something else
         raise TransferError(f"a message of {len(sealed):,} bytes is no {kind.DESCRIPTOR.name}: {error}") from error

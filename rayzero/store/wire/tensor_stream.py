@@ -146,7 +146,7 @@ class TensorStream:
             pass
 
     def abort(self) -> None:
-        """End the connection: whoever moves bytes gets StreamEndedError. Any thread may call it."""
+        """End the connection: the thread that moves bytes gets StreamEndedError. Any thread may call it."""
         with self._ending, suppress(OSError):  # it has ended
             self.connection.shutdown(socket.SHUT_RDWR)
 

@@ -54,7 +54,7 @@ class OpenStream:
     stream: TensorStream
 
     def end_with(self, call: Any) -> None:
-        """Have it end if the call, grpc's future, fails: whoever moves bytes gets StreamEndedError."""
+        """Have it end if the call, grpc's future, fails: the thread that moves bytes gets StreamEndedError."""
         call.add_done_callback(self._end_if_failed)
 
     def _end_if_failed(self, call: Any) -> None:
@@ -102,7 +102,7 @@ def _wait_made(connection: socket.socket) -> None:
 
 
 def _end(connection: socket.socket) -> None:
-    """Whoever waits for it, or for its bytes, gets an error."""
+    """A thread that waits for it, or for its bytes, gets an error."""
     with suppress(OSError):  # it has ended
         connection.shutdown(socket.SHUT_RDWR)
 

@@ -21,7 +21,7 @@ class LongPoll(Generic[T]):
     """A call that waits for other ranks, repeated until it has an answer or an error, or until its future ends.
 
     It holds no thread while it waits, and its future completes on the executor it was given. It has no deadline:
-    whoever watches the future ends it."""
+    the watcher of the future ends it."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class LongPoll(Generic[T]):
 
     def _hand_over(self, asked: Future[Any]) -> None:
         """Runs in grpc's thread, which must not block."""
-        if self.future.done():  # whoever waited has given up
+        if self.future.done():  # the caller has given up
             return
         try:
             self._executor.submit(self._answered, asked)

@@ -250,7 +250,7 @@ class OwnerLink:
             self._process, self._seen = process, SeenProcess.open(process)
 
     def _meet(self, channel: Channel) -> None:
-        """Shake hands with a successor; the first process is greeted by whoever uses the link."""
+        """Shake hands with a successor; the first process is greeted by the link's user."""
         if self._met not in (_NOBODY, self._process):
             if not self._user.succeeds:
                 raise StateLostError(
@@ -333,7 +333,7 @@ class OwnerLink:
     def ask(self, method: str, request: Any, timeout_s: float = QUICK_S) -> Future[Any]:
         """Make a unary call, and repeat it until the link lets it through; does not block. The future has the answer or
         fails with the owner's error, with NoAnswerError after ``timeout_s`` seconds over one open link, or with why the
-        link is over. It completes in any thread. Nothing ends it while the link is down: whoever waits does."""
+        link is over. It completes in any thread. Nothing ends it while the link is down: the caller does."""
         return _Ask(self, method, request, timeout_s).future
 
     def describe(self, request: pb.DescribeRequest, timeout_s: float) -> Future[str]:
@@ -374,7 +374,7 @@ class _Ask:
         link.when_open().add_done_callback(self._begin)
 
     def _begin(self, opened: Future[Channel]) -> None:
-        if self.future.done():  # whoever waited has given up
+        if self.future.done():  # the caller has given up
             return
         error = opened.exception()
         if error is not None:

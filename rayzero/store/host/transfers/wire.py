@@ -121,7 +121,7 @@ class WireTransfers(WireFetches):
         self, channel: Channel, method: str, parts: Callable[[], Iterator[Sending]], size_bytes: int, timeout_s: float
     ) -> None:
         """Send parts in one stream over one channel, also again if their bytes are damaged. ``parts``: makes each when
-        its turn comes. ``size_bytes``: of all, at most. Whoever has the channel sees it break."""
+        its turn comes. ``size_bytes``: of all, at most. The channel's user sees it break."""
         sent: list[tuple[int, torch.dtype, Codec]] = []  # of each shard
 
         def noted(left: Iterator[Sending]) -> Iterator[Sending]:

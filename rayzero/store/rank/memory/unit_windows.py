@@ -71,8 +71,8 @@ class UnitWindows:
         return window
 
     def _pieces(self, unit: int) -> list[WindowPiece] | None:
-        """Where the unit's shards lie, in their order. Neighbours that lie one behind the other are one piece, whoever
-        owns them by now: one owner's may lie apart, in slabs of earlier owners."""
+        """Where the unit's shards lie, in their order. Neighbours that lie one behind the other are one piece, also of
+        different owners: one owner's may lie apart, in slabs of earlier owners."""
         layout, pieces = self._plan.spec.layout, list[WindowPiece]()
         if layout.units[unit].is_coded:
             return None
