@@ -161,7 +161,7 @@ def fetch_checkpoint(url: str, into: Path) -> Path:
     """Copy the remote RayZero checkpoint ``url`` into the folder ``into``; returns the copy's folder.
 
     The same checkpoint is copied once, however often it is asked for, also by several processes at the same time.
-    Raises CheckpointError if it is missing, incomplete or damaged, CheckpointWriteError if it cannot be written here."""
+    Raises CheckpointError if it is missing, incomplete or damaged, CheckpointWriteError if it cannot be written."""
     folder = RemoteFolder(url)
     files = folder.files()
     if MANIFEST not in files:
