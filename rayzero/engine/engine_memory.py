@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from time import monotonic, perf_counter
 
 import torch
 
@@ -23,7 +23,7 @@ from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.unit_cache import UnitCache
 from rayzero.memory.malloc import give_back_freed, heap_use
 from rayzero.memory.page_lock import locked_bytes
-from rayzero.memory.pressure import Pressure, PressureGauge, PressureLimits, read_memory, read_pressure
+from rayzero.memory.pressure import Pressure, PressureGauge, PressureLimits, read_memory
 from rayzero.memory.strategy import HeldPressures, Measures, Relief, Retry, fullest, measures
 from rayzero.quantities import format_bytes
 from rayzero.telemetry.names import (
@@ -128,10 +128,10 @@ class EngineMemory:
     def shrink(self, cache: UnitCache, share: float) -> Freed:
         """Let gathered units keep at most ``share`` of their budget from now on; idle ones beyond it are resharded, and
         their buffers dropped. Bytes of units and buffers."""
-        before, start = self._residency.used + self._residency.allocated, time.perf_counter()
+        before, start = self._residency.used + self._residency.allocated, perf_counter()
         cache.shrink(share)
         after = self._residency.used + self._residency.allocated
-        done = Freed(count=1, bytes=max(0, before - after), seconds=time.perf_counter() - start)
+        done = Freed(count=1, bytes=max(0, before - after), seconds=perf_counter() - start)
         self._count({"units": done})
         return done
 
@@ -141,9 +141,9 @@ class EngineMemory:
 
     def _give_back(self, activations: ActivationOffload | None) -> dict[str, Freed]:
         residency, transfers = self._residency, self._transfers
-        before = time.perf_counter()
+        before = perf_counter()
         dropped = residency.trim() + transfers.trim() + (activations.trim() if activations is not None else 0)
-        done = {"buffers": Freed(count=1, bytes=dropped, seconds=time.perf_counter() - before)}
+        done = {"buffers": Freed(count=1, bytes=dropped, seconds=perf_counter() - before)}
         done["malloc"] = _freeing(give_back_freed, lambda: read_memory().cpu_used)
         if self.device.type == "cuda":
             done["device"] = _freeing(torch.cuda.empty_cache, lambda: torch.cuda.memory_reserved(self.device))
@@ -162,9 +162,9 @@ class EngineMemory:
 
 def _freeing(act: Callable[[], object], held: Callable[[], int | None]) -> Freed:
     """Act; the bytes are what ``held`` has become less by, 0 if other threads took more meanwhile."""
-    before, start = held(), time.perf_counter()
+    before, start = held(), perf_counter()
     act()
-    seconds, after = time.perf_counter() - start, held()
+    seconds, after = perf_counter() - start, held()
     size = None if before is None or after is None else max(0, before - after)
     return Freed(count=1, bytes=size, seconds=seconds)
 
@@ -201,7 +201,6 @@ class MemoryStrategy:
         memory: EngineMemory,
         cache: UnitCache,
         recorder: Recorder,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.gauge = gauge
         self.changes = 0  # of the measures in force, since the start or the last reset of stats
@@ -210,7 +209,6 @@ class MemoryStrategy:
         self._memory = memory
         self._cache = cache
         self._recorder = recorder
-        self._clock = clock
         self._held = HeldPressures()
         self._retry = Retry()
         self._seen = 0  # readings that were acted on
@@ -247,12 +245,12 @@ class MemoryStrategy:
         wanted, before = self._measures(self._cache.most_ahead), self.now
         if activations is None:
             wanted = replace(wanted, activations=False)
-        due = self._retry.due(self._clock(), fullest(self.gauge.pressure.shares, self._relief.collect))
+        due = self._retry.due(monotonic(), fullest(self.gauge.pressure.shares, self._relief.collect))
         done: dict[str, Freed] = {}
         if wanted.collect and due:
             done |= self._memory.free(None, activations)
             gained = sum(one.bytes or 0 for one in done.values())
-            self._retry.done(self._clock(), helped=gained >= _WORTH * read_memory().cpu_used)
+            self._retry.done(monotonic(), helped=gained >= _WORTH * read_memory().cpu_used)
         if wanted.depth < before.depth:
             self._memory.count("prefetch")
         if wanted.residency != before.residency:
@@ -313,7 +311,7 @@ def make_strategy(
     device = memory.device
     return MemoryStrategy(
         config.auto_memory_management,
-        PressureGauge(lambda: read_pressure(device, limits)),
+        PressureGauge(device, limits),
         Relief.of_rank(cuda=device.type == "cuda", own_buffers=memory.gathers and not resident),
         memory,
         cache,

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import secrets
 import ssl
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from time import time
 
 from cryptography import x509
 
@@ -33,12 +32,12 @@ class MetricsAccess:
     The authorities of its own certificates stay in this process's memory. What exporters show and what tools show is
     signed by different ones, so that neither can pose as the other."""
 
-    def __init__(self, run: str, web_config: str | None, clock: Callable[[], float] = time.time) -> None:
-        """``web_config``: path of the user's; None: none. ``clock``: seconds since 1970. Raises ConfigError, naming the
-        file, for what cannot be used."""
-        self._token, self._clock = secrets.token_hex(32), clock
-        self._exporters = Authority(run, on_loopback=False, clock=clock)
-        self._tools = Authority(f"{run} tools", on_loopback=False, clock=clock)
+    def __init__(self, run: str, web_config: str | None) -> None:
+        """``web_config``: path of the user's; None: none. Raises ConfigError, naming the file, for what cannot be
+        used."""
+        self._token = secrets.token_hex(32)
+        self._exporters = Authority(run, on_loopback=False)
+        self._tools = Authority(f"{run} tools", on_loopback=False)
         self._config = None if web_config is None else _web_config(Path(web_config))
         self._files = self._read()
         self._issue()
@@ -59,11 +58,11 @@ class MetricsAccess:
         if self._files is None or self._files.certificate is None:
             return None
         ends = x509.load_pem_x509_certificate(self._files.certificate).not_valid_after_utc
-        return expiry_warning(f"{_SETTING}: its cert_file", ends, datetime.fromtimestamp(self._clock(), UTC))
+        return expiry_warning(f"{_SETTING}: its cert_file", ends, datetime.fromtimestamp(time(), UTC))
 
     def _read(self) -> Protection | None:
         """What the user asks of clients."""
-        return None if self._config is None else _given(self._config, self._token, self._clock())
+        return None if self._config is None else _given(self._config, self._token)
 
     def _issue(self) -> None:
         token, given = self._token, self._files
@@ -88,12 +87,12 @@ def _web_config(path: Path) -> WebConfig:
     return config
 
 
-def _given(config: WebConfig, token: str, now: float) -> Protection:
+def _given(config: WebConfig, token: str) -> Protection:
     asks = Protection(users=config.basic_auth_users, token=token if config.basic_auth_users else None)
-    return asks if config.tls_server_config is None else _encrypted(asks, config.tls_server_config, now)
+    return asks if config.tls_server_config is None else _encrypted(asks, config.tls_server_config)
 
 
-def _encrypted(asks: Protection, tls: TlsServerConfig, now: float) -> Protection:
+def _encrypted(asks: Protection, tls: TlsServerConfig) -> Protection:
     certificate, key = _read("cert_file", tls.cert_file), _read("key_file", tls.key_file)
     made = replace(
         asks,
@@ -109,7 +108,7 @@ def _encrypted(asks: Protection, tls: TlsServerConfig, now: float) -> Protection
     except (ssl.SSLError, ValueError) as error:
         files = ", ".join(file for file in (tls.cert_file, tls.key_file, tls.client_ca_file) if file is not None)
         raise ConfigError(f"{_SETTING}: {files}: {error}; pass a certificate and its key, without password") from error
-    if until <= datetime.fromtimestamp(now, UTC):
+    if until <= datetime.fromtimestamp(time(), UTC):
         raise ConfigError(f"{_SETTING}: {tls.cert_file} was valid until {utc(until)}; renew it")
     return made
 

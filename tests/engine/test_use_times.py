@@ -66,8 +66,9 @@ def recorder() -> MemoryRecorder:
 
 
 @pytest.fixture
-def times(lane: Any, recorder: MemoryRecorder) -> UseTimes:
-    return UseTimes(lane, StepClock(recorder, lambda: 0.0), recorder, ["g0"])
+def times(lane: Any, recorder: MemoryRecorder, monkeypatch: pytest.MonkeyPatch) -> UseTimes:
+    monkeypatch.setattr("rayzero.engine.step_clock.perf_counter", lambda: 0.0)
+    return UseTimes(lane, StepClock(recorder), recorder, ["g0"])
 
 
 def done() -> Future[Any]:
