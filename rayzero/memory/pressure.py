@@ -1,4 +1,4 @@
-"""Measures how full memory is, resource by resource. What is done about it: memory/strategy.py."""
+"""Measures how full memory is, resource by resource. What is done about it: engine/engine_memory.py."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from rayzero.concurrency.futures import DONE, fail, failed, settle
 from rayzero.errors import CheckpointAbandonedError, CheckpointError, RayZeroError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import SlotSlice
 from rayzero.owner.held_version import HeldVersion
+from rayzero.owner.rules import UpdateRule
 from rayzero.owner.shard import OwnedShard
-from rayzero.owner.update.rules import UpdateRule
 from rayzero.owner.updater import Updater
 from rayzero.protocol.messages import COMPUTE, MASTER, FileEntry
 from rayzero.telemetry.names import (

@@ -21,11 +21,10 @@ from rayzero import ZeroConfig
 from rayzero.config import AutoMemoryStrategy
 from rayzero.engine.context import RankContext
 from rayzero.engine.engine import Engine
-from rayzero.engine.engine_memory import MemoryStrategy
+from rayzero.engine.engine_memory import MemoryStrategy, Relief
 from rayzero.engine.units.param_unit import UnitState
 from rayzero.memory.pressure import Pressure, PressureGauge, PressureLimits, Resource
 from rayzero.memory.process_memory import Stalls
-from rayzero.memory.strategy import Relief
 from rayzero.telemetry.names import (
     MEMORY_ACTION_SECONDS,
     MEMORY_ACTIONS,

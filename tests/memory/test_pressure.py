@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rayzero.config import AutoMemoryStrategy
+from rayzero.engine.engine_memory import Relief, measures
 from rayzero.memory.pressure import (
     MemoryReading,
     Pressure,
@@ -23,7 +24,6 @@ from rayzero.memory.pressure import (
     read_pressure,
 )
 from rayzero.memory.process_memory import HostLimits, Stalls, memory_stalls, parse_stalls
-from rayzero.memory.strategy import Relief, measures
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

@@ -518,5 +518,5 @@ class RunActors:
         self.spares = Spares(0, (), self._make_spare)
         self.local.close()  # its janitor holds the slabs that successors may need
         if self._share is not None and self._share.is_dir():
-            # slabs of killed processes on this node; other nodes have janitors (slabs/slab_janitor.py)
+            # slabs of killed processes on this node; other nodes have janitors (slabs/sweep.py)
             sweep(self._share)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import ray
 
-from rayzero.slabs.slab_janitor import SlabJanitor
-from rayzero.slabs.sweep import sweep
+from rayzero.slabs.sweep import SlabJanitor, sweep
 
 _SUCCEEDS_S = 150.0  # until a death is noticed and its successor is up, on a loaded machine
 

@@ -31,10 +31,9 @@ from rayzero.store.owner.calls.questions import answers_to, begin_questions
 from rayzero.store.owner.known_specs import KnownSpecs
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.publish_streams import PublishStream
-from rayzero.store.owner.pushes import receive_push
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.owner.tensor_port import OwnerStream
-from rayzero.store.owner.upload_stream import UploadStream, connection_of, open_connection
+from rayzero.store.owner.upload_stream import UploadStream, connection_of, open_connection, receive_push
 from rayzero.store.wire import translate
 from rayzero.store.wire.payload import byte_view
 from rayzero.store.wire.rpc import (
