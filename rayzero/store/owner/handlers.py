@@ -26,8 +26,7 @@ from rayzero.owner.service import ShardService
 from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Published
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.owner.calls.long_polls import Repeats, ended, result_of
-from rayzero.store.owner.calls.questions import answers_to, begin_questions
+from rayzero.store.owner.calls.long_polls import Repeats, answers_to, begin_questions, ended, result_of
 from rayzero.store.owner.known_specs import KnownSpecs
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.publish_streams import PublishStream
