@@ -30,8 +30,7 @@ from typing import Any, Literal, Self, TypedDict
 
 from rayzero.config.base import ConfigModel
 from rayzero.config.choices import AutoMemoryStrategy, CpuCompressionMethod
-from rayzero.config.security import SecurityConfig
-from rayzero.config.telemetry import TelemetryConfig'''
+from rayzero.config.run import SecurityConfig, TelemetryConfig'''
 
 
 def stub() -> str:

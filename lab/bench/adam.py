@@ -34,8 +34,8 @@ from rayzero.kernels.native import NativeKernel, NativeLibrary, Team
 from rayzero.kernels.torch_kernel import TorchKernel
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.owner.memory import PrivateMemory
+from rayzero.owner.rules import AdamRule
 from rayzero.owner.shard import OwnedShard, ShardWork, allocate
-from rayzero.owner.update.rules import AdamRule
 from rayzero.protocol.messages import Hyper, ModelSpec
 
 HYPER: Hyper = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}

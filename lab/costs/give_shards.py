@@ -32,8 +32,8 @@ from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity, name_of_rank
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
-from rayzero.store.owner.peers.shard_source import RemoteShards
 from rayzero.store.owner.server import serve_models
+from rayzero.store.owner.shard_source import RemoteShards
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.wire.rpc import CallTerms

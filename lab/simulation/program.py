@@ -22,10 +22,9 @@ from rayzero.engine.rank_step import RankStep
 from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.residency import Residency, UnitBuffer
-from rayzero.engine.units.schedule import Phase
+from rayzero.engine.units.schedule import Phase, PrefetchPace
 from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.unit_cache import UnitCache
-from rayzero.engine.units.use_times import PrefetchPace
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.memory.pool import BufferPool, buffer_bytes
 from rayzero.protocol.store import ParameterStore

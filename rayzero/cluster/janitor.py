@@ -3,7 +3,7 @@
 [Note: a killed driver] When a driver dies, Ray ends its actors by SIGKILL. They cannot remove their shared memory, and
 nothing removes the run from the folder that Prometheus watches. So each driver has a janitor (``Survivor``). Once the
 driver is dead, it waits for the run's processes on this host, kills those that stay, and sweeps. Processes on other
-hosts have janitors of their own (slabs/slab_janitor.py).
+hosts have janitors of their own (slabs/sweep.py).
 
 [Note: states are kept] While the driver lives, its janitor holds what dead processes of the run have left on this host
 (slabs/hold.py): their successors need it, and sweeps of other runs would take it. If the driver is killed, and what all

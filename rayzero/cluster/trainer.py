@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from rayzero.cluster.continuation import Successor
@@ -226,12 +226,11 @@ class PhaseLines:
 
     Knows texts and a clock; not what a run is."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._started = clock()
+    def __init__(self) -> None:
+        self._started = monotonic()
 
     def __call__(self, phase: str) -> None:
-        print(f"{self._clock() - self._started:5.1f} s  {phase}", file=sys.stderr, flush=True)
+        print(f"{monotonic() - self._started:5.1f} s  {phase}", file=sys.stderr, flush=True)
 
 
 def _result(directory: RunDirectory, journal: Journal, error: RunFailedError | None, seconds: float) -> Result:

@@ -24,9 +24,7 @@ from rayzero.config.base import (
 )
 from rayzero.config.choices import AutoMemoryStrategy, CheckpointErrors, CpuCompressionMethod
 from rayzero.config.help_text import commented_settings, describe_settings
-from rayzero.config.run import RunConfig, ScalingConfig
-from rayzero.config.security import SecurityConfig
-from rayzero.config.telemetry import TelemetryConfig
+from rayzero.config.run import RunConfig, ScalingConfig, SecurityConfig, TelemetryConfig
 from rayzero.config.yaml_text import apply_overrides, load_yaml, read_yaml, set_value
 from rayzero.config.zero import ZeroConfig
 from rayzero.quantities import parse_bytes

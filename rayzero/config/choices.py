@@ -52,7 +52,7 @@ _COMPRESSION = {
 
 
 class AutoMemoryStrategy(_NamedChoice):
-    """How early and how much is done about memory pressure (memory/strategy.py)."""
+    """How early and how much is done about memory pressure (engine/engine_memory.py)."""
 
     OFF = "off"
     CONSERVATIVE = "conservative"

@@ -1,4 +1,5 @@
-"""``ScalingConfig`` and ``RunConfig``: how many processes a run has, and where it writes its files."""
+"""``ScalingConfig`` and ``RunConfig``: how many processes a run has, where it writes its files, what it measures
+(``TelemetryConfig``), and how its connections are protected (``SecurityConfig``)."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Unpack
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, Strict, field_validator, model_validator
 
 from rayzero.config.arguments import RunArguments, ScalingArguments
 from rayzero.config.base import (
@@ -23,13 +24,91 @@ from rayzero.config.base import (
     Share,
     Size,
     Spares,
+    Text,
     WholeSeconds,
 )
 from rayzero.config.choices import CheckpointErrors
 from rayzero.config.help_text import Takes
 from rayzero.config.loggers import LoggerName, named_loggers
-from rayzero.config.security import SecurityConfig
-from rayzero.config.telemetry import TelemetryConfig
+
+Port = Annotated[int, Strict(), Field(ge=0, le=65535)]
+
+
+class TelemetryConfig(ConfigModel):
+    """Says what a run measures and exports, and where Prometheus finds it."""
+
+    enabled: Flag = True
+    """True: every process serves its metrics. False: no process opens a port, and nothing is written for Prometheus;
+    processes still count, because that costs almost nothing."""
+
+    bind: Literal["auto", "loopback", "node"] = "auto"
+    """Address that exporters listen on. "auto": loopback if the whole run is on one node, else each node's address.
+    "loopback": always loopback. "node": always the node's address, for a Prometheus in another container; without
+    web_config, any client may read it. With "auto" on several nodes and without web_config, only the run's own
+    tools (rayzero top, rayzero trace) may."""
+
+    web_config: Text | None = None
+    """YAML file in the format of Prometheus' exporters, which says who may read metrics: TLS (tls_server_config) and
+    passwords (basic_auth_users). It is read where the run is started, and holds for every process; certificates that it
+    names may be replaced while the run goes on. null: none."""
+
+    port: Port = 0
+    """Port of the coordinator's exporter, which also serves http_sd (``/sd``); 0: any free one."""
+
+    exporter_ports: Port = 0
+    """Port of the first exporter: exporter ``i`` listens on this + ``i`` (optimizer actors first, then ranks); 0: any
+    free ports."""
+
+    discovery_dir: Text | None = None
+    """Directory of file_sd files, one for each running run, which Prometheus watches; null: ``.targets`` in
+    storage_path."""
+
+    norms_every: Count | None = 200
+    """Steps between measurements of gradient, update and parameter norms by layer group; null: never."""
+
+    measure_bandwidth: Flag = True
+    """True: each optimizer actor measures its host's memory bandwidth when it starts (96 MiB, under 0.2 s)."""
+
+    trace_steps: Count | None = None
+    """How many of its last steps the run traces: it writes them to trace.json in its folder when it ends, and every
+    process keeps spans all the time; null: processes keep spans only while ``rayzero trace`` asks for them."""
+
+    @model_validator(mode="after")
+    def _traces_what_it_tells(self) -> Self:
+        for name in ("trace_steps", "web_config"):
+            if getattr(self, name) is not None and not self.enabled:
+                raise ValueError(f"{name} needs enabled: true")
+        return self
+
+
+class SecurityConfig(ConfigModel):
+    """Says how connections between optimizer actors and ranks are protected. Ray's own are not, and
+    metrics have run.telemetry.web_config: see SECURITY.md."""
+
+    tls: Literal["auto", "always", "never"] = "auto"
+    """Mutual TLS. "auto": on every connection that is not to a loopback address. "always": on those too. "never":
+    gradients, weights and the run's token cross the network in clear."""
+
+    certificate: str | None = None
+    """PEM file of the certificate that every process shows, with the DNS names owner.rayzero and rank.rayzero, read
+    where the run is started, and again when the file changes; null: the run makes an authority of its own, and for each
+    process a certificate that lasts a day and is renewed."""
+
+    key: str | None = None
+    """PEM file of the certificate's private key."""
+
+    authority: str | None = None
+    """PEM file of the authority whose certificates are accepted. One with the name of a role lets a process join."""
+
+    @model_validator(mode="after")
+    def _all_files_or_none(self) -> Self:
+        given = [name for name in ("certificate", "key", "authority") if getattr(self, name) is not None]
+        if given and len(given) < 3:
+            raise ValueError(f"{' and '.join(given)} without the rest; pass certificate, key and authority, or none")
+        if given and self.tls == "never":
+            raise ValueError('certificate is set but tls is "never"; leave one of them out')
+        return self
+
 
 MAX_NAME_BYTES = 128
 """The most bytes of a run's name in UTF-8: every slab of shared memory has the name in its header, with this room."""

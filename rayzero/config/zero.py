@@ -104,7 +104,7 @@ class ZeroConfig(ZeroSetters):
 
     auto_memory_management: AutoMemoryStrategy = AutoMemoryStrategy.AGGRESSIVE
     """What is done about measured memory pressure, and how early: garbage, prefetch depth, gathered units, activations
-    (memory/strategy.py). It never changes a value of the training. "off": pressure is only measured."""
+    (engine/engine_memory.py). It never changes a value of the training. "off": pressure is only measured."""
 
     precision: Precision = "fp32"
     """Dtype of unsharded parameters and pushed gradients; masters are always fp32. "fp16" needs a loss scale: use

@@ -21,7 +21,7 @@ from rayzero.engine.autograd.gradients import GradientCollector, GradientSums, T
 from rayzero.engine.autograd.handles import SavedWeights
 from rayzero.engine.autograd.hooks import UnitCalls
 from rayzero.engine.autograd.pass_times import PassTimes
-from rayzero.engine.autograd.unfrozen import Unfrozen
+from rayzero.engine.autograd.touch import Unfrozen
 from rayzero.engine.engine_memory import EngineMemory, HeapPeak, MemoryStrategy, make_strategy
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
 from rayzero.engine.rank_step import RankStep

@@ -27,9 +27,8 @@ from rayzero.config import ZeroConfig
 from rayzero.convert.weights import WeightSource
 from rayzero.engine.context import RankContext, get_context, inside
 from rayzero.engine.prepare import prepare
-from rayzero.engine.start.inventory import ModelParameterStats
 from rayzero.engine.start.unit_init import Init
-from rayzero.engine.stats import as_count, measured_link, read_stats, restart_stats
+from rayzero.engine.stats import ModelParameterStats, as_count, measured_link, read_stats, restart_stats
 from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import ConfigError, GradientAccessError, UnsupportedError
 from rayzero.layout.rank_mapping import RankMapping

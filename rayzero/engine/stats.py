@@ -2,15 +2,17 @@
 
 Nothing is measured twice for it: phases and waits are in ``step_clock.py``, passes by unit in
 ``autograd/pass_times.py``, copies in ``units/unit_cache.py`` and ``rank_step.py``, readings and advice in
-``memory/pressure.py`` and ``memory/strategy.py``.
+``memory/pressure.py`` and ``engine/engine_memory.py``.
 """
 
 from __future__ import annotations
 
 import operator
+import statistics
 from collections import Counter
 from collections.abc import Iterable
-from typing import SupportsIndex, cast
+from dataclasses import dataclass
+from typing import Self, SupportsIndex, cast
 
 import torch
 from torch import nn
@@ -253,3 +255,33 @@ def _strategy(engine: Engine) -> StrategyStats:
         evictions=engine.cache.evictions,
         freed=dict(engine.memory.freed),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelParameterStats:
+    """Sizes are elements; all zero for a model without parameters."""
+
+    total_parameters: int = 0  # names
+    total_elements: int = 0
+    mean_parameter_size: float = 0.0
+    median_parameter_size: float = 0.0  # the mean of the middle two if the count is even
+    min_parameter_size: int = 0
+    max_parameter_size: int = 0
+    total_memory_bytes: int = 0
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """Of all parameters of ``model``; a tied one counts once."""
+        found = list(model.parameters())
+        sizes = [parameter.numel() for parameter in found]
+        if not sizes:
+            return cls()
+        return cls(
+            total_parameters=len(sizes),
+            total_elements=sum(sizes),
+            mean_parameter_size=sum(sizes) / len(sizes),
+            median_parameter_size=float(statistics.median(sizes)),
+            min_parameter_size=min(sizes),
+            max_parameter_size=max(sizes),
+            total_memory_bytes=sum(parameter.numel() * parameter.element_size() for parameter in found),
+        )

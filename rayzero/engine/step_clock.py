@@ -9,9 +9,8 @@ autograd touches; the loss still belongs to forward. The loop's work between pas
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter, time
 from typing import Protocol
 
 from rayzero.protocol.messages import MeanInput
@@ -64,7 +63,7 @@ class TokenRate:
 
 
 class LoopMoments(Protocol):
-    """Whoever takes the loop's state at the moments of a step: see [Note: two moments] in loop/keeper.py."""
+    """Takes the loop's state at the moments of a step: see [Note: two moments] in loop/keeper.py."""
 
     repeating: bool  # see RankContext.repeating
 
@@ -85,13 +84,12 @@ class StepClock:
 
     Knows seconds; not what happens in them."""
 
-    def __init__(self, recorder: Recorder, clock: Callable[[], float] = time.perf_counter, *, step: int = 0) -> None:
+    def __init__(self, recorder: Recorder, *, step: int = 0) -> None:
         """``step``: the number of the first step."""
         self._recorder = recorder
-        self._clock = clock
         self.step = step  # the open one
         self._phase = "data"
-        self._began = self._since = self._entered = clock()
+        self._began = self._since = self._entered = perf_counter()
         self._spent = dict.fromkeys(PHASES, 0.0)
         self._committed: float | None = None  # when the last step was
         self._published = 0.0  # when the newest of its weights were published
@@ -101,7 +99,7 @@ class StepClock:
 
     def restart(self) -> None:
         """Add up from now on. The open step counts whole when it ends."""
-        now = self._restarted = self._clock()
+        now = self._restarted = perf_counter()
         self._spent_before = {phase: -seconds for phase, seconds in self._spending(now).items()}
         self.steps = Tally()
         self.waits = {cause: Tally() for cause in _WAITS}
@@ -110,7 +108,7 @@ class StepClock:
 
     def read(self) -> tuple[float, dict[str, float]]:
         """Seconds since the last restart, and the same by phase, the open step's included."""
-        now = self._clock()
+        now = perf_counter()
         spending = self._spending(now)
         return now - self._restarted, {phase: self._spent_before[phase] + spending[phase] for phase in PHASES}
 
@@ -125,7 +123,7 @@ class StepClock:
         self.rate.count(tokens)
 
     def enter(self, phase: str) -> None:
-        now = self._clock()
+        now = perf_counter()
         self._spent[self._phase] += now - self._since
         if phase != self._phase:
             self._recorder.spans.add("step", self._phase, self._entered, now, self.step)
@@ -148,14 +146,14 @@ class StepClock:
         """The host was blocked for ``seconds``, until ``ago`` seconds before now: no phase of its step has them."""
         self.waiting += seconds
         if self._recorder.spans.wanted:
-            end = self._clock() - ago
+            end = perf_counter() - ago
             self._recorder.spans.add("wait", cause, end - seconds, end, self.step)
         self._spent[self._phase] -= seconds
         self._spent[_WAITS[cause]] += seconds
 
     def committing(self) -> None:
         """The step is committed now, so the overlap of the last update is known."""
-        now = self._clock()
+        now = perf_counter()
         total = 0.0 if self._committed is None else self._published - self._committed
         if total > 0:
             self._recorder.set(OVERLAP_RATIO, 1 - min(1.0, self._exposed / total))
@@ -165,7 +163,7 @@ class StepClock:
 
     def published(self) -> None:
         """Some weights of the new version are published. Any thread may call it."""
-        self._published = self._clock()
+        self._published = perf_counter()
 
     def step_over(self, steps: int) -> None:
         """step() returns. ``steps``: steps committed so far."""
@@ -178,6 +176,6 @@ class StepClock:
         self.steps.add(took)
         self.rate.step_over(took)
         self._recorder.set(STEP, steps)
-        self._recorder.set(LAST_STEP_TIMESTAMP, time.time())
+        self._recorder.set(LAST_STEP_TIMESTAMP, time())
         self._began, self.step = self._since, steps
         self._spent = dict.fromkeys(PHASES, 0.0)

@@ -13,16 +13,16 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rayzero.concurrency.cuda_device import on_device, sleep_until_done
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.kernels.kernel import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.rank_sum import RankSum
-from rayzero.kernels.side_stream import SideStream
 from rayzero.kernels.stamps import STAMP, TileStamps
 from rayzero.protocol.scattered import Gradient
 
@@ -209,3 +209,24 @@ class _Hand:
         if coded is not None:
             coded[0].write(start, stop, mean)
             coded[1].write(start, stop, square)
+
+
+class SideStream:
+    """A stream for updates on a CUDA device, so that they do not wait for the work that the rank has queued."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        """``device``: None, or a device that is not CUDA, means that there is no stream."""
+        on_cuda = device is not None and device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Work that is queued inside this context runs on the stream and is done at the end. Any thread may use it; it
+        is on the stream's device meanwhile, and sleeps at the end."""
+        if self._stream is None:
+            yield
+            return
+        with on_device(self._stream.device):
+            with torch.cuda.stream(self._stream):
+                yield
+            sleep_until_done(self._stream)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Annotated, Any
 
 import torch
@@ -334,3 +335,16 @@ def runs(shards: Sequence[Shard]) -> list[list[Shard]]:
         follows = found and found[-1][-1].unit == shard.unit and found[-1][-1].stop == shard.start
         found[-1].append(shard) if follows else found.append([shard])
     return found
+
+
+def layer_groups(units: Sequence[UnitLayout], most: int) -> tuple[str, ...]:
+    """The label of each unit's group. Up to ``most`` units are groups by themselves; more are grouped with their
+    neighbours in forward order, as evenly as possible, with labels such as ``"blocks.0..blocks.3"``."""
+    names = [unit.name for unit in units]
+    count = min(most, len(names))
+    bounds = [len(names) * group // count for group in range(count + 1)] if names else []
+    found: list[str] = []
+    for start, stop in pairwise(bounds):
+        label = names[start] if stop == start + 1 else f"{names[start]}..{names[stop - 1]}"
+        found += [label] * (stop - start)
+    return tuple(found)

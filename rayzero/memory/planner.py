@@ -88,7 +88,7 @@ def plan_owner(
 
     state_bytes: of the optimizer's states, per element (8 for Adam in fp32). own_gradients: this host's ranks keep
     their gradients themselves, so no staging is needed. measures_norms: the owner measures norms by layer group
-    (owner/update/group_norms.py). copies: ``ZeroConfig.checkpoint_copies``, of which no more is
+    (owner/updates.py). copies: ``ZeroConfig.checkpoint_copies``, of which no more is
     planned than masters and states take."""
     params = master = frozen = gradients = largest = 0
     on_device = shard_map.on_device(owner)

@@ -1,14 +1,14 @@
-"""Measures how full memory is, resource by resource. What is done about it: memory/strategy.py."""
+"""Measures how full memory is, resource by resource. What is done about it: engine/engine_memory.py."""
 
 from __future__ import annotations
 
 import math
 import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from time import monotonic, perf_counter
 
 import psutil
 import torch
@@ -74,8 +74,8 @@ class PressureLimits:
 
 
 def read_pressure(device: torch.device, limits: PressureLimits) -> Pressure:
-    """Measure a rank's resources now. Page cache that the kernel drops first, and blocks that torch keeps free, do not
-    count as used."""
+    """Measure a process's resources now. Page cache that the kernel drops first, and blocks that torch keeps free, do
+    not count as used."""
     own, host = read_memory(device), read_host_pressure(limits.slab_dir)
     shares = {}
     if limits.max_cpu_memory_mb is not None:
@@ -119,15 +119,13 @@ def _device_share(device: torch.device) -> float:
 
 
 class PressureGauge:
-    """A rank's memory pressure, measured at most once a second.
+    """A process's memory pressure, measured at most once a second.
 
     Knows limits and readings; not what is done about them. A reading opens files, which costs up to a millisecond while
     other threads wait for the interpreter, and pressure builds up over seconds."""
 
-    def __init__(self, read: Callable[[], Pressure], clock: Callable[[], float] = time.monotonic) -> None:
-        """``read()``: measures now."""
-        self._read = read
-        self._clock = clock
+    def __init__(self, device: torch.device, limits: PressureLimits) -> None:
+        self._device, self._limits = device, limits
         self._due = -math.inf
         self.pressure: Pressure | None = None  # at the last reading
         self.taken = 0  # readings ever
@@ -137,15 +135,15 @@ class PressureGauge:
 
     def read(self) -> Pressure:
         """The present pressure, at most a second old."""
-        return self.measure() if self.pressure is None or self._clock() >= self._due else self.pressure
+        return self.measure() if self.pressure is None or monotonic() >= self._due else self.pressure
 
     def measure(self) -> Pressure:
         """Measure the pressure now."""
-        self._due = self._clock() + 1.0
-        began = time.perf_counter()
-        self.pressure = self._read()
+        self._due = monotonic() + 1.0
+        began = perf_counter()
+        self.pressure = read_pressure(self._device, self._limits)
         self.taken += 1
-        self.seconds.add(time.perf_counter() - began)
+        self.seconds.add(perf_counter() - began)
         self.readings.add(self.pressure.share)
         for resource, share in self.pressure.shares.items():
             self.resources.setdefault(resource, Tally()).add(share)

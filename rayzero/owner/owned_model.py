@@ -17,10 +17,9 @@ from rayzero.memory.process_memory import host_limits
 from rayzero.owner.checkpoint import restore_checkpoint
 from rayzero.owner.gradients.squares import Squares, choose_squares
 from rayzero.owner.memory import DeviceMemory, HostMemory, LeftOnDevice, MemoryMaker
+from rayzero.owner.rules import AdamRule, ElementwiseRule, UpdateRule
 from rayzero.owner.shard import OwnedShard, allocate
 from rayzero.owner.terms import OwnerTerms
-from rayzero.owner.update.elementwise import ElementwiseRule
-from rayzero.owner.update.rules import AdamRule, UpdateRule
 from rayzero.protocol.gradient_sum import has_totals
 from rayzero.protocol.hyper import resolve_optimizer
 from rayzero.protocol.messages import FormerShard, Hyper, ModelSpec, canonical_json

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rayzero.concurrency.futures import fail, settle
 from rayzero.errors import StoreError
+from rayzero.owner.rules import UpdateRule
 from rayzero.owner.shard import OwnedShard, ShardState
-from rayzero.owner.update.rules import UpdateRule
 from rayzero.owner.updater import Updater
 from rayzero.protocol.messages import COMPUTE, MASTER, STEP, STORED, Published
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from rayzero.concurrency.futures import fail, failed, settle
 from rayzero.errors import RayZeroError, StoreError
 from rayzero.owner.checkpoint import CheckpointWriter
+from rayzero.owner.rules import UpdateRule
 from rayzero.owner.shard import OwnedShard
-from rayzero.owner.update.rules import UpdateRule
 from rayzero.owner.updater import Updater
 from rayzero.protocol.bits import same_bits
 from rayzero.protocol.messages import COMPUTE, GROUP, MASTER, STEP, Write

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
-from rayzero.concurrency.exit import abandon_at_exit
 from rayzero.concurrency.threads import use_torch_threads
 
 Task = Callable[[], None]
@@ -25,7 +26,7 @@ class Updater:
         self._abandoned = False
         self._thread = threading.Thread(target=self._run, args=(threads,), name=name, daemon=True)
         self._thread.start()
-        abandon_at_exit(self)
+        _running.add(self)
 
     @property
     def queued(self) -> int:
@@ -55,3 +56,14 @@ class Updater:
             except Exception as exc:  # the supervision loop of everything an owner computes
                 self._on_error(exc)
             del task  # it may hold gradients, and the next one may come late
+
+
+_running: weakref.WeakSet[Updater] = weakref.WeakSet()
+
+
+@atexit.register
+def _abandon_all() -> None:
+    """A program may end without closing anything, and the process dies with "terminate called" if a daemon thread is in
+    torch's C++ while the interpreter ends. So threads end before that."""
+    for updater in list(_running):
+        updater.abandon()

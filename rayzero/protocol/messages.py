@@ -63,7 +63,7 @@ class ModelSpec:
     kernel: str = "auto"  # kernels/: what computes the update, and refuses another name
     moments: Moments = "fp32"  # kernels/moments.py: how Adam's moments are kept
     checkpoint_moments: CheckpointMoments = "fp32"  # how checkpoints hold them
-    checkpoint_copies: Whole = 0  # bytes that an owner may copy while a checkpoint is written (owner/held_version.py)
+    checkpoint_copies: Whole = 0  # bytes that an owner may copy while a checkpoint is written (owner/checkpoint.py)
     offload_fraction: Share = 1.0  # below 1 each rank has an owner beside it, with states on its device (shard_map.py)
     restore_from: str | None = None  # the checkpoint directory that the owners start from
     lineage: str = ""  # of the states in shared memory: a later run that continues them has the same

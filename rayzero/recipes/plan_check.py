@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from time import monotonic
 from typing import Any, Literal
 
 import torch
@@ -63,20 +63,9 @@ class PlanCheck:
 
     Knows the plan and how to scrape exporters; not what is trained. A run without telemetry is not compared."""
 
-    def __init__(
-        self,
-        work: RecipeWork,
-        hardware: Hardware | None,
-        run_dir: Path,
-        say: Callable[[str], None],
-        *,
-        look: Callable[[tuple[Target, ...]], Scrape] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """hardware: None if it is not known; then no bound is compared. look: scrapes exporters; None: over HTTP."""
-        self._work, self._hardware, self._run_dir, self._say = work, hardware, run_dir, say
-        self._look = look or (lambda targets: scrape(targets, timeout_s=_ANSWER_S, viewer=read_viewer(run_dir)))
-        self._clock = clock
+    def __init__(self, work: RecipeWork, hardware: Hardware | None, run_dir: Path) -> None:
+        """hardware: None if it is not known; then no bound is compared."""
+        self._work, self._hardware, self._run_dir = work, hardware, run_dir
         self._targets: tuple[Target, ...] = ()
         self._hosts = Hosts()
         self._seconds: list[float] = []
@@ -93,38 +82,40 @@ class PlanCheck:
         gpus_each = max(ranks.values()) if self._work.recipe.scaling.use_gpu else 0
         self._hosts = Hosts(count=len({one["host"] for one in record["members"]}), gpus_each=gpus_each)
 
-    def take(self, row: StepRow) -> None:
-        """One more step is done."""
+    def take(self, row: StepRow) -> str | None:
+        """One more step is done. Returns the comparison, as lines, once."""
         if self._done or not self._targets:
-            return
+            return None
         self._seconds.append(row.step_seconds)
         last = row.step >= self._work.recipe.steps
-        if len(self._seconds) < PLAN_STEPS or (self._clock() < self._again and not last):
-            return
+        if len(self._seconds) < PLAN_STEPS or (monotonic() < self._again and not last):
+            return None
         rows = self._compare()
-        self._tries, self._again = self._tries + 1, self._clock() + _AGAIN_S
+        self._tries, self._again = self._tries + 1, monotonic() + _AGAIN_S
         if last or self._tries == _TRIES or all(one.measured is not None for one in rows):
-            self._finish(rows)
+            return self._finish(rows)
+        return None
 
     def _compare(self) -> tuple[Comparison, ...]:
         record = read_record(self._run_dir)
         if record is not None and record["telemetry"]:  # the optimizers may have changed since it began
             self.started(record)
-        rows = compare_bytes(recipe_bytes(self._work, self._hosts), self._look(self._targets))
+        found = scrape(self._targets, timeout_s=_ANSWER_S, viewer=read_viewer(self._run_dir))
+        rows = compare_bytes(recipe_bytes(self._work, self._hosts), found)
         if self._hardware is None or len({target.node for target in self._targets}) > 1:
             return rows  # the coordinator is on this host, so if all share its host, all are here
         planned = plan_recipe(self._work, replace(self._hardware, hosts=self._hosts))
         return (*rows, compare_step(planned.bound, median(self._seconds)))
 
-    def _finish(self, rows: tuple[Comparison, ...]) -> None:
+    def _finish(self, rows: tuple[Comparison, ...]) -> str:
         self._done = True
         steps = len(self._seconds)
-        self._say("\n".join([f"plan against measured, after {count(steps, 'step')}", *format_comparisons(rows)]))
         compared = [row.to_json() for row in rows]
         try:
             replace_file(self._run_dir / PLAN, json.dumps({"steps": steps, "compared": compared}, indent=1) + "\n")
         except OSError as error:  # training goes on without it
             log.warning("%s is not written: %s", self._run_dir / PLAN, error.strerror)
+        return "\n".join([f"plan against measured, after {count(steps, 'step')}", *format_comparisons(rows)])
 
 
 def read_plan(run_dir: Path) -> dict[str, Any] | None:

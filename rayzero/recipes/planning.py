@@ -13,7 +13,7 @@ from rayzero.activations.attach import match_modules
 from rayzero.activations.policy import OffloadPolicy
 from rayzero.config import ScalingConfig
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
-from rayzero.engine.start.inventory import ModelParameterStats
+from rayzero.engine.stats import ModelParameterStats
 from rayzero.engine.units.partition import ROOT
 from rayzero.kernels import adam_states
 from rayzero.kernels.moments import moment_bytes

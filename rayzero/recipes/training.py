@@ -7,12 +7,11 @@ import logging
 import math
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -228,8 +227,7 @@ def _fit(
     recipe, joined = prepared.recipe, StepRows()
     check = None
     if prepared.work is not None and recipe.run.telemetry.enabled and recipe.steps - prepared.resume_step >= PLAN_STEPS:
-        say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
-        check = PlanCheck(prepared.work, hardware, directory.path, say)
+        check = PlanCheck(prepared.work, hardware, directory.path)
     with progress_line(console, recipe.steps, prepared.resume_step) as line:
 
         def take(report: Report) -> None:
@@ -238,8 +236,8 @@ def _fit(
                 return
             rows.append(row)
             line.show(row)
-            if check is not None:
-                check.take(row)
+            if check is not None and (compared := check.take(row)) is not None:
+                console.print(compared, highlight=False, soft_wrap=True, markup=False)
 
         def started(record: dict[str, Any]) -> None:
             nonlocal joined
@@ -328,22 +326,19 @@ class ProgressLine:
 
     Knows rows; not ranks, files or Ray."""
 
-    def __init__(
-        self, progress: Progress, console: Console, total: int, done: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, progress: Progress, console: Console, total: int, done: int) -> None:
         self._progress = progress
         self._console = console
         self._total = total
-        self._clock = clock
         self._written = -math.inf  # when the last line was
         self._task = progress.add_task("starting", total=total, completed=done)
 
     def show(self, row: StepRow) -> None:
         """Draw one more step."""
         self._progress.update(self._task, completed=row.step, description=describe_row(row))
-        quiet = self._console.is_terminal or self._clock() - self._written < _LINES_S
+        quiet = self._console.is_terminal or monotonic() - self._written < _LINES_S
         if row.validation_loss is not None or not quiet:
-            self._written = self._clock()
+            self._written = monotonic()
             self._console.print(f"step {row.step}/{self._total}  {describe_row(row)}", highlight=False)
 
 

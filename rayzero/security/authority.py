@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from time import time
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -23,10 +23,9 @@ _NEVER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)  # RFC 5280's date of wh
 class Authority:
     """Makes the certificates of a run's processes, with ECDSA keys on P-256 (RFC 5280, RFC 8422)."""
 
-    def __init__(self, run: str, *, on_loopback: bool, clock: Callable[[], float] = time.time) -> None:
-        """``on_loopback``: whether connections within a host are protected too. ``clock``: seconds since 1970."""
-        self._on_loopback, self._clock = on_loopback, clock
-        self._renewed = self._now()
+    def __init__(self, run: str, *, on_loopback: bool) -> None:
+        """``on_loopback``: whether connections within a host are protected too."""
+        self._on_loopback, self._renewed = on_loopback, _now()
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _subject(f"run {run}"[:64])  # RFC 5280's bound of a common name
         public = self._key.public_key()
@@ -45,7 +44,7 @@ class Authority:
     def refresh(self) -> bool:
         """Whether it is time to issue new certificates to everybody. True at most once in ``RENEW_EVERY``, and when the
         clock was set back."""
-        now = self._now()
+        now = _now()
         due = not timedelta(0) <= now - self._renewed < RENEW_EVERY
         self._renewed = now if due else self._renewed
         return due
@@ -56,7 +55,7 @@ class Authority:
         """Credentials of one process. ``who``: for people. ``names``: what it may do, see [Note: names in
         certificates]. ``lasts``: None: ``LASTS``."""
         key = ec.generate_private_key(ec.SECP256R1())
-        ends = self._now() + (lasts or LASTS)
+        ends = _now() + (lasts or LASTS)
         both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         certificate = (
             self._begin(_subject(who[:64]), key.public_key(), ends)
@@ -74,9 +73,6 @@ class Authority:
             on_loopback=self._on_loopback,
         )
 
-    def _now(self) -> datetime:
-        return datetime.fromtimestamp(self._clock(), UTC)
-
     def _begin(self, subject: x509.Name, key: ec.EllipticCurvePublicKey, ends: datetime) -> x509.CertificateBuilder:
         return (
             x509.CertificateBuilder()
@@ -84,9 +80,13 @@ class Authority:
             .issuer_name(self._name)
             .public_key(key)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(self._now() - _SKEW)
+            .not_valid_before(_now() - _SKEW)
             .not_valid_after(ends)
         )
+
+
+def _now() -> datetime:
+    return datetime.fromtimestamp(time(), UTC)
 
 
 def _subject(name: str) -> x509.Name:

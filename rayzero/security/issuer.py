@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from time import time
 from typing import Protocol, TypeVar
 
 from cryptography import x509
@@ -38,9 +38,9 @@ class Issuer(Protocol):
 class GivenFiles:
     """An issuer that gives everybody the certificate in a user's files, as they are by now."""
 
-    def __init__(self, config: SecurityConfig, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, config: SecurityConfig) -> None:
         """Raises ConfigError, naming the file, for what every process would refuse."""
-        self._config, self._clock = config, clock
+        self._config = config
         self._given = self._read()
 
     def issue(self, who: str, names: Sequence[str]) -> Credentials:
@@ -62,7 +62,7 @@ class GivenFiles:
         return expiry_warning(f"run.security.certificate: {self._config.certificate}", self._given.ends, self._now())
 
     def _now(self) -> datetime:
-        return datetime.fromtimestamp(self._clock(), UTC)
+        return datetime.fromtimestamp(time(), UTC)
 
     def _read(self) -> Credentials:
         config = self._config
@@ -95,14 +95,14 @@ def _parse(
         raise ConfigError(f"run.security.{name}: {paths[name]} has no {what}; pass the file that has one") from error
 
 
-def issuer(run: str, config: SecurityConfig, clock: Callable[[], float] = time.time) -> Issuer | None:
-    """What gives each process of a run its credentials; None: connections are plain. ``clock``: seconds since 1970.
-    Raises ConfigError if given ones cannot be used."""
+def issuer(run: str, config: SecurityConfig) -> Issuer | None:
+    """What gives each process of a run its credentials; None: connections are plain. Raises ConfigError
+    if given ones cannot be used."""
     if config.tls == "never":
         return None
     if config.certificate is None:
-        return Authority(run, on_loopback=config.tls == "always", clock=clock)
-    return GivenFiles(config, clock)
+        return Authority(run, on_loopback=config.tls == "always")
+    return GivenFiles(config)
 
 
 def _check(

@@ -1,30 +1,148 @@
 """How a run's metrics are protected: as its user's web config says or, on a network, by a certificate of the run's own.
 
 The run's own tools (``rayzero top``, ``rayzero trace``, the plan's check) are let in everywhere by a token, and by a
-client's certificate where the web config asks for one.
+client's certificate where the web config asks for one. A web config is a file as the ``--web.config.file`` of
+Prometheus' own exporters says it.
 """
 
 from __future__ import annotations
 
+import difflib
+import re
 import secrets
 import ssl
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from time import time
+from typing import Any, Literal, Self
 
 from cryptography import x509
+from pydantic import Field, field_validator, model_validator
 
-from rayzero.config.web_config import TlsServerConfig, WebConfig, read_web_config
+from rayzero.config.base import ConfigModel
+from rayzero.config.yaml_text import load_yaml
 from rayzero.errors import ConfigError
+from rayzero.files import read_text
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import expiry_warning, read_pem, utc
 from rayzero.telemetry.guard import Protection, require_bcrypt
 from rayzero.telemetry.scrape import Viewer
 
+MOST_COST = 14  # of a bcrypt hash: a comparison takes about a second
+
 _SETTING = "run.telemetry.web_config"
 _END = b"-----END CERTIFICATE-----"
+_MOST = 1 << 20  # bytes of the file
+
+_HASH = re.compile(r"\$2[aby]\$(\d\d)\$[./A-Za-z0-9]{53}")
+_LEFT_OUT = (  # settings of the format that exporters of a run do not have
+    "http_server_config", "cipher_suites", "curve_preferences", "prefer_server_cipher_suites", "client_allowed_sans",
+    "cert", "key", "client_ca",
+)  # fmt: skip
+
+
+class TlsServerConfig(ConfigModel):
+    """Says how connections to exporters are encrypted. Paths are relative to the file that names them."""
+
+    cert_file: str
+    """PEM file of the certificate that every exporter shows, perhaps with its chain."""
+
+    key_file: str
+    """PEM file of the certificate's private key, without a password."""
+
+    client_auth_type: Literal["NoClientCert", "VerifyClientCertIfGiven", "RequireAndVerifyClientCert"] = "NoClientCert"
+    """Whether clients must have certificates of client_ca_file."""
+
+    client_ca_file: str | None = None
+    """PEM file of the authorities whose certificates clients may show."""
+
+    min_version: Literal["TLS12", "TLS13"] = "TLS12"
+    """The oldest TLS that is spoken."""
+
+    max_version: Literal["TLS12", "TLS13"] = "TLS13"
+    """The newest TLS that is spoken."""
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if self.client_ca_file is None and self.client_auth_type != "NoClientCert":
+            raise ValueError(f"client_auth_type is {self.client_auth_type} without client_ca_file; add one")
+        if self.client_ca_file is not None and self.client_auth_type == "NoClientCert":
+            raise ValueError(
+                f"client_ca_file is {self.client_ca_file!r}, but nobody is asked for a certificate; set "
+                "client_auth_type: RequireAndVerifyClientCert"
+            )
+        if self.min_version > self.max_version:
+            raise ValueError(f"min_version is {self.min_version}, above max_version, {self.max_version}; swap them")
+        return self
+
+
+class WebConfig(ConfigModel):
+    """Says who may read the metrics of a run's processes."""
+
+    tls_server_config: TlsServerConfig | None = None
+    """Encryption, and certificates of clients; null: connections are plain."""
+
+    basic_auth_users: dict[str, str] = Field(default_factory=dict)
+    """Names of users and bcrypt hashes of their passwords; none: any client that reaches an exporter may read it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_what_there_is(cls, settings: Any) -> Any:
+        tls = settings.get("tls_server_config") if isinstance(settings, Mapping) else None
+        for name in (*(settings if isinstance(settings, Mapping) else ()), *(tls if isinstance(tls, Mapping) else ())):
+            if name in _LEFT_OUT:
+                raise ConfigError(f"{name} is not supported by the exporters of a run; take it out")
+        for name in settings if isinstance(settings, Mapping) else ():  # its value may have passwords: not repeated
+            if name not in cls.model_fields:
+                near = difflib.get_close_matches(name, cls.model_fields, n=1) or cls.model_fields
+                raise ConfigError(f"unknown setting {name!r}; there is {' and '.join(near)}")
+        return settings
+
+    @field_validator("basic_auth_users", mode="before")
+    @classmethod
+    def _hashed(cls, users: object) -> object:
+        if not isinstance(users, Mapping):
+            raise ConfigError("must be a mapping of users' names to bcrypt hashes of their passwords")
+        for name, said in users.items():  # what is no hash may be a password: it is not repeated
+            if not isinstance(name, str) or not name or ":" in name:
+                raise ConfigError(f"{name!r} cannot be a user's name in basic authentication; take text without colon")
+            found = _HASH.fullmatch(said) if isinstance(said, str) else None
+            if found is None:
+                raise ConfigError(f"the password of {name!r} is no bcrypt hash; make one with htpasswd -nBC 10 {name}")
+            if not 4 <= int(found[1]) <= MOST_COST:
+                raise ConfigError(f"the hash of {name!r} has cost {int(found[1])}, but may have 4 to {MOST_COST}")
+        return users
+
+    @model_validator(mode="after")
+    def _protects(self) -> Self:
+        if self.tls_server_config is None and not self.basic_auth_users:
+            raise ValueError("has neither tls_server_config nor basic_auth_users, and protects nothing; add one")
+        return self
+
+
+def read_web_config(path: Path) -> WebConfig:
+    """The settings in a file, with all paths made whole. Raises ConfigError, naming the file."""
+    try:
+        text = read_text(path, at_most=_MOST)
+    except (OSError, ValueError) as error:
+        why = (error.strerror or error) if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"run.telemetry.web_config: cannot read {path}: {why}") from error
+    try:
+        settings = load_yaml(text, source=str(path))
+    except ConfigError as error:  # it names the file
+        raise ConfigError(f"run.telemetry.web_config: {error}") from error
+    try:
+        found = WebConfig.from_mapping(settings)
+    except ConfigError as error:
+        raise ConfigError(f"run.telemetry.web_config: {path}: {error}") from error
+    tls = found.tls_server_config
+    if tls is None:
+        return found
+    files = {name: getattr(tls, name) for name in ("cert_file", "key_file", "client_ca_file")}
+    whole = {name: str(path.parent / file) for name, file in files.items() if file is not None}
+    return found.replace(tls_server_config=tls.replace(**whole))
 
 
 class MetricsAccess:
@@ -33,12 +151,12 @@ class MetricsAccess:
     The authorities of its own certificates stay in this process's memory. What exporters show and what tools show is
     signed by different ones, so that neither can pose as the other."""
 
-    def __init__(self, run: str, web_config: str | None, clock: Callable[[], float] = time.time) -> None:
-        """``web_config``: path of the user's; None: none. ``clock``: seconds since 1970. Raises ConfigError, naming the
-        file, for what cannot be used."""
-        self._token, self._clock = secrets.token_hex(32), clock
-        self._exporters = Authority(run, on_loopback=False, clock=clock)
-        self._tools = Authority(f"{run} tools", on_loopback=False, clock=clock)
+    def __init__(self, run: str, web_config: str | None) -> None:
+        """``web_config``: path of the user's; None: none. Raises ConfigError, naming the file, for what cannot be
+        used."""
+        self._token = secrets.token_hex(32)
+        self._exporters = Authority(run, on_loopback=False)
+        self._tools = Authority(f"{run} tools", on_loopback=False)
         self._config = None if web_config is None else _web_config(Path(web_config))
         self._files = self._read()
         self._issue()
@@ -59,11 +177,11 @@ class MetricsAccess:
         if self._files is None or self._files.certificate is None:
             return None
         ends = x509.load_pem_x509_certificate(self._files.certificate).not_valid_after_utc
-        return expiry_warning(f"{_SETTING}: its cert_file", ends, datetime.fromtimestamp(self._clock(), UTC))
+        return expiry_warning(f"{_SETTING}: its cert_file", ends, datetime.fromtimestamp(time(), UTC))
 
     def _read(self) -> Protection | None:
         """What the user asks of clients."""
-        return None if self._config is None else _given(self._config, self._token, self._clock())
+        return None if self._config is None else _given(self._config, self._token)
 
     def _issue(self) -> None:
         token, given = self._token, self._files
@@ -88,12 +206,12 @@ def _web_config(path: Path) -> WebConfig:
     return config
 
 
-def _given(config: WebConfig, token: str, now: float) -> Protection:
+def _given(config: WebConfig, token: str) -> Protection:
     asks = Protection(users=config.basic_auth_users, token=token if config.basic_auth_users else None)
-    return asks if config.tls_server_config is None else _encrypted(asks, config.tls_server_config, now)
+    return asks if config.tls_server_config is None else _encrypted(asks, config.tls_server_config)
 
 
-def _encrypted(asks: Protection, tls: TlsServerConfig, now: float) -> Protection:
+def _encrypted(asks: Protection, tls: TlsServerConfig) -> Protection:
     certificate, key = _read("cert_file", tls.cert_file), _read("key_file", tls.key_file)
     made = replace(
         asks,
@@ -109,7 +227,7 @@ def _encrypted(asks: Protection, tls: TlsServerConfig, now: float) -> Protection
     except (ssl.SSLError, ValueError) as error:
         files = ", ".join(file for file in (tls.cert_file, tls.key_file, tls.client_ca_file) if file is not None)
         raise ConfigError(f"{_SETTING}: {files}: {error}; pass a certificate and its key, without password") from error
-    if until <= datetime.fromtimestamp(now, UTC):
+    if until <= datetime.fromtimestamp(time(), UTC):
         raise ConfigError(f"{_SETTING}: {tls.cert_file} was valid until {utc(until)}; renew it")
     return made
 

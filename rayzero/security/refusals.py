@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable
+from time import monotonic
 
 from rayzero.quantities import count
 from rayzero.telemetry.names import REFUSED
@@ -21,16 +20,16 @@ class Refusals:
 
     Used by one thread. Knows no protocol."""
 
-    def __init__(self, door: str, recorder: Recorder, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, door: str, recorder: Recorder) -> None:
         """``door``: where clients come in, see ``names.REFUSED``."""
-        self._door, self._recorder, self._clock = door, recorder, clock
+        self._door, self._recorder = door, recorder
         self._untold, self._told = 0, -math.inf  # since the last warning; time of that warning
 
     def note(self, reason: str, client: str, why: str) -> None:
         """One more. ``reason``: see ``names.REFUSED``. ``client``: its address. ``why``: in words."""
         self._recorder.add(REFUSED, door=self._door, reason=reason)
         self._untold += 1
-        if self._clock() - self._told >= WARN_EVERY_S:
+        if monotonic() - self._told >= WARN_EVERY_S:
             what = count(self._untold, "call" if self._door == "owner" else "client")
             log.warning("refused %s, the last from %s: %s", what, client, why)
-            self._untold, self._told = 0, self._clock()
+            self._untold, self._told = 0, monotonic()

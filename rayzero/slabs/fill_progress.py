@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
+from time import monotonic
 
 from rayzero.quantities import format_bytes
 
@@ -18,15 +17,14 @@ class FillProgress:
     """Logs a line once making takes more than a second, then every few seconds, then at the end. A ``Progress``
     (slabs/slab.py), for one call of ``create_slabs``."""
 
-    def __init__(self, who: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """``who``: the maker's name in the log. ``clock``: returns seconds."""
-        self._who, self._clock = who, clock
-        self._began = clock()
+    def __init__(self, who: str) -> None:
+        """``who``: the maker's name in the log."""
+        self._who, self._began = who, monotonic()
         self._next = self._began + _QUICK_S
 
     def __call__(self, done: int, total: int) -> None:
         """``done`` of ``total`` bytes are made."""
-        now, told = self._clock(), self._next > self._began + _QUICK_S
+        now, told = monotonic(), self._next > self._began + _QUICK_S
         if now < self._next and not (done == total and told):
             return
         self._next = now + _SAY_EVERY_S

@@ -8,18 +8,17 @@ moved to the first one's clock (telemetry/trace_file.py); the error is the diffe
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter, time
 from typing import Any, NamedTuple
 
 MOST_SPANS = 32_768  # of a process, about 5 MB; the oldest go first
 ASKED_S = 60.0  # how long spans are kept after a request
 
-Clock = Callable[[], float]
 Over = Callable[[], None]
 
 
@@ -56,15 +55,14 @@ class Spans:
 class SpanRing(Spans):
     """The latest spans of a process, while they are wanted. Knows spans; not who reads them."""
 
-    def __init__(self, clock: Clock = time.perf_counter, most: int = MOST_SPANS) -> None:
-        self._clock = clock
+    def __init__(self, most: int = MOST_SPANS) -> None:
         self._ring: deque[TraceSpan] = deque(maxlen=most)
         self._until = 0.0
         self.kept = False  # to the end of the process, and not only for a while
 
     @property
     def wanted(self) -> bool:
-        return self._clock() < self._until
+        return perf_counter() < self._until
 
     def keep(self) -> None:
         """Keep spans from now on, to the end of the process."""
@@ -74,7 +72,7 @@ class SpanRing(Spans):
         """Keep spans for ``seconds`` from now on; drops those left from an earlier request."""
         if not self.wanted:
             self._ring.clear()
-        self._until = max(self._until, self._clock() + seconds)
+        self._until = max(self._until, perf_counter() + seconds)
 
     def add(self, lane: str, name: str, start: float, end: float, step: int) -> None:
         if self.wanted:
@@ -84,10 +82,10 @@ class SpanRing(Spans):
         # called hundreds of times a step, mostly when no request was ever made: then skip reading the clock
         if not self._until or not self.wanted:
             return nothing
-        began = [self._clock()]
+        began = [perf_counter()]
 
         def over() -> None:
-            now = self._clock()  # read first, so that no thread sees the span ended before its end time
+            now = perf_counter()  # read first, so that no thread sees the span ended before its end time
             with suppress(IndexError):  # another thread was quicker
                 self.add(lane, name, began.pop(), now, step)
 
@@ -100,7 +98,7 @@ class SpanRing(Spans):
             host=clock_host(),
             node=os.uname().nodename,
             pid=os.getpid(),
-            wall_offset=time.time() - self._clock(),
+            wall_offset=time() - perf_counter(),
             full=len(spans) == self._ring.maxlen,
             spans=spans,
         )

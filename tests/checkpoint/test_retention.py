@@ -11,8 +11,8 @@ from saved import save_checkpoint
 from torch import nn
 
 import rayzero
-from rayzero.checkpoint import retention
-from rayzero.checkpoint.retention import delete_older
+from rayzero.checkpoint import reader
+from rayzero.checkpoint.reader import delete_older
 from rayzero.checkpoint.writer import sweep_stale
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import CheckpointError
@@ -69,7 +69,7 @@ def test_a_kill_in_between_leaves_what_a_sweep_removes(tmp_path: Path, monkeypat
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(retention.shutil, "rmtree", killed)
+        patch.setattr(reader.shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             delete_older(tmp_path / "step-2", 1)
     assert names(tmp_path) == [".step-1.taken", "step-2"]

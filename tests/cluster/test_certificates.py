@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import time
+from datetime import timedelta
 
 import pytest
-from clock import Clock
 from cryptography import x509
 
-from rayzero.cluster.actors import certificates as module
 from rayzero.cluster.actors.certificates import Certificates, protection_at
 from rayzero.config import SecurityConfig
 from rayzero.security.credentials import ANY_RANK, OWNER, Credentials, name_of_rank
-from rayzero.security.issuer import issuer
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry.guard import Protection
 from rayzero.telemetry.scrape import Viewer
 
-HOUR_S = 3600.0
 GIVEN, OWN = Protection(token="given"), Protection(token="own")
 
 
@@ -68,18 +64,15 @@ def test_without_access_metrics_are_for_everybody() -> None:
 
 
 @pytest.mark.parametrize("late", [["issuer"], ["access"], ["issuer", "access"], []])
-def test_one_that_is_old_is_enough_for_something_newer(monkeypatch: pytest.MonkeyPatch, late: list[str]) -> None:
-    clocks = {"issuer": Clock(), "access": Clock()}
-    for clock in clocks.values():
-        clock.now = time.time()
-    monkeypatch.setattr(module, "issuer", lambda run, config: issuer(run, config, clocks["issuer"]))
-    access = MetricsAccess("demo", None, clocks["access"])
+def test_one_that_is_old_is_enough_for_something_newer(late: list[str]) -> None:
+    access = MetricsAccess("demo", None)
     run = Certificates("demo", SecurityConfig(), access)
+    authorities = {"issuer": run._issuer, "access": access._exporters}
     before = run.of_exporter("10.0.0.1", "auto"), run.viewer
     assert before == (access.own, access.viewer)
     assert not run.refresh()
     for who in late:
-        clocks[who].now += 9 * HOUR_S
+        authorities[who]._renewed -= timedelta(hours=9)
     assert run.refresh() == bool(late)
     after = run.of_exporter("10.0.0.1", "auto"), run.viewer
     assert (after != before) == ("access" in late)

@@ -60,7 +60,7 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_loop_imports_and_reads_before_it_hands_its_model_over_is_the_processs(no_files: None) -> None:
     give_back_freed()  # what earlier tests have freed: else begin_run() gives it back and the process is as much less
     recorder, mib = MemoryRecorder(), 1 << 20
-    memory = MemorySource(SHM)
+    memory = MemorySource(SHM, recorder)
     recorder.watch(memory)
     before = recorder.gauge(MEMORY_BYTES, kind="process", tier="ram")
     text, model = torch.ones(48 * mib, dtype=torch.uint8), torch.ones(80 * mib, dtype=torch.uint8)
@@ -76,13 +76,16 @@ def test_what_a_loop_imports_and_reads_before_it_hands_its_model_over_is_the_pro
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in ("coordinator", "process_exporter"):
+        monkeypatch.setattr(f"rayzero.cluster.processes.{module}.monotonic", clock)
+    return clock
 
 
 @pytest.fixture
 def heard(clock: Clock) -> tuple[Heartbeats, MemoryRecorder]:
-    heartbeats, recorder = Heartbeats(clock), MemoryRecorder()
+    heartbeats, recorder = Heartbeats(), MemoryRecorder()
     heartbeats.enlist(["optimizer 0", "optimizer 1", "rank 0"])
     recorder.watch(heartbeats.readings)
     return heartbeats, recorder
@@ -154,7 +157,7 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path) -> None:
 
 def test_the_memory_of_the_process_is_as_the_kernel_counts(clock) -> None:
     recorder = MemoryRecorder()
-    recorder.watch(MemorySource(SHM, clock=clock))  # it stands: all of one count
+    recorder.watch(MemorySource(SHM, recorder))  # it stands: all of one count
     found = recorder.gauges()
     rss, pss, uss = (recorder.gauge(PROCESS_MEMORY_BYTES, kind=kind) for kind in ("rss", "pss", "uss"))
     assert 0 < uss <= pss <= rss

@@ -38,6 +38,7 @@ class Actors:
         self.everybody = list(EVERYBODY)
         self.certificates = Certificates()
         self.asked: list[str] = []
+        self.clock = Clock()
         self.answers: dict[int, Exception | None] = {}  # of calls that have ended
 
     def renew(self, who: str) -> int:
@@ -58,8 +59,8 @@ class Run:
     """A driver that looks when the test says so."""
 
     def __init__(self, actors: Actors, others: dict[str, Callable[[], None]] | None = None) -> None:
-        self.clock, self.actors, self.said = Clock(), actors, list[str]()
-        self.renewal = Renewal(actors, say=self.said.append, others=others, clock=self.clock)
+        self.clock, self.actors, self.said = actors.clock, actors, list[str]()
+        self.renewal = Renewal(actors, say=self.said.append, others=others)
 
     def look(self) -> list[str]:
         """Who is asked by the next look."""
@@ -74,6 +75,7 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> Actors:
     made = Actors()
     monkeypatch.setattr(renewal.ray, "wait", made.wait)
     monkeypatch.setattr(renewal.ray, "get", made.get)
+    monkeypatch.setattr(renewal, "monotonic", made.clock)
     return made
 
 

@@ -80,11 +80,13 @@ def test_a_run_that_is_refused_leaves_the_record_that_was_there(fit, tmp_path: P
     assert (tmp_path / "r" / RECORD).read_bytes() == before
 
 
-def test_phases_are_lines_on_stderr_with_the_seconds_since_the_start(fit, capsys) -> None:
+def test_phases_are_lines_on_stderr_with_the_seconds_since_the_start(fit, capsys, monkeypatch) -> None:
     now = iter((100.0, 100.0, 112.34))
-    phases = PhaseLines(lambda: next(now))
+    monkeypatch.setattr("rayzero.cluster.trainer.monotonic", lambda: next(now))
+    phases = PhaseLines()
     phases("starting Ray on this machine")
     phases("starting 2 ranks")
     assert capsys.readouterr().err == "  0.0 s  starting Ray on this machine\n 12.3 s  starting 2 ranks\n"
+    monkeypatch.undo()
     fit(lambda request, journal: request.on_phase("something"))
     assert capsys.readouterr().err.endswith(" s  something\n")

@@ -27,7 +27,7 @@ def test_a_survivor_that_a_shell_cannot_start_is_an_oserror(monkeypatch: pytest.
     monkeypatch.setattr(survivor, "_DETACH", "exit 2")
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="could not start another process"):
-        Survivor("rayzero.slabs.slab_janitor", "/nowhere", "one", "0", detached=True)
+        Survivor("rayzero.slabs.sweep", "/nowhere", "one", "0", detached=True)
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -38,7 +38,7 @@ def test_a_survivor_that_ends_when_it_is_to_be_killed_disturbs_nobody(monkeypatc
         def kill(self) -> None:
             raise psutil.NoSuchProcess(1)
 
-    made = Survivor("rayzero.slabs.slab_janitor", "/nowhere", "one", "0", detached=True)
+    made = Survivor("rayzero.slabs.sweep", "/nowhere", "one", "0", detached=True)
     monkeypatch.setattr(survivor, "ends", lambda process, patience_s: False)
     monkeypatch.setattr(made, "_process", Gone())
     made.close()

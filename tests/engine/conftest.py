@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rayzero.engine.context import RankContext, running_in
-from rayzero.engine.units.use_times import PrefetchPace
+from rayzero.engine.units.schedule import PrefetchPace
 
 
 @pytest.fixture(autouse=True)

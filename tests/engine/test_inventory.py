@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rayzero.engine.start.inventory import ModelParameterStats
+from rayzero.engine.stats import ModelParameterStats
 
 
 def model_of(*shapes: tuple[int, ...]) -> nn.Module:

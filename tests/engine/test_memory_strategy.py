@@ -9,6 +9,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from weakref import ref
 
 import pytest
@@ -20,11 +21,10 @@ from rayzero import ZeroConfig
 from rayzero.config import AutoMemoryStrategy
 from rayzero.engine.context import RankContext
 from rayzero.engine.engine import Engine
-from rayzero.engine.engine_memory import MemoryStrategy
+from rayzero.engine.engine_memory import MemoryStrategy, Relief
 from rayzero.engine.units.param_unit import UnitState
-from rayzero.memory.pressure import Pressure, PressureGauge, Resource
+from rayzero.memory.pressure import Pressure, PressureGauge, PressureLimits, Resource
 from rayzero.memory.process_memory import Stalls
-from rayzero.memory.strategy import Relief
 from rayzero.telemetry.names import (
     MEMORY_ACTION_SECONDS,
     MEMORY_ACTIONS,
@@ -48,20 +48,24 @@ def own_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Pressed:
-    """A gauge's source: the pressure that the test says, always due."""
+    """A strategy under the pressure that the test says; each look at a clock is ten seconds after the one before."""
 
-    def __init__(self, engine: Engine, strategy: AutoMemoryStrategy, share: Callable[[], float]) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, engine: Engine, strategy: AutoMemoryStrategy, share: Callable[[], float]
+    ) -> None:
         self.share = share
         self.now = 0.0
         self.recorder = MemoryRecorder()
+        for module in ("memory.pressure", "engine.engine_memory"):
+            patch.setattr(f"rayzero.{module}.monotonic", self._clock)
+        patch.setattr("rayzero.memory.pressure.read_pressure", lambda device, limits: self._read())
         engine.strategy = MemoryStrategy(
             strategy,
-            PressureGauge(self._read, self._clock),
+            PressureGauge(engine.memory.device, PressureLimits()),
             EVERYWHERE if not engine.resident else Relief(activations=EVERYWHERE.activations),
             engine.memory,
             engine.cache,
             self.recorder,
-            self._clock,
         )
 
     def _read(self) -> Pressure:
@@ -70,6 +74,14 @@ class Pressed:
     def _clock(self) -> float:
         self.now += 10.0
         return self.now
+
+
+Press = Callable[[Engine, AutoMemoryStrategy, Callable[[], float]], Pressed]
+
+
+@pytest.fixture
+def press(monkeypatch: pytest.MonkeyPatch) -> Press:
+    return partial(Pressed, monkeypatch)
 
 
 def prepared(base: nn.Module, config: ZeroConfig | None = None) -> tuple[nn.Module, rayzero.ZeroOptimizer, Engine]:
@@ -89,7 +101,12 @@ CONFIGS = {
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("memory", ["the owners'", "poisoned buffers", "buffers"])
 def test_forced_at_random_steps_the_training_keeps_its_bits(
-    strategy: AutoMemoryStrategy, config: str, memory: str, alone: RankContext, request: pytest.FixtureRequest
+    strategy: AutoMemoryStrategy,
+    config: str,
+    memory: str,
+    alone: RankContext,
+    press: Press,
+    request: pytest.FixtureRequest,
 ) -> None:
     request.getfixturevalue("monkeypatch").setenv("RAYZERO_DEBUG", "1" if memory.startswith("poisoned") else "0")
     if memory == "buffers":
@@ -98,7 +115,7 @@ def test_forced_at_random_steps_the_training_keeps_its_bits(
     model, optimizer, _ = prepared(base, CONFIGS[config])
     expected, weights = fit(model, optimizer, range(20)), rayzero.full_state_dict(model)
     model, optimizer, engine = prepared(base, CONFIGS[config])
-    pressed = Pressed(engine, strategy, chance.random)
+    pressed = press(engine, strategy, chance.random)
     assert all(torch.equal(a, b) for a, b in zip(fit(model, optimizer, range(20)), expected, strict=True))
     assert same_bits(rayzero.full_state_dict(model), weights)
     found = rayzero.stats(model).strategy
@@ -109,12 +126,14 @@ def test_forced_at_random_steps_the_training_keeps_its_bits(
     assert pressed.now > 0
 
 
-def test_idle_units_leave_under_pressure_and_may_stay_again_afterwards(alone: RankContext, own_buffers: None) -> None:
+def test_idle_units_leave_under_pressure_and_may_stay_again_afterwards(
+    alone: RankContext, press: Press, own_buffers: None
+) -> None:
     base = seeded(lambda: Net(num_layers=12))
     config = tight(base, spare=6, prefetch_buffer_size=2)
     model, optimizer, engine = prepared(base, config)
     level = 0.0
-    Pressed(engine, A.AGGRESSIVE, lambda: level)
+    press(engine, A.AGGRESSIVE, lambda: level)
     fit(model, optimizer, range(3))
     budget, free = engine.config.gpu_param_memory_budget, engine.residency.peak
     level = 0.95
@@ -138,11 +157,11 @@ def test_idle_units_leave_under_pressure_and_may_stay_again_afterwards(alone: Ra
     assert rayzero.stats(model).strategy.residency_given_up == 0
 
 
-def test_what_is_in_use_gets_memory_beyond_the_target(alone: RankContext, own_buffers: None) -> None:
+def test_what_is_in_use_gets_memory_beyond_the_target(alone: RankContext, press: Press, own_buffers: None) -> None:
     """Most layers are held by views, far more than a tenth of the budget."""
     base = seeded(lambda: Net(num_layers=8))
     model, optimizer, engine = prepared(base, tight(base, spare=7, prefetch_buffer_size=1))
-    Pressed(engine, A.EXTREME, lambda: 1.0)
+    press(engine, A.EXTREME, lambda: 1.0)
     fit(model, optimizer, range(2))
     views = [layer.up.weight[:1] for layer in model.layers[:5]]
     assert engine.residency.used > engine.residency.target
@@ -159,10 +178,10 @@ def test_a_model_that_stays_up_as_a_whole_is_left_up(alone: RankContext, own_buf
     fit(model, optimizer, range(1))
 
 
-def test_nothing_is_done_before_the_step(alone: RankContext, own_buffers: None) -> None:
+def test_nothing_is_done_before_the_step(alone: RankContext, press: Press, own_buffers: None) -> None:
     base = seeded(Net)
     model, optimizer, engine = prepared(base, tight(base))
-    pressed = Pressed(engine, A.EXTREME, lambda: 1.0)
+    pressed = press(engine, A.EXTREME, lambda: 1.0)
     token_loss(model, tokens(0)).backward()
     with torch.no_grad():
         model(tokens(0)[0])
@@ -173,10 +192,10 @@ def test_nothing_is_done_before_the_step(alone: RankContext, own_buffers: None) 
     assert set(engine.memory.freed) == {"garbage", "buffers", "malloc", "prefetch", "units"}
 
 
-def test_without_a_new_reading_a_step_does_nothing(alone: RankContext, own_buffers: None) -> None:
+def test_without_a_new_reading_a_step_does_nothing(alone: RankContext, press: Press, own_buffers: None) -> None:
     base = seeded(Net)
     model, optimizer, engine = prepared(base, tight(base))
-    pressed = Pressed(engine, A.EXTREME, lambda: 1.0)
+    pressed = press(engine, A.EXTREME, lambda: 1.0)
     fit(model, optimizer, range(1))
     engine.strategy.gauge._due = math.inf
     before = dict(engine.memory.freed)
@@ -192,9 +211,9 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def test_a_loop_that_makes_cycles_gets_their_tensors_back(alone: RankContext, no_collector: None) -> None:
+def test_a_loop_that_makes_cycles_gets_their_tensors_back(alone: RankContext, press: Press, no_collector: None) -> None:
     model, optimizer, engine = prepared(seeded(Net))
-    Pressed(engine, A.CONSERVATIVE, lambda: 0.8)
+    press(engine, A.CONSERVATIVE, lambda: 0.8)
 
     class Cycle:
         def __init__(self) -> None:
@@ -207,10 +226,10 @@ def test_a_loop_that_makes_cycles_gets_their_tensors_back(alone: RankContext, no
     assert engine.memory.freed["garbage"].bytes >= 4 << 20
 
 
-def test_all_activations_leave_under_pressure_and_their_fraction_afterwards(alone: RankContext) -> None:
+def test_all_activations_leave_under_pressure_and_their_fraction_afterwards(alone: RankContext, press: Press) -> None:
     model, optimizer, engine = prepared(seeded(Net), CONFIGS["half offloaded"])
     level, left = 0.0, []
-    Pressed(engine, A.BALANCED, lambda: level)
+    press(engine, A.BALANCED, lambda: level)
     assert engine.activations is not None
 
     def offloaded() -> int:
@@ -226,12 +245,12 @@ def test_all_activations_leave_under_pressure_and_their_fraction_afterwards(alon
 
 
 def test_each_change_is_one_line_and_every_action_is_counted(
-    alone: RankContext, own_buffers: None, caplog: pytest.LogCaptureFixture
+    alone: RankContext, press: Press, own_buffers: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     base = seeded(lambda: Net(num_layers=8))
     model, optimizer, engine = prepared(base, tight(base, spare=4))
     level = 0.3
-    pressed = Pressed(engine, A.BALANCED, lambda: level)
+    pressed = press(engine, A.BALANCED, lambda: level)
     caplog.set_level(logging.INFO, "rayzero.engine.engine_memory")
     for level in (0.3, 0.3, 0.63, 0.63, 0.9, 0.9, 0.9, 0.3, 0.3):  # noqa: B007, level is read by the gauge
         fit(model, optimizer, range(1))
@@ -255,9 +274,9 @@ def test_each_change_is_one_line_and_every_action_is_counted(
     assert recorder.total(MEMORY_ACTIONS) > 0, "counters never fall"
 
 
-def test_a_step_under_no_pressure_leaves_units_up(alone: RankContext) -> None:
+def test_a_step_under_no_pressure_leaves_units_up(alone: RankContext, press: Press) -> None:
     model, optimizer, engine = prepared(seeded(Net))
-    Pressed(engine, A.EXTREME, lambda: 0.1)
+    press(engine, A.EXTREME, lambda: 0.1)
     fit(model, optimizer, range(2))
     model(tokens(0)[0])
     assert all(unit.state is UnitState.UNSHARDED for unit in engine.units)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from rayzero.engine.units import fetch as fetching
 from rayzero.engine.units.fetch import ConditionalFetch, Fetching, Waited
 from rayzero.engine.units.residency import UnitBuffer
-from rayzero.engine.units.schedule import Phase
-from rayzero.engine.units.use_times import PrefetchPace, quantile, wanted_depth
+from rayzero.engine.units.schedule import Phase, PrefetchPace, quantile, wanted_depth
 from rayzero.memory.budget import MemoryBudget
 
 

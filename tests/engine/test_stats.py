@@ -305,12 +305,14 @@ def test_a_whole_model_that_is_recomputed_has_one_forward(alone: RankContext) ->
     assert {layer.forward.count for layer in found.layers.values()} == {1}
 
 
-def test_a_layers_time_leaves_out_waits_and_the_layers_inside(alone: RankContext) -> None:
+def test_a_layers_time_leaves_out_waits_and_the_layers_inside(
+    alone: RankContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, optimizer = prepared()
     root, inner = optimizer.engine.units[:2]
-    now, recorder = Clock(), MemoryRecorder()
-    waits = StepClock(recorder, now)
-    times = PassTimes(4, waits, Spans(), now)
+    monkeypatch.setattr("rayzero.engine.autograd.pass_times.perf_counter", now := Clock())
+    waits = StepClock(MemoryRecorder())
+    times = PassTimes(4, waits, Spans())
     times.opened()
     now.now += 1
     times.opened()
@@ -335,10 +337,10 @@ def test_a_layers_time_leaves_out_waits_and_the_layers_inside(alone: RankContext
     assert (times.forwards, times.backwards) == (1, 1)
 
 
-def test_tokens_per_second_with_peak_and_moving_average() -> None:
+def test_tokens_per_second_with_peak_and_moving_average(monkeypatch: pytest.MonkeyPatch) -> None:
     """The documented vector, 1000 tokens in 1 s and again, then a faster step."""
-    now = Clock()
-    clock = StepClock(MemoryRecorder(), now)
+    monkeypatch.setattr("rayzero.engine.step_clock.perf_counter", now := Clock())
+    clock = StepClock(MemoryRecorder())
 
     def step(tokens: int, seconds: float) -> None:
         clock.count(tokens, 0)
@@ -356,10 +358,10 @@ def test_tokens_per_second_with_peak_and_moving_average() -> None:
     assert (rate.tokens, rate.seconds, rate.average) == (6000, 4.0, 1100)
 
 
-def test_compute_and_waits_are_told_apart() -> None:
+def test_compute_and_waits_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """The documented vector: 0.8 s of compute, 0.2 s of communication."""
-    now = Clock()
-    clock = StepClock(MemoryRecorder(), now)
+    monkeypatch.setattr("rayzero.engine.step_clock.perf_counter", now := Clock())
+    clock = StepClock(MemoryRecorder())
     clock.enter("forward")
     now.now += 1.0
     clock.waited("fetch", 0.2)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from clock import Clock
 
 from rayzero.engine.step_clock import PHASES, StepClock
 from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS, OVERLAP_RATIO, STEP, STEP_PHASE_SECONDS, STEP_SECONDS
 from rayzero.telemetry.recorder import MemoryRecorder
 
 
-class Time:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def time() -> Time:
-    return Time()
+def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("rayzero.engine.step_clock.perf_counter", clock)
+    return clock
 
 
 @pytest.fixture
@@ -28,7 +24,7 @@ def recorder() -> MemoryRecorder:
 
 @pytest.fixture
 def clock(recorder, time) -> StepClock:
-    return StepClock(recorder, time, step=7)
+    return StepClock(recorder, step=7)
 
 
 def phases(recorder: MemoryRecorder) -> dict[str, float]:
@@ -36,7 +32,7 @@ def phases(recorder: MemoryRecorder) -> dict[str, float]:
     return {phase: seconds for phase, seconds in found.items() if seconds}
 
 
-def pass_through(clock: StepClock, time: Time, **seconds: float) -> None:
+def pass_through(clock: StepClock, time: Clock, **seconds: float) -> None:
     for phase, spent in seconds.items():
         clock.enter(phase)
         time.now += spent
@@ -122,7 +118,7 @@ def test_a_trace_has_phases_and_waits_where_they_were(clock, recorder, time) -> 
     pass_through(clock, time, forward=1)
     clock.enter("data")
     found = [span for span in recorder.spans.recorded().spans if span.end > span.start]
-    assert [(span.lane, span.name, span.start - 1000, span.end - 1000, span.step) for span in found] == [
+    assert [(span.lane, span.name, span.start - 100, span.end - 100, span.step) for span in found] == [
         ("wait", "optimizer", 4, 5, 7),
         ("wait", "fetch", 5, 7, 7),
         ("step", "forward", 0, 7, 7),

@@ -16,8 +16,7 @@ from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.fetch import DeviceCopy, Fetching, Waited
 from rayzero.engine.units.partition import build_layout
 from rayzero.engine.units.residency import UnitBuffer
-from rayzero.engine.units.schedule import Phase
-from rayzero.engine.units.use_times import PrefetchPace, UseTimes
+from rayzero.engine.units.schedule import Phase, PrefetchPace, UseTimes
 from rayzero.memory.budget import MemoryBudget
 from rayzero.telemetry.names import (
     EXPOSED_WAIT_SECONDS,
@@ -66,8 +65,9 @@ def recorder() -> MemoryRecorder:
 
 
 @pytest.fixture
-def times(lane: Any, recorder: MemoryRecorder) -> UseTimes:
-    return UseTimes(lane, StepClock(recorder, lambda: 0.0), recorder, ["g0"])
+def times(lane: Any, recorder: MemoryRecorder, monkeypatch: pytest.MonkeyPatch) -> UseTimes:
+    monkeypatch.setattr("rayzero.engine.step_clock.perf_counter", lambda: 0.0)
+    return UseTimes(lane, StepClock(recorder), recorder, ["g0"])
 
 
 def done() -> Future[Any]:

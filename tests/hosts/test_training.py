@@ -113,7 +113,7 @@ def test_a_driver_that_is_killed_leaves_nothing_in_the_other_hosts_memory(two_ho
     a.kill(training.record()["driver"]["pid"])
     assert training.driver.wait(LONG_S) != 0
     until(lambda: slabs_on(b) == 0, "no slabs of a run that has ended")
-    until(lambda: "rayzero.slabs.slab_janitor" not in b.run(["ps", "ax", "-o", "args"]).stdout, "no janitor")
+    until(lambda: "rayzero.slabs.sweep" not in b.run(["ps", "ax", "-o", "args"]).stdout, "no janitor")
 
 
 def slabs_on(host: Host) -> int:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from rayzero.kernels.side_stream import SideStream
+from rayzero.kernels.torch_kernel import SideStream
 from tests.cuda_streams import OURS, Cuda
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rayzero.layout.groups import layer_groups
-from rayzero.layout.model_layout import ModelLayout, ParamSlot, UnitLayout
+from rayzero.layout.model_layout import ModelLayout, ParamSlot, UnitLayout, layer_groups
 
 
 def layout_of(count: int) -> ModelLayout:

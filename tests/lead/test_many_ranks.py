@@ -19,7 +19,7 @@ import rayzero
 from rayzero.errors import StepMismatchError
 from rayzero.protocol.messages import Edit, EditKind, MeanInput, StepInputs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.owner.peers.orders import collect_request
+from rayzero.store.owner.peers import collect_request
 from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.wire import translate
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rayzero.config import AutoMemoryStrategy
+from rayzero.engine.engine_memory import Relief, measures
 from rayzero.memory.pressure import (
     MemoryReading,
     Pressure,
@@ -23,7 +24,6 @@ from rayzero.memory.pressure import (
     read_pressure,
 )
 from rayzero.memory.process_memory import HostLimits, Stalls, memory_stalls, parse_stalls
-from rayzero.memory.strategy import Relief, measures
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -161,9 +161,10 @@ def test_the_devices_share_counts_what_torch_has_given_out_and_not_what_it_keeps
     assert read_pressure(device, LIMITS).shares[Resource.DEVICE] == pytest.approx(before, abs=0.01)
 
 
-def test_pressure_is_measured_at_most_once_a_second() -> None:
+def test_pressure_is_measured_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    gauge = PressureGauge(lambda: read_pressure(CPU, LIMITS), clock=lambda: now)
+    monkeypatch.setattr("rayzero.memory.pressure.monotonic", lambda: now)
+    gauge = PressureGauge(CPU, LIMITS)
     first = gauge.read()
     assert 0 < first.share < 1
     ballast = mmap.mmap(-1, 64 << 20)  # a thousandth of the limit, in pages that nobody had before
@@ -180,7 +181,7 @@ def test_pressure_is_measured_at_most_once_a_second() -> None:
 
 
 def test_a_reading_costs_at_most_two_thousandths_of_its_second() -> None:
-    gauge = PressureGauge(lambda: read_pressure(CPU, LIMITS))
+    gauge = PressureGauge(CPU, LIMITS)
     seconds = []
     for _ in range(50):
         before = time.thread_time()  # a loaded machine makes a reading later, not dearer

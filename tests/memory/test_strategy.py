@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.config import AutoMemoryStrategy
-from rayzero.memory.pressure import Pressure, Resource
-from rayzero.memory.strategy import (
+from rayzero.engine.engine_memory import (
     MARGIN,
     HeldPressures,
     Measures,
@@ -22,6 +21,7 @@ from rayzero.memory.strategy import (
     measures,
     scaled_depth,
 )
+from rayzero.memory.pressure import Pressure, Resource
 
 A = AutoMemoryStrategy
 ALL = frozenset(Resource)

@@ -18,7 +18,7 @@ from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels.optimizer_class import OptimizerMaker
 from rayzero.kernels.optimizer_trial import require_elementwise
 from rayzero.owner.owned_model import choose_rule
-from rayzero.owner.update.rules import AdamRule
+from rayzero.owner.rules import AdamRule
 from rayzero.protocol.hyper import resolve_optimizer
 from rayzero.protocol.messages import Hyper, ModelSpec
 

@@ -11,7 +11,7 @@ from store.toy import Grads, flatten, make_spec, random_grads
 from torch import Tensor
 
 from owner.owner import owner_of
-from rayzero.owner.update.group_norms import GroupNorms
+from rayzero.owner.updates import GroupNorms
 from rayzero.protocol.messages import MASTER, Action, ModelSpec
 from rayzero.telemetry.metric import Metric
 from rayzero.telemetry.names import GROUP_GRAD_NORM, GROUP_PARAM_NORM, GROUP_UPDATE_NORM

@@ -20,8 +20,7 @@ from rayzero.checkpoint.files.tensor_file import DeferredTensor, TensorFileWrite
 from rayzero.errors import CheckpointAbandonedError, CheckpointWriteError
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner
-from rayzero.owner import held_version
-from rayzero.owner.held_version import HeldVersion
+from rayzero.owner.checkpoint import HeldVersion
 from rayzero.telemetry.names import CHECKPOINT_STALL_SECONDS
 from rayzero.telemetry.recorder import MemoryRecorder
 
@@ -49,7 +48,7 @@ def test_a_file_has_the_version_and_copies_stay_in_their_budget(
     seed: int, budget: int, decoded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The updater and the writer run against each other, and change turns at random between two pieces."""
-    monkeypatch.setattr(held_version, "PIECE_BYTES", 1000)
+    monkeypatch.setattr("rayzero.owner.checkpoint.PIECE_BYTES", 1000)
     memory, draws = shards(), random.Random(seed)
     version = held(memory, budget, decoded=decoded)
     turn = threading.Semaphore(0)

@@ -7,6 +7,7 @@ import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -63,18 +64,21 @@ class Checked:
     def __init__(self, work: RecipeWork, folder: Path, hardware: Hardware | None = FAST, *hosts: str) -> None:
         self.now, self.looks, self.said = 0.0, 0, list[str]()
         self.silent: set[str] = set()
-        self.check = PlanCheck(work, hardware, folder, self.said.append, look=self.look, clock=lambda: self.now)
+        self.check = PlanCheck(work, hardware, folder)
         self.check.started(record(*(hosts or ("h",))))
 
-    def look(self, targets: tuple[Target, ...]) -> Scrape:
+    def look(self, targets: tuple[Target, ...], **_: Any) -> Scrape:
         self.looks += 1
         pages = [(one, TOLD.get(one.role, "") + MEMORY) for one in targets]
         answers = [Scraped(target=one, series=None if one.who in self.silent else parse_series(p)) for one, p in pages]
         return Scrape(at=self.now, processes=tuple(answers))
 
     def rows(self, first: int, last: int, seconds: float = 0.1) -> None:
-        for step in range(first, last + 1):
-            self.check.take(row(step, seconds))
+        module = "rayzero.recipes.plan_check"
+        with patch(f"{module}.scrape", self.look), patch(f"{module}.monotonic", lambda: self.now):
+            for step in range(first, last + 1):
+                found = self.check.take(row(step, seconds))
+                self.said += [] if found is None else [found]
 
 
 def row(step: int, seconds: float) -> StepRow:

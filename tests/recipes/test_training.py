@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from clock import Clock
 from rich.console import Console
 from rich.progress import Progress
 from saved import save_checkpoint
@@ -137,24 +138,30 @@ def row(step: int, validation: float | None = None) -> StepRow:
     )  # fmt: skip
 
 
-def told(steps: list[tuple[float, StepRow]], *, terminal: bool) -> list[str]:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("rayzero.recipes.training.monotonic", clock)
+    return clock
+
+
+def told(clock: Clock, steps: list[tuple[float, StepRow]], *, terminal: bool) -> list[str]:
     """The steps that had a line, by rows and the seconds at which they came."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=100)
-    now = [0.0]
     progress = Progress(console=console, disable=True)
-    line = ProgressLine(progress, console, total=100, done=0, clock=lambda: now[0])
+    line = ProgressLine(progress, console, total=100, done=0)
     for at, one in steps:
-        now[0] = at
+        clock.now = at
         line.show(one)
     assert progress.tasks[0].completed == steps[-1][1].step
     return [text.split()[1] for text in out.getvalue().splitlines() if "step " in text]
 
 
 @pytest.mark.parametrize(("terminal", "lines"), [(False, ["1/100", "3/100", "4/100", "5/100"]), (True, ["4/100"])])
-def test_slow_steps_have_a_line_each_and_validated_ones_always(terminal: bool, lines: list[str]) -> None:
+def test_slow_steps_have_a_line_each_and_validated_ones_always(clock: Clock, terminal: bool, lines: list[str]) -> None:
     steps = [(0.0, row(1)), (0.5, row(2)), (1.2, row(3)), (1.3, row(4, 2.4)), (2.4, row(5))]
-    assert told(steps, terminal=terminal) == lines
+    assert told(clock, steps, terminal=terminal) == lines
 
 
 def test_a_long_line_that_is_written_beside_the_bar_is_not_broken_in_two() -> None:

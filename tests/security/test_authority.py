@@ -49,9 +49,11 @@ def test_each_process_has_a_certificate_of_its_own_that_only_its_run_signed() ->
     assert not made.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
 
 
-def test_certificates_are_renewed_three_times_in_their_life_and_the_authority_does_not_end() -> None:
-    clock = Clock()
-    run = Authority("x", on_loopback=False, clock=clock)
+def test_certificates_are_renewed_three_times_in_their_life_and_the_authority_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rayzero.security.authority.time", clock := Clock())
+    run = Authority("x", on_loopback=False)
     first = run.issue("optimizer 0", [OWNER])
     assert first.ends.timestamp() == clock.now + LASTS.total_seconds()
     assert not run.refresh()
@@ -111,10 +113,13 @@ def test_given_files_that_are_replaced_are_what_processes_get_next(tmp_path: Pat
     assert run.issue("rank 0", []).certificate == new.certificate
 
 
-def test_given_files_that_may_end_before_the_run_are_named_and_refused_once_they_have(tmp_path: Path) -> None:
+def test_given_files_that_may_end_before_the_run_are_named_and_refused_once_they_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, clock = RUN.issue("all", BOTH, SAID_BEFORE + timedelta(days=1)), Clock()
     clock.now = time.time()
-    run = GivenFiles(files(tmp_path, made), clock)
+    monkeypatch.setattr("rayzero.security.issuer.time", clock)
+    run = GivenFiles(files(tmp_path, made))
     assert run.warning is None
     clock.now += timedelta(days=2).total_seconds()
     assert run.warning is not None

@@ -11,9 +11,10 @@ from rayzero.telemetry.recorder import MemoryRecorder
 
 
 @pytest.mark.promise("observable", "tls")
-def test_all_are_counted_and_few_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    recorder, clock = MemoryRecorder(), Clock()
-    refusals = Refusals("metrics", recorder, clock)
+def test_all_are_counted_and_few_are_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayzero.security.refusals.monotonic", clock := Clock())
+    recorder = MemoryRecorder()
+    refusals = Refusals("metrics", recorder)
     for n in range(1000):
         refusals.note("password" if n % 2 else "slow", f"10.0.0.{n % 8}", "it says so")
     assert caplog.messages == ["refused 1 client, the last from 10.0.0.0: it says so"]

@@ -16,17 +16,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rayzero.slabs import slab_janitor
 from rayzero.slabs.hold import Hold, held_in
-from rayzero.slabs.slab_janitor import SlabJanitor, clear_up
-from rayzero.slabs.sweep import sweep
+from rayzero.slabs.sweep import SlabJanitor, clear_up, main, sweep
 
 from .test_hold import leave, made
 
 MAKER = """
 import json, os, sys
 from pathlib import Path
-from rayzero.slabs.slab_janitor import SlabJanitor
+from rayzero.slabs.sweep import SlabJanitor
 janitor = SlabJanitor(Path(sys.argv[1]), "one", float(sys.argv[2]))
 assert "torch" not in sys.modules
 child = os.fork() if sys.argv[3:] else None
@@ -173,9 +171,9 @@ def test_a_janitor_holds_what_a_successor_may_need(
             held.extend(each.lineage for each in held_in(tmp_path))
             return []
 
-    monkeypatch.setattr(slab_janitor, "Maker", Maker)
+    monkeypatch.setattr("rayzero.slabs.sweep.Maker", Maker)
     leave(tmp_path, "one")
-    slab_janitor.main()
+    main()
     assert held == ["one"] * (patience_s > 0)
     assert list(tmp_path.iterdir()) == []
 
@@ -188,7 +186,7 @@ def test_a_janitor_that_was_killed_disturbs_nobody(tmp_path: Path) -> None:
 
 
 def test_slabs_stay_while_a_process_of_their_run_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slab_janitor, "_LOOK_S", 0.01)
+    monkeypatch.setattr("rayzero.slabs.sweep._LOOK_S", 0.01)
     leave(tmp_path, "one")
     lives, other = made(tmp_path), made(tmp_path, lineage="two")
     waits = threading.Thread(target=clear_up, args=(tmp_path, "one", 0.0))

@@ -26,8 +26,7 @@ from rayzero.store.host.door import Door
 from rayzero.store.host.lead_questions import LeadQuestions
 from rayzero.store.host.links.caller import Caller
 from rayzero.store.host.links.owner_link import OwnerLink
-from rayzero.store.owner.calls.long_polls import Repeats
-from rayzero.store.owner.calls.questions import answers_to, begin_questions
+from rayzero.store.owner.calls.long_polls import Repeats, answers_to, begin_questions
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.shm.signals import available
 from rayzero.store.wire.failures import to_failure

@@ -21,7 +21,7 @@ from forked import forked
 from rayzero.concurrency.backoff import backoff
 from rayzero.concurrency.processes import ProcessIdentity
 from rayzero.errors import RankLeftError, StallError, StoreClosedError, StoreError, TransferError
-from rayzero.store.owner.calls.running_calls import RunningCalls
+from rayzero.store.owner.calls.rank_links import RunningCalls
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.rank_store import RankStore

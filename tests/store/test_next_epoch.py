@@ -24,11 +24,11 @@ from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner import shard_source
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.memory.next_epoch import EpochFacts
-from rayzero.store.owner.peers import shard_source
-from rayzero.store.owner.peers.shard_source import RemoteShards
 from rayzero.store.owner.server import serve_models
+from rayzero.store.owner.shard_source import RemoteShards
 from rayzero.store.owner.tensor_port import OwnerStream
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection

@@ -21,8 +21,8 @@ from rayzero.errors import HandshakeError, RayZeroError, StoreError
 from rayzero.kernels.stamps import STAMP, TileStamps
 from rayzero.kernels.torch_kernel import TorchKernel
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
+from rayzero.owner import rules
 from rayzero.owner.service import ShardService
-from rayzero.owner.update import rules
 from rayzero.protocol.messages import Action, Decision, ModelSpec
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs

@@ -14,9 +14,16 @@ from rayzero.store.host.stall import StallWatch
 from store.toy import WAIT
 
 
-def test_a_wait_without_progress_fails_and_says_who_waits_for_what() -> None:
-    clock, doing = Clock(), "updating tile 310/512"
-    watch = StallWatch("rank 1", 10.0, clock, poll_s=None)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("rayzero.store.host.stall.monotonic", clock)
+    return clock
+
+
+def test_a_wait_without_progress_fails_and_says_who_waits_for_what(clock: Clock) -> None:
+    doing = "updating tile 310/512"
+    watch = StallWatch("rank 1", 10.0, poll_s=None)
     future: Future[None] = watch.watch(Future(), "layers.7 v42 from optimizer 2", lambda _: settled(doing))
     watch.check_all()
     clock.now += 9.0
@@ -37,9 +44,9 @@ def test_a_wait_that_begins_after_the_end_fails_with_it() -> None:
         watch.watch(Future(), "x", lambda _: settled("y")).result(0)
 
 
-def test_progress_renews_the_wait() -> None:
-    clock, tiles = Clock(), iter(range(100))
-    watch = StallWatch("rank 0", 10.0, clock, poll_s=None)
+def test_progress_renews_the_wait(clock: Clock) -> None:
+    tiles = iter(range(100))
+    watch = StallWatch("rank 0", 10.0, poll_s=None)
     future: Future[None] = watch.watch(Future(), "x", lambda _: settled(f"updating tile {next(tiles)}/100"))
     for _ in range(20):
         clock.now += 9.0
@@ -47,9 +54,8 @@ def test_progress_renews_the_wait() -> None:
     assert not future.done()
 
 
-def test_a_wait_that_ends_is_forgotten() -> None:
-    clock = Clock()
-    watch = StallWatch("rank 0", 10.0, clock, poll_s=None)
+def test_a_wait_that_ends_is_forgotten(clock: Clock) -> None:
+    watch = StallWatch("rank 0", 10.0, poll_s=None)
     future: Future[int] = watch.watch(Future(), "x", lambda _: settled("nothing"))
     future.set_result(5)
     clock.now += 100.0
@@ -83,11 +89,10 @@ class Peer:
 
 
 @pytest.mark.parametrize("timeout_s", [4.0, 6.0, 60.0, 600.0])
-def test_a_peer_that_falls_silent_is_noticed_within_one_and_a_half_timeouts(timeout_s: float) -> None:
+def test_a_peer_that_falls_silent_is_noticed_within_one_and_a_half_timeouts(clock: Clock, timeout_s: float) -> None:
     """Also one whose silence has another reason each time: only news are progress. The clock goes on as the watch's
     thread would: it sleeps between passes, and a pass in which nobody answers lasts as long as an answer may."""
-    clock = Clock()
-    watch, peer = StallWatch("rank 1", timeout_s, clock, poll_s=None), Peer(clock)
+    watch, peer = StallWatch("rank 1", timeout_s, poll_s=None), Peer(clock)
     future: Future[None] = watch.watch(Future(), "the norm of step 3", peer.describe)
     for tile in range(40):  # it works for a while, longer than the timeout
         clock.now += timeout_s / 8
@@ -104,9 +109,9 @@ def test_a_peer_that_falls_silent_is_noticed_within_one_and_a_half_timeouts(time
     assert clock.now - stopped >= timeout_s
 
 
-def test_bytes_that_come_are_progress_while_the_peer_is_silent() -> None:
-    clock, came = Clock(), iter(range(100))
-    watch, peer = StallWatch("rank 0", 10.0, clock, poll_s=None), Peer(clock)
+def test_bytes_that_come_are_progress_while_the_peer_is_silent(clock: Clock) -> None:
+    came = iter(range(100))
+    watch, peer = StallWatch("rank 0", 10.0, poll_s=None), Peer(clock)
     peer.silent = "no answer"
     future: Future[None] = watch.watch(Future(), "x", peer.describe, lambda: next(came))
     for _ in range(20):
@@ -117,8 +122,7 @@ def test_bytes_that_come_are_progress_while_the_peer_is_silent() -> None:
 
 def test_a_pass_ends_however_many_waits_begin_while_it_lasts() -> None:
     """Each look at a wait begins another one, as a training that goes on does."""
-    clock = Clock()
-    watch = StallWatch("rank 0", 10.0, clock, poll_s=None)
+    watch = StallWatch("rank 0", 10.0, poll_s=None)
     asked = []
 
     def describe(timeout_s: float) -> Future[str]:
@@ -152,10 +156,9 @@ def test_all_peers_are_asked_before_any_answer_is_waited_for() -> None:
     assert {wait.account() for wait in watch._waits.values()} == {"it works"}
 
 
-def test_thousands_of_steps_leave_no_wait_and_ask_nobody() -> None:
+def test_thousands_of_steps_leave_no_wait_and_ask_nobody(clock: Clock) -> None:
     """A wait that ends at once is never asked about; nothing is kept of it, whether the watch looks or not."""
-    clock = Clock()
-    watch = StallWatch("rank 0", 8.0, clock, poll_s=1.0)
+    watch = StallWatch("rank 0", 8.0, poll_s=1.0)
     peer, made = Peer(clock), []
     watch._run = lambda: None  # type: ignore[method-assign]  # no thread: the test looks
     for step in range(6000):

@@ -14,7 +14,7 @@ from forked import forked
 
 from rayzero.store.owner.calls.allowance import BODIES, UPLOADS, WAITING
 from rayzero.store.owner.calls.allowance import CALLS as CALLS_AT_ONCE
-from rayzero.store.owner.health import SERVICE
+from rayzero.store.owner.server import SERVICE
 from rayzero.store.wire.rpc import (
     CHANNEL_OPTIONS,
     OWNER_SERVICE,

@@ -108,7 +108,7 @@ POINTS = {
     "owner.apply": Point(f"{_SERVICE}.apply", _BEFORE, repeats=True),
     "owner.decided": Point("rayzero.owner.publisher:Publisher.decided", _AFTER),
     "owner.adam": Point(
-        "rayzero.owner.update.rules:AdamRule.update",
+        "rayzero.owner.rules:AdamRule.update",
         _INSIDE,
         inside=strikes.die_in_the_update,
         counts=strikes.middle_page,
@@ -163,7 +163,7 @@ POINTS = {
         "rayzero.store.owner.memory.shared_owner:write_record", _INSIDE, inside=strikes.die_in_the_record
     ),
     "lead.after-record": Point("rayzero.lead.decide:DecisionJournal.write", _AFTER),
-    "lead.ordered": Point("rayzero.store.owner.peers.shared_peer:SharedPeer.apply", _AFTER),
+    "lead.ordered": Point("rayzero.store.owner.peers:SharedPeer.apply", _AFTER),
     "lead.tell": Point(f"{_LEAD}._tell_ranks", _BEFORE),
     "lead.mean": Point(f"{_LEAD}.mean", _BEFORE, repeats=True),
     "lead.write": Point(f"{_LEAD}.write", _BEFORE),  # each counts: whoever brings calls to the lead drops repeats
@@ -173,7 +173,7 @@ POINTS = {
     "lead.before-manifest": Point("rayzero.checkpoint.writer:_commit_staged", _BEFORE),
     "lead.after-manifest": Point("rayzero.checkpoint.writer:_commit_staged", _AFTER),
     "lead.call": Point(
-        "rayzero.store.owner.peers.wire_peer:_Channel.call",
+        "rayzero.store.owner.peers:_Channel.call",
         _BEFORE,
         repeats=True,
         lost=strikes.lose_order,

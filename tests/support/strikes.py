@@ -88,5 +88,5 @@ def lose_answer(ask: Any, channel: Any, _: Any) -> None:
 
 def lose_order(*_: Any) -> NoReturn:
     """A call of the lead to another owner never arrives."""
-    grpc: Any = importlib.import_module("rayzero.store.owner.peers.wire_peer").grpc  # only the store imports it
+    grpc: Any = importlib.import_module("rayzero.store.owner.peers").grpc  # only the store imports it
     raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), _LOST)

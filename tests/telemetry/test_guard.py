@@ -335,11 +335,20 @@ def test_the_runs_own_protection_lets_its_tools_in_and_nobody_else(serve: Open) 
     assert "PRIVATE" not in repr(made)
 
 
-def test_new_certificates_are_shown_from_the_next_connection_on(serve: Open) -> None:
-    """What has a page before keeps its connection; what was shown before is no good any more."""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What a run takes for the time, when it makes certificates and when it reads them."""
     clock = Clock()
-    clock.now = time.time() - LASTS.total_seconds()
-    made = MetricsAccess("demo", None, clock)
+    clock.now = time.time()
+    for module in ("authority", "metrics_access"):
+        monkeypatch.setattr(f"rayzero.security.{module}.time", clock)
+    return clock
+
+
+def test_new_certificates_are_shown_from_the_next_connection_on(serve: Open, clock: Clock) -> None:
+    """What has a page before keeps its connection; what was shown before is no good any more."""
+    clock.now -= LASTS.total_seconds()
+    made = MetricsAccess("demo", None)
     exporter, old = serve(made.own), made.viewer
     assert "expired" in str(step_seen(exporter, made.own, old))
     clock.now = time.time()
@@ -349,11 +358,10 @@ def test_new_certificates_are_shown_from_the_next_connection_on(serve: Open) -> 
 
 
 def test_files_that_are_replaced_and_the_tools_own_certificate_are_taken_over(
-    serve: Open, tmp_path: Path, authority: TestAuthority
+    serve: Open, tmp_path: Path, authority: TestAuthority, clock: Clock
 ) -> None:
-    clock = Clock()
-    clock.now = time.time() - LASTS.total_seconds()
-    made = MetricsAccess("demo", written(tmp_path, asks_for_clients(authority) + USERS), clock)
+    clock.now -= LASTS.total_seconds()
+    made = MetricsAccess("demo", written(tmp_path, asks_for_clients(authority) + USERS))
     exporter = serve(made.given)
     assert isinstance(step_seen(exporter, made.given, made.viewer), str), "the tools' has ended"
     clock.now = time.time()

@@ -18,13 +18,15 @@ from rayzero.telemetry.trace_file import LANES, last_steps, rows_of, trace_of
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("rayzero.telemetry.spans.perf_counter", clock)
+    return clock
 
 
 @pytest.fixture
 def ring(clock: Clock) -> SpanRing:
-    return SpanRing(clock, most=3)
+    return SpanRing(most=3)
 
 
 def names_in(ring: SpanRing) -> list[str]:

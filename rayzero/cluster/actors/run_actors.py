@@ -137,7 +137,7 @@ class RunActors:
         owners' addresses.
 
         owners: see ``plan_owners``. share: directory of shared memory, None: none. slab_dir: where it would be.
-        max_failures: how often whoever dies may be started again (``start_owner``, ``start_rank``; the coordinator by
+        max_failures: how often a dead member may be started again (``start_owner``, ``start_rank``; the coordinator by
         Ray). keep: what stays in shared memory if this process is killed. former: what an earlier run has left there.
         discovery_dir: where the run will be announced to Prometheus; None: nowhere.
 
@@ -370,8 +370,8 @@ class RunActors:
         self._joining = []
 
     def enter(self, ownership: Ownership, addresses: Sequence[str]) -> None:
-        """The next epoch stands: whoever joins is an owner from now on, also in the place of another one, which parts;
-        and whoever takes an owner's place later belongs to it."""
+        """The next epoch stands: an optimizer actor that joins is an owner from now on, also in the place of one that
+        parts; and a later successor of an owner belongs to it."""
         joining, self._joining = self._joining, []
         for each in joining:
             assert each.member is not None, f"{each.who} has not answered"
@@ -518,5 +518,5 @@ class RunActors:
         self.spares = Spares(0, (), self._make_spare)
         self.local.close()  # its janitor holds the slabs that successors may need
         if self._share is not None and self._share.is_dir():
-            # slabs of killed processes on this node; other nodes have janitors (slabs/slab_janitor.py)
+            # slabs of killed processes on this node; other nodes have janitors (slabs/sweep.py)
             sweep(self._share)

@@ -5,7 +5,7 @@ takes part and what happens. No training step waits for it.
 
 [Note: another coordinator] If its process dies, Ray starts another one, which knows nothing. It has a *life* of its
 own, which its answers name: so the driver notices and tells it who takes part, and each rank sends its last reports
-again. Whoever gets those knows which it has had: the log by its rows, the driver by their numbers.
+again. Their receivers know which they have had: the log by its rows, the driver by their numbers.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from time import monotonic, time
 from typing import NamedTuple
 
 import ray
@@ -126,8 +126,7 @@ class Heartbeats:
 
     Knows names such as "rank 0"; not what a late process means for the run (supervision.py)."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._heard: dict[str, float] = {}  # by process
         self._worked: dict[str, float] = {}  # owners: update seconds in total
         self._before: dict[str, float] = {}  # the same when the imbalance was last computed
@@ -135,7 +134,7 @@ class Heartbeats:
 
     def enlist(self, everyone: Sequence[str]) -> None:
         """Set the processes that must send heartbeats from now on."""
-        now = self._clock()
+        now = monotonic()
         self._heard = {who: self._heard.get(who, now) for who in everyone}
         self._worked = {who: seconds for who, seconds in self._worked.items() if who in self._heard}
 
@@ -143,7 +142,7 @@ class Heartbeats:
         """Record a heartbeat. ``update_seconds``: of an owner, since its start."""
         if who not in self._heard:
             return
-        self._heard[who] = self._clock()
+        self._heard[who] = monotonic()
         if update_seconds is not None:
             self._worked[who] = update_seconds
             self._compare()
@@ -158,7 +157,7 @@ class Heartbeats:
 
     def readings(self) -> Iterator[Reading]:
         """The coordinator's gauges for it."""
-        now, states = self._clock(), Counter[tuple[str, str]]()
+        now, states = monotonic(), Counter[tuple[str, str]]()
         for who, heard in list(self._heard.items()):
             age = now - heard
             states[kind_of(who), "late" if age > LATE_S else "ready"] += 1
@@ -237,7 +236,7 @@ class Coordinator:
         )
 
     def _happened(self, text: str, *, bad: bool = False) -> None:
-        self._events = (*self._events, RunEvent(time.time(), text, bad))[-EVENTS_KEPT:]
+        self._events = (*self._events, RunEvent(time(), text, bad))[-EVENTS_KEPT:]
 
     async def beat(self, who: str, update_seconds: float | None) -> None:
         self._heartbeats.beat(who, update_seconds)

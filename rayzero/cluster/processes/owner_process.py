@@ -25,7 +25,7 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.cluster.run import Load, Member, optimizer_name
     from rayzero.elastic.reform import Step
     from rayzero.kernels.bandwidth import measure_bandwidth
-    from rayzero.memory.pressure import PressureGauge, read_host_pressure
+    from rayzero.memory.pressure import PressureGauge, PressureLimits
     from rayzero.memory.process_memory import own_bytes
     from rayzero.owner.terms import OwnerTerms
     from rayzero.protocol.ownership import Ownership
@@ -61,7 +61,7 @@ class OwnerSettings:
     device: str = "cpu"  # where masters and states lie
     ownership: Ownership | None = None  # who owns what by now; None: it is the run's first epoch
     succeeds: bool = False  # it takes over the slabs of a dead owner of its number, or those prepared for its epoch
-    replaces_members: bool = False  # whoever dies is started again
+    replaces_members: bool = False  # the dead are started again
     token: str = field(repr=False)  # every call to the owner must carry it
     tls: Credentials | None = None  # what it shows to others; None: it uses no TLS
     network: str | None = None  # of the address that it listens at; None: any
@@ -244,19 +244,14 @@ class OptimizerActor(MemberProcess):
         owner, own = self._served, self._settings
         assert own is not None
 
-        def update_seconds() -> float:
-            return self._recorder.timing(OPTIMIZER_UPDATE_SECONDS).total
-
         self._recorder.set(OPTIMIZER_THREADS, own.threads)
         self._recorder.set(OPTIMIZER_CORES, len(os.sched_getaffinity(0)))
         bandwidth = measure_bandwidth(own.threads) if self._measure_bandwidth else None
         if bandwidth is not None:
             self._recorder.set(HOST_BANDWIDTH_LIMIT, bandwidth)
-        gauge = PressureGauge(partial(read_host_pressure, own.share))
+        gauge = PressureGauge(torch.device("cpu"), PressureLimits(slab_dir=own.share))
         self._recorder.watch(partial(_process_readings, owner.models, own_bytes(), gauge))
-        self._exporter = ProcessExporter(
-            settings, self._recorder, coordinator=coordinator, update_seconds=update_seconds
-        )
+        self._exporter = ProcessExporter(settings, self._recorder, coordinator=coordinator)
         return self._exporter.target
 
     def load(self) -> Load:

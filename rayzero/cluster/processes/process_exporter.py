@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from rayzero.cluster.run import TRACE_PATH
@@ -26,6 +26,7 @@ from rayzero.telemetry.names import (
     HOST_MEMORY_HEADROOM_BYTES,
     HOST_MEMORY_LIMIT_BYTES,
     MEMORY_BYTES,
+    OPTIMIZER_UPDATE_SECONDS,
     PROCESS_MEMORY_BYTES,
     SHM_LIMIT_BYTES,
     SHM_USED_BYTES,
@@ -76,15 +77,11 @@ class MemorySource:
     Adds to the memory ledger what no other source reports: the process before the run, and the rest of its heap. [Note:
     the ledger]"""
 
-    def __init__(
-        self, slab_dir: Path, told: Callable[[], float] = lambda: 0.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """``told()``: bytes of the heap that other sources report."""
-        self._slab_dir = slab_dir
-        self._told = told
-        self._clock = clock
+    def __init__(self, slab_dir: Path, recorder: MemoryRecorder) -> None:
+        """``recorder``: its other sources report bytes of the heap by purpose."""
+        self._slab_dir, self._recorder = slab_dir, recorder
         self._now = self._before = LedgerCount(process_memory(), heap_use(), 0.0)
-        self._measured = clock()
+        self._measured = monotonic()
 
     def begin_run(self, model_bytes: int) -> None:
         """Take the process's present memory, less ``model_bytes`` of its heap, as its memory before the run."""
@@ -108,10 +105,15 @@ class MemorySource:
             yield Reading(HOST_MEMORY_LIMIT_BYTES, limit, {"source": source})
 
     def _count(self) -> LedgerCount:
-        if self._clock() - self._measured >= _MEASURE_S:
+        if monotonic() - self._measured >= _MEASURE_S:
             self._now = LedgerCount(process_memory(), heap_use(), self._told())
-            self._measured = self._clock()
+            self._measured = monotonic()
         return self._now
+
+    def _told(self) -> float:
+        """Bytes of the heap that the recorder's other sources report by purpose."""
+        series = self._recorder.gauges(without=self).get(MEMORY_BYTES, {})
+        return sum(size for labels, size in series.items() if dict(labels)["tier"] == "ram")
 
 
 class ProcessExporter:
@@ -123,13 +125,12 @@ class ProcessExporter:
         recorder: MemoryRecorder,
         *,
         coordinator: Any = None,
-        update_seconds: Callable[[], float] | None = None,
         pages: Mapping[str, Page] | None = None,
     ) -> None:
         """Listen; ``target`` has the address. Also serves the recorder's spans; a request makes it keep spans for a
         while.
 
-        ``coordinator``, ``update_seconds``: see ``Pulse``. Raises ConfigError if the port is not available."""
+        ``coordinator``: see ``Pulse``. Raises ConfigError if the port is not available."""
         if settings.trace:
             recorder.spans.keep()
         all_pages = {TRACE_PATH: Page("application/json", partial(_spans, recorder.spans))} | dict(pages or {})
@@ -143,12 +144,12 @@ class ProcessExporter:
             protection=settings.protection,
             refused=Refusals("metrics", recorder).note,
         )
-        memory = MemorySource(settings.slab_dir, lambda: _told(recorder, memory))
+        memory = MemorySource(settings.slab_dir, recorder)
         recorder.watch(memory)
         self.begin_run = memory.begin_run
         self.target = settings.target(exporter.address)
         self._exporter = exporter
-        self._pulse = None if coordinator is None else Pulse(settings.who, coordinator, update_seconds)
+        self._pulse = None if coordinator is None else Pulse(settings, coordinator, recorder)
 
     def renew(self, protection: Protection) -> None:
         self._exporter.renew(protection)
@@ -163,29 +164,24 @@ class ProcessExporter:
 class Pulse:
     """Sends the coordinator a heartbeat every ``BEAT_S`` and does not wait for an answer."""
 
-    def __init__(self, who: str, coordinator: Any, update_seconds: Callable[[], float] | None) -> None:
-        """``coordinator``: its actor handle. ``update_seconds``: see :meth:`Heartbeats.beat`."""
-        self._who, self._coordinator, self._update_seconds = who, coordinator, update_seconds
+    def __init__(self, settings: ExporterSettings, coordinator: Any, recorder: MemoryRecorder) -> None:
+        """``coordinator``: its actor handle. ``recorder``: has an owner's update seconds."""
+        self._settings, self._coordinator, self._recorder = settings, coordinator, recorder
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="rayzero-pulse", daemon=True)
         self._thread.start()
 
     def _beat(self) -> None:
+        is_owner, who = self._settings.role is Role.OPTIMIZER, self._settings.who
         while True:
-            worked = None if self._update_seconds is None else self._update_seconds()
-            self._coordinator.beat.options(max_task_retries=0).remote(self._who, worked)  # the next one comes soon
+            worked = self._recorder.timing(OPTIMIZER_UPDATE_SECONDS).total if is_owner else None
+            self._coordinator.beat.options(max_task_retries=0).remote(who, worked)  # the next one comes soon
             if self._ended.wait(BEAT_S):
                 return
 
     def close(self) -> None:
         self._ended.set()
         self._thread.join()
-
-
-def _told(recorder: MemoryRecorder, memory: MemorySource) -> float:
-    """Bytes of the heap that the recorder's other sources report by purpose."""
-    series = recorder.gauges(without=memory).get(MEMORY_BYTES, {})
-    return sum(size for labels, size in series.items() if dict(labels)["tier"] == "ram")
 
 
 def _spans(ring: SpanRing) -> bytes:

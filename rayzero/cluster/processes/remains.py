@@ -8,8 +8,7 @@ from pathlib import Path
 
 import ray
 
-from rayzero.slabs.slab_janitor import SlabJanitor
-from rayzero.slabs.sweep import sweep
+from rayzero.slabs.sweep import SlabJanitor, sweep
 
 _SUCCEEDS_S = 150.0  # until a death is noticed and its successor is up, on a loaded machine
 
@@ -25,7 +24,7 @@ class Remains:
 
     @classmethod
     def of_run(cls, lineage: str, driver_node: str, *, replaces: bool, over: str | None = None) -> Remains:
-        """Those of a run. ``replaces``: whoever dies is started again."""
+        """Those of a run. ``replaces``: the dead are started again."""
         return cls(lineage=lineage, driver_node=driver_node, needed_s=_SUCCEEDS_S if replaces else 0.0, over=over)
 
     def janitor(self, share: Path | None) -> SlabJanitor | None:

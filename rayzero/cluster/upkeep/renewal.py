@@ -10,8 +10,8 @@ place, or joins, gets a fresh one at its start.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
+from time import monotonic
 from typing import Any
 
 import ray
@@ -34,12 +34,11 @@ class Renewal:
         *,
         say: Callable[[str], None],
         others: Mapping[str, Callable[[], None]] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``say``: called with what does not work, and once with certificates that may end before the run. ``others``:
-        by name, what tells those who are no members. ``clock``: in seconds."""
-        self._actors, self._say, self._others, self._clock = actors, say, dict(others or {}), clock
-        self._looked = clock()
+        by name, what tells those who are no members."""
+        self._actors, self._say, self._others = actors, say, dict(others or {})
+        self._looked = monotonic()
         self._owed: set[str] = set()
         self._asked: dict[Any, str] = {}  # call -> who
         self._problem: str | None = None  # with the user's files, at the last look
@@ -49,8 +48,8 @@ class Renewal:
     def act(self) -> None:
         """Take answers and, once a minute, see whether there is something to renew. Does not wait."""
         self._take_answers()
-        if self._clock() - self._looked >= LOOK_S:
-            self._looked = self._clock()
+        if monotonic() - self._looked >= LOOK_S:
+            self._looked = monotonic()
             self._look()
 
     def _look(self) -> None:

@@ -11,8 +11,8 @@ they are what issuing the kernels took, and whatever the host waited for in betw
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from time import perf_counter
 
 import torch
 
@@ -22,21 +22,18 @@ from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.telemetry.spans import Spans
 from rayzero.telemetry.tally import Tally
 
-Clock = Callable[[], float]
-
 
 class PassTimes:
     """Times a rank's passes, on the computing thread.
 
     Knows when modules' forwards began and units' gradients were complete; not what they compute."""
 
-    def __init__(self, num_units: int, waits: StepClock, spans: Spans, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, num_units: int, waits: StepClock, spans: Spans) -> None:
         """``waits``: has the open step's number, and the seconds that the rank has waited."""
         self._waits = waits
         self._spans = spans
-        self._clock = clock
         self._opened: list[list[float]] = []  # running calls, outermost first: [began, waited before, time of others]
-        self._since = clock()  # backward has been working on the next unit
+        self._since = perf_counter()  # backward has been working on the next unit
         self._waited = waits.waiting  # until then
         self._in_backward = False
         self._graph_in = -1  # the last step in which a module ran with grad
@@ -54,7 +51,7 @@ class PassTimes:
         """A module's units are up; it begins to compute."""
         if torch.is_grad_enabled():
             self._graph_in = self._waits.step
-        self._opened.append([self._clock(), self._waits.waiting, 0.0])
+        self._opened.append([perf_counter(), self._waits.waiting, 0.0])
 
     @property
     def may_have_graph(self) -> bool:
@@ -66,7 +63,7 @@ class PassTimes:
         began, waited, others = self._opened.pop()
         if not units:
             return
-        now = self._clock()
+        now = perf_counter()
         active = now - began - (self._waits.waiting - waited)
         if self._opened:
             self._opened[-1][2] += active
@@ -79,18 +76,18 @@ class PassTimes:
 
     def end_forward(self) -> None:
         self.forwards += graph_task_id() < 0  # a recomputation is part of its backward
-        self._mark(self._clock())
+        self._mark(perf_counter())
 
     def begin_backward(self) -> None:
         """Autograd unpacks a weight or delivers a gradient, for the first time in this pass or again."""
         if not self._in_backward:
             self._in_backward = True
-            self._mark(self._clock())
+            self._mark(perf_counter())
 
     def completed(self, unit: ParamUnit) -> None:
         """The unit has all gradients that this pass brings."""
         self._in_backward = True
-        now = self._clock()
+        now = perf_counter()
         self.backward[unit.index].add(now - self._since - (self._waits.waiting - self._waited))
         if self._spans.wanted:
             self._spans.add("backward", unit.name, self._since, now, self._waits.step)

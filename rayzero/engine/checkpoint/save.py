@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from rayzero.checkpoint.manifest import MANIFEST, rank_file_name
-from rayzero.checkpoint.reader import CheckpointReader
-from rayzero.checkpoint.retention import delete_older
+from rayzero.checkpoint.reader import CheckpointReader, delete_older
 from rayzero.checkpoint.state_values import pack, unpack
 from rayzero.checkpoint.writer import check_target, staging_path, unwritten, withdraw, write_rank_state
 from rayzero.convert.remote_checkpoints import local_checkpoint, newest_checkpoint

@@ -1,6 +1,6 @@
 """Keeps gathered parameters within their budget of bytes on the device, and owns the buffers they lie in.
 
-[Note: the target] Under memory pressure, units aim at less than the budget (memory/strategy.py). The target is a wish:
+[Note: the target] Under memory pressure, units aim at less than the budget (engine_memory.py). The target is a wish:
 what computes gets its memory up to the budget. So a lower target evicts earlier, and never fails.
 
 [Note: the budget] Every gathered unit leases its bytes from ``gpu_param_memory_budget``, whether they are in a buffer

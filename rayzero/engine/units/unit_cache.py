@@ -32,12 +32,11 @@ from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.fetch import Fetching
 from rayzero.engine.units.param_unit import ParamUnit, UnitState
 from rayzero.engine.units.residency import Residency
-from rayzero.engine.units.schedule import Phase, UnitSchedule
+from rayzero.engine.units.schedule import Phase, PrefetchPace, UnitSchedule, UseTimes
 from rayzero.engine.units.transfers import UnitTransfers
-from rayzero.engine.units.use_times import PrefetchPace, UseTimes
 from rayzero.engine.units.written_units import WrittenUnits
 from rayzero.errors import MemoryPlanError, UnsupportedError
-from rayzero.layout.groups import layer_groups
+from rayzero.layout.model_layout import layer_groups
 from rayzero.memory.pool import buffer_bytes
 from rayzero.protocol.bits import digest_of, same_bits
 from rayzero.protocol.messages import COMPUTE, Write

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -100,3 +101,13 @@ def check_reports(step: int, reports: Sequence[FinishReport], spec: ModelSpec) -
                 f"rank {report.rank} counted {count(len(report.counts), 'unit')}, but the layout has "
                 f"{len(spec.layout.units)}"
             )
+
+
+@dataclass(eq=False)
+class OpenStep:
+    """Which step is open, and what ranks have pushed for it. Only ``Contributions`` writes it; ``ShardSums`` reads."""
+
+    number: int
+    ranks: dict[int, RankGradients] = field(default_factory=dict)  # those that have attached
+    collection: Collection | None = None  # once its reports are here
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while anything of the step is read or changed

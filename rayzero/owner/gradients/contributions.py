@@ -14,9 +14,8 @@ from torch import Tensor
 from rayzero.concurrency.futures import chain, fail, failed, settle
 from rayzero.errors import HandshakeError, StateLostError, StepMismatchError, StoreError
 from rayzero.kernels.rank_sum import summed_with
-from rayzero.owner.gradients.collection import Collection, check_reports
+from rayzero.owner.gradients.collection import Collection, OpenStep, check_reports
 from rayzero.owner.gradients.landing import Admission, RankGradients, RoundLanding, check_push, check_summands
-from rayzero.owner.gradients.open_step import OpenStep
 from rayzero.owner.gradients.shard_sums import ShardSums, TotalListener, nothing_heard
 from rayzero.owner.gradients.squares import Squares
 from rayzero.owner.shard import OwnedShard, ShardState, ShardWork, StepWork

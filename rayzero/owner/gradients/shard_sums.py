@@ -19,9 +19,8 @@ from rayzero.errors import StepMismatchError
 from rayzero.kernels import choose_round_sum
 from rayzero.kernels.native import Range
 from rayzero.kernels.rank_sum import GROUP
-from rayzero.owner.gradients.collection import Collection
+from rayzero.owner.gradients.collection import Collection, OpenStep
 from rayzero.owner.gradients.landing import Landing, RankGradients, RoundLanding, SpareMemory
-from rayzero.owner.gradients.open_step import OpenStep
 from rayzero.owner.gradients.squares import Squares
 from rayzero.owner.shard import Contributors, OwnedShard
 from rayzero.owner.updater import Updater

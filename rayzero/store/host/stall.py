@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
+from time import monotonic
 from typing import Any, TypeVar
 
 from rayzero.concurrency.futures import fail, failed
@@ -63,7 +63,6 @@ class StallWatch:
         self,
         who: str,
         stall_timeout: float,
-        clock: Callable[[], float] = time.monotonic,
         *,
         poll_s: float | None = 0.0,
     ) -> None:
@@ -72,7 +71,6 @@ class StallWatch:
         the caller calls ``check_all``, which asks about every wait."""
         self._who = who
         self._timeout = stall_timeout
-        self._clock = clock
         self._poll_s = min(stall_timeout / 8, _POLL_S) if poll_s == 0.0 else poll_s
         least, most = _ANSWER_S
         self._answer_s = min(max(stall_timeout / 4, least), most)
@@ -93,7 +91,7 @@ class StallWatch:
         progress, such as the number of messages received."""
         if future.done():
             return future
-        now = self._clock()
+        now = monotonic()
         wait = _PeerWait(future, what, describe, moved, began=now, since=now, at=moved())
         number = next(self._numbers)
         with self._changed:
@@ -130,7 +128,7 @@ class StallWatch:
     def check_all(self) -> None:
         """Check every wait that is old enough, once. All peers are asked at once, with one deadline, so a check takes
         as long as the slowest answer, however many waits there are or begin meanwhile."""
-        now = self._clock()
+        now = monotonic()
         with self._changed:
             due = [wait for wait in self._waits.values() if now - wait.began >= (self._poll_s or 0.0)]
         answers = [_asked(wait, self._answer_s) for wait in due]
@@ -151,7 +149,7 @@ class StallWatch:
         """Fail the wait when nothing has changed for too long."""
         if wait.future.done():
             return
-        now = self._clock()
+        now = monotonic()
         wait.take(answer, now)
         if now - wait.since >= self._timeout:
             waited = f"{now - wait.began:.3g} s"

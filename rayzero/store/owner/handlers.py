@@ -26,15 +26,13 @@ from rayzero.owner.service import ShardService
 from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Published
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.owner.calls.long_polls import Repeats, ended, result_of
-from rayzero.store.owner.calls.questions import LEAD_CALLS, answers_to, begin_questions
+from rayzero.store.owner.calls.long_polls import LEAD_CALLS, Repeats, answers_to, begin_questions, ended, result_of
 from rayzero.store.owner.known_specs import KnownSpecs
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.publish_streams import PublishStream
-from rayzero.store.owner.pushes import receive_push
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.owner.tensor_port import OwnerStream
-from rayzero.store.owner.upload_stream import UploadStream, connection_of, open_connection
+from rayzero.store.owner.upload_stream import UploadStream, connection_of, open_connection, receive_push
 from rayzero.store.wire import translate
 from rayzero.store.wire.failures import from_failure, to_failure
 from rayzero.store.wire.payload import byte_view

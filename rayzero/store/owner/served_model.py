@@ -31,11 +31,9 @@ from rayzero.store.host.door import Door, require_away
 from rayzero.store.host.links.caller import Caller
 from rayzero.store.host.mirror_memory import MirrorMemory
 from rayzero.store.owner.calls.long_polls import Repeats
-from rayzero.store.owner.calls.rank_links import RankLinks
-from rayzero.store.owner.calls.running_calls import RunningCalls
+from rayzero.store.owner.calls.rank_links import RankLinks, RunningCalls
 from rayzero.store.owner.hosted import Hosted
-from rayzero.store.owner.peers.shared_peer import SharedPeer
-from rayzero.store.owner.peers.wire_peer import RemotePeer
+from rayzero.store.owner.peers import RemotePeer, SharedPeer
 from rayzero.store.owner.publish_streams import PublishStreams
 from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.owner.tensor_port import TensorPort

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import grpc
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from rayzero.concurrency.event_loop import shared_loop
 from rayzero.errors import EpochOverError, StoreError, UnsupportedError
@@ -23,12 +24,11 @@ from rayzero.security.credentials import Identity
 from rayzero.store.owner.access import AccessCheck
 from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.handlers import ModelCalls
-from rayzero.store.owner.health import Health
 from rayzero.store.owner.hosted import Hosted, HostedModels
 from rayzero.store.owner.memory.next_epoch import PreparedMemory, prepare
 from rayzero.store.owner.memory.shared_owner import SharedOwner
-from rayzero.store.owner.peers.shard_source import RemoteShards
 from rayzero.store.owner.served_model import ServedModel, ServerTerms
+from rayzero.store.owner.shard_source import RemoteShards
 from rayzero.store.owner.tensor_port import TensorPort
 from rayzero.store.shm.words import leads, let_stand
 from rayzero.store.wire.rpc import SERVER_OPTIONS, CallTerms, add_port
@@ -45,7 +45,7 @@ class OwnerServer:
     ``StepLead``.
 
     Knows its address, its models and when it is stopping; not what a call does (handlers.py). All servers of a
-    process share one event-loop thread. The server does not own its services: whoever made them closes them, after
+    process share one event-loop thread. The server does not own its services: their maker closes them, after
     ``stop()``.
     """
 
@@ -348,3 +348,50 @@ def serve_models(
 
 def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+SERVICE = "grpc.health.v1.Health"
+
+_WATCHERS = 64  # the most at once: callers without a token must not fill this process's memory
+
+
+class Health:
+    """Answers whether this owner serves.
+
+    [Note: requests unread] Callers show no token, so nothing they send is read, not even which service they ask about:
+    all services of a server are in one state, and an unknown one gets the same answer. Runs on the event loop."""
+
+    def __init__(self) -> None:
+        self._status, self._watchers = HealthCheckResponse.SERVING, 0
+        self._changed = asyncio.Event()
+
+    def stop(self) -> None:
+        """Answer from now on that this owner does not serve."""
+        self._status = HealthCheckResponse.NOT_SERVING
+        self._changed.set()
+
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        """The handler for a grpc.aio server."""
+        answer = HealthCheckResponse.SerializeToString
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Check": grpc.stream_unary_rpc_method_handler(self._check, None, answer),
+                "Watch": grpc.stream_stream_rpc_method_handler(self._watch, None, answer),
+            },
+        )
+
+    async def _check(self, requests: AsyncIterator[bytes], context: Any) -> HealthCheckResponse:
+        return HealthCheckResponse(status=self._status)
+
+    async def _watch(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        if self._watchers >= _WATCHERS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_WATCHERS} callers watch already: use Check")
+        self._watchers += 1
+        try:
+            await context.write(HealthCheckResponse(status=self._status))
+            if self._status == HealthCheckResponse.SERVING:
+                await self._changed.wait()
+                await context.write(HealthCheckResponse(status=self._status))
+        finally:
+            self._watchers -= 1

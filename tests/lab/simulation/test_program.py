@@ -10,7 +10,7 @@ from lab.simulation.program import Verb, record_steps
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.prepare import plan_units
-from rayzero.engine.units.use_times import PrefetchPace
+from rayzero.engine.units.schedule import PrefetchPace
 from rayzero.errors import MemoryPlanError
 from rayzero.memory.pool import buffer_bytes
 

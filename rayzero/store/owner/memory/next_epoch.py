@@ -1,10 +1,10 @@
-"""Prepares an owner's memory for the next epoch, while the owners of the present one stand still.
+"""Prepares an owner's memory for the next epoch, while the owners of the present one stand still, and frees what moved.
 
 On one host, the tensors of shards stay where they are, in slabs that their first owners have made: ranks' windows over
 them stay as they are, and nothing is copied. What an owner has to know of its shards (what was published and applied,
 where the tensors lie, how often each slice was updated) is in the control slabs of their owners, and is written into a
 new one. Shards of owners on other hosts come from those, with all that they have of them (``ShardSource``), into slabs
-that are made here. From there on, whoever serves as that owner takes over as a successor does. Nothing that is made
+that are made here. From there on, that owner's process takes over as a successor does. Nothing that is made
 here counts before the new lead's slab is told that its epoch stands.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,12 +29,13 @@ from rayzero.owner.shard import OwnedShard, allocate
 from rayzero.protocol.gradient_sum import has_totals
 from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.ownership import Ownership
+from rayzero.slabs.arena import REGION
 from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.store.owner.memory.control_slab import ControlSlab
 from rayzero.store.owner.memory.slabs import TENSORS, OwnerSlabs, is_control
 from rayzero.store.shm import words
-from rayzero.store.shm.places import Places
+from rayzero.store.shm.places import Places, SlabId, all_places
 from rayzero.store.shm.shard_lines import APPLIED, CONTENT, DECIDED, PUBLISHED, ShardLines
 from rayzero.store.shm.shared_plan import LATER, SharedPlan, of_lineage
 
@@ -240,3 +241,60 @@ def _note_epoch(
 def _facts_of(control: ControlSlab) -> EpochFacts:
     record = control.words("record") if words.leads(control.slab) else None
     return EpochFacts(kernel=control.slab.header.facts.kernel, began=control.words("began"), record=record)
+
+
+def free_moved(spec: ModelSpec, epoch: int, directory: Path, *, punched: str) -> int:
+    """Free the memory of tensors that no owner of this host uses in an epoch that stands: remove slabs, and give pages
+    back of slabs of the role ``punched`` ("params", "state") that have other tensors, too. Returns the bytes.
+    Idempotent; the owners of a host may call it at once.
+
+    [Note: parameters that moved away] What a rank has mapped stays, if its slab is removed; but pages that are given
+    back read as zeros. So parameters are not given back before the ranks of this host have ended the step in which the
+    owners changed, and the next one, whose parameters may still be copied from there to a device."""
+    assert punched in TENSORS
+    used = _used(spec, epoch, directory)
+    freed = 0
+    for slab, facts in of_lineage(spec, directory):
+        if facts.role not in TENSORS:
+            continue
+        ranges = used.get((facts.role, SlabId.of(facts)))
+        if ranges is None:
+            slab.path.unlink(missing_ok=True)
+            freed += slab.bytes
+        elif facts.role == punched:
+            freed += _punch(spec, slab.path, ranges)
+    return freed
+
+
+def _used(spec: ModelSpec, epoch: int, directory: Path) -> Mapping[tuple[str, SlabId], Sequence[tuple[int, int]]]:
+    """What the owners of an epoch that are on this host use, by slab and its role: (start, stop), in bytes."""
+    used = defaultdict[tuple[str, SlabId], list[tuple[int, int]]](list)
+    for slab, facts in of_lineage(spec, directory):
+        if is_control(facts, epoch):
+            control = Slab.attach(slab.path, writable=False, run=spec.run, layout_digest=spec.layout.digest)
+            for role, at, offset, size in all_places(control):
+                used[role, at].append((offset, offset + size))
+            control.close()
+    return used
+
+
+def _punch(spec: ModelSpec, path: Path, ranges: Sequence[tuple[int, int]]) -> int:
+    try:
+        slab = Slab.attach(path, writable=True, run=spec.run, layout_digest=spec.layout.digest)
+    except HandshakeError:  # another owner has removed it
+        return 0
+    freed = sum(slab.punch(start, stop - start) for start, stop in _gaps(slab, ranges))
+    slab.close()
+    return freed
+
+
+def _gaps(slab: Slab, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """What of the tensors' region is in none of the ranges: (start, stop), in bytes from the slab's start."""
+    for region in slab.header.regions_of(REGION):
+        at = region.offset
+        for start, stop in sorted(ranges):
+            if at < start:
+                yield at, start
+            at = max(at, stop)
+        if at < region.offset + region.bytes:
+            yield at, region.offset + region.bytes

@@ -26,8 +26,7 @@ from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import SHARED_MEMORY, sweep
 from rayzero.store.host.door import Door
 from rayzero.store.owner.memory.control_slab import ControlSlab
-from rayzero.store.owner.memory.moved_shards import free_moved
-from rayzero.store.owner.memory.next_epoch import carried
+from rayzero.store.owner.memory.next_epoch import carried, free_moved
 from rayzero.store.owner.memory.slabs import FormerSlabs, OwnerSlabs, former_loops
 from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.shm.listener import Listener
@@ -169,7 +168,7 @@ class SharedOwner:
             former.remove()
             return None
         if leads(control):
-            let_stand(control)  # whoever had to may have died first; nobody succeeds in an epoch that does not stand
+            let_stand(control)  # the owner that had to may have died; no owner is succeeded before
         self._control, self._lines, self._taken_over = control, lines, True
         self._loops = former_loops(plan, self.owner, self.directory)
         return former

@@ -1,1 +1,0 @@
-"""The update rules: how a decision becomes new masters."""
