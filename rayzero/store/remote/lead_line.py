@@ -26,7 +26,7 @@ from rayzero.store.host.links.long_poll import LongPoll
 from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.host.stall import StallWatch
 from rayzero.store.rank.epochs import Epochs
-from rayzero.store.rank.lead_history import LeadHistory
+from rayzero.store.rank.history import LeadHistory
 from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import STORE_SERVICE, methods

@@ -25,7 +25,7 @@ from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.stall import StallWatch
 from rayzero.store.rank.connection import GradientSender, Joined
 from rayzero.store.rank.epochs import Epochs
-from rayzero.store.rank.loop_history import LoopHistory
+from rayzero.store.rank.history import LoopHistory
 from rayzero.store.rank.memory.rank_memory import RankMemory
 from rayzero.store.rank.rank_store import closed_error
 from rayzero.store.remote.handshake import Handshake
