@@ -19,7 +19,7 @@ from rayzero.owner.gradients.squares import Squares, choose_squares
 from rayzero.owner.memory import DeviceMemory, HostMemory, LeftOnDevice, MemoryMaker
 from rayzero.owner.shard import OwnedShard, allocate
 from rayzero.owner.terms import OwnerTerms
-from rayzero.owner.update.elementwise import ElementwiseRule
+from rayzero.owner.update.class_rule import ClassRule
 from rayzero.owner.update.rules import AdamRule, UpdateRule
 from rayzero.protocol.gradient_sum import has_totals
 from rayzero.protocol.hyper import resolve_optimizer
@@ -170,7 +170,7 @@ def choose_rule(spec: ModelSpec, device: torch.device | None = None) -> UpdateRu
     check_moments(spec.moments, cls, spec.hyper)
     if cls in ADAMS:
         return AdamRule(spec, decoupled=cls is torch.optim.AdamW, device=device)
-    return ElementwiseRule(spec, cls)
+    return ClassRule(spec, cls)
 
 
 def check_same(ours: OwnedModel, spec: ModelSpec, rank: int, owner: int, *, comes_back: bool) -> None:
