@@ -189,7 +189,7 @@ class Manifest:
         pieces = self.pieces.get((slot.name, kind), ())
         dtype = dtype_name(unit.dtype if kind == COMPUTE else torch.float32)
         cuts = [(piece.start, piece.stop) for piece in pieces]
-        grid = grid_of(slot, self.spec.layout.shard_numel, at_most=len(cuts))
+        grid = grid_of(self.spec.layout, unit, slot, at_most=len(cuts))
         if cuts != grid:
             raise CheckpointError(
                 f"step {self.step}: {kind} of {slot.name!r} is not complete: "
@@ -298,11 +298,15 @@ def slots_of(layout: ModelLayout) -> Iterable[tuple[UnitLayout, ParamSlot]]:
     return ((unit, slot) for unit in layout.units for slot in unit.slots)
 
 
-def grid_of(slot: ParamSlot, shard_numel: int, *, at_most: float = math.inf) -> list[tuple[int, int]]:
+def grid_of(
+    layout: ModelLayout, unit: UnitLayout, slot: ParamSlot, *, at_most: float = math.inf
+) -> list[tuple[int, int]]:
     """The element ranges that the shard grid cuts a parameter into. Stops after ``at_most`` + 1 of them, because a
     manifest may claim a parameter of 2**62 elements."""
+    if layout.whole_parameters and unit.trainable:
+        return [(0, slot.numel)] if slot.numel else []
     ranges: list[tuple[int, int]] = []
-    at = slot.start
+    at, shard_numel = slot.start, layout.shard_numel
     while at < slot.stop and len(ranges) <= at_most:
         end = min((at // shard_numel + 1) * shard_numel, slot.stop)
         ranges.append((at - slot.start, end - slot.start))

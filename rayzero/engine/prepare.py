@@ -53,7 +53,7 @@ from rayzero.engine.values import hook_state_dict_loads
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS, check_moments
 from rayzero.kernels.optimizer_class import OptimizerMaker
-from rayzero.kernels.optimizer_trial import require_elementwise
+from rayzero.kernels.optimizer_trial import Scope, require_owned
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.memory.malloc import give_back_freed, keep_some_buffers
 from rayzero.protocol.messages import Hyper, ModelSpec
@@ -124,12 +124,13 @@ def prepare(
     refuse_buffers(model)
     hyper = hyper_of(optimizer, type(optimizer))
     make = maker_of(optimizer, hyper)
-    verdicts = [] if make.cls in ADAMS else [require_elementwise(make, options) for options in hyper]
+    verdicts = [] if make.cls in ADAMS else [require_owned(make, options) for options in hyper]
     number = context.prepared if context.connect is not None else 0  # without a run, each model has owners of its own
     chosen = chosen_resume(context, resume)
     began = None if chosen is None else of_model(chosen, number)
     recorder = LaterModelRecorder(context.recorder) if number else context.recorder
-    plan = plan_units(model, config, units)
+    whole = any(verdict.scope is not Scope.ELEMENT for verdict in verdicts)
+    plan = plan_units(model, config, units, whole_parameters=whole)
     stays_up(plan.layout, config)
     match_modules([model], config.offload_activations, "offload_activations")
     if context.rank == 0:
@@ -310,8 +311,11 @@ def _has_stepped(state: Mapping[str, Any]) -> bool:
     return bool(state) and float(state.get("step", 1)) > 0
 
 
-def plan_units(model: nn.Module, config: ZeroConfig, units: UnitRule | None = None) -> UnitPlan:
-    """The unit plan of a model under a config. units: overrides the config's."""
+def plan_units(
+    model: nn.Module, config: ZeroConfig, units: UnitRule | None = None, *, whole_parameters: bool = False
+) -> UnitPlan:
+    """The unit plan of a model under a config. ``units``: overrides the config's. ``whole_parameters``: see
+    ``build_layout``."""
     codec = CODECS[config.cpu_compression]
     return build_layout(
         model,
@@ -322,6 +326,7 @@ def plan_units(model: nn.Module, config: ZeroConfig, units: UnitRule | None = No
         keep_fp32=config.keep_fp32,
         frozen_masters=config.frozen_masters and not codec.lossy,
         frozen_codec=codec.name,
+        whole_parameters=whole_parameters,
     )
 
 

@@ -207,9 +207,9 @@ def stepped_once(optimizer: torch.optim.Optimizer) -> State:
 
 @outside_modes
 def state_template(make: OptimizerMaker, hyper: Hyper, *, stepped: bool = True) -> State:
-    """What the class keeps for an fp32 parameter of 64 elements after one update, or before any with ``stepped=False``:
-    name -> tensor or number."""
-    param = Parameter(torch.zeros(64, dtype=torch.float32, device="cpu"))
+    """What the class keeps for an fp32 matrix of 64 elements after one update, or before any with ``stepped=False``:
+    name -> tensor or number. (A class may take matrices only; one whose states depend on the shape is not run.)"""
+    param = Parameter(torch.zeros(8, 8, dtype=torch.float32, device="cpu"))
     optimizer = make.build([hyper], [[param]])
     return stepped_once(optimizer) if stepped else dict(optimizer.state.get(param, {}))
 

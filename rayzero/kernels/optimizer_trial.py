@@ -56,7 +56,6 @@ _FEWER_BITS = re.compile(r"[48]-?bit|fp8", re.IGNORECASE)  # in names of classes
 _REFUSED = {  # reasons that are clearer than the trial's
     "LBFGS": "it needs a closure and a line search over all parameters",
     "SparseAdam": "it takes sparse gradients only",
-    "Muon": "it orthogonalises whole matrices",
     "Adafactor": "it factors whole matrices and scales by their norm",
 }
 
@@ -113,20 +112,26 @@ class TrialVerdict:
     """What a class can do with some options."""
 
     scope: Scope
-    reason: str = ""  # why a parameter cannot be cut
+    reason: str = ""  # why owners cannot run it; "": they can, on whole parameters unless one may be cut
     writes: tuple[str, ...] = ()  # entries of its parameter groups that step() writes
 
 
 _verdicts: dict[tuple[type, str, str], TrialVerdict | UnsupportedError] = {}  # of this process
 
 
-def require_elementwise(make: OptimizerMaker, hyper: Hyper) -> TrialVerdict:
-    """Raise UnsupportedError that names the class and the reason unless parameters in pieces get the bits of whole
-    ones."""
+def require_owned(make: OptimizerMaker, hyper: Hyper, *, whole: bool = True) -> TrialVerdict:
+    """What owners can do with a class. Raises UnsupportedError that names class and reason unless instances that
+    each have a part of the model train it as one does. ``whole``: they have whole parameters; else these may be
+    cut."""
     refuse_known(make)
     verdict = try_class(make, hyper)
-    if verdict.scope is not Scope.ELEMENT:
+    if verdict.reason:
         raise UnsupportedError(f"{make.name} cannot run on shards: {verdict.reason}")
+    if verdict.scope is not Scope.ELEMENT and not whole:
+        raise UnsupportedError(
+            f"{make.name} needs whole parameters with these options, and those of the groups at rayzero.prepare() let "
+            "shards cut them: give it such a group there"
+        )
     return verdict
 
 
@@ -160,15 +165,14 @@ def _try(make: OptimizerMaker, hyper: Hyper) -> TrialVerdict:
         plain = _plain_course(make, hyper, shapes)
         if plain.zeroed:
             raise _refusal(make, f"its zero_grad() changes {', '.join(plain.zeroed)} of its parameter groups")
-        failed = ""
         try:
             in_pieces = not (plain.odd_state or plain.moved) and plain.followed(
                 make, plain.shapes.pieces(), made_again=True
             )
-        except Exception as exc:
-            in_pieces, failed = False, f"a trial on slices raised {exc!r}"
+        except Exception:  # it takes no flat pieces
+            in_pieces = False
         if not in_pieces:
-            return _in_whole(make, plain, failed)
+            return _in_whole(make, plain)
         writes = _written(make, plain)
     return TrialVerdict(Scope.ELEMENT, writes=writes)
 
@@ -185,8 +189,8 @@ def _plain_course(make: OptimizerMaker, hyper: Hyper, shapes: _Shapes) -> _Cours
     raise _refusal(make, f"a trial step without a closure, on dense tensors, raised {reason!r}") from reason
 
 
-def _in_whole(make: OptimizerMaker, plain: _Course, failed: str) -> TrialVerdict:
-    """What a class can do that does not train pieces, and why not."""
+def _in_whole(make: OptimizerMaker, plain: _Course) -> TrialVerdict:
+    """What a class can do that does not train pieces."""
     if not plain.equals(_plain_course(make, plain.hyper, plain.shapes)):
         raise _refusal(make, "two equal trials gave different weights: it draws random numbers")
     if plain.moved:
@@ -204,17 +208,12 @@ def _in_whole(make: OptimizerMaker, plain: _Course, failed: str) -> TrialVerdict
             f"it keeps {plain.odd_state}, not one number or one value for each element; {_INSTEAD}, or for fewer bytes "
             f"{_IN_8_BITS}"
         )
-    if failed:
-        return verdict(f"{failed}; {_INSTEAD}")
-    if not plain.followed(make, plain.shapes.pieces()):
-        return verdict(
-            "it is not element-wise: a parameter split into slices gets other values than the whole one, so it cannot "
-            f"run on shards; {_INSTEAD}"
-        )
     if plain.long_numbers:
         return verdict(
             f"it keeps {', '.join(plain.long_numbers)} as a number in fp64, of which owners keep fp32; {_INSTEAD}"
         )
+    if plain.followed(make, plain.shapes.whole(), made_again=True):
+        return verdict()
     changes = f", and step() changes its attributes {', '.join(plain.changed)}" if plain.changed else ""
     return verdict(
         "an instance that is made again from its states, as when a run resumes, goes on with other values: it keeps "

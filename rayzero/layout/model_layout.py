@@ -2,7 +2,8 @@
 
 A *unit* has one flat vector of one dtype. A *slot* is one parameter's range in it. It starts at a multiple of ``ALIGN``
 elements and is padded to one, so that no kernel ever sees a tail and bits never depend on how work is split. A *shard*
-is a fixed-size part of the flat vector. The grid of shards depends on the layout alone, never on the number of owners.
+is a fixed-size part of the flat vector, or some whole parameters of it, if the optimizer needs these whole. The grid of
+shards depends on the layout alone, never on the number of owners.
 """
 
 from __future__ import annotations
@@ -174,13 +175,22 @@ class SlotSlice:
         return self.stop - self.start
 
 
-def cut_shards(unit: UnitLayout, shard_numel: int, first_index: int) -> tuple[Shard, ...]:
-    """Cut a unit's flat vector into shards of ``shard_numel`` elements. The last one may be shorter."""
-    starts = range(0, unit.numel, shard_numel)
+def cut_shards(unit: UnitLayout, ends: Sequence[int], first_index: int) -> tuple[Shard, ...]:
+    """Cut a unit's flat vector into shards that end at ``ends``."""
     return tuple(
-        Shard(index=first_index + i, unit=unit.index, start=start, stop=min(start + shard_numel, unit.numel))
-        for i, start in enumerate(starts)
+        Shard(index=first_index + i, unit=unit.index, start=start, stop=stop)
+        for i, (start, stop) in enumerate(pairwise((0, *ends)))
     )
+
+
+def whole_ends(unit: UnitLayout, shard_numel: int) -> list[int]:
+    """Where shards of whole parameters end: each has as many as fit into ``shard_numel`` elements, or one."""
+    ends, start = list[int](), 0
+    for slot in unit.slots:
+        if slot.padded_stop - start > shard_numel and slot.start > start:
+            ends.append(slot.start)
+            start = slot.start
+    return [*ends, unit.numel] if unit.numel > start else ends
 
 
 def slices_of(unit: UnitLayout, shard: Shard) -> tuple[SlotSlice, ...]:
@@ -204,6 +214,7 @@ class ModelLayout:
 
     units: tuple[UnitLayout, ...]
     shard_numel: int  # elements, a multiple of ALIGN
+    whole_parameters: bool = False  # no shard of a trained unit cuts a parameter: the optimizer updates whole ones
 
     def __post_init__(self) -> None:
         if self.shard_numel <= 0 or self.shard_numel % ALIGN:
@@ -215,10 +226,16 @@ class ModelLayout:
         grid: list[tuple[Shard, ...]] = []
         index = 0
         for unit in self.units:
-            shards = cut_shards(unit, self.shard_numel, index)
+            shards = cut_shards(unit, self.ends(unit), index)
             index += len(shards)
             grid.append(shards)
         return tuple(grid)
+
+    def ends(self, unit: UnitLayout) -> Sequence[int]:
+        """Where the shards of a unit end."""
+        if self.whole_parameters and unit.trainable:
+            return whole_ends(unit, self.shard_numel)
+        return [*range(self.shard_numel, unit.numel, self.shard_numel), *([unit.numel] if unit.numel else [])]
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -236,7 +253,7 @@ class ModelLayout:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able description, which ``parse_record`` reads."""
-        return {
+        return ({"whole_parameters": True} if self.whole_parameters else {}) | {
             "shard_numel": self.shard_numel,
             "units": [
                 {
@@ -275,6 +292,7 @@ class _LayoutRecord(JsonRecord):
 
     shard_numel: Whole
     units: Several[_UnitRecord]
+    whole_parameters: bool = False
 
     def layout(self) -> ModelLayout:
         """Raises ConfigError for an unknown dtype and a wrong size of shards, ValueError for a name that is not one
@@ -295,7 +313,7 @@ class _LayoutRecord(JsonRecord):
         names = Counter(slot.name for unit in units for slot in unit.slots)
         if twice := next((name for name, times in names.items() if times > 1), None):
             raise ValueError(f"parameter {reprlib.repr(twice)} comes twice")
-        return ModelLayout(units=units, shard_numel=self.shard_numel)
+        return ModelLayout(units=units, shard_numel=self.shard_numel, whole_parameters=self.whole_parameters)
 
 
 def lay_out_unit(

@@ -17,7 +17,7 @@ from rayzero.memory.process_memory import host_limits
 from rayzero.owner.checkpoint import restore_checkpoint
 from rayzero.owner.gradients.squares import Squares, choose_squares
 from rayzero.owner.memory import DeviceMemory, HostMemory, LeftOnDevice, MemoryMaker
-from rayzero.owner.rules import AdamRule, ElementwiseRule, UpdateRule
+from rayzero.owner.rules import AdamRule, ClassRule, UpdateRule
 from rayzero.owner.shard import OwnedShard, allocate
 from rayzero.owner.terms import OwnerTerms
 from rayzero.protocol.gradient_sum import has_totals
@@ -169,7 +169,7 @@ def choose_rule(spec: ModelSpec, device: torch.device | None = None) -> UpdateRu
     check_moments(spec.moments, cls, spec.hyper)
     if cls in ADAMS:
         return AdamRule(spec, decoupled=cls is torch.optim.AdamW, device=device)
-    return ElementwiseRule(spec, cls)
+    return ClassRule(spec, cls)
 
 
 def check_same(ours: OwnedModel, spec: ModelSpec, rank: int, owner: int, *, comes_back: bool) -> None:

@@ -1,7 +1,9 @@
-"""How a shard is updated: Adam by a tile kernel; any other element-wise torch optimizer by its own code."""
+"""How a shard is updated: Adam by a tile kernel; any other torch optimizer by its own code, on flat pieces of
+parameters if it is element-wise, else on whole parameters in their shapes (``ModelLayout.whole_parameters``)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -27,7 +29,7 @@ from rayzero.kernels.optimizer_class import (
     step_alone,
     unkept,
 )
-from rayzero.kernels.optimizer_trial import require_elementwise
+from rayzero.kernels.optimizer_trial import require_owned
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.torch_kernel import DEVICE_TILE, TorchKernel
 from rayzero.layout.model_layout import aligned
@@ -159,28 +161,28 @@ def _name_of(state: CodedMoment) -> str:
     return next(name for name, dtype in CODED.items() if dtype is state.codes.dtype)
 
 
-class ElementwiseRule:
+class ClassRule:
     """Runs one instance of the class per shard, on fp32 parameters that are views of the shard's master.
 
     Knows the class and each shard's instance; nothing about what the class computes. The class creates its states
     itself at a parameter's first update, as in torch, so they are outside the planned memory."""
 
-    kernel = "elementwise"
+    kernel = "torch class"
     packs = ""
     state_kinds: tuple[str, ...] = ()
 
     def __init__(self, spec: ModelSpec, cls: type[torch.optim.Optimizer]) -> None:
-        """Raises UnsupportedError when ``cls`` is not element-wise for one of the parameter groups."""
-        self._make = OptimizerMaker(cls, spec.attributes)
+        """Raises UnsupportedError when owners cannot run ``cls`` with the options of one of the parameter groups."""
+        self._make, self._whole = OptimizerMaker(cls, spec.attributes), spec.layout.whole_parameters
         for group in spec.hyper:
-            require_elementwise(self._make, group)
+            require_owned(self._make, group, whole=self._whole)
         self._hyper = spec.hyper
         self._kinds = {kind for group in spec.hyper for kind in state_template(self._make, group)} - {STEP}
         self._shards: dict[int, _ShardOptimizer] = {}
 
     def _of(self, owned: OwnedShard) -> _ShardOptimizer:
         if owned.shard.index not in self._shards:
-            self._shards[owned.shard.index] = _ShardOptimizer(self._make, self._hyper, owned)
+            self._shards[owned.shard.index] = _ShardOptimizer(self._make, self._hyper, owned, whole=self._whole)
         return self._shards[owned.shard.index]
 
     def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
@@ -223,14 +225,18 @@ class ElementwiseRule:
 class _ShardOptimizer:
     """One shard's instance of the class."""
 
-    def __init__(self, make: OptimizerMaker, hyper: Sequence[Hyper], owned: OwnedShard) -> None:
+    def __init__(self, make: OptimizerMaker, hyper: Sequence[Hyper], owned: OwnedShard, *, whole: bool) -> None:
         """``hyper``: options to build the instance with; each step brings its own options, those of later groups
-        included."""
+        included. ``whole``: the slices are whole parameters."""
         assert owned.master is not None
         self._make, self._owned = make, owned
         self._begun: set[int] = set()  # slices whose first step has left states that can be kept
         self._ranges = [(part.start, part.start + aligned(part.numel)) for part in owned.slices]
-        self.params = [Parameter(owned.master[start:stop]) for start, stop in self._ranges]
+        shapes = [owned.unit.slots[part.slot].shape if whole else (aligned(part.numel),) for part in owned.slices]
+        self.params = [
+            Parameter(_shaped(owned.master[start:stop], shape))
+            for (start, stop), shape in zip(self._ranges, shapes, strict=True)
+        ]
         slices = by_group(owned.groups)  # groups without a slice here would be empty
         self._used = list(slices)
         members = [[self.params[index] for index in own] for own in slices.values()]
@@ -240,7 +246,7 @@ class _ShardOptimizer:
     def step(self, work: ShardWork) -> None:
         set_options(self._optimizer, [work.hyper[used] for used in self._used])
         for param, ranks, (start, stop) in zip(self.params, work.contributors, self._ranges, strict=True):
-            param.grad = _gradient(work, ranks, start, stop).to(param.device) if ranks else None
+            param.grad = _shaped(_gradient(work, ranks, start, stop), param.shape).to(param.device) if ranks else None
         if first := {index for index, ranks in enumerate(work.contributors) if ranks} - self._begun:
             self._first_step(first)
         else:
@@ -313,6 +319,11 @@ class _ShardOptimizer:
     def _instance(self, index: int) -> torch.optim.Optimizer:
         """A new instance over a copy of one slice's parameter alone."""
         return self._make.build([self._hyper[index]], [[Parameter(self.params[index].detach().clone())]])
+
+
+def _shaped(values: Tensor, shape: Sequence[int]) -> Tensor:
+    """The first elements of flat ``values``, in a shape."""
+    return values[: math.prod(shape)].view(shape)
 
 
 def _gradient(work: ShardWork, ranks: Sequence[int], start: int, stop: int) -> Tensor:

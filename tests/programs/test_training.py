@@ -443,13 +443,7 @@ CASES: list[Case] = [
         Case(f"torch.optim.{name}", optimizer=partial(made, name, {}), refused=message, **ONCE)
         for name, message in REFUSED.items()
     ),
-    Case(
-        "torch.optim.Muon",
-        build=Matrices,
-        optimizer=partial(made, "Muon", {}),
-        refused="Muon cannot run on shards: it orthogonalises whole matrices",
-        **ONCE,
-    ),
+    Case("torch.optim.Muon", train_three, build=Matrices, optimizer=partial(made, "Muon", {"lr": 1e-2}), **ONCE),
 ]
 
 

@@ -218,7 +218,7 @@ def _entries(reader: Reader, layout: ModelLayout, kinds: Sequence[str]) -> Itera
         for slot in unit.slots:
             param = reader.content.params[slot.name]
             for kind in (WEIGHT, *(kinds if unit.trainable else ())):
-                for start, stop in grid_of(slot, layout.shard_numel):
+                for start, stop in grid_of(layout, unit, slot):
                     yield _entry(reader, unit, slot, param, kind, start, stop)
 
 

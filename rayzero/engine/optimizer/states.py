@@ -18,7 +18,7 @@ from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS
 from rayzero.kernels.optimizer_class import OptimizerMaker, State, is_scalar, on_cpu, scalar_like, state_template
-from rayzero.kernels.optimizer_trial import require_elementwise
+from rayzero.kernels.optimizer_trial import require_owned
 from rayzero.modes import outside_modes
 from rayzero.protocol.messages import STEP, Hyper
 
@@ -104,9 +104,9 @@ def write_states(engine: Engine, form: StateFormat, states: Mapping[int, State])
             engine.values.write(unit, kind, _filled(unit, values))
 
 
-def check_group(make: OptimizerMaker, prepared: Sequence[Hyper], added: Hyper) -> None:
-    """Raise UnsupportedError if a group added after prepare keeps states that the owners have no memory for, or if its
-    options make the class not element-wise."""
+def check_group(make: OptimizerMaker, prepared: Sequence[Hyper], added: Hyper, *, whole: bool) -> None:
+    """Raise UnsupportedError if a group added after prepare keeps states that the owners have no memory for, or with
+    its options the class cannot run there. ``whole``: shards cut no parameter."""
     known = {name for group in range(len(prepared)) for name in StateFormat(make, prepared).of(group, 1)}
     new = sorted(set(StateFormat(make, [added]).of(0, 1)) - known)
     if new:
@@ -115,7 +115,7 @@ def check_group(make: OptimizerMaker, prepared: Sequence[Hyper], added: Hyper) -
             f"did; use the same options (amsgrad, momentum, ...) or add the group before"
         )
     if make.cls not in ADAMS:
-        require_elementwise(make, added)
+        require_owned(make, added, whole=whole)
 
 
 # ---- small parts ------------------------------------------------------------------------------------------------

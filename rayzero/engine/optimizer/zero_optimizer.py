@@ -226,7 +226,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         try:
             hyper = self.hyper()
-            check_group(self.make, hyper[:-1], hyper[-1])
+            check_group(self.make, hyper[:-1], hyper[-1], whole=self.engine.layout.whole_parameters)
             self.engine.train(self.param_groups[-1]["params"], len(self.param_groups) - 1)
         except BaseException:
             self.param_groups.pop()

@@ -69,6 +69,7 @@ def build_layout(
     keep_fp32: Sequence[str] = (),
     frozen_masters: bool = True,
     frozen_codec: str = "none",
+    whole_parameters: bool = False,
 ) -> UnitPlan:
     """Lay out every parameter of ``model`` once, in units: root first, then in registration order.
 
@@ -80,6 +81,7 @@ def build_layout(
     frozen_masters: frozen parameters whose values the units' dtype does not hold exactly are units of their own, of
         which owners keep fp32 masters.
     frozen_codec: how owners keep the published parameters of frozen units whose dtype it takes (codecs/).
+    whole_parameters: no shard cuts a trained parameter; ``shard_bytes`` is the most of one with several.
 
     A tied parameter is laid out under its first name. Raises UnsupportedError, naming the parameter, for complex,
     float64, sparse, lazy, expanded and overlapping ones, and for tensors around other tensors; ConfigError for
@@ -105,6 +107,7 @@ def build_layout(
             for i, (key, group) in enumerate(groups.items())
         ),
         shard_numel=_shard_numel(shard_bytes),
+        whole_parameters=whole_parameters,
     )
     modules = tuple(key.module for key in groups)
     return UnitPlan(layout=layout, modules=modules, units_of_module=_units_of_module(tree, found, unit_modules, groups))

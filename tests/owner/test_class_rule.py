@@ -1,4 +1,4 @@
-"""Optimizers other than Adam: as they are on shards, or refused by name."""
+"""Optimizers other than Adam: as they are on shards, on whole parameters, or refused by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from rayzero.checkpoint.writer import staging_path, write_rank_state
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels.optimizer_class import OptimizerMaker
-from rayzero.kernels.optimizer_trial import require_elementwise
+from rayzero.kernels.optimizer_trial import require_owned
 from rayzero.owner.owned_model import choose_rule
 from rayzero.owner.rules import AdamRule
 from rayzero.protocol.hyper import resolve_optimizer
@@ -50,7 +50,7 @@ class NormScaled(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for p in group["params"]:
+            for p in (each for each in group["params"] if each.grad is not None):
                 p.sub_(group["lr"] * p.grad / p.grad.norm())
 
 
@@ -159,7 +159,7 @@ def test_momentum_can_be_fetched_by_its_own_name() -> None:
 def test_exactly_adam_and_adamw_run_on_tile_kernels() -> None:
     for cls in (torch.optim.Adam, torch.optim.AdamW):
         assert isinstance(choose_rule(spec_of(cls)), AdamRule)
-    assert choose_rule(spec_of(MyAdamW)).kernel == "elementwise"
+    assert choose_rule(spec_of(MyAdamW)).kernel == "torch class"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -178,6 +178,68 @@ def test_amsgrad_and_adam_equal_torch(world_size: int) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
 
 
+# ---- whole parameters
+
+
+class Muons(torch.optim.Optimizer):
+    """Matrices as torch's Muon has them, everything else as SGD does: a class that switches by shape."""
+
+    def __init__(self, params: Any, lr: float = 0.02, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (each for each in group["params"] if each.grad is not None):
+                kept = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                kept.lerp_(p.grad, 1 - group["momentum"])
+                update = torch.optim._muon._zeropower_via_newtonschulz(kept, NEWTON, 5, 1e-7) if p.dim() == 2 else kept
+                p.add_(update, alpha=-group["lr"])
+
+
+NEWTON = (3.4445, -4.775, 2.0315)
+WHOLE = [(NormScaled, {"lr": 0.1}), (Muons, {"lr": 0.05}), (Muons, {"lr": 0.05, "momentum": 0.0})]
+
+
+def whole_spec(cls: type[torch.optim.Optimizer], world_size: int = 1, **options: Any) -> ModelSpec:
+    spec = spec_of(cls, world_size, **options)
+    return replace(spec, layout=replace(spec.layout, whole_parameters=True))
+
+
+@pytest.mark.promise("exact", "optimizers")
+@pytest.mark.parametrize(("cls", "options"), WHOLE)
+def test_a_class_that_needs_whole_parameters_has_its_own_bits(
+    cls: type[torch.optim.Optimizer], options: Any, tmp_path: Path
+) -> None:
+    """Of one process without owners, with any number of these; also where they go on from a checkpoint."""
+    spec, directory = whole_spec(cls, **options), tmp_path / "step-000003"
+    schedule = [random_grads(spec, step) for step in range(6)]
+    for step in (0, 2):
+        del schedule[step]["layers.0.b"]  # its state and step count stand still
+    plain = PlainAdamW(spec, cls)
+    for grads in schedule:
+        plain.step([grads])
+    with inprocess(1, 3) as stores:
+        (rank,) = start(stores, spec)
+        for grads in schedule[:3]:
+            take_step([rank], [grads])
+        file = write_rank_state(staging_path(directory), 0, {}, {})
+        rank.store.save(3, directory, (file,)).result(WAIT)
+        for grads in schedule[3:]:
+            take_step([rank], [grads])
+        assert equal(masters(rank), plain.values)
+    with inprocess(1, 2) as stores:
+        (rank,) = start(stores, replace(spec, restore_from=str(directory)))
+        for grads in schedule[3:]:
+            take_step([rank], [grads])
+        assert equal(masters(rank), plain.values)
+
+
+def test_a_layout_that_may_cut_parameters_is_refused_for_such_a_class() -> None:
+    with pytest.raises(UnsupportedError, match="NormScaled needs whole parameters"):
+        choose_rule(spec_of(NormScaled, lr=0.1))
+
+
 # ---- refusals
 
 
@@ -186,29 +248,26 @@ def test_amsgrad_and_adam_equal_torch(world_size: int) -> None:
     ("cls", "reason"),
     [
         (torch.optim.LBFGS, r"torch.optim.lbfgs.LBFGS cannot run on shards: it needs a closure"),
-        (torch.optim.Muon, "Muon cannot run on shards: it orthogonalises"),
         (torch.optim.Adafactor, "Adafactor cannot run on shards: it factors"),
         (torch.optim.SparseAdam, "SparseAdam cannot run on shards: it takes sparse gradients"),
-        (NormScaled, "NormScaled cannot run on shards: it is not element-wise"),
         (Noisy, "Noisy cannot be offloaded: two equal trials gave different weights: it draws random numbers"),
         (NeedsClosure, "NeedsClosure cannot be offloaded: a trial step without a closure.* raised .*give me a closure"),
     ],
 )
-def test_what_is_not_elementwise_is_refused_by_name(cls: type[torch.optim.Optimizer], reason: str) -> None:
-    shape = (4, 4) if cls is torch.optim.Muon else (1,)
-    group = cls([torch.zeros(shape, requires_grad=True)]).param_groups[0]
+def test_what_owners_cannot_run_is_refused_by_name(cls: type[torch.optim.Optimizer], reason: str) -> None:
+    group = cls([torch.zeros(1, requires_grad=True)]).param_groups[0]
     with pytest.raises(UnsupportedError, match=reason):
-        require_elementwise(OptimizerMaker(cls), {key: value for key, value in group.items() if key != "params"})
+        require_owned(OptimizerMaker(cls), {key: value for key, value in group.items() if key != "params"})
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "Muon", "Adafactor", "SparseAdam"])
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "SparseAdam"])
 def test_the_trial_alone_would_refuse_them_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayzero.kernels.optimizer_trial._REFUSED", {})
     monkeypatch.setattr("rayzero.kernels.optimizer_trial._verdicts", {})
     cls = getattr(torch.optim, name)
     group = cls([torch.zeros((4, 4), requires_grad=True)]).param_groups[0]
     with pytest.raises(UnsupportedError, match=name):
-        require_elementwise(OptimizerMaker(cls), {key: value for key, value in group.items() if key != "params"})
+        require_owned(OptimizerMaker(cls), {key: value for key, value in group.items() if key != "params"})
 
 
 def test_a_class_that_cannot_be_imported_is_named() -> None:
@@ -223,5 +282,5 @@ def test_the_trial_leaves_torchs_random_numbers_alone() -> None:
     torch.manual_seed(1)
     expected: Tensor = torch.randn(3)
     torch.manual_seed(1)
-    require_elementwise(OptimizerMaker(torch.optim.SGD), hyper_of(torch.optim.SGD) | {"lr": 0.77})
+    require_owned(OptimizerMaker(torch.optim.SGD), hyper_of(torch.optim.SGD) | {"lr": 0.77})
     assert torch.equal(torch.randn(3), expected)
