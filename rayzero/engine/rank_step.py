@@ -230,6 +230,17 @@ class RankStep:
         bits = self._zeroed.get(unit, 0)
         return [slot for slot in range(bits.bit_length()) if bits >> slot & 1]
 
+    def carried(self) -> dict[str, dict[int, str]]:
+        """What the next backward takes over from those before: see ``carry``."""
+        kept = {"present": self._present, "zeroed": self._zeroed, "spent": self._spent}
+        return {name: {unit: f"{bits:x}" for unit, bits in which.items() if bits} for name, which in kept.items()}
+
+    def carry(self, carried: Mapping[str, Mapping[int, str]]) -> None:
+        """Take over what ``carried`` returned in a former life of this rank, at the same point."""
+        self._present, self._zeroed, self._spent = (
+            {unit: int(bits, 16) for unit, bits in carried[name].items()} for name in ("present", "zeroed", "spent")
+        )
+
     def discard(self, unpushed: Mapping[int, int], *, set_to_none: bool = True) -> None:
         """Discard what was pushed. Sends nothing if nothing was pushed or finished.
 

@@ -66,6 +66,7 @@ class TokenRate:
 class LoopMoments(Protocol):
     """Whoever takes the loop's state at the moments of a step: see [Note: two moments] in loop/keeper.py."""
 
+    returning: bool  # the rank has come back to a step's state, and has not begun its first forward
     repeating: bool  # see RankContext.repeating
 
     def committing(self, step: int) -> None:

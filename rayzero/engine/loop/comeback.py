@@ -51,7 +51,6 @@ class Comeback:
     def restore(self, store: ParameterStore, model: nn.Module, device: torch.device, writes: WrittenUnits) -> None:
         """Put back generators, buffers, the numbers of means and saves, and what the user had written; give again to
         means what the former life gave, and say which writes were made; waits until the lead knows it."""
-        writes.came_back_at = self.decided
         if self.state is not None:
             put_back(self.state, store, model, device)
             for index, values in self.state["written"]:

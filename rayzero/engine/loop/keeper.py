@@ -8,7 +8,10 @@ the step is committed; generators, buffers, parameter groups and all other objec
 gradients begins. A rank that comes back has the first generators from prepare() on, to draw its batch, and the second
 ones in its first forward: a loop that makes the iterator of a DataLoader anew draws a number for it. (What a loop draws
 or takes between ``step()`` and the end of its iteration is not seen by the next batch: validation should use a
-generator of its own.)
+generator of its own.) Whatever else the loop does between prepare() and its first forward, its former life had done:
+what it begins with in every life (a load, a write, an added group), and what it does at an iteration's beginning. So
+it is not done twice: the owners get no write, nothing is reported, and the forward begins with the state, whatever
+became of it since.
 
 [Note: an unfinished iteration] A rank may die after its commit and before the next forward, perhaps in a save. Its new
 life then does that iteration again, over a store that answers for the decided step (``RankStore.repeat``). When it
@@ -47,16 +50,17 @@ from rayzero.engine.loop.comeback import Comeback, State, call_state, put_back
 from rayzero.engine.loop.rank_state import generator_states, set_generator_states
 from rayzero.engine.loop.reports import RecentReports
 from rayzero.engine.loop.tracked import Tracked
-from rayzero.engine.optimizer.param_groups import saved_options
+from rayzero.engine.optimizer.param_groups import put_options, saved_options
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
-from rayzero.engine.start.buffers import persistent_buffers
+from rayzero.engine.start.buffers import fill_buffers, persistent_buffers
 from rayzero.errors import StateLostError
 from rayzero.protocol.bits import digest_of
-from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, MOST_LOOP_STATE, LoopState, MeanInput
+from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, COMPUTE, GROUP, MOST_LOOP_STATE, LoopState, MeanInput
 from rayzero.quantities import format_bytes
 
 log = logging.getLogger(__name__)
 
+_MARK = 4096  # bytes of a part that are left for the name of a unit that is written to
 RNG_AT_FORWARD = "rng at forward"  # beside "rng": see [Note: two moments]
 
 
@@ -124,7 +128,8 @@ class LoopKeeper:
         self._optimizer, self._tracked, self._reports, self._comeback = optimizer, tracked, reports, comeback
         self._engine = optimizer.engine
         self._engine.cache.writes.sent = self
-        self._returns = comeback is not None and comeback.state is not None  # and has not begun a forward
+        self.returning = comeback is not None and comeback.state is not None  # [Note: two moments]
+        self._back_to = to_bytes(comeback.state) if comeback is not None and comeback.state is not None else b""
         self._means: list[MeanInput] = []  # of the calls of mean_over_ranks since the last commit
         self._repeated: RepeatedMeans | None = None  # [Note: calls before a forward]
         if comeback is not None and comeback.state is not None:
@@ -134,7 +139,7 @@ class LoopKeeper:
         self._newest: LoopState | None = None  # the last part that was kept
         self._written_before: dict[int, str] = {}  # the digest of what was written to a unit before the forward
         if comeback is not None and comeback.state is not None and comeback.at_commit is None:
-            self._newest = LoopState(step=comeback.step, part=AT_FORWARD, content=to_bytes(comeback.state))
+            self._newest = LoopState(step=comeback.step, part=AT_FORWARD, content=self._back_to)
             self._written_before = {index: digest_of(values) for index, values in comeback.state["written"]}
         self._too_large = False
         self.repeating = comeback is not None and comeback.at_commit is not None  # [Note: an unfinished iteration]
@@ -151,11 +156,36 @@ class LoopKeeper:
         """See [Note: an unfinished iteration]."""
         assert self._comeback is not None
         assert state is not None
-        self._tracked.put_back(state["tracked"])
         put_back(state, self._engine.store, self._engine.model, self._engine.device)
-        self._reports.restore(state["reports"])
+        self._put_back_rest(state)
         self._open = self._comeback.decided
         self._newest = LoopState(step=self._open, part=AT_COMMIT, content=to_bytes(state))
+
+    def _put_back_rest(self, state: State) -> None:
+        """Put back tracked objects, options and reports."""
+        self._tracked.put_back(state["tracked"])
+        groups, options = self._optimizer.param_groups, state["options"]
+        if len(groups) != len(options):
+            raise StateLostError(
+                f"rank {self._engine.rank} has died and come back, but its loop cannot repeat its step alone: the "
+                f"optimizer had {len(options)} parameter groups, and now it has {len(groups)}; call add_param_group() "
+                "between prepare() and the loop, or resume the run from its newest checkpoint"
+            )
+        put_options(groups, options)
+        self._reports.restore(state["reports"])
+
+    def _begin_again(self) -> None:
+        """The first forward of a rank that has come back begins: see [Note: two moments]."""
+        assert self._comeback is not None
+        state, engine = from_bytes(self._back_to), self._engine  # objects may have changed what they were given
+        self.returning, self._back_to = False, b""
+        self._put_back_rest(state)
+        fill_buffers(engine.model, state["buffers"])
+        engine.store.means, engine.store.saves = state["means"], state["saves"]
+        engine.step_state.carry(state["carried"])
+        engine.cache.rewrite(dict(state["written"]))
+        engine.cache.writes.came_back_at = self._comeback.decided
+        set_generator_states(state[RNG_AT_FORWARD], engine.device)
 
     def _take(self, step: int) -> None:
         rest = {
@@ -168,28 +198,28 @@ class LoopKeeper:
         self._open = step + 1
 
     def begin_forward(self) -> None:
-        """The model's forward begins: the iteration before has ended."""
-        if self._repeated is not None and torch.is_grad_enabled():
+        """The model's forward begins: with gradients, the iteration before has ended."""
+        if not torch.is_grad_enabled():
+            return
+        if self._repeated is not None:
             self._repeated.end()
             self._repeated = None
-        if self._returns and torch.is_grad_enabled():
-            self._returns = False
-            assert self._comeback is not None
-            assert self._comeback.state is not None
-            set_generator_states(self._comeback.state[RNG_AT_FORWARD], self._engine.device)
-        if self._open is not None and torch.is_grad_enabled():
+        if self.returning:
+            self._begin_again()
+        if self._open is not None:
             step, self._open, self.repeating = self._open, None, False
             written = self._written()
-            self._written_before = {index: digest_of(values) for index, values in written}
             rest = {
                 "tracked": self._tracked.states(sources=False),
                 RNG_AT_FORWARD: generator_states(self._engine.device),
                 "buffers": persistent_buffers(self._engine.model),
                 "written": written,
+                "carried": self._engine.step_state.carried(),
                 "made": [asdict(write) for write in self._engine.store.written if write.version == step],
                 "calls": [call_state(given) for given in self._means],
             }
-            self._keep(step, AT_FORWARD, self._after_tail() | rest)
+            if self._keep(step, AT_FORWARD, self._after_tail() | rest):
+                self._written_before = {index: digest_of(values) for index, values in written}
 
     def mean(self, given: MeanInput) -> tuple[float, ...]:
         """See ``ParameterStore.mean``; a rank that has come back gets what its earlier life got. Waits."""
@@ -211,18 +241,20 @@ class LoopKeeper:
         found = ((unit.index, self._engine.cache.writes.values(unit)) for unit in self._engine.units)
         return [(index, values) for index, values in found if values is not None]
 
-    def sending(self, unit: int, values: torch.Tensor | None) -> None:
+    def sending(self, unit: int, kind: str, values: torch.Tensor) -> bool:
         """See ``SentWrites`` and [Note: a write in a step]."""
-        if values is not None and self._open is None and digest_of(values) == self._written_before.get(unit):
-            return
         step, newest = self._engine.step_state.step, self._newest
-        if self._comeback is not None and step < self._comeback.decided:
-            return  # it is not sent: the step is decided
+        if self.returning or (self._comeback is not None and step < self._comeback.decided):
+            return False
+        known = self._written_before.get(unit) if kind == COMPUTE else None
+        if kind == GROUP or (known is not None and self._open is None and digest_of(values) == known):
+            return True  # the same when it is made again
         if newest is None:  # the loop's first step
             newest = LoopState(step=step, part=AT_COMMIT, content=to_bytes({"began": self._began}))
         state = from_bytes(newest.content)
         if newest.step == step and "wrote" not in state:
             self._keep(step, newest.part, {**state, "wrote": self._engine.units[unit].layout.name})
+        return True
 
     def _after_tail(self) -> dict[str, Any]:
         return {
@@ -232,17 +264,20 @@ class LoopKeeper:
             "reports": self._reports.state(),
         }
 
-    def _keep(self, step: int, part: int, state: dict[str, Any]) -> None:
-        content = to_bytes(state)
-        if len(content) <= MOST_LOOP_STATE:
+    def _keep(self, step: int, part: int, state: dict[str, Any]) -> bool:
+        """Returns whether it is small enough."""
+        content, most = to_bytes(state), MOST_LOOP_STATE - _MARK
+        if len(content) <= most or "wrote" in state:
             self._newest = LoopState(step=step, part=part, content=content)
             self._engine.store.keep(self._newest)
-        elif not self._too_large:
+            return True
+        if not self._too_large:
             self._too_large = True
             log.warning(
                 "rank %d: the loop's state has %s, and at most %s are kept with each step: if this rank dies, the run "
                 "goes on from its newest checkpoint. Track less, and give large tensors to save_checkpoint",
                 self._engine.rank,
                 format_bytes(len(content)),
-                format_bytes(MOST_LOOP_STATE),
+                format_bytes(most),
             )
+        return False
