@@ -131,6 +131,11 @@ class RankStep:
         """Whether the step's gradients were clipped or unscaled, so that no more may be pushed."""
         return self._finished or bool(self._edits)
 
+    @property
+    def is_known_to_others(self) -> bool:
+        """Whether other ranks have had a norm of this attempt."""
+        return self._finished and self._world_size > 1
+
     def refuse_backward(self) -> None:
         """Raise GradientAccessError between clipping or unscaling and step(), which would not cover its gradients."""
         if self.edited:

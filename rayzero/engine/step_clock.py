@@ -75,6 +75,10 @@ class LoopMoments(Protocol):
 
     def begin_forward(self) -> None: ...
 
+    def dropping(self) -> None:
+        """Gradients are dropped with whose norm other ranks have gone on."""
+        ...
+
     def mean(self, given: MeanInput) -> tuple[float, ...]:
         """See ``ParameterStore.mean``. Waits."""
         ...

@@ -36,7 +36,9 @@ class Small(nn.Module):
         self.layers = nn.ModuleList(Block(64) for _ in range(2))
         self.extra = nn.Linear(64, 64)
         self.head = nn.Linear(64, VOCAB)
-        self.uses_extra = True
+        self.uses_extra, self.counts = True, False
+        self.register_buffer("forwards", torch.zeros(1), persistent=False)
+        self.forwards: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -44,7 +46,9 @@ class Small(nn.Module):
             x = layer(x)
         if self.uses_extra:
             x = x + self.extra(x)
-        return self.head(x)
+        if self.counts:
+            self.forwards.add_(torch.is_grad_enabled())
+        return self.head(x) * (1 + 0.1 * self.forwards)
 
 
 @functools.cache
@@ -192,11 +196,17 @@ def alternate(loop: Loop) -> None:
     loop.model.uses_extra = loop.step % 2 == 1
 
 
+def counted(loop: Loop) -> None:
+    """A buffer counts forwards, and is no part of a checkpoint."""
+    loop.model.counts = True
+
+
 PARTS: dict[str, dict[str, Any]] = {
     "written after prepare()": {"begin": fill},
     "loaded after prepare()": {"begin": load},
     "moments loaded after prepare()": {"begin": load_moments},
     "group added after prepare()": {"begin": add_group, "end": decay, "grouped": ("embed", "layers", "head")},
+    "counted in the forward": {"begin": counted},
     "written before the forward": {"top": halve},
     "scheduled before the forward": {"begin": schedule, "top": decay},
     "rate lowered before the forward": {"top": lower},
@@ -285,3 +295,37 @@ def test_a_write_that_the_state_has_no_room_for_is_refused_by_name(monkeypatch: 
 
     with pytest.raises(StateLostError, match=r"cannot repeat step 2: it had written to 'layers\.0'"):
         run(("unknown", 0), end=end, before_step=before_step)
+
+
+def again(loop: Loop, die: bool = False) -> None:
+    """Take another batch if the first one's norm is too large."""
+    if loop.step == 2 and float(loop.optimizer.clip_grad_norm_(0.5)) > 0:
+        loop.optimizer.zero_grad()
+        x, y = next(loop.batches)
+        F.cross_entropy(loop.model(x).flatten(0, 1), y.flatten()).backward()
+        if die and loop.context.rank == 0 and not loop.context.life:
+            raise Killed
+        loop.optimizer.clip_grad_norm_(0.5)
+
+
+def test_gradients_that_one_of_several_ranks_dropped_are_not_mixed_with_others() -> None:
+    """The others have gone on to their next ones, and compute the first ones no more."""
+    with pytest.raises(StateLostError, match="cannot repeat step 2: it had dropped gradients"):
+        run(("unknown", 0), world_size=2, before_step=functools.partial(again, die=True))
+
+
+def test_a_single_rank_drops_gradients_again() -> None:
+    plain, _ = run(before_step=again)
+    require_same(run(("unknown", 0), before_step=functools.partial(again, die=True))[0], plain)
+    require_same(run(DECIDED, before_step=again)[0], plain)
+
+
+def test_a_step_that_took_more_batches_because_of_a_loss_is_refused_by_name() -> None:
+    """With newer weights the loss is another one: the loader would be at another place."""
+
+    def before_step(loop: Loop) -> None:
+        if loop.step == 2 and not loop.context.life:  # as if by the loss
+            loop.model(next(loop.batches)[0])
+
+    with pytest.raises(StateLostError, match="after 1 forward in training mode, and came there after 2"):
+        run(DECIDED, before_step=before_step)

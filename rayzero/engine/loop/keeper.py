@@ -16,7 +16,8 @@ became of it since.
 [Note: an unfinished iteration] A rank may die after its commit and before the next forward, perhaps in a save. Its new
 life then does that iteration again, over a store that answers for the decided step (``RankStore.repeat``). When it
 comes to ``optimizer.step()``, everything is put back to what it was there, so that a loss that was computed with newer
-weights leaves no trace; from there on it is the iteration's end, done once.
+weights leaves no trace; from there on it is the iteration's end, done once. Only the sources of data stay where the
+repeat has left them, so it must have had as many forwards.
 
 [Note: calls before a forward] The lead pairs the ranks' nth calls of ``mean_over_ranks``. Of those between
 ``optimizer.step()`` and the next forward, some end an iteration, and a rank that repeats the next one does not make
@@ -32,6 +33,10 @@ state (with a clip, ``step()`` or a save), changes the version that a repeat beg
 other weights, and ``p.mul_(0.5)`` would be made twice. So before such a write is sent, the state says that it was, and
 a rank that comes back there raises StateLostError: the run goes on from its newest checkpoint. What was written before
 the forward is in the state: a repeat sends the same.
+
+[Note: gradients that are dropped] After a clip, zero_grad() drops gradients with whose norm the lead has answered all
+ranks. If one of several ranks repeats the step, the others do not, and the lead would make the next norm of its first
+gradients and of their second ones. So the state says that it was so, and the rank raises StateLostError.
 """
 
 from __future__ import annotations
@@ -46,17 +51,17 @@ from typing import Any
 import torch
 
 from rayzero.checkpoint.state_values import from_bytes, to_bytes
-from rayzero.engine.loop.comeback import Comeback, State, call_state, put_back
+from rayzero.engine.loop.comeback import DROPPED, WROTE, Comeback, State, call_state, put_back
 from rayzero.engine.loop.rank_state import generator_states, set_generator_states
 from rayzero.engine.loop.reports import RecentReports
 from rayzero.engine.loop.tracked import Tracked
 from rayzero.engine.optimizer.param_groups import put_options, saved_options
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
-from rayzero.engine.start.buffers import fill_buffers, persistent_buffers
+from rayzero.engine.start.buffers import ChangingBuffers, fill_buffers
 from rayzero.errors import StateLostError
 from rayzero.protocol.bits import digest_of
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, COMPUTE, GROUP, MOST_LOOP_STATE, LoopState, MeanInput
-from rayzero.quantities import format_bytes
+from rayzero.quantities import count, format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +140,11 @@ class LoopKeeper:
         if comeback is not None and comeback.state is not None:
             made = [key_of(given) for _, given in comeback.means]
             self._repeated = RepeatedMeans(self._engine.rank, made, comeback.state["means"])
+        former = [] if comeback is None else [comeback.state, comeback.at_commit]
+        self._buffers = ChangingBuffers(
+            self._engine.model, {name for state in former if state is not None for name in state["buffers"]}
+        )
+        self._forwards = 0  # since the last commit, with gradients and in training mode (a validation may have some)
         self._open: int | None = None  # the step whose state lacks its second part
         self._newest: LoopState | None = None  # the last part that was kept
         self._written_before: dict[int, str] = {}  # the digest of what was written to a unit before the forward
@@ -151,11 +161,20 @@ class LoopKeeper:
             self._put_back(self._comeback.at_commit)
         elif self._tracked.active:
             self._take(step)
+        self._forwards = 0
 
     def _put_back(self, state: State | None) -> None:
         """See [Note: an unfinished iteration]."""
         assert self._comeback is not None
         assert state is not None
+        if state["forwards"] != self._forwards:
+            raise StateLostError(
+                f"rank {self._engine.rank} has died and come back, but its loop cannot repeat the end of step "
+                f"{self._engine.step_state.step} alone: it comes to step() after {count(self._forwards, 'forward')} in "
+                f"training mode, and came there after {state['forwards']} before it died; let nothing that is "
+                "computed with the weights decide which batches a step takes, or resume the run from its newest "
+                "checkpoint"
+            )
         put_back(state, self._engine.store, self._engine.model, self._engine.device)
         self._put_back_rest(state)
         self._open = self._comeback.decided
@@ -192,7 +211,8 @@ class LoopKeeper:
             "began": self._began,
             "tracked": self._tracked.states(),
             "rng": generator_states(self._engine.device),
-            "buffers": persistent_buffers(self._engine.model),
+            "forwards": self._forwards,
+            "buffers": self._buffers.values(),
         }
         self._keep(step + 1, AT_COMMIT, self._after_tail() | rest)
         self._open = step + 1
@@ -201,6 +221,7 @@ class LoopKeeper:
         """The model's forward begins: with gradients, the iteration before has ended."""
         if not torch.is_grad_enabled():
             return
+        self._forwards += self._engine.model.training
         if self._repeated is not None:
             self._repeated.end()
             self._repeated = None
@@ -212,7 +233,7 @@ class LoopKeeper:
             rest = {
                 "tracked": self._tracked.states(sources=False),
                 RNG_AT_FORWARD: generator_states(self._engine.device),
-                "buffers": persistent_buffers(self._engine.model),
+                "buffers": self._buffers.values(),
                 "written": written,
                 "carried": self._engine.step_state.carried(),
                 "made": [asdict(write) for write in self._engine.store.written if write.version == step],
@@ -243,18 +264,32 @@ class LoopKeeper:
 
     def sending(self, unit: int, kind: str, values: torch.Tensor) -> bool:
         """See ``SentWrites`` and [Note: a write in a step]."""
-        step, newest = self._engine.step_state.step, self._newest
-        if self.returning or (self._comeback is not None and step < self._comeback.decided):
+        if self.returning or self._repeats_decided:
             return False
         known = self._written_before.get(unit) if kind == COMPUTE else None
         if kind == GROUP or (known is not None and self._open is None and digest_of(values) == known):
             return True  # the same when it is made again
+        self._mark(WROTE, f"written to {self._engine.units[unit].layout.name!r}")
+        return True
+
+    @property
+    def _repeats_decided(self) -> bool:
+        return self._comeback is not None and self._engine.step_state.step < self._comeback.decided
+
+    def dropping(self) -> None:
+        """See [Note: gradients that are dropped]."""
+        if self._repeats_decided:
+            return
+        self._mark(DROPPED, "dropped gradients whose norm all ranks had had")
+
+    def _mark(self, mark: str, what: str) -> None:
+        """Let the newest state of the open step say that it cannot be repeated, and why."""
+        step, newest = self._engine.step_state.step, self._newest
         if newest is None:  # the loop's first step
             newest = LoopState(step=step, part=AT_COMMIT, content=to_bytes({"began": self._began}))
         state = from_bytes(newest.content)
-        if newest.step == step and "wrote" not in state:
-            self._keep(step, newest.part, {**state, "wrote": self._engine.units[unit].layout.name})
-        return True
+        if newest.step == step and mark not in state:
+            self._keep(step, newest.part, {**state, mark: what})
 
     def _after_tail(self) -> dict[str, Any]:
         return {
@@ -267,7 +302,7 @@ class LoopKeeper:
     def _keep(self, step: int, part: int, state: dict[str, Any]) -> bool:
         """Returns whether it is small enough."""
         content, most = to_bytes(state), MOST_LOOP_STATE - _MARK
-        if len(content) <= most or "wrote" in state:
+        if len(content) <= most or WROTE in state or DROPPED in state:
             self._newest = LoopState(step=step, part=part, content=content)
             self._engine.store.keep(self._newest)
             return True
