@@ -124,6 +124,8 @@ class RankContext:
                 "rayzero.track() was called before rayzero.prepare(), which finds their states; call it afterwards"
             )
         self.tracked.add(objects)
+        if self.engine is not None and self.engine.loop is not None:
+            self.engine.loop.tracking()
 
     def begin(
         self,

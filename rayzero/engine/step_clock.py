@@ -73,6 +73,10 @@ class LoopMoments(Protocol):
         """``step`` is committed next."""
         ...
 
+    def tracking(self) -> None:
+        """The loop has called ``track``."""
+        ...
+
     def begin_forward(self) -> None: ...
 
     def dropping(self) -> None:

@@ -67,8 +67,8 @@ class Loop:
     context: RankContext
     step: int = 0
     loss: float = 0.0
+    shift: int = 0  # of the tokens
     tracked: dict[str, Any] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
 
 
 Part = Callable[[Loop], None]
@@ -114,6 +114,7 @@ def train(
         loop.step = step
         top(loop)
         x, y = next(loop.batches)
+        x = (x + loop.shift) % VOCAB
         loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
         loop.loss = float(loss.detach())
         loss.backward()
@@ -196,6 +197,23 @@ def alternate(loop: Loop) -> None:
     loop.model.uses_extra = loop.step % 2 == 1
 
 
+def draw(loop: Loop) -> None:
+    loop.shift = int(torch.randint(VOCAB, (1,)))
+
+
+def try_out(loop: Loop) -> None:
+    """A forward and a backward to see whether there is memory for them."""
+    loop.model.counts = True
+    loop.model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    loop.optimizer.zero_grad()
+
+
+def freeze(loop: Loop) -> None:
+    """Two of the steps train fewer parameters."""
+    if loop.step in (1, 3):
+        loop.model.layers[0].requires_grad_(loop.step == 3)
+
+
 def counted(loop: Loop) -> None:
     """A buffer counts forwards, and is no part of a checkpoint."""
     loop.model.counts = True
@@ -206,6 +224,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "loaded after prepare()": {"begin": load},
     "moments loaded after prepare()": {"begin": load_moments},
     "group added after prepare()": {"begin": add_group, "end": decay, "grouped": ("embed", "layers", "head")},
+    "tried out before track()": {"begin": try_out, "top": halve},
+    "frozen by an earlier iteration": {"top": freeze},
     "counted in the forward": {"begin": counted},
     "written before the forward": {"top": halve},
     "scheduled before the forward": {"begin": schedule, "top": decay},
@@ -233,6 +253,15 @@ def test_what_a_loop_does_before_its_forward_is_done_once(what: str, world_size:
     for at in (OPEN, DECIDED):
         require_same(run(at, world_size=world_size, **parts)[0], plain)
     require_same(run(DECIDED, (*OPEN[:1], 3), world_size=world_size, **parts)[0], plain)
+
+
+@pytest.mark.parametrize("at", [OPEN, DECIDED])
+def test_numbers_that_are_drawn_between_prepare_and_track_change_no_batch(at: Point) -> None:
+    parts: dict[str, Any] = {"begin": draw, "top": draw}
+    torch.manual_seed(1)
+    plain, _ = run(**parts)
+    torch.manual_seed(1)
+    require_same(run(at, **parts)[0], plain)
 
 
 def test_options_that_depend_on_a_loss_are_those_with_which_the_step_was_decided() -> None:

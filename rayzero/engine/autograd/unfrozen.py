@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 from rayzero.engine.autograd.touch import ShardedParameter
@@ -22,6 +23,12 @@ from rayzero.tensor_metadata import of_class, plain
 
 _FLAG: Any = Tensor.requires_grad
 _GET_FLAG = _FLAG.__get__
+
+
+def requires_grad_of(params: Sequence[nn.Parameter]) -> Tensor:
+    """Each Parameter's flag: 1D, bool."""
+    with plain():
+        return torch.tensor(list(map(_GET_FLAG, params)), dtype=torch.bool, device="cpu")
 
 
 class Unfrozen:

@@ -9,7 +9,8 @@ gradients begins. A rank that comes back has the first generators from prepare()
 ones in its first forward: a loop that makes the iterator of a DataLoader anew draws a number for it. (What a loop draws
 or takes between ``step()`` and the end of its iteration is not seen by the next batch: validation should use a
 generator of its own.) Whatever else the loop does between prepare() and its first forward, its former life had done:
-what it begins with in every life (a load, a write, an added group), and what it does at an iteration's beginning. So
+what it begins with in every life (a load, a write, an added group), and what it does at an iteration's beginning. (A
+forward before track() tries something out, and is no step's; numbers that were drawn before track() are drawn anew.) So
 it is not done twice: the owners get no write, nothing is reported, and the forward begins with the state, whatever
 became of it since.
 
@@ -51,6 +52,7 @@ from typing import Any
 import torch
 
 from rayzero.checkpoint.state_values import from_bytes, to_bytes
+from rayzero.engine.autograd.unfrozen import requires_grad_of
 from rayzero.engine.loop.comeback import DROPPED, WROTE, Comeback, State, call_state, put_back
 from rayzero.engine.loop.rank_state import generator_states, set_generator_states
 from rayzero.engine.loop.reports import RecentReports
@@ -144,6 +146,8 @@ class LoopKeeper:
         self._buffers = ChangingBuffers(
             self._engine.model, {name for state in former if state is not None for name in state["buffers"]}
         )
+        units = [unit for unit in self._engine.units if unit.layout.trainable]
+        self._trainable = [param for unit in units for param in unit.params]
         self._forwards = 0  # since the last commit, with gradients and in training mode (a validation may have some)
         self._open: int | None = None  # the step whose state lacks its second part
         self._newest: LoopState | None = None  # the last part that was kept
@@ -193,6 +197,11 @@ class LoopKeeper:
         put_options(groups, options)
         self._reports.restore(state["reports"])
 
+    def tracking(self) -> None:
+        """The loop has called ``track``: what it draws next was drawn with these generators in its former life."""
+        if self.returning:
+            set_generator_states(from_bytes(self._back_to)["rng"], self._engine.device)
+
     def _begin_again(self) -> None:
         """The first forward of a rank that has come back begins: see [Note: two moments]."""
         assert self._comeback is not None
@@ -201,6 +210,9 @@ class LoopKeeper:
         self._put_back_rest(state)
         fill_buffers(engine.model, state["buffers"])
         engine.store.means, engine.store.saves = state["means"], state["saves"]
+        for param, on in zip(self._trainable, state["flags"].tolist(), strict=True):
+            if param.requires_grad != on:
+                param.requires_grad_(on)
         engine.step_state.carry(state["carried"])
         engine.cache.rewrite(dict(state["written"]))
         engine.cache.writes.came_back_at = self._comeback.decided
@@ -218,8 +230,8 @@ class LoopKeeper:
         self._open = step + 1
 
     def begin_forward(self) -> None:
-        """The model's forward begins: with gradients, the iteration before has ended."""
-        if not torch.is_grad_enabled():
+        """The model's forward begins: with gradients, and after ``track``, the iteration before has ended."""
+        if not (torch.is_grad_enabled() and self._tracked.active):
             return
         self._forwards += self._engine.model.training
         if self._repeated is not None:
@@ -235,6 +247,7 @@ class LoopKeeper:
                 RNG_AT_FORWARD: generator_states(self._engine.device),
                 "buffers": self._buffers.values(),
                 "written": written,
+                "flags": requires_grad_of(self._trainable),
                 "carried": self._engine.step_state.carried(),
                 "made": [asdict(write) for write in self._engine.store.written if write.version == step],
                 "calls": [call_state(given) for given in self._means],
