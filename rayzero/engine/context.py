@@ -89,6 +89,8 @@ class RankContext:
             self.reports.append(plain_metrics(metrics))  # refused in a plain script as in a run
         else:
             path = None if checkpoint is None else os.path.abspath(checkpoint.path)  # the driver is in another folder
+            if self.engine is not None and self.engine.loop is not None and self.engine.loop.returning:
+                return  # it is among those that the former life made
             if exact or not self.repeating:
                 self.sink(self.recent.add(self.step, metrics, path))
             else:
@@ -122,6 +124,8 @@ class RankContext:
                 "rayzero.track() was called before rayzero.prepare(), which finds their states; call it afterwards"
             )
         self.tracked.add(objects)
+        if self.engine is not None and self.engine.loop is not None:
+            self.engine.loop.tracking()
 
     def begin(
         self,

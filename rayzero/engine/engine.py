@@ -419,6 +419,8 @@ class Engine:
             held = {slot for slot, grad in enumerate(self.units[index].take_grads(slots)) if grad is not None}
             unpushed[index] = sum(1 << slot for slot in held | self._sums.slots(index))
         self._sums.clear()
+        if self.loop is not None and self.step_state.is_known_to_others:
+            self.loop.dropping()
         self.step_state.discard(unpushed, set_to_none=set_to_none)
         self._backwards = 0
 

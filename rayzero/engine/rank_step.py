@@ -131,6 +131,11 @@ class RankStep:
         """Whether the step's gradients were clipped or unscaled, so that no more may be pushed."""
         return self._finished or bool(self._edits)
 
+    @property
+    def is_known_to_others(self) -> bool:
+        """Whether other ranks have had a norm of this attempt."""
+        return self._finished and self._world_size > 1
+
     def refuse_backward(self) -> None:
         """Raise GradientAccessError between clipping or unscaling and step(), which would not cover its gradients."""
         if self.edited:
@@ -229,6 +234,17 @@ class RankStep:
         """Slots whose gradient is zero rather than absent, as after torch's zero_grad(set_to_none=False)."""
         bits = self._zeroed.get(unit, 0)
         return [slot for slot in range(bits.bit_length()) if bits >> slot & 1]
+
+    def carried(self) -> dict[str, dict[int, str]]:
+        """What the next backward takes over from those before: see ``carry``."""
+        kept = {"present": self._present, "zeroed": self._zeroed, "spent": self._spent}
+        return {name: {unit: f"{bits:x}" for unit, bits in which.items() if bits} for name, which in kept.items()}
+
+    def carry(self, carried: Mapping[str, Mapping[int, str]]) -> None:
+        """Take over what ``carried`` returned in a former life of this rank, at the same point."""
+        self._present, self._zeroed, self._spent = (
+            {unit: int(bits, 16) for unit, bits in carried[name].items()} for name in ("present", "zeroed", "spent")
+        )
 
     def discard(self, unpushed: Mapping[int, int], *, set_to_none: bool = True) -> None:
         """Discard what was pushed. Sends nothing if nothing was pushed or finished.

@@ -65,13 +65,22 @@ class TokenRate:
 class LoopMoments(Protocol):
     """Takes the loop's state at the moments of a step: see [Note: two moments] in loop/keeper.py."""
 
+    returning: bool  # the rank has come back to a step's state, and has not begun its first forward
     repeating: bool  # see RankContext.repeating
 
     def committing(self, step: int) -> None:
         """``step`` is committed next."""
         ...
 
+    def tracking(self) -> None:
+        """The loop has called ``track``."""
+        ...
+
     def begin_forward(self) -> None: ...
+
+    def dropping(self) -> None:
+        """Gradients are dropped with whose norm other ranks have gone on."""
+        ...
 
     def mean(self, given: MeanInput) -> tuple[float, ...]:
         """See ``ParameterStore.mean``. Waits."""

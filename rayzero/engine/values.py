@@ -53,8 +53,8 @@ class UnitValues:
     def write(self, unit: ParamUnit, kind: str, values: Tensor) -> None:
         """Replace what the owners have of ``kind`` (an optimizer state) by ``values`` (1D, unit.numel elements, fp32).
         Every rank calls it with equal values."""
-        self._cache.writes.sending(unit, None)
-        self._store.write(unit.index, self._cache.version, kind, values).result()
+        if self._cache.writes.sending(unit, kind, values):
+            self._store.write(unit.index, self._cache.version, kind, values).result()
 
     @outside_modes
     def load(self, unit: ParamUnit, values: Mapping[int, Tensor]) -> None:

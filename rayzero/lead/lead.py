@@ -369,7 +369,7 @@ class StepLead:
                 if self._must_wait(rank, write.version):
                     return self._ahead.wait(rank, write.version, lambda: self.know_write(rank, write))
                 self._check_open(write.version, rank)
-                for future in self._writes.know(write):
+                for future in self._writes.know(rank, write):
                     self._lock.defer(settle, future, None)
                 self._advance()
                 return DONE

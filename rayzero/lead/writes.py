@@ -37,9 +37,7 @@ class WriteRequests:
         """Note a rank's request. Raises StepMismatchError, naming both ranks, if another one requested something
         else."""
         self._enter(write.version)
-        before = self._asked_by.get(rank, 0)
-        if write in self._made[before:]:  # a rank that has come back asks for no write that it finds published
-            self._asked_by[rank] = self._made.index(write, before) + 1
+        if self._is_made(rank, write):
             return settled(None)
         self._asked_by[rank] = len(self._made) + 1
         if self._asked is None:
@@ -49,10 +47,22 @@ class WriteRequests:
             raise _disagreement(rank, write, min(asked.futures, default=rank), asked.write, layout)
         return asked.futures.setdefault(rank, Future())
 
-    def know(self, write: Write) -> list[Future[None]]:
+    def _is_made(self, rank: int, write: Write) -> bool:
+        """Whether a write is one that was made after those which the rank has asked for. (A rank that has come back
+        does not ask for what it finds published.)"""
+        before = self._asked_by.get(rank, 0)
+        if write not in self._made[before:]:
+            return False
+        self._asked_by[rank] = self._made.index(write, before) + 1
+        return True
+
+    def know(self, rank: int, write: Write) -> list[Future[None]]:
         """A rank has found what a write makes published: it is made, though a former life of the lead may have died
         before it said so. Returns the futures of the ranks that wait for it."""
         self._enter(write.version)
+        if self._is_made(rank, write):
+            return []
+        self._asked_by[rank] = len(self._made) + 1
         asked = self._asked
         if asked is None or asked.write != write:
             self._made.append(write)

@@ -200,6 +200,26 @@ def test_a_write_that_a_rank_that_came_back_finds_published_is_made(
     assert lead.finish(report(0), None).result(WAIT) == norm.result(WAIT)
 
 
+def test_a_write_that_a_rank_says_is_made_is_not_taken_for_a_later_one(
+    lead: StepLead, peers: list[WatchedPeer], spec: ModelSpec
+) -> None:
+    """Weights that are exchanged and put back, and exchanged again within one version, as averages of them are."""
+    one, other = (Write(version=0, unit=0, kind=COMPUTE, digest=digest) for digest in ("average", "own"))
+    for rank in range(2):
+        lead.attach(rank, spec)
+    for write in (one, other):
+        asked = [lead.write(rank, write) for rank in range(2)]
+        assert [future.result(WAIT) for future in asked] == [None, None]
+    lead.lose(1)
+    lead.attach(1, spec)
+    for write in (one, other):
+        lead.know_write(1, write).result(WAIT)
+    again = lead.write(0, one)
+    assert not again.done(), "rank 1 has not asked for it"
+    assert [future.result(WAIT) for future in (lead.write(1, one), again)] == [None, None]
+    assert peers[0].calls == ["write 1 average", "write 2 own", "write 3 average"]
+
+
 def test_a_write_that_ranks_know_to_be_made_while_owners_make_it_again_is_answered_once_they_have(
     lead: StepLead, peers: list[WatchedPeer], spec: ModelSpec
 ) -> None:

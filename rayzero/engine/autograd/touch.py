@@ -267,6 +267,12 @@ _FLAG: Any = Tensor.requires_grad
 _GET_FLAG = _FLAG.__get__
 
 
+def requires_grad_of(params: Sequence[nn.Parameter]) -> Tensor:
+    """Each Parameter's flag: 1D, bool."""
+    with plain():
+        return torch.tensor(list(map(_GET_FLAG, params)), dtype=torch.bool, device="cpu")
+
+
 class Unfrozen:
     """The Parameters of frozen units whose flag has been set.
 

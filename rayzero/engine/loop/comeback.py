@@ -22,6 +22,15 @@ from rayzero.protocol.store import ParameterStore
 
 State = Mapping[str, Any]  # as LoopKeeper takes it
 
+WROTE, DROPPED = (
+    "wrote",
+    "dropped",
+)  # marks in a state: see [Note: a write in a step], [Note: gradients that are dropped]
+_SINCE = {
+    WROTE: "the owners may have what it wrote, but not what was there before",
+    DROPPED: "the others do not compute them again",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comeback:
@@ -51,7 +60,6 @@ class Comeback:
     def restore(self, store: ParameterStore, model: nn.Module, device: torch.device, writes: WrittenUnits) -> None:
         """Put back generators, buffers, the numbers of means and saves, and what the user had written; give again to
         means what the former life gave, and say which writes were made; waits until the lead knows it."""
-        writes.came_back_at = self.decided
         if self.state is not None:
             put_back(self.state, store, model, device)
             for index, values in self.state["written"]:
@@ -114,15 +122,15 @@ def comeback_of(
     parts = {(each.step, each.part): from_bytes(each.content) for each in store.kept()}
     began = _began(parts, named if attached.version else None)
     if attached.step == attached.version:  # no step is decided: the loop begins as it began
-        _require_unwritten(parts, attached.step, AT_COMMIT, rank)
+        _require_repeatable(parts, attached.step, AT_COMMIT, rank, WROTE, DROPPED)
         return Comeback(began=began, step=attached.step, state=None, at_commit=None)
     if repeats != attached.step and (state := _whole(parts, attached.step)) is not None:
-        _require_unwritten(parts, attached.step, AT_FORWARD, rank)
+        _require_repeatable(parts, attached.step, AT_FORWARD, rank, WROTE, DROPPED)
         return Comeback(began=began, step=attached.step, state=state, at_commit=None)
     before, at_commit = _whole(parts, attached.step - 1), parts.get((attached.step, AT_COMMIT))
     if at_commit is not None and (before is not None or attached.step - 1 == attached.version):
         for part in (AT_COMMIT, AT_FORWARD):
-            _require_unwritten(parts, attached.step, part, rank)
+            _require_repeatable(parts, attached.step, part, rank, WROTE)
         return Comeback(began=began, step=attached.step - 1, state=before, at_commit=at_commit)
     raise UntrackedError(
         f"rank {rank} has died and come back, but its loop cannot repeat step {attached.step}: its state was not "
@@ -132,15 +140,14 @@ def comeback_of(
     )
 
 
-def _require_unwritten(parts: Mapping[tuple[int, int], State], step: int, part: int, rank: int) -> None:
-    """Raise StateLostError if the former life sent a write behind this part: [Note: a write in a step] in keeper.py."""
-    unit = parts.get((step, part), {}).get("wrote")
-    if unit is not None:
-        raise StateLostError(
-            f"rank {rank} has died and come back, but its loop cannot repeat step {step}: it had written to {unit!r}, "
-            "and the owners may have what it wrote, but not what was there before; resume the run from its newest "
-            "checkpoint"
-        )
+def _require_repeatable(parts: Mapping[tuple[int, int], State], step: int, part: int, rank: int, *marks: str) -> None:
+    """Raise StateLostError if a part has one of the marks, which say what the former life did behind it."""
+    for mark in marks:
+        if (what := parts.get((step, part), {}).get(mark)) is not None:
+            raise StateLostError(
+                f"rank {rank} has died and come back, but its loop cannot repeat step {step}: it had {what}, and "
+                f"{_SINCE[mark]}; resume the run from its newest checkpoint"
+            )
 
 
 def _began(parts: Mapping[tuple[int, int], State], otherwise: Path | None) -> Path | None:

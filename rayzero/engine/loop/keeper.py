@@ -8,12 +8,17 @@ the step is committed; generators, buffers, parameter groups and all other objec
 gradients begins. A rank that comes back has the first generators from prepare() on, to draw its batch, and the second
 ones in its first forward: a loop that makes the iterator of a DataLoader anew draws a number for it. (What a loop draws
 or takes between ``step()`` and the end of its iteration is not seen by the next batch: validation should use a
-generator of its own.)
+generator of its own.) Whatever else the loop does between prepare() and its first forward, its former life had done:
+what it begins with in every life (a load, a write, an added group), and what it does at an iteration's beginning. (A
+forward before track() tries something out, and is no step's; numbers that were drawn before track() are drawn anew.) So
+it is not done twice: the owners get no write, nothing is reported, and the forward begins with the state, whatever
+became of it since.
 
 [Note: an unfinished iteration] A rank may die after its commit and before the next forward, perhaps in a save. Its new
 life then does that iteration again, over a store that answers for the decided step (``RankStore.repeat``). When it
 comes to ``optimizer.step()``, everything is put back to what it was there, so that a loss that was computed with newer
-weights leaves no trace; from there on it is the iteration's end, done once.
+weights leaves no trace; from there on it is the iteration's end, done once. Only the sources of data stay where the
+repeat has left them, so it must have had as many forwards.
 
 [Note: calls before a forward] The lead pairs the ranks' nth calls of ``mean_over_ranks``. Of those between
 ``optimizer.step()`` and the next forward, some end an iteration, and a rank that repeats the next one does not make
@@ -29,6 +34,10 @@ state (with a clip, ``step()`` or a save), changes the version that a repeat beg
 other weights, and ``p.mul_(0.5)`` would be made twice. So before such a write is sent, the state says that it was, and
 a rank that comes back there raises StateLostError: the run goes on from its newest checkpoint. What was written before
 the forward is in the state: a repeat sends the same.
+
+[Note: gradients that are dropped] After a clip, zero_grad() drops gradients with whose norm the lead has answered all
+ranks. If one of several ranks repeats the step, the others do not, and the lead would make the next norm of its first
+gradients and of their second ones. So the state says that it was so, and the rank raises StateLostError.
 """
 
 from __future__ import annotations
@@ -43,20 +52,22 @@ from typing import Any
 import torch
 
 from rayzero.checkpoint.state_values import from_bytes, to_bytes
-from rayzero.engine.loop.comeback import Comeback, State, call_state, put_back
+from rayzero.engine.autograd.touch import requires_grad_of
+from rayzero.engine.loop.comeback import DROPPED, WROTE, Comeback, State, call_state, put_back
 from rayzero.engine.loop.rank_state import generator_states, set_generator_states
 from rayzero.engine.loop.reports import RecentReports
 from rayzero.engine.loop.tracked import Tracked
-from rayzero.engine.optimizer.param_groups import saved_options
+from rayzero.engine.optimizer.param_groups import put_options, saved_options
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
-from rayzero.engine.start.buffers import persistent_buffers
+from rayzero.engine.start.buffers import ChangingBuffers, fill_buffers
 from rayzero.errors import StateLostError
 from rayzero.protocol.bits import digest_of
-from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, MOST_LOOP_STATE, LoopState, MeanInput
-from rayzero.quantities import format_bytes
+from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, COMPUTE, GROUP, MOST_LOOP_STATE, LoopState, MeanInput
+from rayzero.quantities import count, format_bytes
 
 log = logging.getLogger(__name__)
 
+_MARK = 4096  # bytes of a part that are left for the name of a unit that is written to
 RNG_AT_FORWARD = "rng at forward"  # beside "rng": see [Note: two moments]
 
 
@@ -124,18 +135,26 @@ class LoopKeeper:
         self._optimizer, self._tracked, self._reports, self._comeback = optimizer, tracked, reports, comeback
         self._engine = optimizer.engine
         self._engine.cache.writes.sent = self
-        self._returns = comeback is not None and comeback.state is not None  # and has not begun a forward
+        self.returning = comeback is not None and comeback.state is not None  # [Note: two moments]
+        self._back_to = to_bytes(comeback.state) if comeback is not None and comeback.state is not None else b""
         self._means: list[MeanInput] = []  # of the calls of mean_over_ranks since the last commit
         self._repeated: RepeatedMeans | None = None  # [Note: calls before a forward]
         if comeback is not None and comeback.state is not None:
             made = [key_of(given) for _, given in comeback.means]
             self._repeated = RepeatedMeans(self._engine.rank, made, comeback.state["means"])
+        former = [] if comeback is None else [comeback.state, comeback.at_commit]
+        self._buffers = ChangingBuffers(
+            self._engine.model, {name for state in former if state is not None for name in state["buffers"]}
+        )
+        units = [unit for unit in self._engine.units if unit.layout.trainable]
+        self._trainable = [param for unit in units for param in unit.params]
+        self._forwards = 0  # since the last commit, with gradients and in training mode (a validation may have some)
         self._open: int | None = None  # the step whose state lacks its second part
         self._newest: LoopState | None = None  # the last part that was kept
-        self._says_written: LoopState | None = None  # this, if it says that a write was sent behind it
+        self._marks: set[str] = set()  # that it has
         self._written_before: dict[int, str] = {}  # the digest of what was written to a unit before the forward
         if comeback is not None and comeback.state is not None and comeback.at_commit is None:
-            self._newest = LoopState(step=comeback.step, part=AT_FORWARD, content=to_bytes(comeback.state))
+            self._newest = LoopState(step=comeback.step, part=AT_FORWARD, content=self._back_to)
             self._written_before = {index: digest_of(values) for index, values in comeback.state["written"]}
         self._too_large = False
         self.repeating = comeback is not None and comeback.at_commit is not None  # [Note: an unfinished iteration]
@@ -147,45 +166,90 @@ class LoopKeeper:
             self._put_back(self._comeback.at_commit)
         elif self._tracked.active:
             self._take(step)
+        self._forwards = 0
 
     def _put_back(self, state: State | None) -> None:
         """See [Note: an unfinished iteration]."""
         assert self._comeback is not None
         assert state is not None
-        self._tracked.put_back(state["tracked"])
+        if state["forwards"] != self._forwards:
+            raise StateLostError(
+                f"rank {self._engine.rank} has died and come back, but its loop cannot repeat the end of step "
+                f"{self._engine.step_state.step} alone: it comes to step() after {count(self._forwards, 'forward')} in "
+                f"training mode, and came there after {state['forwards']} before it died; let nothing that is "
+                "computed with the weights decide which batches a step takes, or resume the run from its newest "
+                "checkpoint"
+            )
         put_back(state, self._engine.store, self._engine.model, self._engine.device)
-        self._reports.restore(state["reports"])
+        self._put_back_rest(state)
         self._open = self._comeback.decided
         self._newest = LoopState(step=self._open, part=AT_COMMIT, content=to_bytes(state))
+
+    def _put_back_rest(self, state: State) -> None:
+        """Put back tracked objects, options and reports."""
+        self._tracked.put_back(state["tracked"])
+        groups, options = self._optimizer.param_groups, state["options"]
+        if len(groups) != len(options):
+            raise StateLostError(
+                f"rank {self._engine.rank} has died and come back, but its loop cannot repeat its step alone: the "
+                f"optimizer had {len(options)} parameter groups, and now it has {len(groups)}; call add_param_group() "
+                "between prepare() and the loop, or resume the run from its newest checkpoint"
+            )
+        put_options(groups, options)
+        self._reports.restore(state["reports"])
+
+    def tracking(self) -> None:
+        """The loop has called ``track``: what it draws next was drawn with these generators in its former life."""
+        if self.returning:
+            set_generator_states(from_bytes(self._back_to)["rng"], self._engine.device)
+
+    def _begin_again(self) -> None:
+        """The first forward of a rank that has come back begins: see [Note: two moments]."""
+        assert self._comeback is not None
+        state, engine = from_bytes(self._back_to), self._engine  # objects may have changed what they were given
+        self.returning, self._back_to = False, b""
+        self._put_back_rest(state)
+        fill_buffers(engine.model, state["buffers"])
+        engine.store.means, engine.store.saves = state["means"], state["saves"]
+        for param, on in zip(self._trainable, state["flags"].tolist(), strict=True):
+            if param.requires_grad != on:
+                param.requires_grad_(on)
+        engine.step_state.carry(state["carried"])
+        engine.cache.rewrite(dict(state["written"]))
+        engine.cache.writes.came_back_at = self._comeback.decided
+        set_generator_states(state[RNG_AT_FORWARD], engine.device)
 
     def _take(self, step: int) -> None:
         rest = {
             "began": self._began,
             "tracked": self._tracked.states(),
             "rng": generator_states(self._engine.device),
-            "buffers": persistent_buffers(self._engine.model),
+            "forwards": self._forwards,
+            "buffers": self._buffers.values(),
         }
         self._keep(step + 1, AT_COMMIT, self._after_tail() | rest)
         self._open = step + 1
 
     def begin_forward(self) -> None:
-        """The model's forward begins: the iteration before has ended."""
-        if self._repeated is not None and torch.is_grad_enabled():
+        """The model's forward begins: with gradients, and after ``track``, the iteration before has ended."""
+        if not (torch.is_grad_enabled() and self._tracked.active):
+            return
+        self._forwards += self._engine.model.training
+        if self._repeated is not None:
             self._repeated.end()
             self._repeated = None
-        if self._returns and torch.is_grad_enabled():
-            self._returns = False
-            assert self._comeback is not None
-            assert self._comeback.state is not None
-            set_generator_states(self._comeback.state[RNG_AT_FORWARD], self._engine.device)
-        if self._open is not None and torch.is_grad_enabled():
+        if self.returning:
+            self._begin_again()
+        if self._open is not None:
             step, self._open, self.repeating = self._open, None, False
             written = self._written()
             rest = {
                 "tracked": self._tracked.states(sources=False),
                 RNG_AT_FORWARD: generator_states(self._engine.device),
-                "buffers": persistent_buffers(self._engine.model),
+                "buffers": self._buffers.values(),
                 "written": written,
+                "flags": requires_grad_of(self._trainable),
+                "carried": self._engine.step_state.carried(),
                 "made": [asdict(write) for write in self._engine.store.written if write.version == step],
                 "calls": [call_state(given) for given in self._means],
             }
@@ -212,19 +276,33 @@ class LoopKeeper:
         found = ((unit.index, self._engine.cache.writes.values(unit)) for unit in self._engine.units)
         return [(index, values) for index, values in found if values is not None]
 
-    def sending(self, unit: int, values: torch.Tensor | None) -> None:
+    def sending(self, unit: int, kind: str, values: torch.Tensor) -> bool:
         """See ``SentWrites`` and [Note: a write in a step]."""
-        if values is not None and self._open is None and digest_of(values) == self._written_before.get(unit):
+        if self.returning or self._repeats_decided:
+            return False
+        known = self._written_before.get(unit) if kind == COMPUTE else None
+        if kind == GROUP or (known is not None and self._open is None and digest_of(values) == known):
+            return True  # the same when it is made again
+        self._mark(WROTE, f"written to {self._engine.units[unit].layout.name!r}")
+        return True
+
+    @property
+    def _repeats_decided(self) -> bool:
+        return self._comeback is not None and self._engine.step_state.step < self._comeback.decided
+
+    def dropping(self) -> None:
+        """See [Note: gradients that are dropped]."""
+        if self._repeats_decided:
             return
+        self._mark(DROPPED, "dropped gradients whose norm all ranks had had")
+
+    def _mark(self, mark: str, what: str) -> None:
+        """Let the newest state of the open step say that it cannot be repeated, and why."""
         step, newest = self._engine.step_state.step, self._newest
-        if self._comeback is not None and step < self._comeback.decided:
-            return  # it is not sent: the step is decided
         if newest is None:  # the loop's first step
             newest = LoopState(step=step, part=AT_COMMIT, content=to_bytes({"began": self._began}))
-        if newest.step == step and newest is not self._says_written:
-            name = self._engine.units[unit].layout.name
-            self._keep(step, newest.part, {**from_bytes(newest.content), "wrote": name})
-            self._says_written = self._newest
+        if newest.step == step and mark not in self._marks:
+            self._keep(step, newest.part, {**from_bytes(newest.content), mark: what})
 
     def _after_tail(self) -> dict[str, Any]:
         return {
@@ -235,9 +313,10 @@ class LoopKeeper:
         }
 
     def _keep(self, step: int, part: int, state: dict[str, Any]) -> bool:
-        """Whether it is not too large."""
-        content = to_bytes(state)
-        if len(content) <= MOST_LOOP_STATE:
+        """Returns whether it is small enough."""
+        content, most = to_bytes(state), MOST_LOOP_STATE - _MARK
+        self._marks = {WROTE, DROPPED} & state.keys()
+        if len(content) <= most or self._marks:
             self._newest = LoopState(step=step, part=part, content=content)
             self._engine.store.keep(self._newest)
             return True
@@ -248,6 +327,6 @@ class LoopKeeper:
                 "goes on from its newest checkpoint. Track less, and give large tensors to save_checkpoint",
                 self._engine.rank,
                 format_bytes(len(content)),
-                format_bytes(MOST_LOOP_STATE),
+                format_bytes(most),
             )
         return False

@@ -60,6 +60,13 @@ def saved_options(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
     return [{key: value for key, value in options_of(group).items() if is_packable(value)} for group in groups]
 
 
+def put_options(groups: Sequence[ParamGroup], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Give groups the options that ``saved_options`` returned of them."""
+    for group, options in zip(groups, saved, strict=True):
+        for key, value in options.items():
+            group[key] = _put(group.get(key), value)
+
+
 def _put(held: Any, value: Any) -> Any:
     """``value``; copied into the tensor ``held`` if possible, because a compiled step or a scheduler may refer to
     it."""

@@ -6,8 +6,9 @@ are, and written once.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -40,14 +41,47 @@ def refuse_buffers(model: nn.Module) -> None:
                 )
 
 
+class ChangingBuffers:
+    """The buffers that a rank's loop needs to repeat a step: persistent ones, and others that were written to since
+    ``prepare``. One that was replaced by a tensor of another shape is made anew by whatever made it.
+
+    Knows buffers' names and version counters; not who writes."""
+
+    def __init__(self, model: nn.Module, known: Collection[str] = ()) -> None:
+        """``known``: names of those that a former life of the rank has written to."""
+        self._model = model
+        self._written = set(known)
+        self._others = [
+            (name, module._buffers, name.rpartition(".")[2], weakref.ref(buffer), _writes(buffer), buffer.shape)
+            for name, module, buffer in _buffers(model, persistent=False)
+        ]
+
+    def values(self) -> dict[str, Tensor]:
+        """Their values in host memory, by name. Raises as ``persistent_buffers``."""
+        found = persistent_buffers(self._model)
+        for name, table, key, began, writes, shape in self._others:
+            buffer = table.get(key)
+            if buffer is None:
+                continue
+            if began() is not buffer or _writes(buffer) != writes:
+                self._written.add(name)
+            if name in self._written and buffer.shape == shape and _why_not_saveable(buffer) is None:
+                found[name] = _on_host(buffer)
+        return found
+
+
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The persistent buffers in host memory, under each of their state_dict names. Raises UnsupportedError, naming it,
     for one that no checkpoint can hold: the user may have replaced it since ``prepare``."""
     found = {}
     for name, buffer in _persistent(model):
         _require_saveable(name, buffer)
-        found[name] = buffer.detach().cpu().resolve_conj().resolve_neg()
+        found[name] = _on_host(buffer)
     return found
+
+
+def _on_host(buffer: Tensor) -> Tensor:
+    return buffer.detach().cpu().resolve_conj().resolve_neg()
 
 
 def check_buffers(source: object, model: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -91,22 +125,36 @@ def replace_buffers(model: nn.Module, made: Mapping[int, Tensor]) -> None:
 
 def _persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The buffers that ``state_dict`` has, under each of their names."""
+    return ((name, buffer) for name, _, buffer in _buffers(model, persistent=True))
+
+
+def _buffers(model: nn.Module, *, persistent: bool) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Buffers with the modules that hold them, under each of their names."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+            if (name not in module._non_persistent_buffers_set) == persistent:
+                yield f"{prefix}.{name}" if prefix else name, module, buffer
+
+
+def _writes(buffer: Tensor) -> int:
+    """A number that every write to the buffer raises."""
+    return 0 if buffer.is_inference() else buffer._version
+
+
+def _why_not_saveable(buffer: Tensor) -> str | None:
+    if buffer.is_nested:
+        return "a nested tensor"
+    if buffer.layout is not torch.strided:
+        return f"a tensor of layout {buffer.layout}"
+    if buffer.dtype not in CODES:
+        return f"of dtype {dtype_name(buffer.dtype)}"
+    if not has_memory(buffer):
+        return f"a {type(buffer).__module__}.{type(buffer).__qualname__}, which wraps other tensors"
+    return None
 
 
 def _require_saveable(name: str, buffer: Tensor) -> None:
-    why = None
-    if buffer.is_nested:
-        why = "a nested tensor"
-    elif buffer.layout is not torch.strided:
-        why = f"a tensor of layout {buffer.layout}"
-    elif buffer.dtype not in CODES:
-        why = f"of dtype {dtype_name(buffer.dtype)}"
-    elif not has_memory(buffer):
-        why = f"a {type(buffer).__module__}.{type(buffer).__qualname__}, which wraps other tensors"
+    why = _why_not_saveable(buffer)
     if why is not None:
         raise UnsupportedError(
             f"persistent buffer {name!r} is {why}, and checkpoints hold dense tensors of safetensors' dtypes; register "

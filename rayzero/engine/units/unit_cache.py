@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Protocol
@@ -361,12 +361,23 @@ class UnitCache:
                     write = Write(version=self.version, unit=unit.index, kind=COMPUTE, digest=digest_of(values))
                     self._store.made(write).result()
             else:
-                self._write(unit, COMPUTE, values)
-                if codec_of(unit.layout).lossy and unit.state is UnitState.UNSHARDED:
+                sent = self._write(unit, COMPUTE, values)
+                if (not sent or codec_of(unit.layout).lossy) and unit.state is UnitState.UNSHARDED:
                     self._refresh(unit)  # what was written, as the owners keep it
             if unit.buffer is not None and unit.buffer.mapped and self._store.mapped(unit.index) is not None:
                 self._store.revert(unit.index)
             self.writes.settle(unit)
+
+    def rewrite(self, written: Mapping[int, Tensor]) -> None:
+        """Forget what was written and not sent. ``written``: unit -> values that were written to it instead."""
+        for unit in self._units:
+            if unit.state is UnitState.UNSHARDED and self.writes.has(unit):
+                self._refresh(unit)
+            self.writes.settle(unit)
+            if unit.index in written:
+                self.writes.restore(unit.index, written[unit.index])
+                if unit.state is UnitState.UNSHARDED:
+                    self.writes.put_back(unit)
 
     def overwrite(self, unit: ParamUnit, kind: str, values: Tensor) -> None:
         """Replace a unit's values of ``kind`` by ``values`` (1D, unit.numel elements, host memory; see
@@ -388,17 +399,20 @@ class UnitCache:
     def _is_published(self, unit: ParamUnit, values: Tensor) -> bool:
         return bool(same_bits(values, self.fetch_flat(unit, COMPUTE)).all())
 
-    def _write(self, unit: ParamUnit, kind: str, values: Tensor) -> None:
-        """Send a write, and drop fetches and kept memory of the unit that are older."""
-        self.writes.sending(unit, values if kind == COMPUTE else None)
+    def _write(self, unit: ParamUnit, kind: str, values: Tensor) -> bool:
+        """Send a write, and drop fetches and kept memory of the unit that are older. Returns whether it was sent: see
+        ``SentWrites``."""
+        sends = self.writes.sending(unit, kind, values)
         if unit.state is UnitState.UNSHARDING:
             self._drop(unit)
         self._reap(wait=True)
         kept = unit.take_kept()
         if kept is not None:
             self._residency.release(kept)
-        self._store.write(unit.index, self.version, kind, values).result()
-        self._note("write", unit.name)
+        if sends:
+            self._store.write(unit.index, self.version, kind, values).result()
+            self._note("write", unit.name)
+        return sends
 
     def _refresh(self, unit: ParamUnit) -> None:
         """Fetch the present version into the memory of a pinned unit."""

@@ -24,8 +24,9 @@ from rayzero.protocol.bits import digest_of
 class SentWrites(Protocol):
     """Hears of writes before the owners do."""
 
-    def sending(self, unit: int, values: Tensor | None) -> None:
-        """``values``: 1D, unit.numel elements, host memory; None: of an optimizer state, or masters."""
+    def sending(self, unit: int, kind: str, values: Tensor) -> bool:
+        """Whether the owners get a write; else they have it from a former life of the rank. ``values``: 1D, unit.numel
+        elements, host memory."""
         ...
 
 
@@ -89,10 +90,9 @@ class WrittenUnits:
         """A former life of this rank had written ``values`` into a unit, and the owners may not have them."""
         self._aside[index] = values
 
-    def sending(self, unit: ParamUnit, values: Tensor | None) -> None:
+    def sending(self, unit: ParamUnit, kind: str, values: Tensor) -> bool:
         """A write is about to be sent; see ``SentWrites``."""
-        if self.sent is not None:
-            self.sent.sending(unit.index, values)
+        return self.sent is None or self.sent.sending(unit.index, kind, values)
 
     def aside(self) -> list[int]:
         """Units whose written content waits in host memory."""

@@ -492,7 +492,8 @@ class RankStore:
         """Reopen a step; see ``ParameterStore.discard``."""
         if step < self._decided:
             return DONE
-        return self._ask_lead(lambda lead: lead.discard(f"the discard of step {step}", step, attempt))
+        awaited = f"the discard of step {step}"
+        return self._when_kept(lambda: self._ask_lead(lambda lead: lead.discard(awaited, step, attempt)))
 
     def begin_save(self, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[None]:
         """Begin a checkpoint; see ``ParameterStore.begin_save``."""
