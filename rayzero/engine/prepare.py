@@ -53,7 +53,7 @@ from rayzero.engine.values import hook_state_dict_loads
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS, check_moments
 from rayzero.kernels.optimizer_class import OptimizerMaker
-from rayzero.kernels.optimizer_trial import Scope, require_owned
+from rayzero.kernels.optimizer_trial import Scope, refuse_vectors, require_owned
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.memory.malloc import give_back_freed, keep_some_buffers
 from rayzero.protocol.messages import Hyper, ModelSpec
@@ -131,6 +131,8 @@ def prepare(
     recorder = LaterModelRecorder(context.recorder) if number else context.recorder
     whole = any(verdict.scope is not Scope.ELEMENT for verdict in verdicts)
     plan = plan_units(model, config, units, whole_parameters=whole)
+    if any(verdict.matrices for verdict in verdicts):
+        refuse_vectors(make, optimizer, verdicts, {id(param): name for name, param in model.named_parameters()})
     stays_up(plan.layout, config)
     match_modules([model], config.offload_activations, "offload_activations")
     if context.rank == 0:

@@ -114,6 +114,7 @@ class TrialVerdict:
     scope: Scope
     reason: str = ""  # why owners cannot run it; "": they can, on whole parameters unless one may be cut
     writes: tuple[str, ...] = ()  # entries of its parameter groups that step() writes
+    matrices: bool = False  # it takes parameters of two dimensions only
 
 
 _verdicts: dict[tuple[type, str, str], TrialVerdict | UnsupportedError] = {}  # of this process
@@ -133,6 +134,23 @@ def require_owned(make: OptimizerMaker, hyper: Hyper, *, whole: bool = True) -> 
             "shards cut them: give it such a group there"
         )
     return verdict
+
+
+def refuse_vectors(
+    make: OptimizerMaker,
+    optimizer: torch.optim.Optimizer,
+    verdicts: Sequence[TrialVerdict],
+    names: Mapping[int, str],
+) -> None:
+    """Raise UnsupportedError, naming it (``names``: by id), for a parameter without two dimensions in a group that
+    takes matrices only. ``verdicts``: by group."""
+    for group, verdict in zip(optimizer.param_groups, verdicts, strict=True):
+        for param in group["params"] if verdict.matrices else ():
+            if param.dim() != 2:
+                raise UnsupportedError(
+                    f"{make.name} takes matrices only, and {names.get(id(param), 'a parameter')!r} has shape "
+                    f"{tuple(param.shape)}: give it to another optimizer, or freeze it"
+                )
 
 
 def refuse_known(make: OptimizerMaker) -> None:
@@ -160,21 +178,26 @@ def try_class(make: OptimizerMaker, hyper: Hyper) -> TrialVerdict:
 @outside_modes  # a default device is a mode
 def _try(make: OptimizerMaker, hyper: Hyper) -> TrialVerdict:
     _require_numbers(make, hyper)
-    writes: tuple[str, ...] = ()
+    verdict = TrialVerdict(Scope.ELEMENT)
     for shapes in _SHAPES:
         plain = _plain_course(make, hyper, shapes)
         if plain.zeroed:
             raise _refusal(make, f"its zero_grad() changes {', '.join(plain.zeroed)} of its parameter groups")
-        try:
-            in_pieces = not (plain.odd_state or plain.moved) and plain.followed(
-                make, plain.shapes.pieces(), made_again=True
-            )
-        except Exception:  # it takes no flat pieces
-            in_pieces = False
-        if not in_pieces:
-            return _in_whole(make, plain)
-        writes = _written(make, plain)
-    return TrialVerdict(Scope.ELEMENT, writes=writes)
+        if verdict.scope is Scope.ELEMENT and _trains_pieces(make, plain):
+            verdict = TrialVerdict(Scope.ELEMENT, writes=_written(make, plain))
+        else:
+            verdict = _in_whole(make, plain)
+        if verdict.reason or verdict.matrices:
+            break
+    return verdict
+
+
+def _trains_pieces(make: OptimizerMaker, plain: _Course) -> bool:
+    """Whether instances over flat pieces of parameters get the bits of a course."""
+    try:
+        return not (plain.odd_state or plain.moved) and plain.followed(make, plain.shapes.pieces(), made_again=True)
+    except Exception:  # it takes no flat pieces
+        return False
 
 
 def _plain_course(make: OptimizerMaker, hyper: Hyper, shapes: _Shapes) -> _Course:
@@ -202,7 +225,8 @@ def _in_whole(make: OptimizerMaker, plain: _Course) -> TrialVerdict:
     if not alone:
         kept = f", or keeps in attributes what they do not share ({', '.join(plain.changed)})" if plain.changed else ""
         raise _refusal(make, f"parameters get other values in instances of their own: it mixes parameters{kept}")
-    verdict = partial(TrialVerdict, Scope.PARAMETER, writes=_written(make, plain))
+    matrices = plain.shapes is _MATRICES
+    verdict = partial(TrialVerdict, Scope.PARAMETER, writes=_written(make, plain), matrices=matrices)
     if plain.odd_state:
         return verdict(
             f"it keeps {plain.odd_state}, not one number or one value for each element; {_INSTEAD}, or for fewer bytes "
@@ -212,6 +236,9 @@ def _in_whole(make: OptimizerMaker, plain: _Course) -> TrialVerdict:
         return verdict(
             f"it keeps {', '.join(plain.long_numbers)} as a number in fp64, of which owners keep fp32; {_INSTEAD}"
         )
+    if len(plain.state_names) > 1:
+        by_shape = " or ".join(sorted(", ".join(sorted(names)) or "nothing" for names in plain.state_names))
+        return verdict(f"it keeps {by_shape}, as a parameter's shape is; {_INSTEAD}")
     if plain.followed(make, plain.shapes.whole(), made_again=True):
         return verdict()
     changes = f", and step() changes its attributes {', '.join(plain.changed)}" if plain.changed else ""
@@ -291,6 +318,7 @@ class _Course:
             _kept(param, {} if self.odd_state else state, self.updates(index))
             for index, (param, state) in enumerate(zip(params, states, strict=True))
         ]
+        self.state_names = {frozenset(state) for state in states}
         self.long_numbers = sorted({name for state in states for name, value in state.items() if is_long(value)})
         self.changed = sorted(name for name, value in vars(optimizer).items() if _changed(attributes.get(name), value))
         optimizer.zero_grad()
