@@ -14,7 +14,7 @@ from rayzero.codecs import CODECS, RAW
 from rayzero.codecs.record import codec_of, kept_bytes, read_record, used_bytes, write_record
 from rayzero.config.choices import CpuCompressionMethod
 from rayzero.errors import StoreError
-from rayzero.layout.model_layout import Shard, UnitLayout, cut_shards, lay_out_unit, slices_of
+from rayzero.layout.model_layout import ModelLayout, Shard, UnitLayout, lay_out_unit, slices_of
 
 METHODS = [method.value for method in CpuCompressionMethod if method is not CpuCompressionMethod.NONE]
 
@@ -22,6 +22,11 @@ METHODS = [method.value for method in CpuCompressionMethod if method is not CpuC
 def unit_of(shapes: list[tuple[int, ...]], method: str, dtype: torch.dtype = torch.float32) -> UnitLayout:
     params = [(f"p{i}", shape) for i, shape in enumerate(shapes)]
     return lay_out_unit(0, "unit", dtype, False, params, codec=method)
+
+
+def whole(unit: UnitLayout) -> tuple[Shard, ...]:
+    """One shard."""
+    return ModelLayout(units=(unit,), shard_numel=1 << 20).shards
 
 
 def values_of(unit: UnitLayout) -> Tensor:
@@ -50,7 +55,7 @@ def kept(unit: UnitLayout, shard: Shard, values: Tensor) -> tuple[Tensor, Tensor
 def test_parameters_of_any_shape_come_back_within_the_error_of_their_own_blocks(shapes, method, dtype, shard_numel):
     unit = unit_of(shapes, method, dtype)
     values, codec = values_of(unit), codec_of(unit)
-    for shard in cut_shards(unit, shard_numel, 0):
+    for shard in ModelLayout(units=(unit,), shard_numel=shard_numel).shards:
         _, back = kept(unit, shard, values)
         wanted, seen = values[shard.start : shard.stop], torch.zeros(shard.numel, dtype=torch.bool)
         for part in slices_of(unit, shard):
@@ -65,7 +70,7 @@ def test_parameters_of_any_shape_come_back_within_the_error_of_their_own_blocks(
 @pytest.mark.parametrize("method", METHODS)
 def test_a_record_takes_what_its_codec_takes(method):
     unit = unit_of([(512, 512), (512,)], method)
-    (shard,) = cut_shards(unit, 1 << 20, 0)
+    (shard,) = whole(unit)
     values, codec = values_of(unit), CODECS[CpuCompressionMethod(method)]
     record, _ = kept(unit, shard, values)
     exact = codec.encode(values[: 512 * 512]).numel() + (
@@ -79,12 +84,12 @@ def test_a_scale_is_never_shared_between_parameters():
     unit = unit_of([(8, 8), (8, 8)], "int8", torch.float32)
     values = values_of(unit)
     values[unit.slots[0].start : unit.slots[0].stop] = 1e6
-    (shard,) = cut_shards(unit, 1 << 20, 0)
+    (shard,) = whole(unit)
     _, back = kept(unit, shard, values)
     assert torch.equal(back, values), "64 elements would take more bytes encoded than as they are"
     unit = unit_of([(32, 32), (32, 32)], "int8")
     values = values_of(unit)
-    alone = kept(unit, shard := cut_shards(unit, 1 << 20, 0)[0], values)[1][unit.slots[1].start :]
+    alone = kept(unit, shard := whole(unit)[0], values)[1][unit.slots[1].start :]
     values[: unit.slots[0].stop] = 1e6
     assert torch.equal(kept(unit, shard, values)[1][unit.slots[1].start :], alone)
 
@@ -92,7 +97,7 @@ def test_a_scale_is_never_shared_between_parameters():
 @pytest.mark.parametrize(("at", "value"), [(1, -1), (1, 1 << 40), (2, 1 << 40), (1, 3)])
 def test_a_damaged_record_is_refused(at, value):
     unit = unit_of([(32, 32), (32, 32)], "int8")
-    (shard,) = cut_shards(unit, 1 << 20, 0)
+    (shard,) = whole(unit)
     record, back = kept(unit, shard, values_of(unit))
     record[8 * at : 8 * at + 8].view(torch.int64).fill_(value)
     with pytest.raises(StoreError):
@@ -101,7 +106,7 @@ def test_a_damaged_record_is_refused(at, value):
 
 def test_nan_stays_and_what_would_become_infinite_is_refused():
     unit = unit_of([(32, 32)], "fp16")
-    (shard,) = cut_shards(unit, 1 << 20, 0)
+    (shard,) = whole(unit)
     values = values_of(unit)
     values[5], values[6] = math.nan, math.inf
     _, back = kept(unit, shard, values)
