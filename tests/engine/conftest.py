@@ -20,6 +20,16 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """For runs in fixtures of a module: a thread that computes for the first time takes torch's global number of
+    threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def alone() -> Iterator[RankContext]:
     """Rank 0 of 1 with an in-process store, closed at the end."""

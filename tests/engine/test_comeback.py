@@ -7,7 +7,7 @@ import functools
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +32,8 @@ from rayzero.telemetry.recorder import NullRecorder
 from rayzero.testing import Killed, run_ranks
 
 from .models import VOCAB, Batches, Block, same_bits
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 Point = tuple[str, int]  # where in the loop, in which step
 
@@ -226,15 +228,6 @@ def run(folder: Path, *at: Point, transport: str = "inproc", processes: bool = F
     )
     assert [life for life, _ in found] == [len(at) if rank == who else 0 for rank in range(2)]
     return found
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """A thread that computes for the first time takes torch's global number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

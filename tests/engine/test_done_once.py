@@ -24,6 +24,8 @@ from rayzero.testing import Killed, run_ranks
 
 from .models import VOCAB, Batches, Block, same_bits
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 STEPS = 5
 Point = tuple[str, int]  # where in the loop, in which step
 OPEN, DECIDED = ("backward", 2), ("stepped", 2)  # with step 2 open, and decided
@@ -233,14 +235,6 @@ PARTS: dict[str, dict[str, Any]] = {
     "rate lowered before step()": {"before_step": lower},
     "gradients zeroed by the iteration before": {"top": alternate, "set_to_none": False},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.promise("recoverable")

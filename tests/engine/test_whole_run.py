@@ -24,6 +24,7 @@ from .test_comeback import Point, base, loop, run, same
 from .whole_run import LINEAGE, RUN, WholeRun
 
 pytestmark = [
+    pytest.mark.usefixtures("one_torch_thread"),
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
 ]
 
@@ -32,14 +33,6 @@ pytestmark = [
 def slab_dir() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-") as directory:
         yield Path(directory)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

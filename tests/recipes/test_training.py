@@ -128,7 +128,7 @@ def test_a_run_whose_directory_has_changed_since_it_was_looked_at_starts_nothing
     assert sorted(path.name for path in recipe.run.path.iterdir()) == [".lock", "checkpoints"]
 
 
-# ---- What is drawn of a run's steps: a bar on a terminal, lines elsewhere.
+# ---- What is drawn of a run's steps: a bar on a terminal, lines in a file.
 
 
 def row(step: int, validation: float | None = None) -> StepRow:

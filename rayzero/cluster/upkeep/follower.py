@@ -409,7 +409,7 @@ class Autoscaling:
         who = self._asked.pop(call)
         try:
             self._answers[who] = ray.get(call)
-        except ray.exceptions.RayError as error:  # its death is noticed elsewhere; the window has another beginning
+        except ray.exceptions.RayError as error:  # the watcher of deaths notices it; the window begins anew
             log.debug("%s says nothing of its load: %s", who, error)
         if not self._asked:
             self._look(dict(self._answers))

@@ -26,8 +26,8 @@ them; others begin the next one, and it does. Nothing in the loop says where the
 new life makes exactly the calls behind the border, and with the same values, because it computes the same: its calls
 tell where they begin. Where several places fit (two flags that are 0), the lead must have one result for all of them.
 If the lead has died, too, another rank may still wait for a call that the new life does not make again. So the new life
-first tells the lead what its former life gave to all of them (``Comeback.restore``), and waits for no mean. In the same
-way it tells of writes: of those made before the forward, and of each that it finds published as it makes it again.
+first tells the lead what its former life gave to all of them (``Comeback.restore``), and waits for no mean. It also
+tells the lead which writes were made before the forward, and, when it repeats a write, whether it is published already.
 
 [Note: a write in a step] What is written after the state of a step was taken, and reaches the owners before the next
 state (with a clip, ``step()`` or a save), changes the version that a repeat begins with: a forward would compute with
@@ -59,7 +59,7 @@ from rayzero.engine.loop.reports import RecentReports
 from rayzero.engine.loop.tracked import Tracked
 from rayzero.engine.optimizer.param_groups import put_options, saved_options
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
-from rayzero.engine.start.buffers import ChangingBuffers, fill_buffers
+from rayzero.engine.start.buffers import ChangingBuffers
 from rayzero.errors import StateLostError
 from rayzero.protocol.bits import digest_of
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, COMPUTE, GROUP, MOST_LOOP_STATE, LoopState, MeanInput
@@ -135,17 +135,17 @@ class LoopKeeper:
         self._optimizer, self._tracked, self._reports, self._comeback = optimizer, tracked, reports, comeback
         self._engine = optimizer.engine
         self._engine.cache.writes.sent = self
-        self.returning = comeback is not None and comeback.state is not None  # [Note: two moments]
-        self._back_to = to_bytes(comeback.state) if comeback is not None and comeback.state is not None else b""
+        state = None if comeback is None else comeback.state
+        at_commit = None if comeback is None else comeback.at_commit
+        self.returning = state is not None  # [Note: two moments]
+        self._back_to = b"" if state is None else to_bytes(state)
         self._means: list[MeanInput] = []  # of the calls of mean_over_ranks since the last commit
         self._repeated: RepeatedMeans | None = None  # [Note: calls before a forward]
-        if comeback is not None and comeback.state is not None:
+        if comeback is not None and state is not None:
             made = [key_of(given) for _, given in comeback.means]
-            self._repeated = RepeatedMeans(self._engine.rank, made, comeback.state["means"])
-        former = [] if comeback is None else [comeback.state, comeback.at_commit]
-        self._buffers = ChangingBuffers(
-            self._engine.model, {name for state in former if state is not None for name in state["buffers"]}
-        )
+            self._repeated = RepeatedMeans(self._engine.rank, made, state["means"])
+        known = {name for former in (state, at_commit) if former is not None for name in former["buffers"]}
+        self._buffers = ChangingBuffers(self._engine.model, known)
         units = [unit for unit in self._engine.units if unit.layout.trainable]
         self._trainable = [param for unit in units for param in unit.params]
         self._forwards = 0  # since the last commit, with gradients and in training mode (a validation may have some)
@@ -153,11 +153,11 @@ class LoopKeeper:
         self._newest: LoopState | None = None  # the last part that was kept
         self._marks: set[str] = set()  # that it has
         self._written_before: dict[int, str] = {}  # the digest of what was written to a unit before the forward
-        if comeback is not None and comeback.state is not None and comeback.at_commit is None:
+        if comeback is not None and state is not None and at_commit is None:
             self._newest = LoopState(step=comeback.step, part=AT_FORWARD, content=self._back_to)
-            self._written_before = {index: digest_of(values) for index, values in comeback.state["written"]}
+            self._written_before = {index: digest_of(values) for index, values in state["written"]}
         self._too_large = False
-        self.repeating = comeback is not None and comeback.at_commit is not None  # [Note: an unfinished iteration]
+        self.repeating = at_commit is not None  # [Note: an unfinished iteration]
 
     def committing(self, step: int) -> None:
         """``step`` is committed next: keep the first part of the next one's state."""
@@ -209,15 +209,13 @@ class LoopKeeper:
         state, engine = from_bytes(self._back_to), self._engine  # objects may have changed what they were given
         self.returning, self._back_to = False, b""
         self._put_back_rest(state)
-        fill_buffers(engine.model, state["buffers"])
-        engine.store.means, engine.store.saves = state["means"], state["saves"]
         for param, on in zip(self._trainable, state["flags"].tolist(), strict=True):
             if param.requires_grad != on:
                 param.requires_grad_(on)
         engine.step_state.carry(state["carried"])
         engine.cache.rewrite(dict(state["written"]))
         engine.cache.writes.came_back_at = self._comeback.decided
-        set_generator_states(state[RNG_AT_FORWARD], engine.device)
+        put_back({**state, "rng": state[RNG_AT_FORWARD]}, engine.store, engine.model, engine.device)
 
     def _take(self, step: int) -> None:
         rest = {

@@ -89,7 +89,7 @@ class UnitCache:
         note: Note,
     ) -> None:
         """``root``: units of the root module. ``trained``: units that an optimizer trains; steps change no others.
-        ``note``: is told each move of a unit."""
+        ``note``: called at each move of a unit."""
         self.version = self._first = step.step
         self.schedule = UnitSchedule(len(units), always=root)
         self.writes = WrittenUnits()

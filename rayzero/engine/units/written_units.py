@@ -22,7 +22,7 @@ from rayzero.protocol.bits import digest_of
 
 
 class SentWrites(Protocol):
-    """Hears of writes before the owners do."""
+    """Decides about each write before it is sent to the owners."""
 
     def sending(self, unit: int, kind: str, values: Tensor) -> bool:
         """Whether the owners get a write; else they have it from a former life of the rank. ``values``: 1D, unit.numel

@@ -187,7 +187,7 @@ class LoopHistory:
         return newest([*self._left_here(), *map(translate.loop_state_from_pb, answer.states)])
 
     def _left_here(self) -> list[LoopState]:
-        """The states that earlier lives of this rank have left in shared memory, if their keeper is elsewhere."""
+        """The states that earlier lives of this rank have left in shared memory, if their keeper is on another host."""
         if self._directory is None or self._maps:
             return []
         found = loop_slabs(self._plan, f"rank {self._rank}", self._directory, lambda rank: rank == self._rank)
