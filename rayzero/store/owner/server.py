@@ -281,6 +281,7 @@ class OwnerServer:
         for model in served:
             model.end()
         self._loop.run(self._stop(served), _QUICK_S)
+        self._tensors.close()
         for model in served:
             model.close()
         self._drop_prepared()

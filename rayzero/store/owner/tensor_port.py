@@ -275,7 +275,11 @@ class TensorPort:
         for stream in list(self._streams.values()):
             stream.close()
         self._expected.clear()
-        self._pool.shutdown(wait=False)
+
+    def close(self) -> None:
+        """Wait until the threads have ended, of connections that ``stop()`` has ended. Not on the event loop, which
+        their transfers end on."""
+        self._pool.shutdown(wait=True)
 
     # ---- clients
 
