@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,17 +15,22 @@ from rayzero.cluster.group_owners import GroupOwners
 from rayzero.cluster.processes.worker_groups import WorkerGroup
 from rayzero.cluster.run import Member
 from rayzero.config import ZeroConfig
+from rayzero.elastic.doors import hosts_without_owner
+from rayzero.errors import RunFailedError
+from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.hold import held_in
 from rayzero.store.file_counts import files_of_owner
 from rayzero.store.shm.same_host import why_no_sharing
 
 
-def group(name: str, run: str) -> WorkerGroup:
-    return WorkerGroup(name=name, run=run, world_size=2, resume=None)
+def group(name: str, run: str, nodes: str = "aa") -> WorkerGroup:
+    return WorkerGroup(name=name, run=run, world_size=2, nodes=tuple(nodes), resume=None)
 
 
 def owners(config: ZeroConfig, before: WorkerGroup | None) -> GroupOwners:
-    placement = SimpleNamespace(plan=SimpleNamespace(num_optimizers=2))
+    """Both are on node a."""
+    plan = SimpleNamespace(num_optimizers=2)
+    placement = SimpleNamespace(plan=plan, nodes_without_optimizer=lambda nodes: hosts_without_owner(nodes, "a"))
     made = GroupOwners("r", config, placement, max_failures=3)  # type: ignore[arg-type]
     made._group, made._hold = before, made._new_hold()
     return made
@@ -54,31 +61,74 @@ def test_a_group_that_can_continue_nothing_hears_why(
         made._hold.close()
 
 
-def test_a_group_whose_ranks_need_more_files_than_an_optimizer_may_open_is_refused(
+def answer_into(told: list[tuple[str, Any]], made: GroupOwners, actors: RunActors) -> None:
+    """Have owners that are there, and note what groups are answered: (name, their start or why they have no owners)."""
+    ownership, certificates = Ownership(2), SimpleNamespace(token="t", of_rank=lambda _: None)
+    made._actors, made._controller = actors, SimpleNamespace(addresses=(), ownership=ownership)  # type: ignore[assignment]
+    actors.certificates = certificates  # type: ignore[assignment]
+    answer = SimpleNamespace(remote=lambda *what: told.append(what))
+    made.groups, made._tell = SimpleNamespace(fail=answer, open=answer), lambda call: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("transport", "nodes", "doors"),
+    [("auto", "aa", None), ("auto", "ba", ["b"]), ("auto", "cb", ["c", "b"]), ("grpc", "bc", None)],
+)
+def test_the_first_group_gets_other_owners_only_if_its_ranks_need_doors(
+    transport: Any, nodes: str, doors: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, Any]] = []
+    changed: list[Any] = []
+    made = owners(ZeroConfig(transport=transport), None)
+    answer_into(told, made, RunActors("r", made._placement, None))  # type: ignore[arg-type]
+    monkeypatch.setattr(made, "_change_owners", lambda group, nodes: changed.append(nodes))
+    made._open(group("a", "first", nodes))
+    assert changed == ([] if doors is None else [doors])
+    ((name, start),) = told
+    assert (name, start.ownership) == ("a", Ownership(2))
+    made._open(group("b", "first", "a"))
+    assert changed[-1] == [], "a new group has new owners"
+
+
+def test_a_group_whose_door_does_not_start_hears_why_and_the_next_one_is_given_owners(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Its host may have been lost meanwhile: the library starts the ranks again on another one."""
+    told: list[tuple[str, Any]] = []
+    changed: list[Any] = []
+    made = owners(ZeroConfig(), None)
+    answer_into(told, made, RunActors("r", made._placement, None))  # type: ignore[arg-type]
+
+    def change(group: WorkerGroup, nodes: Sequence[str]) -> None:
+        changed.append(nodes)
+        if len(changed) == 1:
+            raise RunFailedError("optimizer 2 died")
+
+    monkeypatch.setattr(made, "_change_owners", change)
+    made._open(group("a", "first", "b"))
+    assert told == [("a", "optimizer 2 died")]
+    made._open(group("b", "first", "a"))
+    assert (changed, told[1][0]) == ([["b"], []], "b")
+
+
+def test_a_group_whose_ranks_need_more_files_than_an_optimizer_may_open_is_refused() -> None:
     """The optimizers were there before anybody knew how many ranks there are."""
-    told: list[tuple[str, str]] = []
+    told: list[tuple[str, Any]] = []
     made = owners(ZeroConfig(transport="grpc"), None)
     limit = files_of_owner(100, 2, 0)
     actors = RunActors("r", made._placement, None)  # type: ignore[arg-type]
     actors.members = {
         f"optimizer {i}": Member(who=f"optimizer {i}", pid=1, node=f"{i}", host="h", open_files=limit) for i in range(2)
     }
-    made._actors, made._controller = actors, SimpleNamespace(addresses=())  # type: ignore[assignment]
-    actors.certificates = SimpleNamespace(token="t", of_rank=lambda _: None)  # type: ignore[assignment]
-    monkeypatch.setattr(made, "_tell", lambda call: None)
-    made.groups = SimpleNamespace(
-        fail=SimpleNamespace(remote=lambda name, why: told.append((name, why))),
-        open=SimpleNamespace(remote=lambda name, _: told.append((name, "open"))),
-    )
+    answer_into(told, made, actors)
     made._open(replace(group("a", "first"), world_size=101))
     ((name, why),) = told
     assert name == "a"
     assert "optimizer 0 on node h may have" in why
     assert "with 101 ranks and 2 optimizers it may need" in why
     made._open(replace(group("b", "first"), world_size=100))
-    assert told[1:] == [("b", "open")]
+    ((opened, start),) = told[1:]
+    assert (opened, start.addresses) == ("b", ())
 
 
 @pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
