@@ -85,7 +85,7 @@ def test_an_optimizer_without_shards_has_a_line_and_is_counted() -> None:
     said = CliRunner().invoke(app, ["plan", *SMALL, *options], catch_exceptions=False).stdout
     assert "optimizer 1: no shards, for the ranks of host 1\n" in said
     assert re.search(r"^host 1: .* 2 programs", said, re.MULTILINE)
-    of_rank, of_owner = files_of_rank(2, 1), files_of_owner(2, 2, 1)
+    of_rank, of_owner = files_of_rank(2, 1, 1), files_of_owner(2, 2, 1, 1)
     assert f"(ulimit -n): {of_rank:,} of a rank, {of_owner:,} of an optimizer actor" in said
 
 
