@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -49,6 +51,24 @@ def test_a_plan_for_this_host_as_json(rayzero: Callable[..., Ended]) -> None:
     assert [host["ranks"] for host in planned["bytes"]["hosts"]] == [2]
     assert planned["bytes"]["device"]["peak"] > planned["bytes"]["device"]["parameters"] > 4 * 64 * 64
     assert planned["bound"]["seconds"] == max(planned["bound"][name] for name in ("compute", "update"))
+
+
+@pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"]])
+def test_a_coordinator_is_measured_before_torch_which_it_does_not_import(command: list[str]) -> None:
+    program = """
+        import sys
+        from rayzero.cluster.processes import program_memory
+        measure = program_memory.coordinator_memory
+        def measured():
+            measure()
+            print("torch" in sys.modules)
+            sys.exit()
+        program_memory.coordinator_memory = measured
+        from rayzero.cli import app
+        app()
+    """
+    ran = [sys.executable, "-c", textwrap.dedent(program), *command, *SMALL]
+    assert subprocess.run(ran, capture_output=True, text=True, timeout=60).stdout == "False\n"
 
 
 def test_a_slab_dir_that_is_not_there_is_refused_in_one_line(rayzero: Callable[..., Ended]) -> None:
