@@ -130,6 +130,12 @@ class GroupOwners:
         telemetry = TelemetryConfig(enabled=False)
         known = None if goes_on is None else goes_on.ownership
         ownership = self._actors.places.add_doors(nodes, known, self._actors.driver_node)
+        if doors := len(ownership.door_numbers):
+            more = count(doors, "more optimizer actor")
+            log.warning("the optimizer actors start with %s, without shards, for workers that have none near", more)
+        if doors < len(nodes):
+            where = count(len(nodes) - doors, "node")
+            log.warning("no optimizer actor joins the workers on %s, because the group goes on from memory", where)
         owners = plan_owners(
             self._placement.plan,
             certificates,
@@ -301,11 +307,6 @@ class GroupOwners:
                 self._hold.close()
         else:
             log.warning("a new group of %d workers goes on at step %d", group.world_size, found.step)
-        if nodes:
-            more = count(len(nodes), "more optimizer actor")
-            log.warning(
-                "the optimizer actors start again, with %s, without shards, for workers that have none near", more
-            )
         refuse_name_in_use(self._run, _GONE_S)  # Ray frees a name some time after its actor has ended
         goes_on = found if isinstance(found, Continuation) else None
         self._start(Former(former, goes_on is not None), goes_on, nodes)

@@ -74,10 +74,16 @@ def test_the_place_of_an_optimizer_without_shards_is_beside_ranks_and_reserves_n
     assert removed == ["of one that joined"], "no door needs it"
 
 
-@pytest.mark.parametrize(("nodes", "at"), [("", "dd"), ("a", "ad"), ("abc", "ab")])
-def test_a_run_that_goes_on_from_memory_has_as_many_doors_as_before(nodes: str, at: str) -> None:
+TWO_DOORS = Ownership(3, doors=2)
+
+
+@pytest.mark.parametrize(
+    ("before", "nodes", "at"),
+    [(TWO_DOORS, "", "dd"), (TWO_DOORS, "a", "ad"), (TWO_DOORS, "abc", "ab"), (Ownership(1), "a", "")],
+)
+def test_a_run_that_goes_on_from_memory_has_as_many_doors_as_before(before: Ownership, nodes: str, at: str) -> None:
     plan = plan_resources(ScalingConfig(num_workers=1, num_optimizers=1), [Node(cpus=2)])
-    places, before = OwnerPlaces(reservation.Reservation(plan=plan, groups=("group",))), Ownership(3, doors=2)
+    places = OwnerPlaces(reservation.Reservation(plan=plan, groups=("group",)))
     assert places.add_doors([node * 56 for node in nodes], before, "d" * 56) == before
     found = [places.options(door)["scheduling_strategy"].node_id for door in before.door_numbers]
     assert found == [node * 56 for node in at]
