@@ -34,6 +34,8 @@ from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import KeptStates
 from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.reservation import Reservation
+from rayzero.cluster.nodes.resources import Node
+from rayzero.cluster.nodes.session import alive_nodes
 from rayzero.cluster.processes.remains import Remains
 from rayzero.cluster.processes.worker_groups import GroupStart, WorkerGroup, WorkerGroups
 from rayzero.cluster.run import RunState
@@ -133,9 +135,6 @@ class GroupOwners:
         if doors := len(ownership.door_numbers):
             more = count(doors, "more optimizer actor")
             log.warning("the optimizer actors start with %s, without shards, for workers that have none near", more)
-        if doors < len(nodes):
-            where = count(len(nodes) - doors, "node")
-            log.warning("no optimizer actor joins the workers on %s, because the group goes on from memory", where)
         owners = plan_owners(
             self._placement.plan,
             certificates,
@@ -319,14 +318,24 @@ class GroupOwners:
         return Hold(self._share, self._lineage)
 
     def _what_is_left(self, group: WorkerGroup) -> Continuation | Lost:
+        assert self._actors is not None
         if self._group is None:
             return Lost(why="no group has begun before")
         if self._group.run != group.run:
             return Lost(why=f"it is of another run, {group.run}; the one before was of {self._group.run}")
         if self._share is None or self._hold is None:
             return Lost(why="optimizer actors and workers share no memory")
+        if away := hosts_away(group.nodes, self._actors.driver_node, alive_nodes()):
+            return Lost(why=f"its workers are on {', '.join(away)} now, and that memory is on this host")
         left = await_left(self._run, self._lineage, self._share, _GONE_S)
         return choose(left, num_workers=group.world_size, num_owners=self._placement.plan.num_optimizers)
+
+
+def hosts_away(nodes: Sequence[str], here: str, alive: Sequence[Node]) -> list[str]:
+    """The addresses of the nodes (ids) that are not on the host of the node ``here``. Several nodes may share a host,
+    and so an address."""
+    at = {node.id: node.address for node in alive}
+    return sorted({at.get(node, "a node that is gone") for node in nodes} - {at.get(here)})
 
 
 def _make_groups() -> Any:

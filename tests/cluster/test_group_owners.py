@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from rayzero.cluster import group_owners
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.continuation import Lost
 from rayzero.cluster.group_owners import GroupOwners
+from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.processes.worker_groups import WorkerGroup
 from rayzero.cluster.run import Member
 from rayzero.config import ZeroConfig
@@ -21,6 +23,8 @@ from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.hold import held_in
 from rayzero.store.file_counts import files_of_owner
 from rayzero.store.shm.same_host import why_no_sharing
+
+needs_memory = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
 
 
 def group(name: str, run: str, nodes: str = "aa") -> WorkerGroup:
@@ -37,24 +41,27 @@ def owners(config: ZeroConfig, before: WorkerGroup | None) -> GroupOwners:
 
 
 @pytest.mark.parametrize(
-    ("settings", "before", "why"),
+    ("settings", "before", "nodes", "why"),
     [
-        ({}, None, "no group has begun before"),
-        ({}, group("a", "first"), "it is of another run, second; the one before was of first"),
-        ({"transport": "grpc"}, group("a", "second"), "share no memory"),
+        ({}, None, "aa", "no group has begun before"),
+        ({}, group("a", "first"), "aa", "it is of another run, second; the one before was of first"),
+        ({"transport": "grpc"}, group("a", "second"), "aa", "share no memory"),
+        pytest.param({}, group("a", "second"), "ab", "its workers are on 10.0.0.2 now", marks=needs_memory),
+        pytest.param({}, group("a", "second"), "ad", "its workers are on a node that is gone now", marks=needs_memory),
         pytest.param(
-            {},
-            group("a", "second"),
-            "nothing of it is left in this host's shared memory",
-            marks=pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+            {}, group("a", "second"), "ac", "nothing of it is left in this host's shared memory", marks=needs_memory
         ),
     ],
 )
 def test_a_group_that_can_continue_nothing_hears_why(
-    settings: dict[str, str], before: WorkerGroup | None, why: str
+    settings: dict[str, str], before: WorkerGroup | None, nodes: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two nodes, a and c, share the driver's host."""
     made = owners(ZeroConfig(**settings), before)  # type: ignore[arg-type]
-    found = made._what_is_left(group("b", "second"))
+    made._actors = SimpleNamespace(driver_node="a")  # type: ignore[assignment]
+    alive = [Node(id=node, address=f"10.0.0.{1 + (node == 'b')}") for node in "abc"]
+    monkeypatch.setattr(group_owners, "alive_nodes", lambda: alive)
+    found = made._what_is_left(group("b", "second", nodes))
     assert isinstance(found, Lost)
     assert why in found.why
     if made._hold is not None:
@@ -131,7 +138,7 @@ def test_a_group_whose_ranks_need_more_files_than_an_optimizer_may_open_is_refus
     assert (opened, start.addresses) == ("b", ())
 
 
-@pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+@needs_memory
 def test_what_is_left_is_held_until_the_owners_end() -> None:
     made = owners(ZeroConfig(), None)
     assert made._share is not None
