@@ -14,6 +14,7 @@ from rayzero.files import to_json
 from rayzero.quantities import count, parse_bytes
 
 if TYPE_CHECKING:
+    from rayzero.memory.process_memory import ProcessMemory
     from rayzero.plan.hardware import Hardware
     from rayzero.recipes.planning import RecipePlan, RecipeWork
     from rayzero.recipes.recipe import RecipeConfig
@@ -69,6 +70,9 @@ def make_plan(
 ) -> RecipePlan:
     """The plan that the command's options ask for; ``speeds``: flops, link, network and memory. Raises ConfigError for
     options that describe no machine."""
+    from rayzero.cluster.processes.program_memory import coordinator_memory
+
+    coordinator = coordinator_memory()  # before anything imports torch
     from rayzero.recipes.planning import plan_recipe
 
     for name, speed in speeds.items():  # bytes are divided by it
@@ -77,7 +81,7 @@ def make_plan(
     sizes = dict(zip(_SIZES, (gpu_memory, host_memory, shm), strict=True))
     large = {name: _size(name, text) for name, text in sizes.items() if text is not None}
     _require_described(hosts, gpus, speeds, gpu_memory)
-    work = _work(list(arguments or ()), gpus)
+    work = _work(list(arguments or ()), gpus, coordinator)
     return plan_recipe(work, _hardware(work, hosts, gpus, speeds, large))
 
 
@@ -91,13 +95,11 @@ def check_plan(planned: RecipePlan) -> None:
     check_fits(planned.bytes, planned.hardware)
 
 
-def _work(arguments: list[str], gpus: int | None) -> RecipeWork:
-    from rayzero.cluster.processes.program_memory import coordinator_memory, imported_memory
-
-    coordinator = coordinator_memory()
+def _work(arguments: list[str], gpus: int | None, coordinator: ProcessMemory) -> RecipeWork:
     import torch
 
     from rayzero.cli.train import choose_recipe
+    from rayzero.cluster.processes.program_memory import imported_memory
     from rayzero.recipes.data.text import make_tokenizer
     from rayzero.recipes.planning import recipe_work
 
@@ -191,6 +193,6 @@ def _describe_files(recipe: RecipeConfig, hosts: int, doors: int) -> str:
     ranks, alone = recipe.scaling.num_workers, recipe.scaling.num_optimizers + doors
     beside = device_owners(ranks, recipe.zero.host_fraction)
     neighbours = -(-(ranks + alone) // hosts) - 1
-    of_owner = files_of_owner(ranks, alone + beside, neighbours)
-    of_rank = files_of_rank(alone + beside, neighbours) + (of_owner if beside else 0)
+    of_owner = files_of_owner(ranks, alone + beside, neighbours, doors)
+    of_rank = files_of_rank(alone + beside, neighbours, doors) + (of_owner if beside else 0)
     return f"files and connections open at most (ulimit -n): {of_rank:,} of a rank, {of_owner:,} of an optimizer actor"

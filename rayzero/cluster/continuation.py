@@ -67,7 +67,7 @@ class Continuation:
     step: int  # that is open: as many are decided
     life: int  # of every rank
     repeats: bool  # ranks do the last decided iteration's end again
-    ownership: Ownership | None = None  # who owns what, if the optimizers have changed, or some have no shards
+    ownership: Ownership | None = None  # who owned what, which stays so: it is in the memory; None: nobody knows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,12 +131,12 @@ def choose(left: Left, *, num_workers: int, num_owners: int) -> Continuation | L
     why = next(_refusals(left, num_workers, num_owners), None)
     if why is not None or left.run is None:
         return Lost(why=why or "nothing of it is left")
-    step, ownership = assess(left.run).version, left.run.ownership
+    step = assess(left.run).version
     return Continuation(
         step=step,
         life=left.run.rank_life + 1,
         repeats=not all(_begun(left.run, step)),
-        ownership=ownership if ownership is not None and (ownership.epoch or ownership.doors) else None,
+        ownership=left.run.ownership,
     )
 
 

@@ -163,10 +163,8 @@ def _loggers(request: RunRequest, journal: Journal) -> Loggers:
 def _start(request: RunRequest, placement: Reservation, actors: RunActors, journal: Journal) -> None:
     former, plan = _former(request.directory.start), placement.plan
     needed, goes_on = _nodes_of_doors(request, placement), ownership_of(request.directory.start)
-    ownership = goes_on or Ownership(plan.num_optimizers + len(needed), doors=len(needed))
-    doors = len(ownership.door_numbers)  # as many as before, if the run goes on from memory, where all is on one host
-    actors.places.add_doors([*needed, *[actors.driver_node] * doors][:doors])
-    if doors:
+    ownership = actors.places.add_doors(needed, goes_on, actors.driver_node)
+    if doors := len(ownership.door_numbers):
         request.on_phase(
             f"starting {count(doors, 'more optimizer actor')}, without shards, for ranks that have none near"
         )
@@ -246,7 +244,7 @@ def _nodes_of_doors(request: RunRequest, placement: Reservation) -> list[str]:
     it would be no nearer than the others."""
     if request.zero.shared_directory is None or _beside_ranks(request) is not None:
         return []
-    return placement.nodes_without_optimizer()
+    return placement.nodes_without_optimizer(placement.rank_nodes())
 
 
 def _beside_ranks(request: RunRequest) -> str | None:

@@ -4,6 +4,9 @@ The library's call is in the user's main thread, so a thread does what the drive
 group asks for its owners, the former one is dead, as after a run that was killed as a whole: the old owners are ended,
 and what everybody has left in shared memory decides. If it is enough, new owners take it over, and the group goes on at
 the open step; if not, the group begins as its loop says, from a checkpoint perhaps, with owners that have nothing.
+
+A group says on which nodes its ranks are. If one of these has no owner, owners start anew with a door on it, also for
+the first group.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +34,8 @@ from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import KeptStates
 from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.reservation import Reservation
+from rayzero.cluster.nodes.resources import Node
+from rayzero.cluster.nodes.session import alive_nodes
 from rayzero.cluster.processes.remains import Remains
 from rayzero.cluster.processes.worker_groups import GroupStart, WorkerGroup, WorkerGroups
 from rayzero.cluster.run import RunState
@@ -40,7 +46,8 @@ from rayzero.cluster.upkeep.replacement import Replacement
 from rayzero.config import SecurityConfig, TelemetryConfig, ZeroConfig
 from rayzero.elastic.controller import Controller
 from rayzero.elastic.members import MemberId, MemberKind
-from rayzero.errors import RunFailedError
+from rayzero.errors import ConfigError, RunFailedError
+from rayzero.quantities import count
 from rayzero.slabs.hold import Hold
 from rayzero.store.shm.same_host import why_no_sharing
 
@@ -88,7 +95,7 @@ class GroupOwners:
     def __enter__(self) -> GroupOwners:
         try:
             self.groups = _make_groups()
-            self._start(None)
+            self._start(None, None, ())
         except BaseException:
             self._end(politely=False)
             raise
@@ -116,12 +123,18 @@ class GroupOwners:
 
     # ---- owners
 
-    def _start(self, former: Former | None) -> None:
+    def _start(self, former: Former | None, goes_on: Continuation | None, nodes: Sequence[str]) -> None:
+        """``nodes``: those (ids) that need a door."""
         certificates = Certificates(self._run, self._security or SecurityConfig())
         self._actors = RunActors(self._run, self._placement, certificates)
         over = None if former is None or former.continued else former.lineage
         self._remains = Remains.of_run(self._lineage, self._actors.driver_node, replaces=True, over=over)
         telemetry = TelemetryConfig(enabled=False)
+        known = None if goes_on is None else goes_on.ownership
+        ownership = self._actors.places.add_doors(nodes, known, self._actors.driver_node)
+        if doors := len(ownership.door_numbers):
+            more = count(doors, "more optimizer actor")
+            log.warning("the optimizer actors start with %s, without shards, for workers that have none near", more)
         owners = plan_owners(
             self._placement.plan,
             certificates,
@@ -130,6 +143,7 @@ class GroupOwners:
             telemetry=telemetry,
             replaces_members=True,  # the library may start ranks again
             succeeds=former is not None and former.continued,
+            ownership=ownership,
             remains=self._remains,
         )
         addresses = self._actors.start(
@@ -149,6 +163,7 @@ class GroupOwners:
             max_failures=self._max_failures,
             bound=frozenset(members) if self._share is None else frozenset(),
             outlived=self._outlived,
+            ownership=ownership,
         )
         processes = RayProcesses(
             self._actors,
@@ -232,22 +247,30 @@ class GroupOwners:
         return _LOOK_S if due is None else min(due, _LOOK_S)
 
     def _open(self, group: WorkerGroup) -> None:
-        """Give a group its owners, unless these would need more files for its ranks than they may open."""
+        """Give a group its owners, with a door on each node that has ranks of it and no owner. It hears why if they
+        would need more files for its ranks than they may open, or if a door cannot be where it is needed."""
         assert self._actors is not None
-        why = self._actors.too_few_files(self._placement.plan.num_optimizers, {}, num_ranks=group.world_size)
+        nodes = [] if self._share is None else self._placement.nodes_without_optimizer(group.nodes)
+        num_owners = self._placement.plan.num_optimizers + len(nodes)
+        why = self._actors.too_few_files(num_owners, len(nodes), {}, num_ranks=group.world_size)
         if why is not None:
-            log.error("%s", why)
-            self._tell(self.groups.fail.remote(group.name, why))
+            self._refuse(group, why)
             return
         goes_on = None
-        if self._group is not None or self._failure is not None:
-            goes_on = self._change_owners(group)
+        if self._group is not None or self._failure is not None or nodes:
+            try:
+                goes_on = self._change_owners(group, nodes)
+            except (ConfigError, RunFailedError) as error:  # perhaps of this group's hosts only
+                self._failure = Failure(who="a group", what=f"has no optimizer actors: {error}")
+                self._refuse(group, str(error))
+                return
         if goes_on is None:
             self._resume = group.resume
         assert self._controller is not None
         self._group, self._told = group, self._controller.addresses
         start = GroupStart(
             addresses=self._controller.addresses,
+            ownership=self._controller.ownership,
             lineage=self._lineage,
             life=0 if goes_on is None else goes_on.life,
             repeats=goes_on.step if goes_on is not None and goes_on.repeats else None,
@@ -258,8 +281,13 @@ class GroupOwners:
         )
         self._tell(self.groups.open.remote(group.name, start))
 
-    def _change_owners(self, group: WorkerGroup) -> Continuation | None:
-        """End these owners and start others. Returns how the group goes on; None: it starts afresh."""
+    def _refuse(self, group: WorkerGroup, why: str) -> None:
+        log.error("%s", why)
+        self._tell(self.groups.fail.remote(group.name, why))
+
+    def _change_owners(self, group: WorkerGroup, nodes: Sequence[str]) -> Continuation | None:
+        """End these owners and start others, with doors on ``nodes`` (ids). Returns how the group goes on; None: it
+        starts afresh. Raises RunFailedError or ConfigError if they do not all start."""
         assert self._actors is not None
         assert self._controller is not None
         held, self._hold = self._hold, self._new_hold()
@@ -270,15 +298,18 @@ class GroupOwners:
             held.close()
         found, former = self._what_is_left(group), self._lineage
         if isinstance(found, Lost):
-            log.warning("a new group of %d workers begins with its loop's checkpoint: %s", group.world_size, found.why)
+            if self._group is not None:
+                text = "a new group of %d workers begins with its loop's checkpoint: %s"
+                log.warning(text, group.world_size, found.why)
             self._lineage = secrets.token_hex(8)
             if self._hold is not None:
                 self._hold.close()
         else:
             log.warning("a new group of %d workers goes on at step %d", group.world_size, found.step)
         refuse_name_in_use(self._run, _GONE_S)  # Ray frees a name some time after its actor has ended
-        self._start(Former(former, isinstance(found, Continuation)))
-        return found if isinstance(found, Continuation) else None
+        goes_on = found if isinstance(found, Continuation) else None
+        self._start(Former(former, goes_on is not None), goes_on, nodes)
+        return goes_on
 
     def _new_hold(self) -> Hold | None:
         """Keep what is left from being swept. None: nothing is shared on this host."""
@@ -287,14 +318,24 @@ class GroupOwners:
         return Hold(self._share, self._lineage)
 
     def _what_is_left(self, group: WorkerGroup) -> Continuation | Lost:
+        assert self._actors is not None
         if self._group is None:
             return Lost(why="no group has begun before")
         if self._group.run != group.run:
             return Lost(why=f"it is of another run, {group.run}; the one before was of {self._group.run}")
         if self._share is None or self._hold is None:
             return Lost(why="optimizer actors and workers share no memory")
+        if away := hosts_away(group.nodes, self._actors.driver_node, alive_nodes()):
+            return Lost(why=f"its workers are on {', '.join(away)} now, and that memory is on this host")
         left = await_left(self._run, self._lineage, self._share, _GONE_S)
         return choose(left, num_workers=group.world_size, num_owners=self._placement.plan.num_optimizers)
+
+
+def hosts_away(nodes: Sequence[str], here: str, alive: Sequence[Node]) -> list[str]:
+    """The addresses of the nodes (ids) that are not on the host of the node ``here``. Several nodes may share a host,
+    and so an address."""
+    at = {node.id: node.address for node in alive}
+    return sorted({at.get(node, "a node that is gone") for node in nodes} - {at.get(here)})
 
 
 def _make_groups() -> Any:

@@ -36,9 +36,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray import train
 from ray.train.torch import get_device
+from ray.util import get_current_placement_group, placement_group_table
 
 from rayzero.cluster.group_owners import GroupOwners
 from rayzero.cluster.nodes.reservation import placed
@@ -77,17 +77,19 @@ class Owners:
         Raises RunFailedError if there are no optimizer actors any more; if they are lost while the loop runs, the
         error of its waiting call becomes one."""
         place = train.get_context()
+        name, nodes = _group()
         group = WorkerGroup(
-            name=_group_name(),
+            name=name,
             run=place.get_experiment_name(),
             world_size=place.get_world_size(),
+            nodes=nodes,
             resume=None if resume is None else os.path.abspath(resume),
         )
         start = self.groups.join(group, place.get_world_rank(), f"pid {os.getpid()} on {platform.node()}")
         if isinstance(start, GroupEnded):
             raise RunFailedError(f"rank {place.get_world_rank()} has no optimizer actors: {start.why}")
         raise_open_files()  # nobody has started this process for RayZero
-        table = OwnerTable(start.addresses)
+        table = OwnerTable(start.addresses, start.ownership)
         identity = identity_of(start.tls)
         context = self._context(place, group, start, table, identity)
         with leaving_nothing(start.remains, self.config.shared_directory):
@@ -138,9 +140,13 @@ class Owners:
         )
 
 
-def _group_name() -> str:
-    """A name that the workers of one group share, and no other group has: that of their placement group."""
-    return str(ray.get_runtime_context().get_placement_group_id())
+def _group() -> tuple[str, tuple[str, ...]]:
+    """A name that the workers of one group share, and no other group has: that of their placement group. And the node
+    (id) of each place in it, which all workers know before the last one is there."""
+    group = get_current_placement_group()
+    assert group is not None, "Ray Train starts its workers in a placement group"
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    return group.id.hex(), tuple(nodes[place] for place in sorted(nodes))
 
 
 class _Follower:

@@ -1,7 +1,9 @@
 """How many files, and so connections, the processes of a run have open at most.
 
 A connection that cannot be opened in the middle of training looks like a broken network. So the limit of open files
-(``ulimit -n``) is compared with these sums before a run begins."""
+(``ulimit -n``) is compared with these sums before a run begins.
+
+``num_owners``: all, of which ``num_doors`` have no shards. ``neighbours``: other processes of the run on the host."""
 
 from __future__ import annotations
 
@@ -23,22 +25,33 @@ def tensor_connections(num_owners: int) -> int:
     return min(CONNECTIONS, most_transfers(num_owners))
 
 
-def files_of_owner(num_ranks: int, num_owners: int, neighbours: int) -> int:
-    """Of an optimizer actor, which may lead. ``neighbours``: other processes of the run on its host."""
+def files_of_owner(num_ranks: int, num_owners: int, neighbours: int, num_doors: int = 0) -> int:
+    """Of an optimizer actor with shards, which may lead."""
     from_ranks = num_ranks * _LINKS * (_CALLS + tensor_connections(num_owners))
     as_the_lead, from_the_lead = num_owners * _LINKS * _CALLS, _LINKS * _CALLS
-    shards = num_owners * 2 * _TO_SHARDS  # given and taken
+    shards = (num_owners - num_doors) * 2 * _TO_SHARDS  # given and taken
     others = num_owners - 1 if neighbours < num_ranks + num_owners - 1 else 0  # on other hosts, at most
-    as_a_door = others * _LINKS * (_CALLS + DOOR_TRANSFERS + _WAKES)
+    as_a_door = max(0, others - num_doors) * _LINKS * (_CALLS + DOOR_TRANSFERS + _WAKES)
     from_doors = others * _LINKS * (_CALLS + DOOR_TRANSFERS)
     own = PROCESS + ENTERING + as_the_lead + from_the_lead + shards + neighbours * _OF_A_NEIGHBOUR
     return own + from_ranks + as_a_door + from_doors
 
 
-def files_of_rank(num_owners: int, neighbours: int) -> int:
-    """Of a rank; see ``files_of_owner``."""
-    links = num_owners * _LINKS * (_CALLS + tensor_connections(num_owners) + _WAKES)
-    return PROCESS + links + neighbours * _OF_A_NEIGHBOUR
+def files_of_door(num_ranks: int, num_owners: int, neighbours: int, num_doors: int) -> int:
+    """Of an optimizer actor without shards."""
+    here = min(num_ranks, neighbours)
+    asking = (num_ranks - here) * _CALLS  # for its host
+    from_ranks = here * _LINKS * (_CALLS + tensor_connections(num_owners)) + asking
+    links = (num_owners - num_doors) * _LINKS * (_CALLS + DOOR_TRANSFERS + _WAKES)
+    return PROCESS + ENTERING + _LINKS * _CALLS + from_ranks + links + neighbours * _OF_A_NEIGHBOUR
+
+
+def files_of_rank(num_owners: int, neighbours: int, num_doors: int = 0) -> int:
+    """Of a rank, which has links to the owners with shards and to its host's door. It asks every door once for its
+    host."""
+    others = max(0, num_doors - 1)
+    links = (num_owners - others) * _LINKS * (_CALLS + tensor_connections(num_owners) + _WAKES)
+    return PROCESS + links + others * (_CALLS + _WAKES) + neighbours * _OF_A_NEIGHBOUR
 
 
 def most_ranks(limit: int, num_owners: int) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -51,6 +53,24 @@ def test_a_plan_for_this_host_as_json(rayzero: Callable[..., Ended]) -> None:
     assert planned["bound"]["seconds"] == max(planned["bound"][name] for name in ("compute", "update"))
 
 
+@pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"]])
+def test_a_coordinator_is_measured_before_torch_which_it_does_not_import(command: list[str]) -> None:
+    program = """
+        import sys
+        from rayzero.cluster.processes import program_memory
+        measure = program_memory.coordinator_memory
+        def measured():
+            measure()
+            print("torch" in sys.modules)
+            sys.exit()
+        program_memory.coordinator_memory = measured
+        from rayzero.cli import app
+        app()
+    """
+    ran = [sys.executable, "-c", textwrap.dedent(program), *command, *SMALL]
+    assert subprocess.run(ran, capture_output=True, text=True, timeout=60).stdout == "False\n"
+
+
 def test_a_slab_dir_that_is_not_there_is_refused_in_one_line(rayzero: Callable[..., Ended]) -> None:
     done = rayzero("zero.slab_dir=/nowhere")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
@@ -85,7 +105,7 @@ def test_an_optimizer_without_shards_has_a_line_and_is_counted() -> None:
     said = CliRunner().invoke(app, ["plan", *SMALL, *options], catch_exceptions=False).stdout
     assert "optimizer 1: no shards, for the ranks of host 1\n" in said
     assert re.search(r"^host 1: .* 2 programs", said, re.MULTILINE)
-    of_rank, of_owner = files_of_rank(2, 1), files_of_owner(2, 2, 1)
+    of_rank, of_owner = files_of_rank(2, 1, 1), files_of_owner(2, 2, 1, 1)
     assert f"(ulimit -n): {of_rank:,} of a rank, {of_owner:,} of an optimizer actor" in said
 
 

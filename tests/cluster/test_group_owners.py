@@ -2,86 +2,143 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from rayzero.cluster import group_owners
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.continuation import Lost
 from rayzero.cluster.group_owners import GroupOwners
+from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.processes.worker_groups import WorkerGroup
 from rayzero.cluster.run import Member
 from rayzero.config import ZeroConfig
+from rayzero.elastic.doors import hosts_without_owner
+from rayzero.errors import RunFailedError
+from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.hold import held_in
 from rayzero.store.file_counts import files_of_owner
 from rayzero.store.shm.same_host import why_no_sharing
 
+needs_memory = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
 
-def group(name: str, run: str) -> WorkerGroup:
-    return WorkerGroup(name=name, run=run, world_size=2, resume=None)
+
+def group(name: str, run: str, nodes: str = "aa") -> WorkerGroup:
+    return WorkerGroup(name=name, run=run, world_size=2, nodes=tuple(nodes), resume=None)
 
 
 def owners(config: ZeroConfig, before: WorkerGroup | None) -> GroupOwners:
-    placement = SimpleNamespace(plan=SimpleNamespace(num_optimizers=2))
+    """Both are on node a."""
+    plan = SimpleNamespace(num_optimizers=2)
+    placement = SimpleNamespace(plan=plan, nodes_without_optimizer=lambda nodes: hosts_without_owner(nodes, "a"))
     made = GroupOwners("r", config, placement, max_failures=3)  # type: ignore[arg-type]
     made._group, made._hold = before, made._new_hold()
     return made
 
 
 @pytest.mark.parametrize(
-    ("settings", "before", "why"),
+    ("settings", "before", "nodes", "why"),
     [
-        ({}, None, "no group has begun before"),
-        ({}, group("a", "first"), "it is of another run, second; the one before was of first"),
-        ({"transport": "grpc"}, group("a", "second"), "share no memory"),
+        ({}, None, "aa", "no group has begun before"),
+        ({}, group("a", "first"), "aa", "it is of another run, second; the one before was of first"),
+        ({"transport": "grpc"}, group("a", "second"), "aa", "share no memory"),
+        pytest.param({}, group("a", "second"), "ab", "its workers are on 10.0.0.2 now", marks=needs_memory),
+        pytest.param({}, group("a", "second"), "ad", "its workers are on a node that is gone now", marks=needs_memory),
         pytest.param(
-            {},
-            group("a", "second"),
-            "nothing of it is left in this host's shared memory",
-            marks=pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+            {}, group("a", "second"), "ac", "nothing of it is left in this host's shared memory", marks=needs_memory
         ),
     ],
 )
 def test_a_group_that_can_continue_nothing_hears_why(
-    settings: dict[str, str], before: WorkerGroup | None, why: str
+    settings: dict[str, str], before: WorkerGroup | None, nodes: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two nodes, a and c, share the driver's host."""
     made = owners(ZeroConfig(**settings), before)  # type: ignore[arg-type]
-    found = made._what_is_left(group("b", "second"))
+    made._actors = SimpleNamespace(driver_node="a")  # type: ignore[assignment]
+    alive = [Node(id=node, address=f"10.0.0.{1 + (node == 'b')}") for node in "abc"]
+    monkeypatch.setattr(group_owners, "alive_nodes", lambda: alive)
+    found = made._what_is_left(group("b", "second", nodes))
     assert isinstance(found, Lost)
     assert why in found.why
     if made._hold is not None:
         made._hold.close()
 
 
-def test_a_group_whose_ranks_need_more_files_than_an_optimizer_may_open_is_refused(
+def answer_into(told: list[tuple[str, Any]], made: GroupOwners, actors: RunActors) -> None:
+    """Have owners that are there, and note what groups are answered: (name, their start or why they have no owners)."""
+    ownership, certificates = Ownership(2), SimpleNamespace(token="t", of_rank=lambda _: None)
+    made._actors, made._controller = actors, SimpleNamespace(addresses=(), ownership=ownership)  # type: ignore[assignment]
+    actors.certificates = certificates  # type: ignore[assignment]
+    answer = SimpleNamespace(remote=lambda *what: told.append(what))
+    made.groups, made._tell = SimpleNamespace(fail=answer, open=answer), lambda call: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("transport", "nodes", "doors"),
+    [("auto", "aa", None), ("auto", "ba", ["b"]), ("auto", "cb", ["c", "b"]), ("grpc", "bc", None)],
+)
+def test_the_first_group_gets_other_owners_only_if_its_ranks_need_doors(
+    transport: Any, nodes: str, doors: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, Any]] = []
+    changed: list[Any] = []
+    made = owners(ZeroConfig(transport=transport), None)
+    answer_into(told, made, RunActors("r", made._placement, None))  # type: ignore[arg-type]
+    monkeypatch.setattr(made, "_change_owners", lambda group, nodes: changed.append(nodes))
+    made._open(group("a", "first", nodes))
+    assert changed == ([] if doors is None else [doors])
+    ((name, start),) = told
+    assert (name, start.ownership) == ("a", Ownership(2))
+    made._open(group("b", "first", "a"))
+    assert changed[-1] == [], "a new group has new owners"
+
+
+def test_a_group_whose_door_does_not_start_hears_why_and_the_next_one_is_given_owners(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Its host may have been lost meanwhile: the library starts the ranks again on another one."""
+    told: list[tuple[str, Any]] = []
+    changed: list[Any] = []
+    made = owners(ZeroConfig(), None)
+    answer_into(told, made, RunActors("r", made._placement, None))  # type: ignore[arg-type]
+
+    def change(group: WorkerGroup, nodes: Sequence[str]) -> None:
+        changed.append(nodes)
+        if len(changed) == 1:
+            raise RunFailedError("optimizer 2 died")
+
+    monkeypatch.setattr(made, "_change_owners", change)
+    made._open(group("a", "first", "b"))
+    assert told == [("a", "optimizer 2 died")]
+    made._open(group("b", "first", "a"))
+    assert (changed, told[1][0]) == ([["b"], []], "b")
+
+
+def test_a_group_whose_ranks_need_more_files_than_an_optimizer_may_open_is_refused() -> None:
     """The optimizers were there before anybody knew how many ranks there are."""
-    told: list[tuple[str, str]] = []
+    told: list[tuple[str, Any]] = []
     made = owners(ZeroConfig(transport="grpc"), None)
     limit = files_of_owner(100, 2, 0)
     actors = RunActors("r", made._placement, None)  # type: ignore[arg-type]
     actors.members = {
         f"optimizer {i}": Member(who=f"optimizer {i}", pid=1, node=f"{i}", host="h", open_files=limit) for i in range(2)
     }
-    made._actors, made._controller = actors, SimpleNamespace(addresses=())  # type: ignore[assignment]
-    actors.certificates = SimpleNamespace(token="t", of_rank=lambda _: None)  # type: ignore[assignment]
-    monkeypatch.setattr(made, "_tell", lambda call: None)
-    made.groups = SimpleNamespace(
-        fail=SimpleNamespace(remote=lambda name, why: told.append((name, why))),
-        open=SimpleNamespace(remote=lambda name, _: told.append((name, "open"))),
-    )
+    answer_into(told, made, actors)
     made._open(replace(group("a", "first"), world_size=101))
     ((name, why),) = told
     assert name == "a"
     assert "optimizer 0 on node h may have" in why
     assert "with 101 ranks and 2 optimizers it may need" in why
     made._open(replace(group("b", "first"), world_size=100))
-    assert told[1:] == [("b", "open")]
+    ((opened, start),) = told[1:]
+    assert (opened, start.addresses) == ("b", ())
 
 
-@pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+@needs_memory
 def test_what_is_left_is_held_until_the_owners_end() -> None:
     made = owners(ZeroConfig(), None)
     assert made._share is not None

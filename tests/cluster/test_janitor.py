@@ -21,6 +21,7 @@ from engine.whole_run import LINEAGE, RUN
 
 from rayzero.cluster.continuation import Continuation, what_is_left
 from rayzero.cluster.janitor import Janitor, KeptStates, clear_up
+from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.hold import held_in
 from rayzero.slabs.sweep import SHARED_MEMORY, sweep
 from rayzero.store.shm.same_host import why_no_sharing
@@ -232,7 +233,7 @@ def test_what_a_dead_owner_leaves_waits_for_its_successor_while_the_driver_lives
 def test_states_that_a_run_can_go_on_from_are_kept_for_a_while(tmp_path):
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-") as folder:
         slabs, keep = Path(folder), KeptStates(run=RUN, lineage=LINEAGE, seconds=3)
-        goes_on = Continuation(step=2, life=1, repeats=True)
+        goes_on = Continuation(step=2, life=1, repeats=True, ownership=Ownership(2))
         killed_once(slabs, tmp_path)
         clearing = threading.Thread(target=clear_up, args=([], slabs, None), kwargs={"keep": keep})
         clearing.start()

@@ -12,7 +12,7 @@ import pytest
 from rayzero.cluster.nodes.resources import files_needed, too_few_files
 from rayzero.cluster.run import Member
 from rayzero.concurrency.open_files import MOST, soft_limit_to_ask_for
-from rayzero.store.file_counts import PROCESS, files_of_owner, files_of_rank
+from rayzero.store.file_counts import PROCESS, files_of_door, files_of_owner, files_of_rank
 from rayzero.store.owner.tensor_port import ENTERING
 
 
@@ -30,6 +30,14 @@ def test_a_thousand_ranks_written_out() -> None:
     doors = 63 * 2 * (1 + 4 + 1) + 63 * 2 * (1 + 4)
     assert files_of_owner(1000, 64, 0) == PROCESS + ENTERING + 1000 * 2 * (1 + 4) + 64 * 2 + 2 + 64 * 2 + doors
     assert files_of_rank(256, 7) == PROCESS + 256 * 2 * (1 + 4 + 1) + 7 * 5
+    # 20 more without shards: a rank asks 19 of them once where they are, and has links to its own
+    assert files_of_rank(276, 7, 20) == PROCESS + 257 * 2 * (1 + 4 + 1) + 19 * (1 + 1) + 7 * 5
+    doors, from_doors = 255 * 2 * (1 + 4 + 1), 275 * 2 * (1 + 4)
+    ranks = 1000 * 2 * (1 + 4)
+    shards = 256 * 2
+    assert files_of_owner(1000, 276, 0, 20) == PROCESS + ENTERING + ranks + 276 * 2 + 2 + shards + doors + from_doors
+    # such a one: 50 ranks of its host, 950 that ask, 256 owners
+    assert files_of_door(1000, 276, 50, 20) == PROCESS + ENTERING + 2 + 50 * 10 + 950 + 256 * 2 * 6 + 50 * 5
     # one owner: 2 threads a direction may all be for it
     assert files_of_owner(10, 1, 3) == PROCESS + ENTERING + 10 * 2 * (1 + 4) + 2 + 2 + 2 + 3 * 5
 
@@ -39,6 +47,11 @@ def test_the_needs_of_each_process() -> None:
     assert needed["rank 0"] == needed["rank 15"] == files_of_rank(2, 7)
     assert needed["optimizer 1"] == files_of_owner(16, 2, 0)
     assert needed["the driver"] == PROCESS + 2 * 18
+    doors = files_needed(members(16, 4, {}), 16, 4, num_doors=2)
+    assert doors["rank 0"] == files_of_rank(4, 7, 2)
+    assert [doors[f"optimizer {i}"] for i in range(4)] == [files_of_owner(16, 4, 0, 2)] * 2 + [
+        files_of_door(16, 4, 0, 2)
+    ] * 2
     beside = files_needed(members(16, 2, {}), 16, 2, 16)
     assert beside["rank 0"] == files_of_rank(18, 7) + files_of_owner(16, 18, 7)
 

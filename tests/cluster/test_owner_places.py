@@ -18,6 +18,7 @@ from rayzero.cluster.nodes.owner_places import (
 from rayzero.cluster.nodes.resources import Node, plan_resources
 from rayzero.config import ScalingConfig
 from rayzero.errors import ConfigError
+from rayzero.protocol.ownership import Ownership
 
 GIB = 1 << 30
 LABELS = {"rayzero.io/role": "optimizer"}
@@ -45,13 +46,15 @@ def test_the_node_for_one_more(there: list[str], placement: str, avoid: tuple[st
 
 
 def test_nodes_with_ranks_alone_are_found_where_all_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks 0 and 1 on a, rank 2 on b, rank 3 on c; both optimizers on c."""
+    """Ranks 0 and 1 on a, rank 2 on b, rank 3 on c; both optimizers on c. Ranks of another library may be anywhere."""
     plan = plan_resources(ScalingConfig(num_workers=4, num_optimizers=2), [Node(cpus=8)], "packed")
     groups = [SimpleNamespace(id=SimpleNamespace(hex=lambda name=name: name)) for name in "01234"]
     at = [{0: "a"}, {0: "a"}, {0: "b"}, {0: "c"}, {0: "c", 1: "c"}]
     table = {str(group): {"bundles_to_node_id": bundles} for group, bundles in enumerate(at)}
     monkeypatch.setattr(reservation, "placement_group_table", lambda: table)
-    assert reservation.Reservation(plan=plan, groups=tuple(groups)).nodes_without_optimizer() == ["a", "b"]
+    placed = reservation.Reservation(plan=plan, groups=tuple(groups))
+    assert placed.nodes_without_optimizer(placed.rank_nodes()) == ["a", "b"]
+    assert placed.nodes_without_optimizer(["d", "c", "d", "a"]) == ["d", "a"]
 
 
 def test_the_place_of_an_optimizer_without_shards_is_beside_ranks_and_reserves_nothing(
@@ -63,12 +66,27 @@ def test_the_place_of_an_optimizer_without_shards_is_beside_ranks_and_reserves_n
     nodes = ["a" * 56, "b" * 56]
     plan = plan_resources(ScalingConfig(num_workers=1, num_optimizers=1), [Node(cpus=2)])
     places = OwnerPlaces(reservation.Reservation(plan=plan, groups=("group",)))
-    places.add_doors(nodes)
+    assert places.add_doors(nodes, None, "here") == Ownership(3, doors=2)
     for door, node in enumerate(nodes, 1):
         options = places.options(door)
         assert (options["num_cpus"], options["scheduling_strategy"].node_id) == (0, node)
     places.free(OwnerPlace({}, group="of one that joined"))
     assert removed == ["of one that joined"], "no door needs it"
+
+
+TWO_DOORS = Ownership(3, doors=2)
+
+
+@pytest.mark.parametrize(
+    ("before", "nodes", "at"),
+    [(TWO_DOORS, "", "dd"), (TWO_DOORS, "a", "ad"), (TWO_DOORS, "abc", "ab"), (Ownership(1), "a", "")],
+)
+def test_a_run_that_goes_on_from_memory_has_as_many_doors_as_before(before: Ownership, nodes: str, at: str) -> None:
+    plan = plan_resources(ScalingConfig(num_workers=1, num_optimizers=1), [Node(cpus=2)])
+    places = OwnerPlaces(reservation.Reservation(plan=plan, groups=("group",)))
+    assert places.add_doors([node * 56 for node in nodes], before, "d" * 56) == before
+    found = [places.options(door)["scheduling_strategy"].node_id for door in before.door_numbers]
+    assert found == [node * 56 for node in at]
 
 
 def test_where_there_is_none_it_says_so() -> None:

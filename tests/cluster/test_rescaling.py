@@ -70,7 +70,7 @@ class Actors:
     trial: Trial = field(default_factory=Trial)  # of the next one that joins
     local = SimpleNamespace(pid=lambda who: None, stopped=[])
 
-    def too_few_files(self, num_owners: int, others: dict[str, Any]) -> str | None:
+    def too_few_files(self, num_owners: int, num_doors: int, others: dict[str, Any]) -> str | None:
         return self.limits.get((num_owners, tuple(others)))
 
     def joined(self, joining: Any, member: Any, target: Any) -> None:

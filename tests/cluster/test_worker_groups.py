@@ -10,16 +10,20 @@ from typing import Any
 import pytest
 
 from rayzero.cluster.processes.worker_groups import GroupEnded, GroupStart, WorkerGroup, WorkerGroups
+from rayzero.protocol.ownership import Ownership
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import ANY_RANK
 
 
 def group(name: str) -> WorkerGroup:
-    return WorkerGroup(name=name, run="demo", world_size=2, resume=None)
+    return WorkerGroup(name=name, run="demo", world_size=2, nodes=("n", "n"), resume=None)
 
 
 def start(*addresses: str) -> GroupStart:
-    return GroupStart(addresses=addresses, lineage="l", life=0, repeats=None, resume=None, token="t")
+    ownership = Ownership(len(addresses))
+    return GroupStart(
+        addresses=addresses, ownership=ownership, lineage="l", life=0, repeats=None, resume=None, token="t"
+    )
 
 
 async def soon(call: Awaitable[Any]) -> Any:

@@ -15,6 +15,7 @@ from .trainings import (
     LONG_S,
     OWNERS_ELSEWHERE,
     PYTHON,
+    QUICKLY,
     RANKS_ON_HEAD,
     RAY_ENV,
     join_ray,
@@ -107,9 +108,8 @@ def test_a_firewall_before_the_owners_is_named_at_the_start(tmp_path: Path) -> N
 
 def test_a_host_that_was_given_up_and_comes_back_disturbs_nothing(undisturbed: str, tmp_path: Path) -> None:
     """Until it comes back, it is to the others a host that has lost its power: no connection was ever closed."""
-    quickly = {"period_ms": "1000", "timeout_ms": "1000", "failure_threshold": "3"}
     with hosts(2) as (a, b):
-        address = start_ray(a, **{f"RAY_health_check_{name}": value for name, value in quickly.items()})
+        address = start_ray(a, **QUICKLY)
         join_ray(b, address)
         settings = ["run.checkpoint_every=10", "scaling.rescale_on_failure=true", "scaling.placement_timeout=3"]
         training = train(a, tmp_path, address, *settings)

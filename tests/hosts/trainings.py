@@ -29,19 +29,25 @@ GIB = 1 << 30
 LONG_S = 240.0  # only so that a test says what it waits for, before its own timeout ends it
 
 
-def start_ray(head: Host, **env: str) -> str:
+QUICKLY = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "1000"}
+QUICKLY |= {"RAY_health_check_failure_threshold": "3"}
+"""An environment in which Ray gives up a host within seconds."""
+
+
+def start_ray(head: Host, *, cpus: int = 2, **env: str) -> str:
     """Start a cluster whose first node is on this host, with an environment of its own; returns its address."""
-    _ray_start(head, "--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={head.own}/ray", gib=8, env=env)
+    options = ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={head.own}/ray"]
+    _ray_start(head, *options, cpus=cpus, gib=8, env=env)
     return f"{head.address}:6379"
 
 
 def join_ray(host: Host, address: str) -> None:
     """Add a node, which has too little memory for the ranks of ``RANKS_ON_HEAD``."""
-    _ray_start(host, f"--address={address}", gib=2, env={})
+    _ray_start(host, f"--address={address}", cpus=2, gib=2, env={})
 
 
-def _ray_start(host: Host, *options: str, gib: int, env: Mapping[str, str]) -> None:
-    room = ["--num-cpus=2", f"--memory={gib * GIB}", "--object-store-memory=100000000"]
+def _ray_start(host: Host, *options: str, cpus: int, gib: int, env: Mapping[str, str]) -> None:
+    room = [f"--num-cpus={cpus}", f"--memory={gib * GIB}", "--object-store-memory=100000000"]
     labels = f"--labels=rayzero.io/role=optimizer,host={host.name}"
     command = [RAY, "start", f"--node-ip-address={host.address}", labels, *room, *options]
     done = host.run(command, timeout=LONG_S, env=RAY_ENV | dict(env))

@@ -52,4 +52,4 @@ class Place:
 def in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_train.train, "get_context", Place)
     monkeypatch.setattr(ray_train, "get_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(ray_train, "_group_name", lambda: "group")
+    monkeypatch.setattr(ray_train, "_group", lambda: ("group", ("node",)))

@@ -26,6 +26,7 @@ from rayzero.engine.checkpoint.save import chosen_resume
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.integrations import ray_train
 from rayzero.integrations.ray_train import Owners, optimizer_actors
+from rayzero.protocol.ownership import Ownership
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 
@@ -74,30 +75,32 @@ class Told:
 
 def started(addresses: tuple[str, ...], **other: Any) -> GroupStart:
     first = {"lineage": "l", "life": 0, "repeats": None, "resume": None, "token": "t"}
-    return GroupStart(addresses=addresses, **first | other)
+    return GroupStart(addresses=addresses, **first | {"ownership": Ownership(len(addresses))} | other)
 
 
 @contextmanager
-def served() -> Iterator[Owners]:
-    """Two owners of this process, as ``optimizer_actors`` gives those on the cluster."""
+def served(doors: int = 0) -> Iterator[Owners]:
+    """Two owners of this process, so many without shards, as ``optimizer_actors`` gives those on the cluster."""
+    ownership = Ownership(2, doors=doors)
     with ExitStack() as stack:
         servers = []
         for owner in range(2):
-            models = HostedModels(owner, 2)
+            models = HostedModels(owner, 2, ownership=ownership)
             stack.callback(models.close)
             servers.append(stack.enter_context(serve_models(models, token="t")))
         addresses = tuple(server.address for server in servers)
         for server in servers:
             server.connect_peers(addresses)
-        yield Owners(run="r", config=ZeroConfig(transport="grpc"), groups=Told(started(addresses)))  # type: ignore[arg-type]
+        yield Owners(run="r", config=ZeroConfig(transport="grpc"), groups=Told(started(addresses, ownership=ownership)))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("doors", [0, 1])
 def test_a_worker_is_the_rank_that_ray_train_says_and_goes_on_from_a_checkpoint(
-    in_a_worker: None, tmp_path: Path
+    in_a_worker: None, doors: int, tmp_path: Path
 ) -> None:
     states = []
     for resume in (None, tmp_path / "step-3"):
-        with served() as owners, owners.rank(resume) as context:
+        with served(doors) as owners, owners.rank(resume) as context:
             model = seeded(Net)
             model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
             assert (context.loop_state, context.world_size) == (resume and {"steps": 3}, 1)
@@ -113,7 +116,7 @@ def test_a_group_that_goes_on_has_the_place_it_is_told_and_not_its_own_checkpoin
     goes_on = Told(started(("a:1",), life=2, repeats=7, resume="/first", lineage="abc"))
     with Owners(run="r", config=ZeroConfig(), groups=goes_on).rank("newest") as context:  # type: ignore[arg-type]
         assert (context.life, context.repeats, context.resume, context.lineage) == (2, 7, Path("/first"), "abc")
-    asked = WorkerGroup(name="group", run="demo", world_size=1, resume=os.path.abspath("newest"))
+    asked = WorkerGroup(name="group", run="demo", world_size=1, nodes=("node",), resume=os.path.abspath("newest"))
     assert goes_on.asked == [asked]
     fresh = Told(started(("a:1",)))
     with Owners(run="r", config=ZeroConfig(), groups=fresh).rank("newest") as context:  # type: ignore[arg-type]

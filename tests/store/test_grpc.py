@@ -39,6 +39,7 @@ from rayzero.errors import (
 from rayzero.lead.lead import StepLead
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import COMPUTE, MASTER, PROTOCOL_VERSION, FinishReport, ModelSpec, StepInputs
+from rayzero.protocol.ownership import Ownership
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.owner.calls.long_polls import WAITING_CALLS, Repeats
@@ -89,14 +90,15 @@ def serving(
 
 
 @contextmanager
-def connected(servers: Sequence[OwnerServer], world_size: int = 1, **options: Any) -> Iterator[list[RankStore]]:
+def connected(
+    servers: Sequence[OwnerServer], world_size: int = 1, ownership: Ownership | None = None, **options: Any
+) -> Iterator[list[RankStore]]:
     """One store a rank."""
     with ExitStack() as stack:
         stores = []
         for rank in range(world_size):
-            store = RankStore(
-                RemoteConnection(rank, [s.address for s in servers], RankTerms(**{"token": TOKEN} | options))
-            )
+            terms = RankTerms(**{"token": TOKEN} | options)
+            store = RankStore(RemoteConnection(rank, [s.address for s in servers], terms, ownership))
             stack.callback(store.close)
             stores.append(store)
         yield stores

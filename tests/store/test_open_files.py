@@ -7,10 +7,13 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
+import psutil
 import pytest
 from forked import forked
 
 from rayzero.concurrency.processes import this_process
+from rayzero.protocol.ownership import Ownership
+from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.file_counts import PROCESS, files_of_owner, files_of_rank, most_ranks, tensor_connections
 from rayzero.store.host.transfers import fetches
@@ -29,12 +32,15 @@ def open_files(pid: int) -> int:
 
 
 @contextmanager
-def owners(num_owners: int) -> Iterator[tuple[list[str], int]]:
-    """The addresses of some owners, all in one process, and its process id."""
+def owners(num_owners: int, num_doors: int = 0) -> Iterator[tuple[list[str], int]]:
+    """The addresses of some owners, all in one process, and its process id. The last ``num_doors`` have no shards."""
     program = f"""
+        from rayzero.protocol.ownership import Ownership
         from rayzero.store.owner.server import serve_models
         from rayzero.store.owner.hosted import HostedModels
-        servers = [serve_models(HostedModels(i, {num_owners}), token={TOKEN!r}) for i in range({num_owners})]
+        known = Ownership({num_owners}, doors={num_doors})
+        models = [HostedModels(i, {num_owners}, ownership=known) for i in range({num_owners})]
+        servers = [serve_models(each, token={TOKEN!r}) for each in models]
         for server in servers:
             server.connect_peers([each.address for each in servers])
         print(*(server.address for server in servers), flush=True)
@@ -92,6 +98,18 @@ def test_a_rank_has_as_many_files_open_as_owners_make() -> None:
     least, most = 1 + 1 + 1, 1 + 1 + 1 + tensor_connections(6)  # gRPC's connection, an eventfd, the owner's process
     assert least < per_owner <= most
     assert found[6] <= files_of_rank(6, 6)
+
+
+def test_a_rank_has_no_connection_to_a_door_of_another_host_once_it_has_attached() -> None:
+    with owners(6, num_doors=4) as (addresses, _), ExitStack() as stack:
+        servers = [type("Server", (), {"address": address}) for address in addresses]
+        before, ownership = open_files(os.getpid()), Ownership(6, doors=4)
+        there = stack.enter_context(connected(servers, ownership=ownership, share=SHARED_MEMORY))  # type: ignore[arg-type]
+        ranks = start(there, make_spec(1))
+        take_step(ranks, [random_grads(ranks[0].spec, 1)], 0.5)
+        assert open_files(os.getpid()) - before <= files_of_rank(6, 1, 4) - PROCESS - 3 * (1 + 1)
+        ports = {each.raddr.port for each in psutil.Process().net_connections("tcp") if each.raddr}
+        assert [int(address.rpartition(":")[2]) in ports for address in addresses] == [True] * 2 + [False] * 4
 
 
 @pytest.mark.parametrize("num_owners", [1, 2, 3, 4, 7, 8, 64, 256])

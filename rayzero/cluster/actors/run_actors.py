@@ -156,7 +156,8 @@ class RunActors:
         self.members = self.ask({_COORDINATOR: self.coordinator.hello.remote(), **hellos}, START_S)
         self.coordinator_life = self.ask({_COORDINATOR: self.coordinator.life.remote()}, ANSWER_S)[_COORDINATOR]
         lead = {_COORDINATOR: self.members.pop(_COORDINATOR)}
-        why = self.too_few_files(len(self.owners), {**lead, _DRIVER: this_process(_DRIVER)})
+        num_doors = 0 if self.ownership is None else len(self.ownership.door_numbers)
+        why = self.too_few_files(len(self.owners), num_doors, {**lead, _DRIVER: this_process(_DRIVER)})
         if why is not None:
             raise ConfigError(why)
         self.local.give_janitor(Janitor(share, discovery_dir, keep=keep))
@@ -175,12 +176,12 @@ class RunActors:
         return addresses
 
     def too_few_files(
-        self, num_owners: int, others: Mapping[str, Member], *, num_ranks: int | None = None
+        self, num_owners: int, num_doors: int, others: Mapping[str, Member], *, num_ranks: int | None = None
     ) -> str | None:
         """Why this run cannot have so many optimizer actors, by what its processes may open; see the function.
         ``others``: processes beside those of now. ``num_ranks``: that another library starts; None: its own."""
         ranks = len(self.ranks) if num_ranks is None else num_ranks
-        return too_few_files({**self.members, **others}, ranks, num_owners, self._roster.num_beside)
+        return too_few_files({**self.members, **others}, ranks, num_owners, self._roster.num_beside, num_doors)
 
     @property
     def with_shards(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from rayzero.cluster.nodes.reservation import Reservation
 from rayzero.cluster.nodes.resources import Node, matches
 from rayzero.cluster.nodes.session import ray_answers
 from rayzero.errors import ConfigError
+from rayzero.protocol.ownership import Ownership
 from rayzero.quantities import count, format_bytes
 
 _NODE_LABEL = "ray.io/node-id"
@@ -132,9 +133,16 @@ class OwnerPlaces:
     def _reserved_node(self, owner: int) -> str | None:
         return self._placement.nodes().get(self._placement.plan.place_of_optimizer(owner))
 
-    def add_doors(self, nodes: Sequence[str]) -> None:
-        """As the run begins: optimizer actors without shards are on these nodes (ids), numbered behind the others."""
-        self._taken |= {self._placement.plan.num_optimizers + i: door_place(node) for i, node in enumerate(nodes)}
+    def add_doors(self, nodes: Sequence[str], goes_on: Ownership | None, here: str) -> Ownership:
+        """As the run begins: optimizer actors without shards are on these nodes (ids), numbered behind the others.
+        Returns who owns what. ``goes_on``: who owned what in the run that this one continues from memory, all of which
+        is on the host of the node ``here``: there are as many doors as before; None: the run continues no other."""
+        first = self._placement.plan.num_optimizers
+        ownership = goes_on or Ownership(first + len(nodes), doors=len(nodes))
+        doors = len(ownership.door_numbers)
+        at = [*nodes, *[here] * doors][:doors]
+        self._taken |= {first + i: door_place(node) for i, node in enumerate(at)}
+        return ownership
 
     def options(self, owner: int) -> dict[str, Any]:
         """Ray actor options of an optimizer actor."""

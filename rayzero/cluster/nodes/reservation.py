@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,11 +47,16 @@ class Reservation:
         bundles = {index: table[group.id.hex()]["bundles_to_node_id"] for index, group in enumerate(self.groups)}
         return {(group, bundle): node for group, found in bundles.items() for bundle, node in found.items()}
 
-    def nodes_without_optimizer(self) -> list[str]:
-        """The nodes (ids) with ranks and without an optimizer actor."""
+    def rank_nodes(self) -> list[str]:
+        """The node (id) of every rank."""
+        at = self.nodes()
+        return [at[rank, 0] for rank in range(self.plan.num_workers)]
+
+    def nodes_without_optimizer(self, rank_nodes: Sequence[str]) -> list[str]:
+        """The nodes (ids) with ranks and without an optimizer actor. ``rank_nodes``: of each rank."""
         at, plan = self.nodes(), self.plan
         owners = [at[plan.place_of_optimizer(owner)] for owner in range(plan.num_optimizers)]
-        return hosts_without_owner([at[rank, 0] for rank in range(plan.num_workers)], owners)
+        return hosts_without_owner(rank_nodes, owners)
 
     def _options(self, share: Share, group: int, bundle: int) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(

@@ -23,7 +23,7 @@ from rayzero.cluster.run import Member, optimizer_name, rank_name
 from rayzero.config import ScalingConfig
 from rayzero.config.zero import Placement
 from rayzero.quantities import count, format_bytes
-from rayzero.store.file_counts import PROCESS, files_of_owner, files_of_rank
+from rayzero.store.file_counts import PROCESS, files_of_door, files_of_owner, files_of_rank
 
 _LEAST_CPUS = 0.01  # Ray counts CPUs in steps of 0.0001; a bundle with none may be placed anywhere
 _CALLS = 2  # connections of Ray's between the driver or the coordinator and each other process
@@ -321,29 +321,38 @@ def selector_text(selector: Mapping[str, str]) -> str:
 # ---- open files: [Note: open files] -----------------------------------------------------------------------------
 
 
-def files_needed(members: Mapping[str, Member], num_ranks: int, num_owners: int, num_beside: int) -> dict[str, int]:
+def files_needed(
+    members: Mapping[str, Member], num_ranks: int, num_owners: int, num_beside: int = 0, num_doors: int = 0
+) -> dict[str, int]:
     """By process of a run, how many files it may have open at most. ``members``: ranks, owners alone in their
-    processes (``num_owners``), and others, which only call these. ``num_beside``: owners beside ranks."""
+    processes (``num_owners``), and others, which only call these. ``num_beside``: owners beside ranks. ``num_doors``:
+    the last of ``num_owners``, which have no shards."""
     ranks = {rank_name(rank) for rank in range(num_ranks)}
     owners = {optimizer_name(owner) for owner in range(num_owners)}
+    doors = {optimizer_name(owner) for owner in range(num_owners - num_doors, num_owners)}
     here = Counter(member.node for who, member in members.items() if who in ranks | owners)
+    unknown = len(ranks - set(members))  # started by another library, on any node
 
     def needed(who: str) -> int:
         if who not in ranks | owners:
             return PROCESS + _CALLS * (num_ranks + num_owners)
         neighbours = here[members[who].node] - 1
-        of_owner = files_of_owner(num_ranks, num_owners + num_beside, neighbours)
+        if who in doors:
+            return files_of_door(num_ranks, num_owners, neighbours + unknown, num_doors)
+        of_owner = files_of_owner(num_ranks, num_owners + num_beside, neighbours, num_doors)
         if who in owners:
             return of_owner
-        return files_of_rank(num_owners + num_beside, neighbours) + (of_owner if num_beside else 0)
+        return files_of_rank(num_owners + num_beside, neighbours, num_doors) + (of_owner if num_beside else 0)
 
     return {who: needed(who) for who in members}
 
 
-def too_few_files(members: Mapping[str, Member], num_ranks: int, num_owners: int, num_beside: int = 0) -> str | None:
+def too_few_files(
+    members: Mapping[str, Member], num_ranks: int, num_owners: int, num_beside: int = 0, num_doors: int = 0
+) -> str | None:
     """Why a run cannot have so many ranks and owners: the process that lacks most, and what to do; None: it can. What a
     process may open is not looked at if it has not said that. The arguments are those of ``files_needed``."""
-    needed = files_needed(members, num_ranks, num_owners, num_beside)
+    needed = files_needed(members, num_ranks, num_owners, num_beside, num_doors)
     lacks = {
         who: needed[who] - member.open_files
         for who, member in members.items()

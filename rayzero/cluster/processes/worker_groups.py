@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from rayzero.cluster.processes.remains import Remains
+from rayzero.protocol.ownership import Ownership
 from rayzero.security.credentials import Credentials
 
 _LOOK_S = 0.5  # between two looks whether a rank still wants its answer
@@ -26,6 +27,7 @@ class WorkerGroup:
     name: str  # no other group's
     run: str  # in the library: a group continues the one before if it has the same
     world_size: int
+    nodes: tuple[str, ...]  # of its ranks (ids)
     resume: str | None  # the checkpoint that its loop would resume from
 
 
@@ -34,6 +36,7 @@ class GroupStart:
     """What the ranks of a group begin with."""
 
     addresses: tuple[str, ...]  # of the owners, by index
+    ownership: Ownership  # who owns what
     lineage: str  # of the run's states in shared memory
     life: int  # of every rank; 0: a fresh start
     repeats: int | None  # see RankContext

@@ -83,7 +83,7 @@ class RayProcesses:
         self._past: set[Any] = set()  # calls to processes whose deaths were acted on before Ray told of them
         self.nodes: Mapping[int, str] = {}  # owner that is to join -> its node
         self._joining: dict[Process, Joining] = {}
-        self._coming = 0  # owners, once they have joined
+        self._coming: Ownership | None = None  # once they have joined
         self._addresses: Sequence[str] = ()  # of the owners before
         self._arrivals: dict[Process, _Arrival] = {}  # of those that join
         self._deaths = Deaths(_CALM_S if replaces else 0.0)
@@ -117,7 +117,7 @@ class RayProcesses:
         self._starts[call] = _OpenCall(process, Step.START, time.monotonic())
 
     def join(self, process: Process, ownership: Ownership, addresses: Sequence[str]) -> None:
-        self._coming, self._addresses = ownership.num_owners, addresses
+        self._coming, self._addresses = ownership, addresses
         joining, call = self._actors.join_owner(process.member.index, ownership, self.nodes[process.member.index])
         self._joining[process], self._handles[process] = joining, joining.actor
         self._starts[call] = _OpenCall(process, Step.START, time.monotonic())
@@ -252,7 +252,9 @@ class RayProcesses:
             return [Died(process)]
         joining = self._joining[process]
         self._actors.joined(joining, member, target)
-        why = self._actors.too_few_files(self._coming, {str(process.member): member})
+        assert self._coming is not None
+        num_doors = len(self._coming.door_numbers)
+        why = self._actors.too_few_files(self._coming.num_owners, num_doors, {str(process.member): member})
         if why is not None:
             return [Answered(process, Step.START, refused=why)]
         self._watches[joining.actor.watch.remote()] = process

@@ -193,7 +193,7 @@ class Rescaling:
 
     def _check_files(self, wanted: Rescale) -> None:
         """Raise ConfigError if a process may not open a connection to each owner after a change."""
-        why = self._actors.too_few_files(len(wanted.former), {})
+        why = self._actors.too_few_files(len(wanted.former), wanted.doors, {})
         if why is not None:
             raise ConfigError(why)
 
