@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
 from forked import forked
@@ -25,6 +24,7 @@ from rayzero.memory.planner import plan_owner
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import MEAN_BYTES, MeanInput, ModelSpec
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
+from rayzero.store.owner.handlers import ModelCalls
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.served_model import ServerTerms
 from rayzero.store.owner.server import OwnerServer
@@ -44,17 +44,6 @@ from .toy import WAIT, Rank, initial_values, make_spec, random_grads, start, tak
 pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
 
 
-class Calls(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg]  # grpc.aio is untyped at run time
-    """Counts the calls that reach a server."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        self.names.append(details.method.rpartition("/")[2])
-        return await continuation(details)
-
-
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
@@ -66,7 +55,6 @@ def served(
     num_owners: int,
     *,
     sharing: bool = True,
-    calls: Calls | None = None,
     directory: Path = SHARED_MEMORY,
 ) -> list[str]:
     """Addresses of owners that share memory."""
@@ -75,10 +63,7 @@ def served(
         shared = SharedOwner(owner, num_owners, directory) if sharing else None
         service = ShardService(owner, num_owners, memory=shared)
         stack.callback(service.close)
-        server = OwnerServer(
-            service, ServerTerms(token=TOKEN), shared=shared, interceptors=[calls] if calls is not None else []
-        )
-        servers.append(stack.enter_context(server))
+        servers.append(stack.enter_context(OwnerServer(service, ServerTerms(token=TOKEN), shared=shared)))
     addresses = [server.address for server in servers]
     for server in servers:
         server.connect_peers(addresses)
@@ -97,13 +82,21 @@ def ranks_of(
     return start(stores, make_spec(world_size))
 
 
-def test_no_rpc_is_made_within_a_step(stack: ExitStack) -> None:
-    calls = Calls()
-    ranks = ranks_of(stack, served(stack, 3, calls=calls), 2)
+def test_no_call_is_made_within_a_step(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over gRPC, or over a line."""
+    calls, answer = list[str](), ModelCalls.answer
+
+    async def counted(self: ModelCalls, service: str, method: str, request: Any, context: Any) -> Any:
+        calls.append(method)
+        return await answer(self, service, method, request, context)
+
+    monkeypatch.setattr(ModelCalls, "answer", counted)
+    ranks = ranks_of(stack, served(stack, 3), 2)
+    assert set(calls) >= {"Attach", "Share", "Load"}
     take_step(ranks, [random_grads(ranks[0].spec, rank) for rank in range(2)])
     for rank in ranks:
         rank.fetch(1)
-    calls.names.clear()
+    calls.clear()
     for step in range(1, 4):
         take_step(ranks, [random_grads(ranks[0].spec, 10 * step + rank) for rank in range(2)])
         for rank in ranks:
@@ -111,7 +104,24 @@ def test_no_rpc_is_made_within_a_step(stack: ExitStack) -> None:
         given = MeanInput(shape=(MEAN_BYTES // 8,), values=(1.0,) * (MEAN_BYTES // 8), weight=1.0)
         for mean in [rank.store.mean(given) for rank in ranks]:
             assert mean.result(WAIT) == given.values
-    assert calls.names == []
+    assert calls == []
+
+
+def test_a_rank_opens_no_connection_to_owners_of_its_host(stack: ExitStack) -> None:
+    program = """
+import sys
+from contextlib import ExitStack
+import psutil
+from store.test_shared_store import ranks_of
+from store.toy import masters, random_grads, take_step
+with ExitStack() as stack:
+    (rank,) = ranks_of(stack, sys.argv[1:], 1)
+    take_step([rank], [random_grads(rank.spec, 0)])
+    masters(rank)  # states, which no memory shows
+    print(len(psutil.Process().net_connections("inet")), flush=True)
+"""
+    with forked(program, *served(stack, 2)) as process:
+        assert process.said() == "0"
 
 
 def test_what_a_rank_said_before_it_left_is_heard_by_owners_that_were_slow_to_look(
@@ -152,7 +162,7 @@ def test_gradients_are_gathered_where_owners_read_and_parameters_read_where_owne
     store, spec = rank.store, rank.spec
     slabs = [slab for slab in list_slabs() if slab.path not in there and slab.header and slab.header.pid == os.getpid()]
     roles = sorted(slab.header.facts.role for slab in slabs if slab.header is not None)
-    assert roles == ["control", "control", "grads", "params", "state", "state"]
+    assert roles == ["control", "control", "grads", "lobby", "params", "state", "state"]
     assert all(slab.alive and slab.path.stat().st_mode & 0o777 == 0o600 for slab in slabs)
     mapped = store.mapped(0)
     assert mapped is not None
@@ -315,7 +325,7 @@ signal.pause()
     with forked(program, slab_dir) as process:
         assert process.said() == "up"
         left = [slab.path for slab in list_slabs(slab_dir)]
-        assert len(left) == 6
+        assert len(left) == 7
     assert all(path.exists() for path in left)
     ranks = ranks_of(stack, served(stack, 1, directory=slab_dir), 1, share=slab_dir)
     assert not any(path.exists() for path in left)

@@ -103,6 +103,7 @@ class ServedOwner:
             host=self._at(host),
             replaces_ranks=replaces,
             replaces_owners=replaces and self._settings.share is not None,
+            lineage="" if self._settings.remains is None else self._settings.remains.lineage,
         )
         return self._server.address
 

@@ -22,8 +22,7 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.host_sums import HostSums
 from rayzero.store.host.lead_questions import LeadQuestions
 from rayzero.store.host.links.caller import Caller
-from rayzero.store.host.links.channel import Channel
-from rayzero.store.host.links.owner_link import OwnerLink
+from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink
 from rayzero.store.host.mirror_memory import MirrorMemory
 from rayzero.store.host.mirrors import Mirror
 from rayzero.store.host.publish_board import PublishBoard
@@ -233,7 +232,7 @@ class Door:
         if owner in self._links:
             self._links[owner].succeed(address)
 
-    def rejoin(self, link: OwnerLink, channel: Channel) -> None:
+    def rejoin(self, link: OwnerLink, channel: AnyChannel) -> None:
         """Give a successor again what only its predecessor had; it publishes what it has by itself."""
         for sums in list(self._sums.values()):
             sums.send_again(link.owner, channel, self._timeout_s)

@@ -16,7 +16,7 @@ from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import EpochOverError, StoreClosedError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import Contribution
-from rayzero.store.host.links.channel import Channel
+from rayzero.store.host.links.owner_link import AnyChannel
 from rayzero.store.host.summed_ranks import SettledUnit, SummedRanks
 from rayzero.store.host.transfers.wire import PushedUnit, WireTransfers
 
@@ -85,7 +85,7 @@ class HostSums:
                 self._due |= dict.fromkeys(sorted(changed, reverse=True))  # as backward makes them
                 self._lock.notify_all()
 
-    def send_again(self, owner: int, channel: Channel, timeout_s: float) -> None:
+    def send_again(self, owner: int, channel: AnyChannel, timeout_s: float) -> None:
         """Send the successor of an owner what it may lack, over a channel to it; blocks. ``timeout_s``: seconds to add
         to those that bytes may take. See [Note: sums made again]. Raises as ``Channel.answer`` does."""
         shards = {unit: owners[owner] for unit, owners in self._owners.items() if owner in owners}

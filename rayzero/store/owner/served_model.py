@@ -53,6 +53,7 @@ class ServerTerms:
     peer_timeout_s: float = 600.0  # deadline of the lead's calls that compute
     replaces_ranks: bool = False  # somebody starts a rank again that has died, so the others wait for it
     replaces_owners: bool = False  # the same for owners: see ``ServedModel.succeed``
+    lineage: str = ""  # of the run's states in shared memory
 
     def __post_init__(self) -> None:
         if not self.token:

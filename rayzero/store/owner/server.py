@@ -21,8 +21,9 @@ from rayzero.protocol.messages import LoopState, ModelSpec
 from rayzero.protocol.ownership import Ownership, Prepared, device_owners
 from rayzero.security.addresses import host_of, is_loopback
 from rayzero.security.credentials import Identity
-from rayzero.store.owner.access import AccessCheck
 from rayzero.store.owner.by_model import ByModel
+from rayzero.store.owner.entrances.access import AccessCheck
+from rayzero.store.owner.entrances.lobby import CallsInMemory
 from rayzero.store.owner.handlers import ModelCalls
 from rayzero.store.owner.hosted import Hosted, HostedModels
 from rayzero.store.owner.memory.next_epoch import PreparedMemory, prepare
@@ -84,6 +85,10 @@ class OwnerServer:
         self._alone: Hosted | None = Hosted(service, shared)  # the first model's, in the first epoch here
         self._models.make_first()
         self._servers: list[Any] = []  # one a port
+        self._in_memory: list[CallsInMemory] = []  # the same for processes of this host
+        self._share = None if models is None else models.share  # where they find it
+        if shared is not None:
+            self._share = shared.directory
         self._health = Health()
         self._interceptors = list(interceptors)
         self.address = self.listen(host, port)
@@ -119,6 +124,10 @@ class OwnerServer:
         """Listen on ``host`` too (``port`` 0: any free one); returns the address there. Raises StoreError if the port
         is taken."""
         address: str = self._loop.run(self._listen(host, port), _QUICK_S)
+        if self._share is not None:
+            terms = self._terms
+            calls = CallsInMemory(self._share, address, terms.token, terms.lineage, self._find, self._recorder)
+            self._in_memory.append(calls)
         if self._terms.tls is None and not is_loopback(host):
             log.warning("optimizer %d listens on %s without TLS", self._owner, address)
         return address
@@ -281,6 +290,8 @@ class OwnerServer:
         for model in served:
             model.end()
         self._loop.run(self._stop(served), _QUICK_S)
+        for calls in self._in_memory:
+            calls.close(_GRACE_S)
         self._tensors.close()
         for model in served:
             model.close()

@@ -15,8 +15,8 @@ from rayzero.concurrency.processes import this_process
 from rayzero.errors import HandshakeError, RayZeroError, StateLostError
 from rayzero.protocol.messages import PROTOCOL_VERSION, ModelSpec, SharedPaths
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.channel import QUICK_S, Channel
-from rayzero.store.host.links.owner_link import OwnerLink, answers_of
+from rayzero.store.host.links.channel import QUICK_S
+from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink, answers_of
 from rayzero.store.wire import translate
 from rayzero.store.wire.failures import from_failure
 
@@ -176,7 +176,7 @@ class Handshake:
 
     # ---- successors
 
-    def greet(self, link: OwnerLink, channel: Channel, told: pb.Told | None) -> None:
+    def greet(self, link: OwnerLink, channel: AnyChannel, told: pb.Told | None) -> None:
         """Attach to the successor of an owner, over a channel to it; blocks. ``told``: see ``attach``; None: the owner
         does not lead. Raises as ``Channel.answer`` does."""
         assert self._asked is not None
@@ -195,7 +195,7 @@ class Handshake:
         if now.needs_load or (before is not None and now.shared != before):
             raise self.lost_values(link)
 
-    def share_again(self, link: OwnerLink, channel: Channel) -> None:
+    def share_again(self, link: OwnerLink, channel: AnyChannel) -> None:
         """Let a successor that was greeted map this rank's memory, if its predecessor had; blocks. Raises
         StateLostError if it does not go on with the copy that its predecessor kept."""
         if link.owner not in self._shared:

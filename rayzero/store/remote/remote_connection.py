@@ -19,8 +19,8 @@ from rayzero.protocol.ownership import Ownership
 from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.caller import Caller
-from rayzero.store.host.links.channel import QUICK_S, Channel
-from rayzero.store.host.links.owner_link import OwnerLink, say_goodbye
+from rayzero.store.host.links.channel import QUICK_S
+from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink, say_goodbye
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.stall import StallWatch
 from rayzero.store.rank.connection import GradientSender, Joined
@@ -81,7 +81,7 @@ class RemoteConnection:
         epoch = 0 if ownership is None else ownership.epoch
         self.epochs = Epochs(epoch, change=terms.outlives_owners)
         caller = Caller.rank(rank, terms.life)
-        calls = CallTerms(token=terms.token, tls=terms.tls, model=terms.model, epoch=epoch)
+        calls = CallTerms(token=terms.token, tls=terms.tls, model=terms.model, epoch=epoch, memory=terms.share)
         self._links = {  # by owner. freed by: leave() and free(); of doors on other hosts by _part_with_doors()
             owner: OwnerLink(caller, owner, address, calls, self, terms.recorder)
             for owner, address in enumerate(addresses)
@@ -336,7 +336,7 @@ class RemoteConnection:
         if (link := self._links.get(owner)) is not None:
             link.succeed(address)
 
-    def rejoin(self, link: OwnerLink, channel: Channel) -> None:
+    def rejoin(self, link: OwnerLink, channel: AnyChannel) -> None:
         """Shake hands with a successor, which has taken over its predecessor's memory, and give it again what this rank
         has sent and only the predecessor had. Raises StateLostError if it lacks values that the predecessor
         had."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from rayzero.layout.model_layout import Shard
 from rayzero.protocol.gradient_sum import NOTHING_LEFT, FormerRank, has_totals
 from rayzero.protocol.messages import Contribution, Pushed
-from rayzero.store.host.links.channel import QUICK_S, BrokenLinkError, Channel
-from rayzero.store.host.links.owner_link import OwnerLink, answers_of
+from rayzero.store.host.links.channel import QUICK_S, BrokenLinkError
+from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink, answers_of
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.push_order import PushOrder
 from rayzero.store.host.transfers.wire import PushedUnit, WireTransfers
@@ -43,7 +43,7 @@ class RepeatedPushes:
         self._rank = rank
         self._wires, self._board, self._order, self._timeout_s = wires, board, order, timeout_s
 
-    def send(self, owner: int, channel: Channel) -> None:
+    def send(self, owner: int, channel: AnyChannel) -> None:
         """Send an owner what it may lack; blocks. Gradients of decided steps go first: a successor takes no others
         before it has redone the decisions. Raises as ``Channel.answer`` does."""
         shards: dict[int, list[Shard]] = {}

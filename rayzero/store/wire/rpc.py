@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -169,6 +170,7 @@ class CallTerms:
     tls: Identity | None = None  # None: no TLS
     model: int = 0  # the number of the prepared model that calls are about
     epoch: int = 0  # in which the owners are these
+    memory: Path | None = None  # where owners of this host have their lobbies; None: calls are over gRPC alone
 
     @property
     def metadata(self) -> Metadata:

@@ -55,6 +55,8 @@ class NoAnswerError(StallError):
 class Channel:
     """One channel of a link, with the stream of the owner's notices. All its calls end when it is closed."""
 
+    transport = "grpc"
+
     def __init__(
         self,
         caller: Caller,

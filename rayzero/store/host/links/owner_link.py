@@ -31,6 +31,8 @@ from rayzero.security.credentials import utc
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.caller import Caller
 from rayzero.store.host.links.channel import QUICK_S, BrokenLinkError, Channel, NoAnswerError
+from rayzero.store.host.links.line_channel import LineChannel
+from rayzero.store.shm.lines.line import Lobby
 from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import CallTerms, LinkNumber, break_of
@@ -40,6 +42,7 @@ from rayzero.telemetry.recorder import Recorder
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+AnyChannel = Channel | LineChannel
 
 _LEAVE_S = 5.0  # deadline of Leave
 _FIRST_S = 3.0  # how long an owner that has never answered may be out of reach, if it gets no successor
@@ -67,7 +70,7 @@ class LinkUser(Protocol):
         """The owner says something unasked."""
         ...
 
-    def rejoin(self, link: OwnerLink, channel: Channel) -> None:
+    def rejoin(self, link: OwnerLink, channel: AnyChannel) -> None:
         """There is a channel to a successor of the owner; no other call goes there before this returns."""
         ...
 
@@ -94,14 +97,14 @@ class OwnerLink:
         self._met: ProcessIdentity | None = _NOBODY
         self.owner, self.caller = owner, caller
         self.name = f"optimizer {owner} at {address}" + (f" for prepared model {terms.model}" if terms.model else "")
-        self._address, self._metadata, self._shown = address, terms.metadata + caller.metadata, terms.tls
+        self._address, self._metadata, self._terms = address, terms.metadata + caller.metadata, terms
         self._user, self._recorder = user, recorder
         self._number = LinkNumber(caller.name, 0)
         self._lock = threading.Lock()
-        self._trying: Channel | None = None  # the latest one. freed by: _follow
-        self._broken: Channel | None = None  # the latest one that broke
-        self._open: Channel | None = None  # the same one, while it is open
-        self._waiting: list[Future[Channel]] = []  # for it to open
+        self._trying: AnyChannel | None = None  # the latest one. freed by: _follow
+        self._broken: AnyChannel | None = None  # the latest one that broke
+        self._open: AnyChannel | None = None  # the same one, while it is open
+        self._waiting: list[Future[AnyChannel]] = []  # for it to open
         self._down_since, self._why = time.monotonic(), "never opened"
         self._openings = 0
         self._closed = False
@@ -143,9 +146,10 @@ class OwnerLink:
     def _follow(self) -> RayZeroError:
         """Open the link and follow the owner's notices until they end; why they did."""
         self._number = self._number.next()
-        channel = Channel(
-            self.caller, self.name, self._address, self._number, self._metadata, self._shown, self._user.awaited
-        )
+        try:
+            channel = self._channel()
+        except RayZeroError as error:
+            return error
         channel.met = self._openings > 0 or self._user.succeeds
         with self._lock:
             self._trying = channel
@@ -168,7 +172,21 @@ class OwnerLink:
         finally:
             channel.close()  # calls under way end, and are repeated over the next one
 
-    def _opened(self, channel: Channel) -> None:
+    def _channel(self) -> AnyChannel:
+        """A channel to the owner where it is now: over a line if that is this host. Raises MemoryPlanError if there is
+        no room for one."""
+        terms, address = self._terms, self._address
+        lobby = None if terms.memory is None else Lobby.find(terms.memory, address, terms.token)
+        named = self.caller, self.name
+        if lobby is not None:
+            try:
+                return LineChannel(*named, lobby, self._number, self._metadata, terms.token, self._user.awaited)
+            except RayZeroError:
+                lobby.close()
+                raise
+        return Channel(*named, address, self._number, self._metadata, terms.tls, self._user.awaited)
+
+    def _opened(self, channel: AnyChannel) -> None:
         with self._lock:
             if self._open is channel or self._end is not None:
                 return
@@ -183,7 +201,7 @@ class OwnerLink:
         for wait in waiting:
             settle(wait, channel)
 
-    def broke(self, channel: Channel, error: RayZeroError) -> None:
+    def broke(self, channel: AnyChannel, error: RayZeroError) -> None:
         """A call over ``channel`` did not get through: open the link again, unless that has begun already."""
         cause = error.__cause__
         with self._lock:
@@ -203,14 +221,14 @@ class OwnerLink:
 
     def _ended_certificate(self) -> str:
         """Why no connection can be opened, if that is the reason; else nothing."""
-        shown = self._shown
+        shown = self._terms.tls
         if shown is None or not shown.protects(self._address) or not shown.now.have_ended:
             return ""
         return f"; the certificate of {self.caller.name} ended at {utc(shown.now.ends)}, and the run has not renewed it"
 
-    def when_open(self, after: Channel | None = None) -> Future[Channel]:
+    def when_open(self, after: AnyChannel | None = None) -> Future[AnyChannel]:
         """Done once a channel other than ``after`` is open; fails if there will be none."""
-        wait: Future[Channel] = Future()
+        wait: Future[AnyChannel] = Future()
         with self._lock:
             channel, end = self._open, self._end
             if end is None and (channel is None or channel is after):
@@ -222,7 +240,7 @@ class OwnerLink:
             settle(wait, channel)
         return wait
 
-    def wait_open(self, after: Channel | None, unless: Future[Any]) -> Channel:
+    def wait_open(self, after: AnyChannel | None, unless: Future[Any]) -> AnyChannel:
         """The channel of ``when_open``; blocks. Raises the error of ``unless`` if that fails first."""
         opened = self.when_open(after)
         futures.wait([opened, unless], return_when=futures.FIRST_COMPLETED)
@@ -230,7 +248,7 @@ class OwnerLink:
             unless.result()
         return opened.result()
 
-    def channel(self) -> Channel | None:
+    def channel(self) -> AnyChannel | None:
         """The channel that is open now."""
         return self._open
 
@@ -249,7 +267,7 @@ class OwnerLink:
             self._forget()
             self._process, self._seen = process, SeenProcess.open(process)
 
-    def _meet(self, channel: Channel) -> None:
+    def _meet(self, channel: AnyChannel) -> None:
         """Shake hands with a successor; the first process is greeted by the link's user."""
         if self._met not in (_NOBODY, self._process):
             if not self._user.succeeds:
@@ -373,7 +391,7 @@ class _Ask:
         self.future.add_done_callback(lambda _: [call.cancel() for call in started])
         link.when_open().add_done_callback(self._begin)
 
-    def _begin(self, opened: Future[Channel]) -> None:
+    def _begin(self, opened: Future[AnyChannel]) -> None:
         if self.future.done():  # the caller has given up
             return
         error = opened.exception()
@@ -389,7 +407,7 @@ class _Ask:
         self._started[:] = [call]
         call.add_done_callback(partial(self._answered, channel))
 
-    def _answered(self, channel: Channel, call: Any) -> None:
+    def _answered(self, channel: AnyChannel, call: Any) -> None:
         if self.future.done():
             return
         try:
@@ -399,7 +417,7 @@ class _Ask:
         except RayZeroError as error:
             fail(self.future, error)
 
-    def _again(self, channel: Channel, broken: BrokenLinkError) -> None:
+    def _again(self, channel: AnyChannel, broken: BrokenLinkError) -> None:
         self._link.broke(channel, broken)
         self._link.when_open(after=channel).add_done_callback(self._begin)
 

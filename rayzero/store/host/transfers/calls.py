@@ -4,9 +4,10 @@ See [Note: beside gRPC] in store/wire/tensor_stream.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -15,9 +16,14 @@ from rayzero.errors import TransferError
 from rayzero.quantities import count
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.channel import Channel
+from rayzero.store.host.links.line_channel import LineChannel
+from rayzero.store.host.links.owner_link import AnyChannel
 from rayzero.store.host.transfers.parts import Sending
+from rayzero.store.shm.lines.parcel import room_for
 from rayzero.store.wire.payload import Assembly, byte_view
 from rayzero.store.wire.tensor_stream import Receiving, Sent, StreamEndedError
+
+_PARCEL_BYTES = 16 << 20  # of shards that come together over a line
 
 Take = Callable[[Assembly], None]  # adds the next bytes to a shard's
 
@@ -26,7 +32,7 @@ Take = Callable[[Assembly], None]  # adds the next bytes to a shard's
 class Move:
     """How a call's bytes move, and who sees it."""
 
-    channel: Channel
+    channel: AnyChannel
     deadline_s: float
     moving: Future[None]  # once it is done, the call ends
     moved: Callable[[], None]  # called for every chunk
@@ -35,10 +41,29 @@ class Move:
 def upload(move: Move, method: str, parts: Iterator[Sending]) -> None:
     """Send parts, of which each is made when its turn comes; blocks until the owner has them. Raises as
     ``Channel.answer`` and ``Channel.beside`` do."""
+    if isinstance(move.channel, LineChannel):
+        _upload_in_memory(move, move.channel, method, list(parts))
+    else:
+        _upload_beside(move, move.channel, method, parts)
+
+
+def _upload_in_memory(move: Move, channel: LineChannel, method: str, parts: list[Sending]) -> None:
+    sizes = [part.codec.most_bytes(shard.numel, part.values.dtype) for part in parts for shard in part.shards]
+    with closing(channel.parcel(room_for(sizes))) as parcel:
+        for part in parts:
+            for shard, content in part.contents():
+                parcel.put(shard.index, byte_view(content).data)
+                move.moved()
+        call = channel.start_with(method, [part.request for part in parts], move.deadline_s, parcel)
+        move.moving.add_done_callback(lambda _: call.cancel())
+        channel.answer(call)
+
+
+def _upload_beside(move: Move, channel: Channel, method: str, parts: Iterator[Sending]) -> None:
     requests: SimpleQueue[Any] = SimpleQueue()  # each before its bytes; None: there are no more
     announced = 0
-    with move.channel.beside() as beside:
-        call = move.channel.start(method, iter(requests.get, None), move.deadline_s, beside)
+    with channel.beside() as beside:
+        call = channel.start(method, iter(requests.get, None), move.deadline_s, beside)
         move.moving.add_done_callback(lambda _: call.cancel())  # which ends the connection
         try:
             for part in parts:
@@ -49,23 +74,74 @@ def upload(move: Move, method: str, parts: Iterator[Sending]) -> None:
                     beside.stream.pass_all(Sent(beside.stream, shard.index, memory, move.moved))
         except StreamEndedError as ended:
             requests.put(None)
-            why = move.channel.why_ended(call, ended)
+            why = channel.why_ended(call, ended)
             raise why from why.__cause__
         except BaseException:
             call.cancel()  # else the owner would keep memory for bytes that do not come
             raise
         finally:
             requests.put(None)
-        took = move.channel.answer(call).announced
+        took = channel.answer(call).announced
         if took != announced:  # a message was lost as a whole; its bytes are still on the connection
-            raise TransferError(f"{move.channel.peer} took {took} of {count(announced, 'unit')} of a {method}")
+            raise TransferError(f"{channel.peer} took {took} of {count(announced, 'unit')} of a {method}")
 
 
 @contextmanager
-def download(move: Move, request: pb.FetchRequest) -> Iterator[Take]:
-    """A context in which a Fetch's bytes can be taken; blocks. Raises as ``Channel.answer`` and ``Channel.beside``
-    do."""
-    channel = move.channel
+def download(move: Move, request: pb.FetchRequest, sizes: Sequence[int]) -> Iterator[Take]:
+    """A context in which a Fetch's bytes can be taken; blocks. ``sizes``: of each shard, at most. Raises as
+    ``Channel.answer`` and ``Channel.beside`` do."""
+    if isinstance(move.channel, LineChannel):
+        with _download_in_memory(move, move.channel, request, sizes) as take:
+            yield take
+    else:
+        with _download_beside(move, move.channel, request) as take:
+            yield take
+
+
+@contextmanager
+def _download_in_memory(
+    move: Move, channel: LineChannel, request: pb.FetchRequest, sizes: Sequence[int]
+) -> Iterator[Take]:
+    """A call after the other, with one parcel: it is small, and its pages are there."""
+    groups = _grouped(sizes)
+    room = max(room_for([sizes[at] for at in group]) for group in groups)
+    left, here = deque(groups), deque[int]()
+    with closing(channel.parcel(room)) as parcel:
+
+        def fetch() -> None:
+            shards = [request.shards[at] for at in left.popleft()]
+            asked = pb.FetchRequest(rank=request.rank, version=request.version, kind=request.kind, shards=shards)
+            call = channel.start_with("Fetch", [asked], move.deadline_s, parcel)
+            move.moving.add_done_callback(lambda _: call.cancel())
+            channel.answer(call)
+            here.extend(shards)
+            parcel.rewind()
+
+        def take(assembly: Assembly) -> None:
+            if not here:
+                fetch()
+            shard = here.popleft()
+            content = parcel.take(shard)
+            assembly.room_for(shard, 0, len(content))[:] = content
+            assembly.add(len(content))
+            move.moved()
+
+        yield take
+
+
+def _grouped(sizes: Sequence[int]) -> list[range]:
+    """Neighbours that travel together: up to ``_PARCEL_BYTES``, and one at least."""
+    groups, begin, together = [], 0, 0
+    for at, size in enumerate(sizes):
+        if together and together + size > _PARCEL_BYTES:
+            groups.append(range(begin, at))
+            begin, together = at, 0
+        together += size
+    return [*groups, range(begin, len(sizes))]
+
+
+@contextmanager
+def _download_beside(move: Move, channel: Channel, request: pb.FetchRequest) -> Iterator[Take]:
     with channel.beside() as beside:
         call = channel.start("Fetch", request, move.deadline_s, beside)
         move.moving.add_done_callback(lambda _: call.cancel())  # which ends the connection

@@ -26,8 +26,8 @@ from rayzero.errors import RayZeroError, StallError, StoreClosedError, TransferE
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import COMPUTE, STORED
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.channel import QUICK_S, BrokenLinkError, Channel, NoStreamError
-from rayzero.store.host.links.owner_link import OwnerLink
+from rayzero.store.host.links.channel import QUICK_S, BrokenLinkError, NoStreamError
+from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.stall import Describe, StallWatch
 from rayzero.store.host.transfers.batches import Batches
@@ -190,25 +190,25 @@ class WireFetches:
             said = self._describe(part.shards[min(filled, count - 1)], timeout_s)
             return then(said, lambda text: f"{filled}/{count} shards are here, {text}")
 
-        def stream(channel: Channel, moving: Future[None], progress: Progress) -> None:
+        def stream(channel: AnyChannel, moving: Future[None], progress: Progress) -> None:
             left = [part for part in parts if not part.ended]
             if not left:  # all bytes were here when the link broke
                 return
             move = self._move(channel, sum(part.size for part in left), 0.0, moving, progress.moved)
-            with download(move, self._request(left)) as take:
+            with download(move, self._request(left), [size for part in left for size in part.sizes]) as take:
                 for part in left:
                     part.fill(take)
                     numel = sum(shard.numel for shard in part.shards)
                     codec = RAW if part.kept is None else codec_of(part.kept)
                     size = part.received
-                    count_bytes(self._recorder, "fetch", "grpc", numel, part.dtype, codec=codec, size=size)
+                    count_bytes(self._recorder, "fetch", channel.transport, numel, part.dtype, codec=codec, size=size)
                     part.end(None)
 
         self._repeat("fetch", self._name(parts[0].awaited), describe, stream)
 
     def _move(
         self,
-        channel: Channel,
+        channel: AnyChannel,
         size_bytes: int,
         timeout_s: float = 0.0,
         moving: Future[None] | None = None,
@@ -227,7 +227,7 @@ class WireFetches:
         direction: str,
         what: str,
         describe: Describe,
-        stream: Callable[[Channel, Future[None], Progress], None],
+        stream: Callable[[AnyChannel, Future[None], Progress], None],
     ) -> None:
         """Run a stream, and repeat all of it after the link was down, or if bytes are damaged. Raises StallError when
         no chunk passes and the owner makes no progress; other errors at once. ``stream`` ends its call when the

@@ -38,7 +38,14 @@ class Download:
     @property
     def size(self) -> int:
         """Bytes on the wire, at most."""
-        return sum(shard.numel for shard in self.shards) * self.dtype.itemsize
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The same of each shard."""
+        if self.kept is not None:
+            return [kept_bytes(self.kept, shard) for shard in self.shards]
+        return [shard.numel * self.dtype.itemsize for shard in self.shards]
 
     @property
     def kind(self) -> Hashable:

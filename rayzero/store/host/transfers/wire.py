@@ -22,8 +22,8 @@ from rayzero.errors import TransferError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import COMPUTE, STORED, Contribution
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.channel import BrokenLinkError, Channel
-from rayzero.store.host.links.owner_link import LinkDownError, OwnerLink
+from rayzero.store.host.links.channel import BrokenLinkError
+from rayzero.store.host.links.owner_link import AnyChannel, LinkDownError, OwnerLink
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.push_order import PushOrder
 from rayzero.store.host.stall import Describe, StallWatch
@@ -111,14 +111,19 @@ class WireTransfers(WireFetches):
         if self._staged is part:
             self._staged = None
 
-    def stage_again(self, channel: Channel, timeout_s: float) -> None:
+    def stage_again(self, channel: AnyChannel, timeout_s: float) -> None:
         """Send the values of a write that is not made yet to the owner's successor; see ``push_again``."""
         part = self._staged
         if part is not None:
             self._send_now(channel, "Stage", lambda: iter([part]), part.size, timeout_s)
 
     def _send_now(
-        self, channel: Channel, method: str, parts: Callable[[], Iterator[Sending]], size_bytes: int, timeout_s: float
+        self,
+        channel: AnyChannel,
+        method: str,
+        parts: Callable[[], Iterator[Sending]],
+        size_bytes: int,
+        timeout_s: float,
     ) -> None:
         """Send parts in one stream over one channel, also again if their bytes are damaged. ``parts``: makes each when
         its turn comes. ``size_bytes``: of all, at most. The channel's user sees it break."""
@@ -144,7 +149,7 @@ class WireTransfers(WireFetches):
                     raise
                 self._again(method.lower(), error)
         for numel, dtype, codec in sent:
-            count_bytes(self._recorder, method.lower(), "grpc", numel, dtype, codec=codec)
+            count_bytes(self._recorder, method.lower(), channel.transport, numel, dtype, codec=codec)
 
     def push(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
@@ -177,7 +182,7 @@ class WireTransfers(WireFetches):
         )
 
     def push_again(
-        self, channel: Channel, pushes: Callable[[], Iterator[PushedUnit]], size_bytes: int, timeout_s: float
+        self, channel: AnyChannel, pushes: Callable[[], Iterator[PushedUnit]], size_bytes: int, timeout_s: float
     ) -> None:
         """Send what this rank has pushed to an owner that may lack it, in one stream over a channel to it; blocks.
 
@@ -245,11 +250,15 @@ class WireTransfers(WireFetches):
         size = sum(part.size for part in parts)
         what = f"optimizer {self._link.owner} to take the {size:,} bytes of a {method}"
 
-        def stream(channel: Channel, moving: Future[None], progress: Progress) -> None:
+        transport = "grpc"
+
+        def stream(channel: AnyChannel, moving: Future[None], progress: Progress) -> None:
+            nonlocal transport
+            transport = channel.transport
             upload(self._move(channel, size, 0.0, moving, progress.moved), method, iter(parts))
 
         self._repeat(method.lower(), what, partial(self._describe, parts[0].shards[0]), stream)
         for part in parts:
             for shard in part.shards:
-                count_bytes(self._recorder, method.lower(), "grpc", shard.numel, part.values.dtype, codec=part.codec)
+                count_bytes(self._recorder, method.lower(), transport, shard.numel, part.values.dtype, codec=part.codec)
             part.end(None)

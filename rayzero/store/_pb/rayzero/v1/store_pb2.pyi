@@ -870,3 +870,56 @@ class GiveShardsRequest(_message.Message):
 class GiveShardsResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class LineOpening(_message.Message):
+    __slots__ = ("key", "service", "metadata", "process", "notices")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    NOTICES_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    service: str
+    metadata: _containers.ScalarMap[str, str]
+    process: Process
+    notices: NoticesRequest
+    def __init__(self, key: _Optional[bytes] = ..., service: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., notices: _Optional[_Union[NoticesRequest, _Mapping]] = ...) -> None: ...
+
+class LineQuestion(_message.Message):
+    __slots__ = ("requests", "timeout_s", "parcel", "spilled", "rest")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    PARCEL_FIELD_NUMBER: _ClassVar[int]
+    SPILLED_FIELD_NUMBER: _ClassVar[int]
+    REST_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedScalarFieldContainer[bytes]
+    timeout_s: float
+    parcel: str
+    spilled: str
+    rest: int
+    def __init__(self, requests: _Optional[_Iterable[bytes]] = ..., timeout_s: _Optional[float] = ..., parcel: _Optional[str] = ..., spilled: _Optional[str] = ..., rest: _Optional[int] = ...) -> None: ...
+
+class LineNotice(_message.Message):
+    __slots__ = ("notice", "ended")
+    NOTICE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    notice: NoticesResponse
+    ended: Failure
+    def __init__(self, notice: _Optional[_Union[NoticesResponse, _Mapping]] = ..., ended: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class LineAnswer(_message.Message):
+    __slots__ = ("response", "rest_bytes", "rest")
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    REST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REST_FIELD_NUMBER: _ClassVar[int]
+    response: bytes
+    rest_bytes: int
+    rest: int
+    def __init__(self, response: _Optional[bytes] = ..., rest_bytes: _Optional[int] = ..., rest: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,270 @@
+"""One channel of a link to an owner of this host: calls and notices over a line in shared memory.
+
+What ``Channel`` is over gRPC, for the same links: a line breaks when the owner's process dies or stops serving, and
+calls without an answer are repeated over the next channel."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from rayzero.concurrency.futures import fail, settle
+from rayzero.concurrency.processes import SeenProcess, this_process
+from rayzero.errors import RayZeroError, StoreClosedError
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.host.links.caller import Caller
+from rayzero.store.host.links.channel import BrokenLinkError, NoAnswerError
+from rayzero.store.shm.lines.line import QUESTION_BYTES, Line, Lobby
+from rayzero.store.shm.lines.parcel import Parcel, room_for
+from rayzero.store.shm.listener import Listener
+from rayzero.store.shm.mailbox import Asker
+from rayzero.store.shm.words import key_digest
+from rayzero.store.wire import translate
+from rayzero.store.wire.failures import from_failure
+from rayzero.store.wire.rpc import TOKEN_KEY, LinkNumber, Metadata, methods
+
+_DIED = "the owner's process has died"
+_MARGIN = 256  # of a question beside its requests: the method's name, parcels' paths
+_REST = "Rest"  # asks for an answer that was too long
+_LATE_S = 2.5  # after a call's deadline: the listener tells of it sooner, unless the whole process is stopped
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A call that has no answer."""
+
+    method: str
+    question: pb.LineQuestion
+    until: float  # monotonic seconds
+    answer: Future[Any]
+    read: Callable[[bytes], Any]
+    parcels: list[Parcel] = field(default_factory=list)  # freed by: its answer
+
+
+class LineChannel:
+    """One channel of a link, with the notices of its owner. All its calls end when it is closed.
+
+    Knows the line and open calls; not what is called. One thread listens."""
+
+    transport = "shm"
+
+    def __init__(
+        self,
+        caller: Caller,
+        peer: str,
+        lobby: Lobby,
+        link: LinkNumber,
+        metadata: Metadata,
+        token: str,
+        awaited: Sequence[int] = (),
+    ) -> None:
+        """``peer``, ``awaited``: see ``Channel``. ``lobby``: the owner's; freed by: close()."""
+        self.link, self.peer = link, f"{caller.name}, {peer}"
+        self.met = False
+        self._lobby, self._methods = lobby, methods(caller.service)
+        opening = pb.LineOpening(
+            key=key_digest(token),
+            service=caller.service,
+            metadata={key: str(value) for key, value in (*metadata, *link.metadata) if key != TOKEN_KEY},
+            process=translate.process_to_pb(this_process()),
+            notices=pb.NoticesRequest(ranks=awaited, **caller.signature),
+        )
+        self.notices: SimpleQueue[pb.NoticesResponse | RayZeroError] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._open: set[_Call] = set()
+        self._waiting: deque[_Call] = deque()  # for a free place
+        self._heard, self._ended = 0, False
+        self._line = Line.make(lobby, caller.number, opening)
+        self._asker = Asker(self._line.questions, self._line.answers, lobby.bell)
+        self._seen = SeenProcess.open(lobby.process)  # None: only its lobby tells of its death. freed by: close()
+        self._wake = os.eventfd(0)  # readable when there are notices. freed by: close()
+        self._listener = Listener(self._line.bell, self._look, f"rayzero-{caller.name.replace(' ', '')}-line")
+
+    # ---- calls
+
+    def start(self, method: str, request: Any, timeout_s: float) -> Future[Any]:
+        """Start a call that has one request and one answer. Raises BrokenLinkError if the channel is closed."""
+        return self.start_with(method, [request], timeout_s, None)
+
+    def start_with(self, method: str, requests: Sequence[Any], timeout_s: float, parcel: Parcel | None) -> Future[Any]:
+        """Start a call with its requests, which moves the bytes in ``parcel``, or takes them there. Raises
+        BrokenLinkError if the channel is closed."""
+        question = pb.LineQuestion(timeout_s=timeout_s, parcel="" if parcel is None else parcel.path)
+        contents = [request.SerializeToString() for request in requests]
+        call = _Call(
+            method, question, time.monotonic() + timeout_s, Future(), self._methods[method].response.FromString
+        )
+        if sum(map(len, contents)) + _MARGIN + len(question.parcel) > QUESTION_BYTES:
+            spilled = self.parcel(room_for([4, *map(len, contents)]))
+            spilled.put(0, memoryview(len(contents).to_bytes(4, "little")))
+            for number, content in enumerate(contents):
+                spilled.put(number, memoryview(content))
+            question.spilled = spilled.path
+            call.parcels.append(spilled)
+        else:
+            question.requests.extend(contents)
+        self._ask(call)
+        return call.answer
+
+    def parcel(self, size_bytes: int) -> Parcel:
+        """Memory for the bytes of a call. Freed by: the caller, once the call has ended."""
+        return Parcel.make(self._line.facts, self._lobby.directory, size_bytes)
+
+    def _ask(self, call: _Call) -> None:
+        with self._lock:
+            if not self._ended:
+                self._open.add(call)
+                self._waiting.append(call)
+        if self._ended:
+            raise BrokenLinkError(f"{self.peer}: the connection was closed")
+        self._ask_waiting()
+
+    def _ask_waiting(self) -> None:
+        """Ask what waits, as far as there are places."""
+        while True:
+            with self._lock:
+                asked = self._asker.ask(*_said(self._waiting[0])) if self._waiting else None
+                if asked is None:
+                    return
+                call = self._waiting.popleft()
+            asked.add_done_callback(partial(self._answered, call))
+
+    def _answered(self, call: _Call, asked: Future[bytes]) -> None:
+        """Runs in the listener's thread, or where the channel ends."""
+        error = asked.exception()
+        if error is not None:
+            self._over(call, error)
+            return
+        answer = pb.LineAnswer.FromString(asked.result())
+        if answer.rest_bytes:
+            self._fetch_rest(call, answer)
+        elif call.question.rest:
+            rest = call.parcels[-1]
+            rest.rewind()
+            self._over(call, None, bytes(rest.take(0)))
+        else:
+            self._over(call, None, answer.response)
+
+    def _fetch_rest(self, call: _Call, answer: pb.LineAnswer) -> None:
+        try:
+            room = self.parcel(room_for([answer.rest_bytes]))
+        except RayZeroError as error:
+            self._over(call, error)
+            return
+        call.parcels.append(room)
+        call.method = _REST
+        call.question = pb.LineQuestion(timeout_s=call.question.timeout_s, parcel=room.path, rest=answer.rest)
+        with self._lock:
+            self._waiting.append(call)  # the listener asks next
+
+    def _over(self, call: _Call, error: BaseException | None, response: bytes = b"") -> None:
+        with self._lock:
+            self._open.discard(call)
+        for parcel in call.parcels:
+            parcel.close()
+        if error is not None:
+            fail(call.answer, error)
+        else:
+            settle(call.answer, call.read(response))
+
+    def answer(self, started: Future[Any]) -> Any:
+        """The answer to a started call; blocks. Raises the owner's error, or BrokenLinkError."""
+        try:
+            return started.result()
+        except CancelledError:
+            raise StoreClosedError(f"{self.peer}: the call was ended") from None
+
+    # ---- the listener
+
+    def _look(self) -> None:
+        over, said = self._line.is_over, self._line.heard()  # in this order: the last word comes before the end
+        if said is not None and said[0] != self._heard:
+            self._heard = said[0]
+            self._tell(said[1].notice)
+            if said[1].HasField("ended"):
+                self._tell(from_failure(said[1].ended))
+        self._asker.take_answers()
+        self._ask_waiting()
+        self._end_late()
+        if over:
+            self._end("the owner serves no more")
+        elif self._lobby.is_abandoned if self._seen is None else self._seen.has_died:
+            self._end(_DIED)
+
+    def _end_late(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            late = [call for call in self._open if now > call.until]
+        for call in late:
+            if now > call.until + _LATE_S:
+                stood = "this process stood still while it waited for an answer"
+                self._over(call, BrokenLinkError(f"{self.peer}: {stood}"))
+            else:
+                self._over(call, NoAnswerError(f"{self.peer}: no answer in time"))
+
+    def _tell(self, notice: pb.NoticesResponse | RayZeroError) -> None:
+        self.notices.put(notice)
+        with self._lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def _end(self, why: str) -> None:
+        """The line is of no use any more; any thread may say so. Idempotent."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            open_now, self._open = list(self._open), set()
+            self._waiting.clear()
+        error = BrokenLinkError(f"{self.peer}: {why}")
+        error.__cause__ = ConnectionResetError(why)
+        self._tell(error)
+        for call in open_now:
+            self._over(call, error)
+
+    def messages(self, notices: SimpleQueue[pb.NoticesResponse | RayZeroError]) -> Iterator[pb.NoticesResponse]:
+        """The notices. Raises BrokenLinkError at their end; that of the owner's process is seen at once."""
+        waiting, seen = select.poll(), None if self._seen is None else self._seen.file
+        waiting.register(self._wake, select.POLLIN)
+        if seen is not None:
+            waiting.register(seen, select.POLLIN)
+        while True:
+            if seen in [file for file, _ in waiting.poll()]:
+                self._end(_DIED)
+            for _ in range(os.eventfd_read(self._wake)):
+                notice = notices.get()
+                if isinstance(notice, RayZeroError):
+                    raise notice
+                yield notice
+
+    def give_up(self) -> None:
+        """End the notices, so that the link's thread closes the channel; does not block."""
+        self._end("the connection was closed")
+
+    def close(self) -> None:
+        """End every call and the line; waits until all callbacks of calls have run. Idempotent."""
+        self.give_up()
+        self._listener.close()
+        self._line.end()
+        self._lobby.bell.ring()
+        with self._lock:
+            if self._wake >= 0:
+                os.close(self._wake)
+                self._wake = -1
+        if self._seen is not None:
+            self._seen.close()
+        self._line.close()
+        self._lobby.close()
+
+
+def _said(call: _Call) -> tuple[str, bytes]:
+    return call.method, call.question.SerializeToString()

@@ -1,0 +1,1 @@
+"""How calls come to an owner: over gRPC, and through the memory of its host."""

@@ -1,0 +1,286 @@
+"""Answers the calls of processes of this host, which come through shared memory (store/shm/lines/line.py).
+
+The same handlers as behind gRPC. Who has written a line knows the run's token and is this user; its certificate is not
+asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from rayzero.concurrency.event_loop import shared_loop
+from rayzero.concurrency.processes import this_process, watch_process
+from rayzero.concurrency.threads import use_torch_threads
+from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
+from rayzero.security.refusals import Refusals
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner.handlers import ModelCalls
+from rayzero.store.owner.tensor_port import ShardDestination
+from rayzero.store.shm.lines.line import ANSWER_BYTES, Line, Lobby
+from rayzero.store.shm.lines.parcel import Parcel
+from rayzero.store.shm.listener import Listener
+from rayzero.store.shm.mailbox import Answerer
+from rayzero.store.shm.words import key_digest
+from rayzero.store.wire import translate
+from rayzero.store.wire.failures import to_failure
+from rayzero.store.wire.rpc import STORE_SERVICE, Metadata, epoch_of, methods, model_of
+from rayzero.telemetry.recorder import Recorder
+
+log = logging.getLogger(__name__)
+
+FindModel = Callable[[int, int], Awaitable[ModelCalls]]  # by its number and the epoch of the call
+_MARGIN = 64  # of an answer beside its response
+
+
+class ParcelStream:
+    """The bytes of one call, in memory that its caller has made. What ``OwnerStream`` is over TCP."""
+
+    def __init__(self, parcel: Parcel, pool: ThreadPoolExecutor) -> None:
+        self._parcel, self._pool = parcel, pool
+
+    async def receive(self, landings: Iterable[ShardDestination]) -> None:
+        """Copy shards, in this order. Raises TransferError if they are others."""
+        await asyncio.get_running_loop().run_in_executor(self._pool, self._take, list(landings))
+
+    def _take(self, landings: Sequence[ShardDestination]) -> None:
+        for landing in landings:
+            content = self._parcel.take(landing.shard)
+            if len(content) != landing.size_bytes:
+                raise TransferError(
+                    f"{len(content):,} bytes came of shard {landing.shard}, which has {landing.size_bytes:,}"
+                )
+            if landing.out is not None:
+                landing.out.data[:] = content
+            landing.landed()
+
+    async def send(self, shards: Iterable[tuple[int, memoryview]]) -> None:
+        """Copy shards into the caller's memory, in this order. Raises TransferError if it has no room for them."""
+        await asyncio.get_running_loop().run_in_executor(self._pool, self._put, list(shards))
+
+    def _put(self, shards: Sequence[tuple[int, memoryview]]) -> None:
+        for shard, content in shards:
+            self._parcel.put(shard, content)
+
+
+class LineContext:
+    """What a handler asks of its call: grpc.aio's context, as far as it is used."""
+
+    def __init__(self, line: _Line, until: float, stream: ParcelStream | None = None) -> None:
+        """``until``: when the caller gives up, on the loop's clock."""
+        self._line, self._until, self.parcel_stream = line, until, stream
+        self._said = pb.LineNotice()
+
+    def invocation_metadata(self) -> Metadata:
+        """Of the call."""
+        return self._line.metadata
+
+    def time_remaining(self) -> float:
+        """Seconds until the caller gives up."""
+        return max(0.0, self._until - asyncio.get_running_loop().time())
+
+    async def write(self, notice: pb.NoticesResponse) -> None:
+        """Say something unasked. What is published, its host's ranks see in memory."""
+        notice.ClearField("published")
+        if notice.ByteSize():
+            self._said.notice.MergeFrom(notice)
+            self._line.line.say(self._said)
+
+    def end(self, error: RayZeroError) -> None:
+        """Say why nothing more is said."""
+        self._said.ended.CopyFrom(to_failure(error))
+        self._line.line.say(self._said)
+
+
+class _Line:
+    """A line that this owner answers. Lives on the event loop, but for ``answerer``."""
+
+    def __init__(self, line: Line, opening: pb.LineOpening) -> None:
+        self.line, self.opening = line, opening
+        self.metadata: Metadata = tuple(opening.metadata.items())
+        self.answerer = Answerer(line.questions, line.answers, line.bell, resumes=True)
+        self.methods = methods(opening.service)
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.held: dict[int, bytes] = {}  # answers that are too long, by number
+        self.unwatch: Callable[[], None] | None = None  # ends the watch over its caller
+        self.closed = False
+
+
+class CallsInMemory:
+    """The lobby of one address, and the lines of its callers.
+
+    Knows lines and calls; not what a call does. One thread listens; all else runs on the event loop."""
+
+    def __init__(
+        self, directory: Path, address: str, token: str, lineage: str, find: FindModel, recorder: Recorder
+    ) -> None:
+        """``find``: returns the calls of a prepared model, by its number, in an epoch. Raises MemoryPlanError if there
+        is no room."""
+        self._find, self._key, self._loop = find, key_digest(token), shared_loop()
+        self._refusals, self._numbers = Refusals("owner", recorder), count(1)
+        self._lines: set[_Line] = set()
+        self._pool = ThreadPoolExecutor(2, "rayzero-owner-parcels", initializer=use_torch_threads, initargs=(1,))
+        self._lobby = Lobby.make(directory, address, token, lineage, this_process())  # freed by: close()
+        self._listener = Listener(self._lobby.bell, self._look, f"lobby of {address}")
+
+    # ---- the listener
+
+    def _look(self) -> None:
+        try:
+            if self._lobby.has_arrivals():
+                for line in self._lobby.lines():
+                    self._take_in(line)
+            for each in list(self._lines):
+                if each.line.is_over:
+                    self._loop.loop.call_soon_threadsafe(self._drop, each)
+                    continue
+                for question in each.answerer.take_questions():
+                    self._loop.loop.call_soon_threadsafe(self._begin, each, *question)
+        except Exception:
+            log.exception("the lobby could not read what a process of this host has written")
+
+    def _take_in(self, line: Line) -> None:
+        opening = line.opening
+        is_ours = opening is not None and hmac.compare_digest(opening.key, self._key)
+        if opening is None or not is_ours or opening.service != STORE_SERVICE:
+            why = "it calls what optimizer actors call" if is_ours else "it does not show the run's token"
+            self._refusals.note("role" if is_ours else "token", "shared memory", why)
+            line.end()
+            line.bell.ring()
+            line.close()
+            return
+        each = _Line(line, opening)
+        self._lines.add(each)
+        self._loop.loop.call_soon_threadsafe(self._open, each)
+
+    # ---- the event loop
+
+    def _open(self, each: _Line) -> None:
+        process = translate.process_from_pb(each.opening.process)
+        each.unwatch = watch_process(process, partial(self._drop, each))
+        self._run(each, self._notify(each))
+
+    def _run(self, each: _Line, work: Any) -> None:
+        task = self._loop.loop.create_task(work)
+        each.tasks.add(task)
+        task.add_done_callback(each.tasks.discard)
+
+    async def _notify(self, each: _Line) -> None:
+        """Tell the caller what it is told unasked, until the line is over."""
+        context = LineContext(each, float("inf"))
+        try:
+            calls = await self._find(model_of(each.metadata), epoch_of(each.metadata))
+            await calls.answer(each.opening.service, "Notices", each.opening.notices, context)
+        except RayZeroError as error:
+            context.end(error)
+        finally:
+            self._drop(each)
+
+    def _begin(self, each: _Line, slot: int, number: int, method: str, request: bytes) -> None:
+        if not each.closed:
+            self._run(each, self._answer(each, slot, number, method, request))
+
+    async def _answer(self, each: _Line, slot: int, number: int, method: str, request: bytes) -> None:
+        answer: bytes | RayZeroError
+        try:
+            question = pb.LineQuestion.FromString(request)
+            answer = self._rest(each, question) if question.rest else await self._call(each, method, question)
+        except RayZeroError as error:
+            answer = error
+        except DecodeError as error:
+            answer = TransferError(f"{method} cannot be read: {error}")
+        except Exception as error:
+            log.exception("%s failed", method)
+            answer = StoreError(f"an owner failed: {error!r}")
+        if not each.closed:
+            each.answerer.answer(slot, number, answer)
+
+    async def _call(self, each: _Line, name: str, question: pb.LineQuestion) -> bytes:
+        method = each.methods.get(name)
+        if method is None:
+            raise HandshakeError(f"a process of this host calls {name!r}: install the same rayzero in every process")
+        requests = [method.request.FromString(content) for content in self._contents(each, question)]
+        until = asyncio.get_running_loop().time() + question.timeout_s
+        parcel = Parcel.open(question.parcel, each.line.facts) if question.parcel else None
+        try:
+            context = LineContext(each, until, None if parcel is None else ParcelStream(parcel, self._pool))
+            calls = await self._find(model_of(each.metadata), epoch_of(each.metadata))
+            asked = _each(requests) if method.client_streaming else requests[0]
+            response = (await calls.answer(each.opening.service, name, asked, context)).SerializeToString()
+        finally:
+            if parcel is not None:
+                parcel.close()
+        if len(response) + _MARGIN <= ANSWER_BYTES:
+            return bytes(pb.LineAnswer(response=response).SerializeToString())
+        rest = next(self._numbers)
+        each.held[rest] = response
+        return bytes(pb.LineAnswer(rest_bytes=len(response), rest=rest).SerializeToString())
+
+    def _contents(self, each: _Line, question: pb.LineQuestion) -> Sequence[bytes]:
+        if not question.spilled:
+            return question.requests
+        parcel = Parcel.open(question.spilled, each.line.facts)
+        try:
+            number = int.from_bytes(parcel.take(0), "little")
+            return [bytes(parcel.take(place)) for place in range(number)]
+        finally:
+            parcel.close()
+
+    def _rest(self, each: _Line, question: pb.LineQuestion) -> bytes:
+        """Put an answer that was too long where its caller has made room for it."""
+        response = each.held.pop(question.rest, None)
+        if response is None:
+            raise TransferError(f"answer {question.rest} is not here any more")
+        parcel = Parcel.open(question.parcel, each.line.facts)
+        try:
+            parcel.put(0, memoryview(response))
+        finally:
+            parcel.close()
+        return bytes(pb.LineAnswer().SerializeToString())
+
+    def _drop(self, each: _Line) -> None:
+        """A line is over, or its caller's process is."""
+        if each.closed:
+            return
+        each.closed = True
+        self._lines.discard(each)
+        if each.unwatch is not None:
+            each.unwatch()
+        for task in each.tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        each.line.end()
+        each.line.bell.ring()
+        each.answerer.close()
+        each.line.close()
+
+    # ---- the end
+
+    def close(self, timeout_s: float) -> None:
+        """Serve no more, once calls have ended, for which there is some time; blocks. Call it off the event loop.
+        Idempotent."""
+        self._listener.close()
+        self._lobby.close()
+        self._loop.run(self._end(timeout_s / 2), timeout_s)
+        self._pool.shutdown(wait=True)
+
+    async def _end(self, grace_s: float) -> None:
+        tasks = [task for each in self._lines for task in each.tasks]
+        if tasks:
+            await asyncio.wait(tasks, timeout=grace_s)
+        for each in list(self._lines):
+            self._drop(each)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _each(requests: Sequence[Any]) -> AsyncIterator[Any]:
+    for request in requests:
+        yield request

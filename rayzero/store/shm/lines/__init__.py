@@ -1,0 +1,1 @@
+"""Calls between two processes of a host, and their bytes."""

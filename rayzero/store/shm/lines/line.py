@@ -1,0 +1,196 @@
+"""A line: what a channel is over gRPC, in the memory of one host.
+
+An optimizer actor that shares memory has a *lobby* for each of its addresses: a file that says which process it is, and
+its bell. Who finds the lobby of an address is on the owner's host. It makes a *line*, a file with a mailbox
+(store/shm/mailbox.py), rings, and calls over it what others call over gRPC.
+
+::
+
+    lobby   process | bell | an arrival for each number of a caller, modulo their number
+    line    opening, by the caller | the caller's bell, over | what the owner says unasked | questions | answers
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from rayzero.concurrency.processes import ProcessIdentity
+from rayzero.errors import HandshakeError
+from rayzero.slabs.header import SlabFacts, lay_out_slab
+from rayzero.slabs.hold import is_free
+from rayzero.slabs.slab import Slab
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.shm.mailbox import Cells
+from rayzero.store.shm.signals import BELL_BYTES, Cell, changed, load_acquire_64, store_release_64
+from rayzero.store.shm.words import bell_of, cell_of, region
+from rayzero.store.wire import translate
+
+log = logging.getLogger(__name__)
+
+_ARRIVALS = 4096
+_PROCESS_BYTES = 512
+_OPENING_BYTES = 2 << 10
+_NOTICE_BYTES = 12 << 10  # an error's text has at most 8 KiB
+QUESTION_BYTES = 1 << 10
+ANSWER_BYTES = 2 << 10
+_OPEN, _OVER = 0, 1
+
+
+def _name(address: str, token: str) -> str:
+    """What lobby and lines of an address have as their run. Who does not know the token finds none."""
+    return hashlib.sha256(f"{address}\n{token}".encode()).hexdigest()[:32]
+
+
+class Lobby:
+    """The lobby of one address.
+
+    Knows its owner's process and bell, and that callers have come; not what they say."""
+
+    def __init__(self, slab: Slab) -> None:
+        self._slab = slab
+        self.facts, self.bell = slab.header.facts, bell_of(slab)
+        assert slab.path is not None
+        self.directory, self._keeper = slab.path.parent, slab.keeper
+        self._arrivals = slab.address(region(slab, "arrivals").offset)
+        self._seen = array("Q", [0] * _ARRIVALS)
+
+    @classmethod
+    def make(cls, directory: Path, address: str, token: str, lineage: str, process: ProcessIdentity) -> Lobby:
+        """The owner's. ``lineage``: of the run's states. Freed by: close()."""
+        facts = SlabFacts(
+            run=_name(address, token),
+            role="lobby",
+            index=0,
+            incarnation=secrets.randbits(63),
+            layout_digest="",
+            kernel="",
+            lineage=lineage,
+        )
+        regions = [
+            ("process", Cell.bytes_for(_PROCESS_BYTES), 0),
+            ("bell", BELL_BYTES, 0),
+            ("arrivals", 8 * _ARRIVALS, 8),
+        ]
+        slab = Slab.create(lay_out_slab(facts, regions), directory)
+        cell_of(slab, "process").write(translate.process_to_pb(process).SerializeToString())
+        return cls(slab)
+
+    @classmethod
+    def find(cls, directory: Path, address: str, token: str) -> Lobby | None:
+        """The lobby of an owner of this host; None: there is no such owner, or it has ended. Freed by: close()."""
+        name = _name(address, token)
+        for path in directory.glob(f"rayzero-{name}-lobby-*.slab"):
+            try:
+                found = cls(Slab.attach(path, writable=True, run=name, layout_digest=""))
+            except HandshakeError:  # it has just ended
+                continue
+            if cell_of(found._slab, "process").read() is not None:
+                return found
+            found.close()
+        return None
+
+    @property
+    def process(self) -> ProcessIdentity:
+        """The owner's."""
+        read = cell_of(self._slab, "process").read()
+        assert read is not None, "make() has written it"
+        return translate.process_from_pb(pb.Process.FromString(read[1]))
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the owner's process has ended, as far as its lock tells."""
+        return is_free(self._slab.fileno())
+
+    def come(self, number: int) -> None:
+        """A caller has made a line: let the owner look for it."""
+        store_release_64(self._arrivals + 8 * (number % _ARRIVALS), time.monotonic_ns())
+        self.bell.ring()
+
+    def has_arrivals(self) -> bool:
+        """Whether callers have come since the last look."""
+        return bool(changed(self._arrivals, 8, self._seen, _ARRIVALS))
+
+    def lines(self) -> Iterator[Line]:
+        """The lines that nobody has taken yet. They lose their names, so that none stays behind. Freed by: close()."""
+        for path in self.directory.glob(f"rayzero-{self.facts.run}-line-*.slab"):
+            try:
+                line = Line(Slab.attach(path, writable=True, run=self.facts.run, layout_digest=""))
+            except HandshakeError as error:  # its caller has closed it, or is of another rayzero
+                log.debug("a line is not taken: %s", error)
+                continue
+            if line.opening is None:  # its caller is making it, and comes again
+                line.close()
+                continue
+            path.unlink(missing_ok=True)
+            yield line
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._slab.close()
+
+
+class Line:
+    """The memory of one line, at either end.
+
+    Knows where its parts are; not what is said."""
+
+    def __init__(self, slab: Slab) -> None:
+        self._slab = slab
+        self.facts, self.bell = slab.header.facts, bell_of(slab)
+        self._opening, self._notice = cell_of(slab, "opening"), cell_of(slab, "notice")
+        self._keeper = slab.keeper
+        self._over = slab.address(region(slab, "bell").offset) + 8
+        self.questions = Cells(slab.address(region(slab, "questions").offset), slab.keeper, QUESTION_BYTES)
+        self.answers = Cells(slab.address(region(slab, "answers").offset), slab.keeper, ANSWER_BYTES)
+
+    @classmethod
+    def make(cls, lobby: Lobby, number: int, opening: pb.LineOpening) -> Line:
+        """The caller's. ``number``: of the caller. Freed by: close()."""
+        facts = replace(lobby.facts, role="line", index=number, incarnation=secrets.randbits(63))
+        regions = [
+            ("opening", Cell.bytes_for(_OPENING_BYTES), 0),
+            ("bell", 16, 0),  # and whether the line is over
+            ("notice", Cell.bytes_for(_NOTICE_BYTES), 0),
+            ("questions", Cells.bytes_for(QUESTION_BYTES), 0),
+            ("answers", Cells.bytes_for(ANSWER_BYTES), 0),
+        ]
+        line = cls(Slab.create(lay_out_slab(facts, regions), lobby.directory))
+        line._opening.write(opening.SerializeToString())
+        lobby.come(number)
+        return line
+
+    @property
+    def opening(self) -> pb.LineOpening | None:
+        """What the caller says of itself; None: nothing yet."""
+        read = self._opening.read()
+        return None if read is None else pb.LineOpening.FromString(read[1])
+
+    def say(self, notice: pb.LineNotice) -> None:
+        """Say everything that the owner has said unasked so far: the other end may miss what was said in between."""
+        self._notice.write(notice.SerializeToString())
+        self.bell.ring()
+
+    def heard(self) -> tuple[int, pb.LineNotice] | None:
+        """The number of what was said last, and that; None: nothing yet."""
+        read = self._notice.read()
+        return None if read is None else (read[0], pb.LineNotice.FromString(read[1]))
+
+    def end(self) -> None:
+        """One end says nothing more. It rings the other end's bell afterwards."""
+        store_release_64(self._over, _OVER)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether one of the ends has ended it."""
+        return load_acquire_64(self._over) == _OVER
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._slab.close()

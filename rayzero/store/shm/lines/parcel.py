@@ -1,0 +1,83 @@
+"""The bytes of one call between two processes of a host: its caller makes memory for them, and the other end maps it.
+
+::
+
+    u32 number (of a shard, or the place of a message), u64 bytes | the bytes | the next number, and so on
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from rayzero.errors import TransferError
+from rayzero.slabs.header import SlabFacts, lay_out_slab
+from rayzero.slabs.slab import Slab
+
+_HEAD = struct.Struct("<IQ")
+
+
+def room_for(sizes: Sequence[int]) -> int:
+    """Bytes of a parcel for pieces of these sizes."""
+    return sum(sizes) + _HEAD.size * len(sizes)
+
+
+class Parcel:
+    """Pieces of bytes, one after the other, put in at one end and taken out at the other.
+
+    Knows numbers and sizes; not what a piece is. One thread at a time uses it."""
+
+    def __init__(self, slab: Slab) -> None:
+        self._slab = slab
+        self._size = slab.header.bytes - slab.header.header_bytes
+        self._memory = slab.tensor(slab.header.header_bytes, self._size, torch.uint8).numpy().data
+        self._at = 0
+
+    @classmethod
+    def make(cls, facts: SlabFacts, directory: Path, size_bytes: int) -> Parcel:
+        """``facts``: of the line. ``size_bytes``: see ``room_for``. Raises MemoryPlanError if there is no room. Freed
+        by: close()."""
+        own = replace(facts, role="parcel")
+        return cls(Slab.create(lay_out_slab(own, [("pieces", max(1, size_bytes), 0)]), directory))
+
+    @classmethod
+    def open(cls, path: str, facts: SlabFacts) -> Parcel:
+        """Map what another process has made for the line with these ``facts``. Raises HandshakeError if it is gone, or
+        of another line. Freed by: close()."""
+        return cls(Slab.attach(Path(path), writable=True, run=facts.run, layout_digest=facts.layout_digest))
+
+    @property
+    def path(self) -> str:
+        """Its file."""
+        return str(self._slab.path)
+
+    def put(self, number: int, content: memoryview) -> None:
+        """Add a piece. Raises TransferError if there is no room left."""
+        begin = self._at + _HEAD.size
+        if begin + len(content) > self._size:
+            raise TransferError(f"piece {number} of {len(content):,} bytes does not fit a parcel of {self._size:,}")
+        _HEAD.pack_into(self._memory, self._at, number, len(content))
+        self._memory[begin : begin + len(content)] = content
+        self._at = begin + len(content)
+
+    def take(self, number: int) -> memoryview:
+        """The bytes of the next piece, valid until ``close``. Raises TransferError if that is another one."""
+        came, size = _HEAD.unpack_from(self._memory, self._at)
+        begin = self._at + _HEAD.size
+        if came != number or begin + size > self._size:
+            raise TransferError(f"piece {came} of {size:,} bytes came where piece {number} had to")
+        self._at = begin + size
+        return self._memory[begin : begin + size]
+
+    def rewind(self) -> None:
+        """Begin again with the first piece: the other end has put pieces in, or the call is repeated."""
+        self._at = 0
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._memory = memoryview(b"")
+        self._slab.close()
