@@ -88,11 +88,11 @@ def step_alone(optimizer: torch.optim.Optimizer) -> None:
         step = vars(cls).get("step")
         if getattr(step, "hooked", False) and not hasattr(step, "_is_routed"):
             cls.step = _routed(step)  # type: ignore[attr-defined]
-    _alone.steps = True
+    outer, _alone.steps = getattr(_alone, "steps", False), True
     try:
         optimizer.step()
     finally:
-        _alone.steps = False
+        _alone.steps = outer
 
 
 def _routed(hooked: Any) -> Any:
