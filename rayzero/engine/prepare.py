@@ -146,6 +146,8 @@ def prepare(
     params = {name: p for name, p in model.named_parameters()}
     spec = _spec(plan, params, optimizer, make, hyper, config, context, number, began)
     groups = None if context.life else resumed_groups(context.rank, began, model)
+    if groups is not None:
+        groups.require_classes(optimizer.param_groups)
     device = _device(model, context)
     refuse_apart(plan, params, device)
     refuse_codes(plan, params)

@@ -47,6 +47,11 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
+def classes_of(groups: Sequence[Hyper], optimizer: str) -> str:
+    """See ``ModelSpec.classes``. ``optimizer``: the class of groups that name none."""
+    return ", ".join(sorted({group.get(CLASS, optimizer) for group in groups}))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """Everything that an owner must know about a training. Every rank of a run sends the same one at attach."""
@@ -74,7 +79,7 @@ class ModelSpec:
     @property
     def classes(self) -> str:
         """The import path of the class that updates parameters, or the paths of several, sorted."""
-        return ", ".join(sorted({group.get(CLASS, self.optimizer) for group in self.hyper})) or self.optimizer
+        return classes_of(self.hyper, self.optimizer)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able description, which ``parse_record`` reads."""

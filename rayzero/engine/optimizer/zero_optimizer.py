@@ -26,7 +26,7 @@ from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels.group_entries import GroupEntries
 from rayzero.kernels.optimizer_class import OptimizerMaker, State
 from rayzero.kernels.optimizers import HOOKS, Optimizers, parts_of, path_of
-from rayzero.protocol.messages import CLASS, Decision, Hyper
+from rayzero.protocol.messages import CLASS, Decision, Hyper, classes_of
 
 _SCHEDULED = {"lr", "momentum", "betas"}  # options that torch's schedulers write
 
@@ -141,6 +141,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
         return self.make.cls
+
+    @property
+    def classes(self) -> str:
+        """As ``ModelSpec.classes``."""
+        return classes_of(self.param_groups, path_of(self.make.cls))
 
     def hyper(self) -> tuple[Hyper, ...]:
         """Each parameter group's options now, as owners get them."""
