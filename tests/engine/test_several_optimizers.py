@@ -19,7 +19,7 @@ from rayzero.engine.checkpoint.load import load_checkpoint
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
-from rayzero.testing import Transport, run_ranks
+from rayzero.testing import Killed, Transport, run_ranks
 
 from .models import Net, same_bits, seeded, tight, token_loss, tokens
 
@@ -377,6 +377,37 @@ def test_a_run_interrupted_at_any_step_goes_on_with_the_same_bits(precision: str
         each = functools.partial(resumed, path=tmp_path / f"step-{step}", steps=4)
         for state in run_ranks(each, 2, 1 + step % 3):
             assert same_bits(state, expected)
+
+
+@pytest.mark.promise("recoverable", "optimizers")
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize(("when", "at"), [("pushed", 0), ("pushed", 2), ("stepped", 1), ("stepped", 3)])
+def test_a_rank_that_dies_repeats_its_step(when: str, at: int, transport: Transport) -> None:
+    def trained(context: RankContext, dies: bool) -> tuple[dict[str, Tensor], list[list[float]]]:
+        model = copy.deepcopy(BASE)
+        given = muon_and_adamw(model)
+        model, optimizer = rayzero.prepare(model, given, ZeroConfig(shard_bytes=16 << 10))
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.7) for each in given]
+        rayzero.track(muon=schedulers[0], adamw=schedulers[1])
+        dies = dies and context.rank == 1 and not context.life
+        for step in range(context.step, 4):
+            token_loss(model, tokens(step, context.rank)).backward()
+            if dies and (when, step) == ("pushed", at):
+                raise Killed
+            optimizer.step()
+            if dies and (when, step) == ("stepped", at):
+                raise Killed
+            optimizer.zero_grad()
+            for scheduler in schedulers:
+                scheduler.step()
+        state = {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
+        return state, [scheduler.get_last_lr() for scheduler in schedulers]
+
+    expected = run_ranks(functools.partial(trained, dies=False), 2, 2, transport)
+    found = run_ranks(functools.partial(trained, dies=True), 2, 2, transport, max_failures=1)
+    for (state, rates), (other, other_rates) in zip(found, expected, strict=True):
+        assert same_bits(state, other)
+        assert rates == other_rates
 
 
 @pytest.mark.parametrize("ways", [["rayzero"], ["dcp", "rayzero"]])
