@@ -115,8 +115,9 @@ def prepare(
     tensors: when it yields a wrong one).
     """
     _check_arguments(model, optimizer, config)
+    names = {id(param): name for name, param in model.named_parameters()}
     if not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = Optimizers.of(optimizer, {id(param): name for name, param in model.named_parameters()})
+        optimizer = Optimizers.of(optimizer, names)
     kind = optimizer.kind if isinstance(optimizer, Optimizers) else type(optimizer)
     self_test()
     route_zero_grad()
@@ -137,7 +138,7 @@ def prepare(
     whole = any(verdict.scope is not Scope.ELEMENT for verdict in verdicts)
     plan = plan_units(model, config, units, whole_parameters=whole)
     if any(verdict.matrices for verdict in verdicts):
-        refuse_vectors(make, optimizer, verdicts, {id(param): name for name, param in model.named_parameters()})
+        refuse_vectors(make, optimizer.param_groups, verdicts, names)
     stays_up(plan.layout, config)
     match_modules([model], config.offload_activations, "offload_activations")
     if context.rank == 0:

@@ -140,18 +140,18 @@ def require_owned(make: OptimizerMaker, hyper: Hyper, *, whole: bool = True) -> 
 
 def refuse_vectors(
     make: OptimizerMaker,
-    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
     verdicts: Sequence[TrialVerdict],
     names: Mapping[int, str],
 ) -> None:
     """Raise UnsupportedError, naming it (``names``: by id), for a parameter without two dimensions in a group that
     takes matrices only. ``verdicts``: by group."""
-    for group, verdict in zip(optimizer.param_groups, verdicts, strict=True):
+    for group, verdict in zip(groups, verdicts, strict=True):
         for param in group["params"] if verdict.matrices else ():
             if param.dim() != 2:
                 name = names.get(id(param), "a parameter")
                 raise UnsupportedError(
-                    f"{maker_of_group(make, group).name} takes matrices only, and {name!r} has shape "
+                    f"{maker_of_group(make, dict(group)).name} takes matrices only, and {name!r} has shape "
                     f"{tuple(param.shape)}: give it to another optimizer, or freeze it"
                 )
 

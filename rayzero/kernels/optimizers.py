@@ -57,14 +57,14 @@ class Optimizers(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One step of each part, without hooks."""
-        for part in self.parts:
+        """One step of each class, without hooks."""
+        for path, part in {path_of(type(part)): part for part in self.parts}.items():
             part.state = self.state
-            part.param_groups = self._groups(path_of(type(part)))
+            part.param_groups = self._groups(path)
             step_alone(part)
 
     def _groups(self, path: str) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if group[CLASS] == path]
+        return [group for group in self.param_groups if group.get(CLASS, path) == path]
 
     def _make(self, path: str) -> torch.optim.Optimizer:
         groups = self._groups(path)

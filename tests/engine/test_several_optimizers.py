@@ -219,6 +219,30 @@ def test_a_scheduler_of_such_a_class_and_its_checkpoint(tmp_path: Path) -> None:
     assert same_bits(train_on(None), train_on(tmp_path / "two"))
 
 
+class Counting(torch.optim.SGD):
+    """Writes into its groups: counts its steps, and warms up."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in (each for each in group["params"] if each.grad is not None):
+                p.sub_(p.grad * (group["lr"] * min(1.0, group["steps"] / 4)))
+
+
+def muon_and_counting(model: nn.Module) -> Optimizers:
+    matrices, others = divided(model)
+    return [torch.optim.Muon(matrices), Counting(others, lr=0.1)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"offload_fraction": 0.5}])
+def test_one_that_writes_into_its_groups_and_owners_beside_ranks(settings: Any, alone: RankContext) -> None:
+    model, optimizer, _ = prepared(muon_and_counting, config=ZeroConfig(**settings))
+    train(model, optimizer, range(3))
+    assert same_bits(rayzero.full_state_dict(model), plain(muon_and_counting, 3, 1))
+    assert [group.get("steps") for group in optimizer.param_groups] == [None, 3]
+
+
 # ---- groups and states
 
 
@@ -328,6 +352,8 @@ def test_a_group_added_later_is_of_the_class_that_it_says(through: str, alone: R
     group = {"params": [model.norm.bias], "lr": 3e-3}
     with pytest.raises(ConfigError, match=r"has None as 'optimizer'; give it one of .*AdamW, .*Muon, or call"):
         optimizer.add_param_group(dict(group))
+    with pytest.raises(UnsupportedError, match=r"Muon takes matrices only, and 'norm.bias' has shape \(64,\)"):
+        muon.add_param_group(dict(group))
     if through == "given":
         adamw.add_param_group(dict(group))
     else:

@@ -258,7 +258,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().add_param_group(self._parts[at].defaults | param_group)
         try:
             hyper = self.hyper()
-            check_group(self.make, hyper[:-1], hyper[-1], whole=self.engine.layout.whole_parameters)
+            check_group(self.make, hyper[:-1], hyper[-1], self.param_groups[-1], self.engine)
             self.engine.train(self.param_groups[-1]["params"], len(self.param_groups) - 1)
         except BaseException:
             self.param_groups.pop()
