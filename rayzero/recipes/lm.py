@@ -97,7 +97,8 @@ def block_matrices(model: nn.Module) -> list[nn.Parameter]:
 def optimizers(recipe: RecipeConfig, model: nn.Module) -> list[torch.optim.Optimizer]:
     """What ``recipe.optimizer`` says. Muon's updates get AdamW's size, so that one rate serves."""
     muons = block_matrices(model) if recipe.optimizer == "muon" else []
-    adamw = torch.optim.AdamW(param_groups(recipe, model, but=muons), lr=recipe.lr, betas=recipe.betas)
+    fused = True if muons else None  # beside Muon owners run torch's code, where AdamW alone has a kernel
+    adamw = torch.optim.AdamW(param_groups(recipe, model, but=muons), lr=recipe.lr, betas=recipe.betas, fused=fused)
     if not muons:
         return [adamw]
     decay = recipe.weight_decay

@@ -41,6 +41,11 @@ def muon_and_adamw(model: nn.Module) -> Optimizers:
     return [torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.01), torch.optim.AdamW(groups, lr=1e-3)]
 
 
+def fused(model: nn.Module) -> Optimizers:
+    muon, adamw = muon_and_adamw(model)
+    return [torch.optim.AdamW(adamw.param_groups, fused=True), muon]
+
+
 def sgd_and_adagrad(model: nn.Module) -> Optimizers:
     """Element-wise, so that shards cut parameters; Adagrad makes its states before the first step."""
     matrices, others = divided(model)
@@ -117,7 +122,7 @@ def loop(
 
 
 @pytest.mark.promise("exact", "optimizers")
-@pytest.mark.parametrize("make", [muon_and_adamw, sgd_and_adagrad])
+@pytest.mark.parametrize("make", [muon_and_adamw, fused, sgd_and_adagrad])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize(("world_size", "owners"), [(1, 1), (2, 3), (3, 2)])
