@@ -248,6 +248,21 @@ def test_one_that_writes_into_its_groups_and_owners_beside_ranks(settings: Any, 
     assert [group.get("steps") for group in optimizer.param_groups] == [None, 3]
 
 
+def three(model: nn.Module) -> Optimizers:
+    """Two are of one class, and the list is not in the order of the model."""
+    matrices, others = divided(model)
+    return [torch.optim.AdamW(others[::2], lr=2e-3), torch.optim.Muon(matrices), torch.optim.AdamW(others[1::2])]
+
+
+def test_two_of_three_may_be_of_one_class(alone: RankContext) -> None:
+    model, optimizer, given = prepared(three)
+    train(model, optimizer, range(3))
+    assert same_bits(rayzero.full_state_dict(model), plain(three, 3, 1))
+    assert [len(each.param_groups) for each in given] == [1, 1, 1]
+    sizes = [len(each.state_dict()["state"]) for each in given]
+    assert sizes == [len(each.param_groups[0]["params"]) for each in given]
+
+
 # ---- groups and states
 
 
