@@ -29,7 +29,6 @@ def simulate_plan(planned: RecipePlan, measured: Measured) -> Simulated:
     """A step of the planned run. Raises what ``simulate_step`` raises."""
     # not before the plan is made, which measures what a program's imports take
     from lab.simulation.planned_step import simulate_step
-    from rayzero.recipes.planning import state_bytes
 
     work, recipe = planned.of, planned.of.recipe
     return simulate_step(
@@ -40,7 +39,7 @@ def simulate_plan(planned: RecipePlan, measured: Measured) -> Simulated:
         recipe.scaling,
         planned.hardware,
         measured,
-        state_bytes=state_bytes(recipe),
+        state_bytes=work.state_bytes,
     )
 
 

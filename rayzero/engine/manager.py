@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ class OffloadManager:
         config: ZeroConfig | None,
         context: RankContext | RankMapping | None,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | OptimizerFactory | None = None,
         *,
         lr: float | None = None,
         units: UnitRule | None = None,
@@ -87,8 +87,8 @@ class OffloadManager:
         config, units, weights, init, resume: as for ``rayzero.prepare``.
         context: the rank's; or its rank and world size, which must be the run's; None: the calling loop's. Outside a
             run, a context that is not given is the manager's own, and ends with it.
-        optimizer: over parameters of ``model``, not yet stepped; or a function of the parameters that makes one; None:
-            ``torch.optim.AdamW`` with ``lr`` (default 1e-3).
+        optimizer: over parameters of ``model``, not yet stepped, or a list of such; or a function of the parameters
+            that makes one; None: ``torch.optim.AdamW`` with ``lr`` (default 1e-3).
 
         Raises what ``rayzero.prepare`` raises, and ConfigError for arguments of another type and for a context that is
         not this rank's."""
@@ -384,15 +384,17 @@ def _check_place(mapping: RankMapping, context: RankContext) -> None:
 
 
 def _make_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerFactory | None, lr: float | None
-) -> torch.optim.Optimizer:
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | OptimizerFactory | None,
+    lr: float | None,
+) -> torch.optim.Optimizer | Sequence[torch.optim.Optimizer]:
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters to train")
     if optimizer is None:
         return torch.optim.AdamW(model.parameters(), lr=_LR if lr is None else _checked_rate(lr))
     if lr is not None:
         raise ConfigError("OffloadManager: lr is that of the default AdamW; give it to the optimizer instead")
-    if isinstance(optimizer, torch.optim.Optimizer):
+    if isinstance(optimizer, torch.optim.Optimizer | list | tuple):
         return optimizer
     if not callable(optimizer):
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,6 +54,7 @@ from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS, check_moments
 from rayzero.kernels.optimizer_class import OptimizerMaker
 from rayzero.kernels.optimizer_trial import Scope, refuse_vectors, require_owned
+from rayzero.kernels.optimizers import Optimizers, parts_of, path_of
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.memory.malloc import give_back_freed, keep_some_buffers
 from rayzero.protocol.messages import Hyper, ModelSpec
@@ -75,7 +76,7 @@ _engines: WeakKeyDictionary[nn.Module, ReferenceType[Engine]] = WeakKeyDictionar
 
 def prepare(
     model: M,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     config: ZeroConfig | None = None,
     *,
     units: UnitRule | None = None,
@@ -89,7 +90,8 @@ def prepare(
     model: the same on every rank; rank 0's values are used. Its Parameters stay the same objects, but their bytes come
         and go. They may be on the meta device (``rayzero.empty_parameters``): on rank 0 only if ``weights``, ``init``
         or a checkpoint to resume from gives them values, on the other ranks always.
-    optimizer: a torch optimizer over parameters of ``model`` that has not stepped yet.
+    optimizer: a torch optimizer over parameters of ``model`` that has not stepped yet, or a list of such, each over
+        other parameters. Of a list, too, one optimizer is returned, which has all groups: one norm, one step.
     config: by default the run's, or ``ZeroConfig()`` without a run.
     units: what is gathered together; overrides ``config.units``. A list of class names, or a function (name, module).
     weights: a safetensors file, a Hugging Face directory or its index, a checkpoint of RayZero, torch DCP or DeepSpeed
@@ -113,16 +115,20 @@ def prepare(
     tensors: when it yields a wrong one).
     """
     _check_arguments(model, optimizer, config)
+    names = {id(param): name for name, param in model.named_parameters()}
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = Optimizers.of(optimizer, names)
+    kind = optimizer.kind if isinstance(optimizer, Optimizers) else type(optimizer)
     self_test()
     route_zero_grad()
     context = get_context()
     _refuse_torn(context)
     config = config or context.config or ZeroConfig()
-    check_moments(config.moments, type(optimizer), optimizer.param_groups)
+    check_moments(config.moments, kind, optimizer.param_groups)
     _check_fraction(config, context)
     _refuse_prepared(model, optimizer)
     refuse_buffers(model)
-    hyper = hyper_of(optimizer, type(optimizer))
+    hyper = hyper_of(optimizer, kind)
     make = maker_of(optimizer, hyper)
     verdicts = [] if make.cls in ADAMS else [require_owned(make, options) for options in hyper]
     number = context.prepared if context.connect is not None else 0  # without a run, each model has owners of its own
@@ -132,7 +138,7 @@ def prepare(
     whole = any(verdict.scope is not Scope.ELEMENT for verdict in verdicts)
     plan = plan_units(model, config, units, whole_parameters=whole)
     if any(verdict.matrices for verdict in verdicts):
-        refuse_vectors(make, optimizer, verdicts, {id(param): name for name, param in model.named_parameters()})
+        refuse_vectors(make, optimizer.param_groups, verdicts, names)
     stays_up(plan.layout, config)
     match_modules([model], config.offload_activations, "offload_activations")
     if context.rank == 0:
@@ -141,6 +147,8 @@ def prepare(
     params = {name: p for name, p in model.named_parameters()}
     spec = _spec(plan, params, optimizer, make, hyper, config, context, number, began)
     groups = None if context.life else resumed_groups(context.rank, began, model)
+    if groups is not None:
+        groups.require_classes(optimizer.param_groups)
     device = _device(model, context)
     refuse_apart(plan, params, device)
     refuse_codes(plan, params)
@@ -223,9 +231,10 @@ def _start(
 
 
 def _check_arguments(model: object, optimizer: object, config: object) -> None:
+    several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     kinds = (
         ("model", model, nn.Module),
-        ("optimizer", optimizer, torch.optim.Optimizer),
+        *(("optimizer", one, torch.optim.Optimizer) for one in several),
         ("config", config, ZeroConfig),
     )
     for name, value, kind in kinds:
@@ -270,7 +279,8 @@ def _check_fraction(config: ZeroConfig, context: RankContext) -> None:
 
 
 def _refuse_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, ZeroOptimizer) or any(module in _engines for module in model.modules()):
+    given = parts_of(optimizer)
+    if any(isinstance(part, ZeroOptimizer) for part in given) or any(module in _engines for module in model.modules()):
         raise UnsupportedError("the model is prepared already; call rayzero.prepare() once, on the whole model")
     for name, param in model.named_parameters():
         if isinstance(param, ShardedParameter):
@@ -283,7 +293,7 @@ def _refuse_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             "a torch.jit.ScriptModule cannot be prepared, because it reads parameters without going through Python; "
             "pass the model that it was compiled from"
         )
-    if any(_has_stepped(state) for state in optimizer.state.values()):
+    if any(_has_stepped(state) for part in given for state in part.state.values()):
         raise UnsupportedError(
             "the optimizer has stepped already, and prepare() would lose its state; pass a new optimizer, and load "
             "this one's state_dict() into the optimizer that prepare() returns"
@@ -348,7 +358,7 @@ def _spec(
         run=f"{context.run} model {number}" if number else context.run,  # shared memory is named after it too
         layout=plan.layout,
         world_size=context.world_size,
-        optimizer=f"{make.cls.__module__}:{make.cls.__qualname__}",
+        optimizer=path_of(make.cls),
         attributes=make.attributes,
         hyper=hyper,
         group_of=_groups(plan, params, optimizer),

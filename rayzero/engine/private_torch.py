@@ -247,7 +247,9 @@ def route_unscaling() -> None:
 class RestoresGroups(Protocol):
     """An optimizer that restores a checkpoint's parameter groups once more after a scheduler has loaded its state."""
 
-    param_groups: list[dict[str, Any]]
+    def shares(self, groups: object) -> bool:
+        """Whether this very list of groups is its own, or of an optimizer that it was made of."""
+        ...
 
     def restore_groups(self) -> None:
         """Restore them, if the run resumed and has not stepped yet."""
@@ -257,11 +259,11 @@ class RestoresGroups(Protocol):
 _restorers: WeakValueDictionary[int, RestoresGroups] = WeakValueDictionary()  # by id of the list of groups
 
 
-def route_scheduler_loads(optimizer: RestoresGroups) -> None:
-    """Patch LRScheduler classes: ``load_state_dict()`` of a scheduler over ``optimizer``, or over a wrapper that shares
-    its list of groups, ends with ``optimizer.restore_groups()``. Covers the classes that exist now. Torch has no hook
-    for it."""
-    _restorers[id(optimizer.param_groups)] = optimizer
+def route_scheduler_loads(optimizer: RestoresGroups, given: torch.optim.Optimizer) -> None:
+    """Patch LRScheduler classes: ``load_state_dict()`` of a scheduler over ``given``, or over a wrapper that shares its
+    list of groups, ends with ``optimizer.restore_groups()``. Covers the classes that exist now. Torch has no hook for
+    it."""
+    _restorers[id(given.param_groups)] = optimizer
     classes: list[Any] = [torch.optim.lr_scheduler.LRScheduler]
     for kind in classes:
         classes += [sub for sub in kind.__subclasses__() if sub not in classes]
@@ -276,7 +278,7 @@ def _then_restore_groups(load: Callable[..., Any]) -> Callable[..., Any]:
         result = load(scheduler, *args, **kwargs)
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
         optimizer = _restorers.get(id(groups))
-        if optimizer is not None and optimizer.param_groups is groups:
+        if optimizer is not None and optimizer.shares(groups):
             optimizer.restore_groups()
         return result
 

@@ -50,6 +50,7 @@ from rayzero.engine.prepare import is_prepared, prepare
 from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.integrations.several_ranks import claim_process, values_of_ranks
+from rayzero.kernels.optimizers import Optimizers
 from rayzero.quantities import count
 
 __all__ = ["ZeroAccelerator"]
@@ -125,8 +126,10 @@ class ZeroAccelerator(Accelerator):
     # ---- model and optimizer
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """As Accelerate's. The model and its optimizer must be passed in one call, or UnsupportedError is raised."""
+        """As Accelerate's. The model and its optimizer must be passed in one call, or UnsupportedError is raised.
+        Several optimizers over the model are one argument, a list, for which one optimizer comes back."""
         models = [x for x in args if isinstance(x, nn.Module) and not is_prepared(x)]
+        args = tuple(Optimizers.of(x, _names(models)) if _is_several(x) else x for x in args)
         optimizers = [x for x in args if isinstance(x, torch.optim.Optimizer) and _zero_of(x) is None]
         if not models and not optimizers:
             return super().prepare(*args, device_placement=device_placement)
@@ -134,7 +137,7 @@ class ZeroAccelerator(Accelerator):
             raise UnsupportedError(
                 f"accelerator.prepare() was given {count(len(models), 'model')} and "
                 f"{count(len(optimizers), 'optimizer')}; RayZero prepares one model with its one "
-                "optimizer, in one call. For a model that is not trained, use "
+                "optimizer, or a list of its optimizers, in one call. For a model that is not trained, use "
                 "accelerator.prepare_model(model, evaluation_mode=True)"
             )
         (model,), (plain,) = models, optimizers
@@ -348,6 +351,16 @@ def _places(optimizers: Sequence[ZeroOptimizer], directory: str) -> list[Path]:
     own = [optimizer for optimizer in optimizers if not optimizer.engine.number]
     names = {id(optimizer): f"{_OURS}_{i}" if i else _OURS for i, optimizer in enumerate(own)}
     return [folder / names.get(id(optimizer), _OURS) for optimizer in optimizers]
+
+
+def _names(models: Sequence[nn.Module]) -> dict[int, str]:
+    """The names of Parameters, by id."""
+    return {id(param): name for model in models for name, param in model.named_parameters()}
+
+
+def _is_several(given: Any) -> bool:
+    """Whether an argument is a list of optimizers."""
+    return isinstance(given, list | tuple) and bool(given) and all(isinstance(x, torch.optim.Optimizer) for x in given)
 
 
 def _zero_of(optimizer: Any) -> ZeroOptimizer | None:

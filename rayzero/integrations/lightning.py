@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.core import optimizer as lightning_optimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -58,7 +59,8 @@ class _Root(nn.Sequential):
 
 
 class ZeroStrategy(ParallelStrategy):
-    """A strategy whose ``fit()`` passes the module and its one optimizer to ``rayzero.prepare``, and trains the result.
+    """A strategy whose ``fit()`` passes the module and its optimizers to ``rayzero.prepare``, and trains the result:
+    several that ``configure_optimizers()`` returns are one from there on, with one step for all.
 
     zero_config: by default the run's, or else ``ZeroConfig()``; its ``gradient_accumulation_steps`` is raised to the
         Trainer's. units: as in ``rayzero.prepare``. Raises UnsupportedError, which names the setting, for settings that
@@ -108,9 +110,10 @@ class ZeroStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         module = self.lightning_module
         _refuse(is_prepared(module), "second fit() of a module", "continue in a new run, with fit(ckpt_path=...)")
-        super().setup_optimizers(trainer)
+        with _several_allowed():
+            super().setup_optimizers(trainer)
         plain, *others = trainer.optimizers
-        _refuse(others or not plain.param_groups, "configure_optimizers() of other than one optimizer", "return one")
+        _refuse(not plain.param_groups, "configure_optimizers() without an optimizer", "return one or several")
         config = self._zero_config or get_context().config or ZeroConfig()
         planned = [config.gradient_accumulation_steps, trainer.accumulate_grad_batches]
         for callback in trainer.callbacks:
@@ -121,7 +124,7 @@ class ZeroStrategy(ParallelStrategy):
         for callback in finetunes:  # a resumed one gives the plain optimizer its groups, before the states are loaded
             callback.on_fit_start(trainer, module)
         with _trainable(module if finetunes else None):
-            optimizer: Any = self._prepared(module, plain, config)
+            optimizer: Any = self._prepared(module, [plain, *others] if others else plain, config)
         self.optimizers = [optimizer]
 
     def _prepared(self, module: Any, plain: Any, config: ZeroConfig) -> ZeroOptimizer:
@@ -175,6 +178,17 @@ class ZeroStrategy(ParallelStrategy):
         decision = self.is_distributed and not isinstance(obj, str | None)
         _refuse(decision, f"broadcast of {obj!r} (Timer, train_time_interval, ...)", "stop by steps or epochs")
         return obj
+
+
+@contextmanager
+def _several_allowed() -> Iterator[None]:
+    """Inside, Lightning takes several optimizers also where it steps itself: they become one."""
+    check = lightning_optimizer._validate_multiple_optimizers_support
+    lightning_optimizer._validate_multiple_optimizers_support = lambda *_: None
+    try:
+        yield
+    finally:
+        lightning_optimizer._validate_multiple_optimizers_support = check
 
 
 @contextmanager

@@ -59,6 +59,7 @@ from rayzero.errors import CheckpointWriteError, ConfigError, UnsupportedError
 from rayzero.integrations.accelerate import ZeroAccelerator
 from rayzero.integrations.several_ranks import sum_over_ranks
 from rayzero.integrations.trainer_progress import TrainerProgress
+from rayzero.kernels.optimizers import Optimizers
 
 __all__ = ["Seq2SeqTrainer", "Trainer", "ZeroTraining", "save_pretrained"]
 
@@ -91,7 +92,8 @@ def _owners_files(checkpoint: str) -> Path:
 class ZeroTraining:
     """Makes a ``transformers.Trainer`` train with RayZero. A class names it before the Trainer among its bases.
 
-    Takes the Trainer's own arguments, and ``zero_config`` and ``units`` as in ``rayzero.prepare``. Knows where the
+    Takes the Trainer's own arguments, and ``zero_config`` and ``units`` as in ``rayzero.prepare``. In ``optimizers``, a
+    list may take the optimizer's place: several over the one model, as ``rayzero.prepare`` takes them. Knows where the
     Trainer uses the model, the optimizer and their files; the Trainer keeps its loop."""
 
     accelerator: _TrainersAccelerator
@@ -112,6 +114,8 @@ class ZeroTraining:
         self._units = units
         self._progress = TrainerProgress(self)
         super().__init__(*args, **kwargs)
+        if isinstance(self.optimizer, list | tuple):
+            self.optimizer = Optimizers.of(self.optimizer, {id(p): name for name, p in self.model.named_parameters()})
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let the Trainer make an ``Accelerator``, and turn it into a ``ZeroAccelerator``. Raises its errors."""

@@ -21,6 +21,7 @@ from rayzero.protocol.messages import STEP, Hyper
 
 State = dict[str, Any]  # of one parameter, as torch has it: name -> tensor or number
 
+_BY_SCHEDULERS = "initial_lr"  # the entry that every torch scheduler writes into each group
 _INTEGER = "integer"  # the key of a counter's value in JSON. [Note: counters]
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _KEPT_EXACTLY = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.bool)  # by fp32
@@ -55,10 +56,14 @@ class OptimizerMaker:
         The constructor gets the first group's options too, because some classes require them and Adagrad fills its
         state from its own argument, and attributes that have the names of its arguments ("bits" of "args.bits"). Then
         the attributes are set."""
-        groups = [as_options(options) | {"params": list(own)} for options, own in zip(hyper, members, strict=True)]
+        entries = [as_options(options) for options in hyper]
+        scheduled = [options.pop(_BY_SCHEDULERS, None) for options in entries]  # some classes refuse it
+        groups = [options | {"params": list(own)} for options, own in zip(entries, members, strict=True)]
         given = {path.rpartition(".")[2]: value for path, value in as_options(self.attributes).items()} | groups[0]
         accepted = [name for name in list(inspect.signature(self.cls).parameters)[1:] if name != "params"]
         made = self.cls(groups, **{name: given[name] for name in accepted if name in given})
+        for group, value in zip(made.param_groups, scheduled, strict=True):
+            group.update({} if value is None else {_BY_SCHEDULERS: value})
         for path, value in self.attributes.items():
             _set(made, path, value)
         return made
@@ -88,11 +93,11 @@ def step_alone(optimizer: torch.optim.Optimizer) -> None:
         step = vars(cls).get("step")
         if getattr(step, "hooked", False) and not hasattr(step, "_is_routed"):
             cls.step = _routed(step)  # type: ignore[attr-defined]
-    _alone.steps = True
+    outer, _alone.steps = getattr(_alone, "steps", False), True
     try:
         optimizer.step()
     finally:
-        _alone.steps = False
+        _alone.steps = outer
 
 
 def _routed(hooked: Any) -> Any:
@@ -140,7 +145,7 @@ def as_options(hyper: Hyper) -> Hyper:
 def _as_option(value: Any) -> Any:
     if isinstance(value, dict) and value.keys() == {_INTEGER, "dtype"}:
         return torch.tensor(value[_INTEGER], dtype=getattr(torch, value["dtype"]), device="cpu")
-    return own_option(tuple(value) if isinstance(value, list) else value)
+    return own_option(tuple(map(_as_option, value)) if isinstance(value, list) else value)
 
 
 def own_option(value: Any) -> Any:

@@ -40,6 +40,7 @@ from rayzero.kernels.optimizer_class import (
     step_alone,
     unkept,
 )
+from rayzero.kernels.optimizers import maker_of_group, own_options
 from rayzero.layout.model_layout import aligned
 from rayzero.modes import outside_modes
 from rayzero.protocol.messages import Hyper, canonical_json
@@ -124,6 +125,7 @@ def require_owned(make: OptimizerMaker, hyper: Hyper, *, whole: bool = True) -> 
     """What owners can do with a class. Raises UnsupportedError that names class and reason unless instances that
     each have a part of the model train it as one does. ``whole``: they have whole parameters; else these may be
     cut."""
+    make, hyper = maker_of_group(make, hyper), own_options(hyper)
     refuse_known(make)
     verdict = try_class(make, hyper)
     if verdict.reason:
@@ -138,17 +140,18 @@ def require_owned(make: OptimizerMaker, hyper: Hyper, *, whole: bool = True) -> 
 
 def refuse_vectors(
     make: OptimizerMaker,
-    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
     verdicts: Sequence[TrialVerdict],
     names: Mapping[int, str],
 ) -> None:
     """Raise UnsupportedError, naming it (``names``: by id), for a parameter without two dimensions in a group that
     takes matrices only. ``verdicts``: by group."""
-    for group, verdict in zip(optimizer.param_groups, verdicts, strict=True):
+    for group, verdict in zip(groups, verdicts, strict=True):
         for param in group["params"] if verdict.matrices else ():
             if param.dim() != 2:
+                name = names.get(id(param), "a parameter")
                 raise UnsupportedError(
-                    f"{make.name} takes matrices only, and {names.get(id(param), 'a parameter')!r} has shape "
+                    f"{maker_of_group(make, dict(group)).name} takes matrices only, and {name!r} has shape "
                     f"{tuple(param.shape)}: give it to another optimizer, or freeze it"
                 )
 

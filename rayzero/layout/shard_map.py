@@ -6,11 +6,12 @@ There are three policies over the same items (bytes per item, in order):
 - ``contiguous``: neighbours stay together; the first ``n mod num_owners`` owners get one item more.
 - ``balanced``: by bytes, the least loaded owner first. [Note: balanced]
 
-[Note: balanced] Items are taken in order, in rounds of at most ``num_owners`` items of one group (one unit). A round's
+[Note: balanced] Groups are taken in order, in rounds of at most ``num_owners`` items of one group (one unit). A round's
 items go to different owners, the least loaded first; equally loaded owners take turns, starting after the last item's
 owner. So a unit with ``n`` shards is on ``min(n, num_owners)`` owners, its consecutive shards are on different ones,
-and the first unit is spread first. Also, ``max bytes - min bytes <= largest item``: the items of a round do not grow
-and go to the least loaded owners, so no owner ends further above another than before the round, or than its own item.
+and the first unit is spread first. Also, ``max bytes - min bytes <= largest item``: a group's largest items are taken
+first (shards of whole parameters differ in size, others shrink with the last one), and a round's go to the least loaded
+owners, so no owner ends further above another than before the round, or than its own item.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise, takewhile
+from itertools import accumulate, groupby, takewhile
 from typing import get_args
 
 import torch
@@ -71,17 +72,19 @@ class ShardMap:
     def balanced(cls, sizes: Sequence[int], num_owners: int, groups: Sequence[int] | None = None) -> ShardMap:
         """Balance bytes: ``max bytes - min bytes <= largest item``. [Note: balanced]
 
-        ``groups``: a label per item. Neighbours with the same label (a unit's shards) are spread over different owners
-        and must not grow in size, or ConfigError is raised. None: every item is its own group."""
-        loads = [0] * _at_least_one(num_owners)
-        owners: list[int] = []
+        ``groups``: a label per item. Neighbours with the same label (a unit's shards) are spread over different owners.
+        None: every item is its own group."""
+        loads, last = [0] * _at_least_one(num_owners), -1
+        owners = [0] * len(sizes)
         for batch in _rounds(sizes, groups, num_owners):
-            last = owners[-1] if owners else -1
             turn = [(last + 1 + i) % num_owners for i in range(num_owners)]
-            ranked = sorted(turn, key=loads.__getitem__)[: len(batch)]  # stable: equally loaded owners stay in turn
-            for size, owner in zip(batch, ranked, strict=True):
-                loads[owner] += size
-            owners.extend(ranked)
+            ranked = sorted(turn, key=loads.__getitem__)  # stable: equally loaded owners stay in turn
+            for item, last in zip(batch, ranked, strict=False):
+                loads[last] += sizes[item]
+                owners[item] = last
+        first = owners[0] if owners else 0  # item 0 is owner 0's, who leads; a group may have larger ones
+        swapped = {first: 0, 0: first}
+        owners = [swapped.get(owner, owner) for owner in owners]
         return cls(tuple(owners), tuple(sizes), num_owners)
 
     @property
@@ -140,14 +143,12 @@ def _at_least_one(num_owners: int) -> int:
 
 
 def _rounds(sizes: Sequence[int], groups: Sequence[int] | None, num_owners: int) -> Iterator[Sequence[int]]:
-    """Cut the items of each group into rounds of at most one item per owner."""
+    """Cut the items of each group, largest first, into rounds of at most one item per owner."""
     labels = range(len(sizes)) if groups is None else groups
     start = 0
     for _, run in groupby(labels):
         stop = start + sum(1 for _ in run)
-        group = sizes[start:stop]
-        if any(later > earlier for earlier, later in pairwise(group)):
-            raise ConfigError(f"items {start}..{stop - 1} are one group but grow in size: {list(group)}")
+        group = sorted(range(start, stop), key=sizes.__getitem__, reverse=True)
         yield from (group[i : i + num_owners] for i in range(0, len(group), num_owners))
         start = stop
 

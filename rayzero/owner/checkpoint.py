@@ -372,7 +372,7 @@ def _entries(owned: OwnedShard, rule: UpdateRule, decoded: Callable[[SlotSlice],
 def restore_checkpoint(path: str, shards: Mapping[int, OwnedShard], rule: UpdateRule, optimizer: str) -> int:
     """Fill shards from a checkpoint that any number of owners wrote, with any shard size; returns its step.
 
-    ``optimizer``: this run's class, as in ``ModelSpec.optimizer``. Raises CheckpointError, before anything is filled,
+    ``optimizer``: this run's ``ModelSpec.classes``. Raises CheckpointError, before anything is filled,
     if a parameter of these shards is missing, has another shape, or is frozen in one and trained in the other, or if
     the optimizer's class differs; later if its states do. Hyper-parameters and the number of parameter groups may
     differ: they come with each decision from the run's own optimizer, and the restored values belong to parameters, not
@@ -389,7 +389,7 @@ def restore_checkpoint(path: str, shards: Mapping[int, OwnedShard], rule: Update
 
 
 def _check_optimizer(reader: CheckpointReader, ours: str) -> None:
-    saved = reader.spec.optimizer
+    saved = reader.spec.classes
     if saved != ours:
         raise CheckpointError(
             f"{reader.directory} was written with optimizer {saved!r}, but this run has {ours!r}; use the same class"

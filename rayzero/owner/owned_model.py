@@ -95,10 +95,10 @@ def build_model(
     former = {index: found for index in shards if (found := memory.former(index)) is not None}
     version = 0
     if former:
-        _take_over(shards, former, rule, spec.optimizer)
+        _take_over(shards, former, rule, spec.classes)
         version = min(found.published for found in former.values())
     elif spec.restore_from is not None:
-        version = restore_checkpoint(spec.restore_from, shards, rule, spec.optimizer)
+        version = restore_checkpoint(spec.restore_from, shards, rule, spec.classes)
     return OwnedModel(
         spec=spec,
         attached_by=rank,
@@ -140,7 +140,7 @@ def plan_change(spec: ModelSpec, owner: int, ownership: Ownership, *, measures_n
     rule = choose_rule(spec)
     if not rule.state_kinds and any(unit.trainable for unit in spec.layout.units):
         raise UnsupportedError(
-            f"the owners of a run with {spec.optimizer} cannot change: its states are objects of their processes; only "
+            f"the owners of a run with {spec.classes} cannot change: its states are objects of their processes; only "
             "those of Adam and AdamW are in memory that others can take over"
         )
     shard_map = owner_map(spec, ownership.num_owners, ownership)

@@ -30,6 +30,7 @@ from rayzero.kernels.optimizer_class import (
     unkept,
 )
 from rayzero.kernels.optimizer_trial import require_owned
+from rayzero.kernels.optimizers import maker_of_group
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.torch_kernel import DEVICE_TILE, TorchKernel
 from rayzero.layout.model_layout import aligned
@@ -266,9 +267,10 @@ class _ShardOptimizer:
             if odd := unkept(self._optimizer.state.get(param, {}), param.shape):
                 with torch.no_grad():
                     master.copy_(before)
+                name = maker_of_group(self._make, self._hyper[index]).name
                 raise UnsupportedError(
-                    f"{self._make.name} cannot run on shards: at its first step it made {odd}; no value was changed. "
-                    "Use an optimizer that keeps numbers or one value for each element"
+                    f"{name} cannot run on shards: at its first step it made {odd}; no value was changed. Use "
+                    "an optimizer that keeps numbers or one value for each element"
                 )
         self._begun |= slices
 

@@ -33,6 +33,8 @@ MASTER = "master"  # the fp32 masters
 STEP = "step"  # how many updates each parameter has had: fp32, one number repeated over its range
 GROUP = "group"  # only to write: each parameter's parameter group, fp32, one number repeated over its range
 
+CLASS = "optimizer"  # the entry of a parameter group that says which of several optimizer classes updates it: its path
+
 _NAMES_SHOWN = 8  # how many of a mapping's names a message shows
 MOST_BACKWARDS = (1 << 15) - 2  # that a step can be planned with: rounds of a total have 15 bits
 MEAN_BYTES = 4000  # the most that one mean over ranks may hold: it fits a mailbox of shared memory
@@ -43,6 +45,11 @@ Hyper = dict[str, Any]  # one parameter group's options, JSON-able: lr, betas, e
 def canonical_json(value: Any) -> str:
     """JSON with sorted keys and no blanks, so that equal values give equal text (floats print exactly)."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def classes_of(groups: Sequence[Hyper], optimizer: str) -> str:
+    """See ``ModelSpec.classes``. ``optimizer``: the class of groups that name none."""
+    return ", ".join(sorted({group.get(CLASS, optimizer) for group in groups}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +75,11 @@ class ModelSpec:
     restore_from: str | None = None  # the checkpoint directory that the owners start from
     lineage: str = ""  # of the states in shared memory: a later run that continues them has the same
     attributes: Hyper = field(default_factory=dict)  # of the user's optimizer: OptimizerMaker.attributes
+
+    @property
+    def classes(self) -> str:
+        """The import path of the class that updates parameters, or the paths of several, sorted."""
+        return classes_of(self.hyper, self.optimizer)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able description, which ``parse_record`` reads."""

@@ -12,6 +12,7 @@ import logging
 import math
 import socket
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -83,9 +84,31 @@ def lr_factor(recipe: RecipeConfig, step: int) -> float:
     return recipe.min_lr_ratio + (1 - recipe.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def param_groups(recipe: RecipeConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """AdamW's groups: matrices decay, vectors and scalars do not."""
-    params = [param for param in model.parameters() if param.requires_grad]
+def block_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The matrices of blocks (what is in an nn.ModuleList), embeddings aside. Raises ConfigError if there are none."""
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    inside = [module for stack in stacks for module in stack.modules() if not isinstance(module, nn.Embedding)]
+    found = dict.fromkeys(param for module in inside for param in module.parameters(recurse=False) if param.dim() == 2)
+    if matrices := [param for param in found if param.requires_grad]:
+        return matrices
+    raise ConfigError("optimizer=muon is for the matrices of blocks, and the model has no nn.ModuleList with matrices")
+
+
+def optimizers(recipe: RecipeConfig, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """What ``recipe.optimizer`` says. Muon's updates get AdamW's size, so that one rate serves."""
+    muons = block_matrices(model) if recipe.optimizer == "muon" else []
+    fused = True if muons else None  # beside Muon owners run torch's code, where AdamW alone has a kernel
+    adamw = torch.optim.AdamW(param_groups(recipe, model, but=muons), lr=recipe.lr, betas=recipe.betas, fused=fused)
+    if not muons:
+        return [adamw]
+    decay = recipe.weight_decay
+    return [torch.optim.Muon(muons, lr=recipe.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"), adamw]
+
+
+def param_groups(recipe: RecipeConfig, model: nn.Module, but: Sequence[nn.Parameter] = ()) -> list[dict[str, Any]]:
+    """AdamW's groups of all that is trained ``but`` some: matrices decay, vectors and scalars do not."""
+    others = set(but)
+    params = [param for param in model.parameters() if param.requires_grad and param not in others]
     matrices = [param for param in params if param.dim() >= 2]
     vectors = [param for param in params if param.dim() < 2]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -236,12 +259,13 @@ class LanguageModelRun:
         streamed = recipe.init_from is not None or context.resume is not None
         with empty_parameters() if streamed else nullcontext():
             model = build_model(recipe, self.corpus.vocab_size)
-        adamw = torch.optim.AdamW(param_groups(recipe, model), lr=recipe.lr, betas=recipe.betas)
-        settings = [{key: value for key, value in g.items() if key != "params"} for g in adamw.param_groups]
+        given = optimizers(recipe, model)
+        groups = [group for each in given for group in each.param_groups]
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         torch.manual_seed(
             batch_seed(recipe.seed, 0, context.rank, 0)
         )  # dropout; prepare() puts back a checkpoint's state
-        self.model, self.optimizer = prepare(model, adamw, recipe.zero_config, weights=recipe.init_from)
+        self.model, self.optimizer = prepare(model, given, recipe.zero_config, weights=recipe.init_from)
         for group, options in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(options)  # the recipe's settings override the checkpoint's in a resumed run
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters

@@ -24,7 +24,7 @@ from rayzero.plan.hardware import Hardware, Hosts, measure_here
 from rayzero.plan.programs import Imported, Programs
 from rayzero.plan.tiers import RunBytes, plan_bytes, shares_memory
 from rayzero.plan.work import Offload, Work, measure_work
-from rayzero.recipes.lm import next_token_loss
+from rayzero.recipes.lm import block_matrices, next_token_loss
 from rayzero.recipes.model import build_model
 from rayzero.recipes.recipe import RecipeConfig
 
@@ -37,6 +37,7 @@ class RecipeWork:
     parameters: ModelParameterStats
     layout: ModelLayout
     root: frozenset[int]  # units of the root module
+    state_bytes: float  # of the optimizer's states, per element
     work: Work
     programs: Programs
 
@@ -95,7 +96,8 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on
     with torch.device("meta"):
         model = build()
         parameters = ModelParameterStats.of(model)
-        units = plan_units(model, recipe.zero_config)
+        units = plan_units(model, recipe.zero_config, whole_parameters=recipe.optimizer == "muon")
+        states = state_bytes(recipe, model)
     match_modules([model], recipe.zero_config.offload_activations, "offload_activations")
     offload, modules = None, recipe.zero_config.offload_activations
     if modules:
@@ -107,6 +109,7 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on
         parameters=parameters,
         layout=units.layout,
         root=frozenset(units.units_of_module.get(ROOT, ())),
+        state_bytes=states,
         work=work,
         programs=programs,
     )
@@ -156,18 +159,22 @@ def recipe_bytes(work: RecipeWork, hosts: Hosts) -> RunBytes:
         recipe.zero_config,
         recipe.scaling,
         hosts,
-        state_bytes=state_bytes(recipe),
+        state_bytes=work.state_bytes,
         programs=work.programs,
         measures_norms=telemetry.enabled and telemetry.norms_every is not None,
         outlives_owners=recipe.run.max_failures > 0 and shares_memory(recipe.zero_config),
     )
 
 
-def state_bytes(recipe: RecipeConfig) -> float:
-    """Bytes of the optimizer's states, per element."""
-    return len(adam_states(amsgrad=False)) * moment_bytes(recipe.zero_config.moments)
+def state_bytes(recipe: RecipeConfig, model: nn.Module) -> float:
+    """Bytes of the optimizer's states, per element: Muon keeps one moment of its matrices, in fp32."""
+    adams = len(adam_states(amsgrad=False)) * moment_bytes(recipe.zero_config.moments)
+    if recipe.optimizer == "adamw":
+        return adams
+    share = sum(map(Tensor.numel, block_matrices(model))) / sum(map(Tensor.numel, model.parameters()))
+    return 4 * share + adams * (1 - share)
 
 
 def _traffic(work: RecipeWork) -> StepTraffic:
     recipe = work.recipe
-    return step_traffic(work.layout, work.work, recipe.zero_config, recipe.scaling, state_bytes=state_bytes(recipe))
+    return step_traffic(work.layout, work.work, recipe.zero_config, recipe.scaling, state_bytes=work.state_bytes)

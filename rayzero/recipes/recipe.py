@@ -105,8 +105,11 @@ class RecipeConfig(ConfigModel):
     steps: Count = 200
     """Optimizer steps of the whole run; the learning rate's schedule ends there."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """AdamW; or Muon for the matrices of blocks, with updates of AdamW's size, and AdamW for all other parameters."""
+
     lr: Positive = 1e-3
-    """Highest learning rate of AdamW."""
+    """Highest learning rate."""
 
     warmup: Share = 0.2
     """Share of the steps over which the learning rate rises."""
@@ -200,6 +203,8 @@ class RecipeConfig(ConfigModel):
         if self.model == GPT:
             self.gpt(vocab_size=1)
         clips = {self.clip, self.zero.max_grad_norm} - {None}
+        if self.optimizer == "muon" and self.zero.moments != "fp32":
+            raise ValueError(f"zero.moments is {self.zero.moments!r}, but optimizer=muon keeps its states in fp32")
         if len(clips) > 1:
             raise ValueError(
                 f"clip is {self.clip} and zero.max_grad_norm is {self.zero.max_grad_norm}; set one of them"

@@ -30,6 +30,10 @@ from rayzero.testing import run_ranks
 def _fresh_state() -> Iterator[None]:
     """Accelerate keeps its state once a process."""
     yield
+    _reset()
+
+
+def _reset() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
@@ -106,6 +110,47 @@ def test_get_state_dict_gives_masters(alone: RankContext, tmp_path: Path) -> Non
     assert same_bits(accelerator.get_state_dict(model), rayzero.full_state_dict(model))
     other = nn.Linear(2, 2)
     assert same_bits(accelerator.get_state_dict(other), dict(other.state_dict()))
+
+
+def muon_and_adamw(model: Net) -> list[torch.optim.Optimizer]:
+    matrices = [param for param in model.layers.parameters() if param.dim() == 2]
+    known = set(map(id, matrices))
+    others = [param for param in model.parameters() if id(param) not in known]
+    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others)]
+
+
+def test_a_list_of_optimizers_is_one_argument_and_one_optimizer(alone: RankContext, tmp_path: Path) -> None:
+    """Schedulers of both are prepared with it, as Accelerate alone does with each."""
+
+    def train(accelerator: Accelerator, model: nn.Module, optimizers: Any, schedulers: Any, batches: Any) -> None:
+        for inputs, targets in batches:
+            accelerator.backward(F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten()))
+            for each in (*optimizers, *schedulers):
+                each.step()
+            for each in optimizers:
+                each.zero_grad()
+
+    def made() -> tuple[Net, Any, Any]:
+        model = seeded(Net)
+        given = muon_and_adamw(model)
+        return model, given, [torch.optim.lr_scheduler.ExponentialLR(each, 0.8) for each in given]
+
+    plain, given, schedulers = made()
+    accelerator = Accelerator(cpu=True)
+    plain, *rest = accelerator.prepare(plain, *given, *schedulers, loader())
+    train(accelerator, plain, rest[:2], rest[2:4], rest[4])
+    _reset()
+    ours, given, schedulers = made()
+    accelerator = ZeroAccelerator(cpu=True, zero_config=tight(ours))
+    ours, optimizer, *rest = accelerator.prepare(ours, given, *schedulers, loader())
+    train(accelerator, ours, [optimizer], rest[:2], rest[2])
+    assert same_bits(rayzero.full_state_dict(ours), plain.state_dict())
+    accelerator.save_state(str(tmp_path / "saved"))
+    train(accelerator, ours, [optimizer], rest[:2], rest[2])
+    expected = {name: value.clone() for name, value in rayzero.full_state_dict(ours).items()}
+    accelerator.load_state(str(tmp_path / "saved"))
+    train(accelerator, ours, [optimizer], rest[:2], rest[2])
+    assert same_bits(rayzero.full_state_dict(ours), expected)
 
 
 # ---- several ranks ----------------------------------------------------------------------------------------------
@@ -243,6 +288,7 @@ def test_model_and_optimizer_must_come_together(alone: RankContext) -> None:
         ((model,), "1 model and 0 optimizers"),
         ((optimizer,), "0 models and 1 optimizer"),
         ((model, Net(), optimizer), "2 models and 1 optimizer"),
+        ((model, *muon_and_adamw(model)), "1 model and 2 optimizers.* or a list of its optimizers"),
     ):
         with pytest.raises(UnsupportedError, match=f"was given {counts}.*in one call"):
             accelerator.prepare(*objects)

@@ -411,9 +411,54 @@ def test_fp16_autocast_is_refused(alone: RankContext) -> None:
         trainer(strategy=ZeroStrategy(), precision="16-mixed")
 
 
-class Two(ManualLearner):
+class Two(Learner):
+    """Muon and AdamW, each with a scheduler, in one of the forms that Lightning takes."""
+
     def configure_optimizers(self) -> Any:
-        return [torch.optim.AdamW(self.net.layers.parameters()), torch.optim.AdamW(self.net.norm.parameters())]
+        matrices = [param for param in self.net.layers.parameters() if param.dim() == 2]
+        known = set(map(id, matrices))
+        others = [param for param in self.net.parameters() if id(param) not in known]
+        both = torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others)
+        schedulers = StepLR(both[0], 2, 0.5), StepLR(both[1], 2, 0.9)
+        steps = [{"scheduler": each, "interval": "step"} for each in schedulers]
+        if self.manual:
+            return list(both), steps
+        return [{"optimizer": each, "lr_scheduler": step} for each, step in zip(both, steps, strict=True)]
+
+
+class TwoByHand(Two):
+    manual = True
+
+    def training_step(self, batch: Any, index: int) -> None:
+        loss = token_loss(self.net, batch)
+        self.log("train", loss, on_step=False, on_epoch=True)
+        self.manual_backward(loss)
+        for optimizer, scheduler in zip(self.optimizers(), self.lr_schedulers(), strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.lrs.append(tuple(group["lr"] for each in self.optimizers() for group in each.param_groups))
+
+
+def test_two_optimizers_are_one_and_train_as_by_hand(alone: RankContext, tmp_path: Path) -> None:
+    plain, ours = TwoByHand(), Two()
+    trainer().fit(plain, loader())
+    trained = trainer(strategy=zero())
+    trained.fit(ours, loader())
+    assert same_bits(state_of(ours), plain.state_dict())
+    assert ours.lrs == plain.lrs
+    trained.save_checkpoint(tmp_path / "two.ckpt")
+    (saved,) = torch.load(tmp_path / "two.ckpt", weights_only=False)["optimizer_states"]
+    assert {group["optimizer"] for group in saved["param_groups"]} == {"torch.optim:Muon", "torch.optim.adamw:AdamW"}
+    with running_in(RankContext()):
+        again = Two()
+        trainer(strategy=zero(), max_epochs=3).fit(again, loader(), ckpt_path=tmp_path / "two.ckpt")
+        found = state_of(again)
+    longer = TwoByHand()
+    trainer(max_epochs=3).fit(longer, loader())
+    assert same_bits(found, longer.state_dict())
 
 
 class No(Learner):
@@ -422,10 +467,9 @@ class No(Learner):
 
 
 @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
-@pytest.mark.parametrize("module", [Two, No])
-def test_other_than_one_optimizer_is_refused(module: type, alone: RankContext) -> None:
-    with pytest.raises(UnsupportedError, match=r"configure_optimizers\(\) of other than one optimizer"):
-        trainer(strategy=ZeroStrategy()).fit(module(), loader())
+def test_no_optimizer_is_refused(alone: RankContext) -> None:
+    with pytest.raises(UnsupportedError, match=r"configure_optimizers\(\) without an optimizer"):
+        trainer(strategy=ZeroStrategy()).fit(No(), loader())
 
 
 def test_callbacks_that_write_weights_are_refused(alone: RankContext) -> None:

@@ -19,6 +19,7 @@ from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.integrations.transformers import Seq2SeqTrainer, Trainer, save_pretrained
+from rayzero.kernels.optimizers import Optimizers
 
 from .training import build
 from .zoo import VOCAB, gpt2, llama, t5
@@ -109,6 +110,37 @@ def test_trains_as_transformers_trainer(case: str, alone: RankContext, tmp_path:
     ours = trained(Trainer, base, tmp_path, zero_config=config, **SETTINGS[case])
     assert_same_training(ours, plain)
     assert ours.zero_optimizer.engine.version == ours.state.global_step
+
+
+def test_a_list_of_optimizers_trains_as_its_parts_would(alone: RankContext, tmp_path: Path) -> None:
+    """Plain transformers gets the same two as one object, and makes its schedule over both."""
+
+    def made(kind: type, optimizers: Any, resume: Path | None = None, **settings: Any) -> Any:
+        model = copy.deepcopy(base)
+        matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
+        known = set(map(id, matrices))
+        others = [p for p in model.parameters() if id(p) not in known]
+        given = [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-3)]
+        args = arguments(tmp_path / kind.__module__, max_grad_norm=0.0, save_strategy="steps", save_steps=2)
+        trainer = kind(
+            model=model, args=args, train_dataset=dataset(), optimizers=(optimizers(given), None), **settings
+        )
+        trainer.train(resume_from_checkpoint=resume and str(resume))
+        return trainer
+
+    base = build(llama)
+    config = tight(base, prefetch_buffer_size=1, spare=0)
+    plain = made(transformers.Trainer, lambda given: Optimizers.of(given, {}))
+    ours = made(Trainer, list, zero_config=config)
+    expected = dict(plain.model.state_dict())
+    assert same_bits(rayzero.full_state_dict(ours.model), expected)
+    assert [entry.get("learning_rate") for entry in history(ours)] == [
+        entry.get("learning_rate") for entry in history(plain)
+    ]
+    with running_in(RankContext()):
+        saved = tmp_path / Trainer.__module__ / "checkpoint-2"
+        again = made(Trainer, list, saved, zero_config=config)
+        assert same_bits(rayzero.full_state_dict(again.model), expected)
 
 
 def test_seq2seq_trainer_evaluates_by_generating(alone: RankContext, tmp_path: Path) -> None:

@@ -96,6 +96,18 @@ def units_of(shapes: list[tuple[int, bool, torch.dtype]], shard_numel: int) -> M
     return ModelLayout(units=units, shard_numel=shard_numel)
 
 
+def whole_units(shapes: list[list[int]], shard_numel: int) -> ModelLayout:
+    """Shards of whole parameters, which grow and shrink within a unit."""
+    units = tuple(
+        lay_out_unit(i, f"u{i}", torch.float32, True, [(f"u{i}.{at}", (numel,)) for at, numel in enumerate(sizes)])
+        for i, sizes in enumerate(shapes)
+    )
+    return ModelLayout(units=units, shard_numel=shard_numel, whole_parameters=True)
+
+
+whole_layouts = st.builds(
+    whole_units, st.lists(st.lists(st.integers(0, 2000), max_size=6), max_size=6), st.sampled_from([64, 128, 512])
+)
 layouts = st.builds(
     units_of,
     st.lists(
@@ -114,14 +126,24 @@ def test_a_balanced_unit_is_on_as_many_owners_as_it_can_be(layout: ModelLayout, 
         assert num_owners == 1 or all(a != b for a, b in pairwise(owners))
 
 
-@given(layouts, owner_counts)
+@given(layouts | whole_layouts, owner_counts)
 def test_a_balanced_layout_differs_by_at_most_the_largest_shard(layout: ModelLayout, num_owners: int) -> None:
     shard_map = shard_map_for(layout, num_owners, "balanced")
     held = loads(shard_map)
     assert max(held) - min(held) <= max(shard_map.sizes, default=0)
 
 
-@given(layouts, owner_counts, st.sampled_from(POLICIES))
+@given(whole_layouts, owner_counts)
+def test_a_balanced_unit_of_whole_parameters_is_on_as_many_owners_as_it_can_be(
+    layout: ModelLayout, num_owners: int
+) -> None:
+    shard_map = shard_map_for(layout, num_owners, "balanced")
+    for shards in layout.shards_by_unit:
+        owners = {shard_map.owner(shard.index) for shard in shards}
+        assert len(owners) == min(num_owners, len(shards))
+
+
+@given(layouts | whole_layouts, owner_counts, st.sampled_from(POLICIES))
 def test_the_owner_of_shard_0_is_owner_0(layout: ModelLayout, num_owners: int, policy: str) -> None:
     shard_map = shard_map_for(layout, num_owners, policy)
     assert shard_map.num_shards == len(layout.shards)
@@ -189,7 +211,5 @@ def test_wrong_tables_and_policies_are_refused() -> None:
         ShardMap((0,), (1, 1), 2)
     with pytest.raises(ConfigError, match=">= 0 bytes"):
         ShardMap((0,), (-1,), 2)
-    with pytest.raises(ConfigError, match="grow in size"):
-        ShardMap.balanced([1, 2], 2, groups=[0, 0])
     with pytest.raises(ConfigError, match="'fair' but must be one of balanced, round_robin, contiguous"):
         shard_map_for(units_of([], 64), 2, "fair")

@@ -30,7 +30,7 @@ from rayzero.recipes.lm import (
     Unreported,
     lr_factor,
     next_token_loss,
-    param_groups,
+    optimizers,
     train_loop,
 )
 from rayzero.recipes.model import build_model
@@ -136,8 +136,11 @@ def test_every_rank_reports_every_step_and_validates_its_share(recipe):
     assert [r["loss"] for r in ranks[0]] != [r["loss"] for r in ranks[1]]
 
 
-def test_the_losses_are_those_of_the_plain_loop(recipe):
-    recipe = recipe.replace(scaling={"num_workers": 1, "num_optimizers": 2}, gradient_accumulation_steps=2)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_losses_are_those_of_the_plain_loop(recipe, optimizer):
+    recipe = recipe.replace(
+        scaling={"num_workers": 1, "num_optimizers": 2}, gradient_accumulation_steps=2, optimizer=optimizer
+    )
     (reports,) = train(recipe)
     losses, norms = plain_training(recipe)
     assert [report["loss"] for report in reports] == pytest.approx(losses, rel=1e-4)
@@ -148,7 +151,7 @@ def plain_training(recipe: RecipeConfig) -> tuple[list[float], list[float]]:
     """The same training in plain PyTorch."""
     text = tokens_of(recipe, make_tokenizer(recipe.tokenizer))
     model = build_model(recipe, text.vocab_size)
-    adamw = torch.optim.AdamW(param_groups(recipe, model), betas=recipe.betas)
+    given = optimizers(recipe, model)
     losses, norms = [], []
     for step in range(recipe.steps):
         total = 0.0
@@ -159,19 +162,21 @@ def plain_training(recipe: RecipeConfig) -> tuple[list[float], list[float]]:
             loss.backward()
             total += loss.item()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        for group in adamw.param_groups:
-            group["lr"] = recipe.lr * lr_factor(recipe, step)
-        adamw.step()
-        adamw.zero_grad()
+        for each in given:
+            for group in each.param_groups:
+                group["lr"] = recipe.lr * lr_factor(recipe, step)
+            each.step()
+            each.zero_grad()
         losses.append(total)
     return losses, norms
 
 
 @pytest.mark.parametrize("num_optimizers", [2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(("optimizer", "precision"), [("adamw", "fp32"), ("adamw", "fp16"), ("muon", "bf16")])
 def test_a_resumed_run_ends_with_the_same_hash_as_one_that_never_stopped(
-    recipe, tmp_path, num_optimizers, precision, monkeypatch
+    recipe, tmp_path, num_optimizers, optimizer, precision, monkeypatch
 ):
+    recipe = recipe.replace(optimizer=optimizer)
     monkeypatch.setattr(torch.amp.GradScaler.__init__, "__defaults__", ("cuda", 2.0**20, 2.0, 0.5, 2, True))
     recipe = recipe.replace(run={"checkpoint_every": 3}, precision=precision)
     whole = train(recipe, tmp_path / "whole")

@@ -7,9 +7,10 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
 from rayzero.errors import ConfigError
-from rayzero.recipes.lm import lr_factor, param_groups
+from rayzero.recipes.lm import lr_factor, optimizers, param_groups
 from rayzero.recipes.model import GPT, build_model, logits_of
 from rayzero.recipes.recipe import GPTConfig, RecipeConfig, load_recipe
 
@@ -138,6 +139,25 @@ def test_matrices_decay_and_vectors_do_not():
     assert {p.dim() for p in vectors["params"]} == {1}
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.3, 0.0)
     assert len(matrices["params"]) + len(vectors["params"]) == len(list(model.parameters()))
+
+
+def test_muon_gets_the_matrices_of_blocks_and_adamw_everything_else():
+    recipe = RecipeConfig(dim=32, num_layers=2, optimizer="muon", lr=0.02, weight_decay=0.3)
+    model = build_model(recipe, 256)
+    names = {id(param): name for name, param in model.named_parameters()}
+    muon, adamw = optimizers(recipe, model)
+    (group,) = muon.param_groups
+    parts = ("qkv.weight", "out.weight", "up.weight", "down.weight")
+    assert all(names[id(param)].startswith("blocks.") and names[id(param)].endswith(parts) for param in group["params"])
+    assert len(group["params"]) == 2 * 4
+    assert (group["lr"], group["weight_decay"], group["adjust_lr_fn"]) == (0.02, 0.3, "match_rms_adamw")
+    others = {names[id(param)] for group in adamw.param_groups for param in group["params"]}
+    assert {"embed.weight", "head.weight", "norm.weight", "blocks.0.mlp.up.bias"} <= others
+    assert len(others) + 8 == len(names)
+    with pytest.raises(ConfigError, match=r"the model has no nn.ModuleList with matrices"):
+        optimizers(recipe, nn.Linear(3, 3))
+    with pytest.raises(ConfigError, match=r"zero.moments is 'int8', but optimizer=muon keeps its states in fp32"):
+        recipe.replace(zero={"moments": "int8"})
 
 
 def test_a_transformers_model_is_built_from_its_config_offline(tmp_path):

@@ -8,7 +8,7 @@ Adam has before its first update: zeros, after no update. Ranks' loop states are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,9 @@ from rayzero.convert.formats.content import (
     damaged,
 )
 from rayzero.errors import CheckpointError, UnsupportedError
+from rayzero.kernels.optimizers import Optimizers, path_of
 from rayzero.layout.model_layout import ModelLayout, ParamSlot, UnitLayout, dtype_from_name, dtype_name, lay_out_unit
-from rayzero.protocol.messages import COMPUTE, MASTER, CheckpointInfo, FileEntry, ModelSpec
+from rayzero.protocol.messages import CLASS, COMPUTE, MASTER, CheckpointInfo, FileEntry, ModelSpec
 
 ADAMW = "torch.optim.adamw:AdamW"
 _ADAMS = (ADAMW, "torch.optim.adam:Adam")
@@ -111,7 +112,8 @@ class RayZeroReader(Reader):
 def write_rayzero(reader: Reader, directory: Path, *, optimizer: str = "", max_bytes: int) -> CheckpointInfo:
     """Write the checkpoint ``directory``, complete or not at all.
 
-    optimizer: import path of the optimizer's class that resumes from it; "": the source's, or AdamW. max_bytes: the
+    optimizer: import path of the optimizer's class that resumes from it; "": the source's, or AdamW; of several, groups
+    name theirs. max_bytes: the
     most bytes of an owner's file. Raises UnsupportedError for what no run could resume, as ``_plan_of`` says."""
     check_target(directory)
     spec, kinds = _plan_of(reader.content, optimizer, directory.name)
@@ -139,20 +141,22 @@ def write_rayzero(reader: Reader, directory: Path, *, optimizer: str = "", max_b
 # ---- decisions --------------------------------------------------------------------------------------------------
 
 
-def _plan_of(content: Content, optimizer: str, run: str) -> tuple[ModelSpec, tuple[str, ...]]:
-    """The spec of the checkpoint, and the states that every trained parameter has in it.
+def _plan_of(content: Content, optimizer: str, run: str) -> tuple[ModelSpec, Mapping[str, tuple[str, ...]]]:
+    """The spec of the checkpoint, and the states that each trained parameter has in it.
 
     Raises UnsupportedError for weights that neither fp32 nor a frozen unit can hold exactly, and if the optimizer's
     class is not known or its states are not in the source."""
-    layout = _layout_of(content)
-    kinds = _kinds_of(content, optimizer)
+    layout, several = _layout_of(content), any(CLASS in group.options for group in content.groups)
+    optimizer = optimizer or (path_of(Optimizers) if several else content.optimizer)
+    trained = {name: param.states for name, param in content.params.items() if param.trained}
+    kinds = trained if optimizer == path_of(Optimizers) else dict.fromkeys(trained, _kinds_of(content, optimizer))
     group_of = {name: index for index, group in enumerate(content.groups) for name in group.params}
     default = -1 if content.groups else 0
     spec = ModelSpec(
         run=run,
         layout=layout,
         world_size=1,
-        optimizer=optimizer or content.optimizer or ADAMW,
+        optimizer=optimizer or ADAMW,
         hyper=tuple(dict(group.options) for group in content.groups) or ({},),
         group_of=tuple(
             tuple(group_of.get(slot.name, default) if unit.trainable else -1 for slot in unit.slots)
@@ -162,9 +166,8 @@ def _plan_of(content: Content, optimizer: str, run: str) -> tuple[ModelSpec, tup
     return spec, kinds
 
 
-def _kinds_of(content: Content, optimizer: str) -> tuple[str, ...]:
+def _kinds_of(content: Content, chosen: str) -> tuple[str, ...]:
     """The states of each trained parameter: those that any has in the source; without any, Adam's moments."""
-    chosen = optimizer or content.optimizer
     found = sorted({kind for param in content.params.values() for kind in param.states})
     if found and not chosen and not set(found) <= _ADAM_STATES:
         raise UnsupportedError(
@@ -212,12 +215,12 @@ def _layout_of(content: Content) -> ModelLayout:
 _Entry = tuple[str, DeferredTensor, dict[str, Any]]  # name in the file, values, description
 
 
-def _entries(reader: Reader, layout: ModelLayout, kinds: Sequence[str]) -> Iterator[_Entry]:
+def _entries(reader: Reader, layout: ModelLayout, kinds: Mapping[str, Sequence[str]]) -> Iterator[_Entry]:
     """A parameter's values of one kind follow each other, because a source may hold them in one place."""
     for unit in layout.units:
         for slot in unit.slots:
             param = reader.content.params[slot.name]
-            for kind in (WEIGHT, *(kinds if unit.trainable else ())):
+            for kind in (WEIGHT, *(kinds[slot.name] if unit.trainable else ())):
                 for start, stop in grid_of(layout, unit, slot):
                     yield _entry(reader, unit, slot, param, kind, start, stop)
 

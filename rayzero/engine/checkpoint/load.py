@@ -40,7 +40,7 @@ def load_checkpoint(optimizer: ZeroOptimizer, directory: Path | str) -> None:
     directory = of_model(Path(directory), engine.number)
     require_model(directory)
     with CheckpointReader(directory) as reader:
-        _check_optimizer(reader, optimizer.make.cls)
+        _check_optimizer(reader, optimizer.classes)
         _check_parameters(reader, engine.units)
         check_resume(directory, engine.model)
         form = StateFormat(optimizer.make, optimizer.hyper())
@@ -48,20 +48,22 @@ def load_checkpoint(optimizer: ZeroOptimizer, directory: Path | str) -> None:
         check_states(engine, form, states)
         file = rank if rank < reader.world_size else 0
         state = unpack(*reader.rank_state(file))
+        groups = ResumedGroups(state["groups"], names_of(engine.model), str(directory))
+        groups.require_classes(optimizer.param_groups)
         engine.drain()
         engine.cache.write_back()
         for unit in engine.units:
             engine.values.load(unit, {i: _value(reader, slot) for i, slot in enumerate(unit.layout.slots)})
         write_states(engine, form, states)
         fill_buffers(engine.model, reader.buffers(file))
-    ResumedGroups(state["groups"], names_of(engine.model), str(directory)).restore(optimizer.param_groups)
+    groups.restore(optimizer.param_groups)
 
 
-def _check_optimizer(reader: CheckpointReader, ours: type) -> None:
-    saved, name = reader.spec.optimizer, f"{ours.__module__}:{ours.__qualname__}"
-    if saved != name:
+def _check_optimizer(reader: CheckpointReader, ours: str) -> None:
+    saved = reader.spec.classes
+    if saved != ours:
         raise CheckpointError(
-            f"{reader.directory} was written with optimizer {saved!r}, but this run has {name!r}; use the same class"
+            f"{reader.directory} was written with optimizer {saved!r}, but this run has {ours!r}; use the same class"
         )
 
 

@@ -23,12 +23,10 @@ from rayzero.errors import UnsupportedError
 from rayzero.kernels import ADAMS
 from rayzero.kernels.optimizer_class import OptimizerMaker
 from rayzero.kernels.optimizer_trial import refuse_known, stand_in
+from rayzero.kernels.optimizers import HOOKS, Optimizers, maker_of_several, own_options
 from rayzero.kernels.parameter_reads import refuse_reads
 from rayzero.protocol.messages import Hyper
 
-HOOKS = tuple(
-    f"_optimizer_{kind}_{when}_hooks" for kind in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
-)
 _BY_TORCH = {  # attributes that torch sets, or reads on the instance that the loop holds
     *HOOKS,
     *("state", "param_groups", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_opt_called"),
@@ -41,6 +39,9 @@ def maker_of(optimizer: torch.optim.Optimizer, hyper: Sequence[Hyper]) -> Optimi
 
     Raises UnsupportedError that names a method that was replaced, an attribute that owners cannot get, or the reason
     why they cannot make an instance."""
+    if isinstance(optimizer, Optimizers):
+        own = iter(map(own_options, hyper))
+        return maker_of_several([maker_of(part, [next(own) for _ in part.param_groups]) for part in optimizer.parts])
     _refuse_replaced_methods(optimizer)
     cls = type(optimizer)
     if cls in ADAMS:  # owners have code of their own, which reads no attributes

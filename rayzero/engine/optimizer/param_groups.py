@@ -24,7 +24,7 @@ from rayzero.checkpoint.state_values import is_packable
 from rayzero.errors import CheckpointError
 from rayzero.kernels import ADAMS
 from rayzero.kernels.optimizer_class import options_of, plain_value
-from rayzero.protocol.messages import Hyper
+from rayzero.protocol.messages import CLASS, Hyper
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +107,18 @@ class ResumedGroups:
             for key, value in saved[0].items() if saved else ():
                 if only is None or key in only:
                     group[key] = _put(group.get(key), value)
+
+    def require_classes(self, groups: Sequence[ParamGroup]) -> None:
+        """Raise CheckpointError if another of several classes updates a parameter than does in the checkpoint."""
+        saved = {name: options[0].get(CLASS) for params, options in self._options.items() for name in params}
+        for group in groups:
+            for name in sorted(self._params(group)):
+                was, now = saved.get(name), group.get(CLASS)
+                if was and now and was != now:
+                    raise CheckpointError(
+                        f"{name!r} was updated by {was} in {self._checkpoint}, but by {now} in this run; give each "
+                        "parameter to an optimizer of the same class"
+                    )
 
     def tell_kept(self, groups: Sequence[ParamGroup]) -> None:
         """Warn of groups that the checkpoint does not have and that therefore keep the loop's options."""

@@ -18,7 +18,7 @@ from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS
 from rayzero.kernels.optimizer_class import OptimizerMaker, State, is_scalar, on_cpu, scalar_like, state_template
-from rayzero.kernels.optimizer_trial import require_owned
+from rayzero.kernels.optimizer_trial import refuse_vectors, require_owned
 from rayzero.modes import outside_modes
 from rayzero.protocol.messages import STEP, Hyper
 
@@ -104,9 +104,11 @@ def write_states(engine: Engine, form: StateFormat, states: Mapping[int, State])
             engine.values.write(unit, kind, _filled(unit, values))
 
 
-def check_group(make: OptimizerMaker, prepared: Sequence[Hyper], added: Hyper, *, whole: bool) -> None:
-    """Raise UnsupportedError if a group added after prepare keeps states that the owners have no memory for, or with
-    its options the class cannot run there. ``whole``: shards cut no parameter."""
+def check_group(
+    make: OptimizerMaker, prepared: Sequence[Hyper], added: Hyper, group: Mapping[str, Any], engine: Engine
+) -> None:
+    """Raise UnsupportedError if a group added after prepare keeps states that the owners have no memory for, or the
+    class cannot run there with its options (``added``) and parameters (of ``group``)."""
     known = {name for group in range(len(prepared)) for name in StateFormat(make, prepared).of(group, 1)}
     new = sorted(set(StateFormat(make, [added]).of(0, 1)) - known)
     if new:
@@ -115,7 +117,8 @@ def check_group(make: OptimizerMaker, prepared: Sequence[Hyper], added: Hyper, *
             f"did; use the same options (amsgrad, momentum, ...) or add the group before"
         )
     if make.cls not in ADAMS:
-        require_owned(make, added, whole=whole)
+        verdict = require_owned(make, added, whole=engine.layout.whole_parameters)
+        refuse_vectors(make, [group], [verdict], {id(p): name for name, p in engine.model.named_parameters()})
 
 
 # ---- small parts ------------------------------------------------------------------------------------------------

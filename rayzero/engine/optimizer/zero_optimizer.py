@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.engine import Engine
-from rayzero.engine.optimizer.given import HOOKS, attribute_values, late_attribute
+from rayzero.engine.optimizer.given import attribute_values, late_attribute
 from rayzero.engine.optimizer.param_groups import ResumedGroups, hyper_of
 from rayzero.engine.optimizer.states import (
     StateFormat,
@@ -25,7 +25,8 @@ from rayzero.engine.rank_step import RankStep
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels.group_entries import GroupEntries
 from rayzero.kernels.optimizer_class import OptimizerMaker, State
-from rayzero.protocol.messages import Decision, Hyper
+from rayzero.kernels.optimizers import HOOKS, Optimizers, parts_of, path_of
+from rayzero.protocol.messages import CLASS, Decision, Hyper, classes_of
 
 _SCHEDULED = {"lr", "momentum", "betas"}  # options that torch's schedulers write
 
@@ -79,8 +80,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         resumed: ResumedGroups | None = None,
     ) -> None:
         """``optimizer``: a torch optimizer that has not stepped yet; this one shares its groups and its hooks, and it
-        can no longer step. ``make``: what makes the owners' instances. ``writes_groups``: ``step()`` of the class
-        writes entries of its groups. ``resumed``: the groups of the checkpoint that the run resumes from."""
+        can no longer step, nor can its parts, if it is several. ``make``: what makes the owners' instances.
+        ``writes_groups``: ``step()`` of the class writes entries of its groups. ``resumed``: the groups of the
+        checkpoint that the run resumes from."""
         self.engine = engine
         self.make, self._writes_groups = make, writes_groups
         self._entries: GroupEntries | None = None
@@ -88,38 +90,62 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._owned = OwnedStates(engine.step_state)
         self._read: dict[Any, State] | None = None  # the owners' states, while state_dict() reads them
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
-        for hooks in HOOKS:  # the same dicts, so that those registered on either one run, and can be removed
-            setattr(self, hooks, getattr(optimizer, hooks))
+        self._plain, self._parts = optimizer, parts_of(optimizer)
+        self._part_of = [at for at, part in enumerate(self._parts) for _ in part.param_groups]  # of each group
         route_unscaling()
         self._members = list(map(_members, self.param_groups))
-        self._plain = optimizer
-        self._plain.step = _refusing(optimizer)  # type: ignore[method-assign]
-        self._plain.load_state_dict = partial(_refuse_plain_load, type(optimizer).__name__)  # type: ignore[method-assign]
-        self._plain.state = self._owned  # type: ignore[assignment]
+        for plain in self._given():
+            for hooks in HOOKS:  # the same dicts, so that those registered on either one run, and can be removed
+                setattr(plain if plain is not optimizer else self, hooks, getattr(optimizer, hooks))
+            plain.step = _refusing(plain)  # type: ignore[method-assign]
+            plain.load_state_dict = partial(_refuse_plain_load, type(plain).__name__)  # type: ignore[method-assign]
+            plain.state = self._owned  # type: ignore[assignment]
+        if isinstance(optimizer, Optimizers):
+            for at, part in enumerate(self._parts):
+                part.state_dict = partial(self._state_dict_of, at)  # type: ignore[method-assign]
+                part.load_state_dict = partial(self._load_into, at)  # type: ignore[method-assign]
+                part.add_param_group = partial(self._add_to, at)  # type: ignore[method-assign]
         self._share_groups()
-        self._attributes = attribute_values(optimizer)
+        self._attributes = [attribute_values(part) for part in self._parts]
         self._resumed = resumed
         if resumed is not None:
             resumed.restore(self.param_groups)
             resumed.tell_kept(self.param_groups)
-            route_scheduler_loads(self)
+            for plain in self._given():
+                route_scheduler_loads(self, plain)
+
+    def _given(self) -> list[torch.optim.Optimizer]:
+        """The optimizer that prepare() was given, and its parts, if it is several."""
+        return [self._plain, *(part for part in self._parts if part is not self._plain)]
 
     def _share_groups(self) -> None:
-        """Share the list of groups, because schedulers made on the plain optimizer read them there, later ones
-        included."""
+        """Share the groups, because schedulers made on a plain optimizer read them there, later ones included."""
+        for at, part in enumerate(self._parts if isinstance(self._plain, Optimizers) else ()):
+            of = zip(self.param_groups, self._part_of, strict=True)
+            part.param_groups[:] = [group for group, whose in of if whose == at]
         self._plain.param_groups = self.param_groups
+
+    def shares(self, groups: object) -> bool:
+        """Whether this very list of groups is ours, or that of an optimizer that prepare() was given."""
+        return any(groups is plain.param_groups for plain in self._given())
 
     def restore_groups(self) -> None:
         """Restore what creating a scheduler overwrote in a resumed run's parameter groups, until the first step ([Note:
         schedulers on resume]): rates, momenta, and entries that are no options of the optimizer. Other options stay as
         ``prepare()`` or the loop left them."""
         if self._resumed is not None:
-            options = {key for group in self.param_groups for key in group} - set(self.defaults)
-            self._resumed.restore(self.param_groups, only=options | _SCHEDULED)
+            entries = {key for group in self.param_groups for key in group}
+            others = entries.difference(*(part.defaults for part in self._parts))
+            self._resumed.restore(self.param_groups, only=others | _SCHEDULED)
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
         return self.make.cls
+
+    @property
+    def classes(self) -> str:
+        """As ``ModelSpec.classes``."""
+        return classes_of(self.param_groups, path_of(self.make.cls))
 
     def hyper(self) -> tuple[Hyper, ...]:
         """Each parameter group's options now, as owners get them."""
@@ -137,13 +163,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_attributes" in vars(self) and name not in vars(self) and not hasattr(type(self), name):
-            kept = any(path.partition(".")[0] == name for path in self._attributes)
-            if kept or hasattr(self.make.cls, name):
-                raise UnsupportedError(_late(name, self.make.cls.__name__))
+            for part, kept in zip(self._parts, self._attributes, strict=True):
+                if hasattr(type(part), name) or any(path.partition(".")[0] == name for path in kept):
+                    raise UnsupportedError(_late(name, type(part).__name__))
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        return f"ZeroOptimizer of {self.optimizer_class.__name__} at step {self.engine.step_state.step}"
+        classes = " and ".join(dict.fromkeys(type(part).__name__ for part in self._parts))
+        return f"ZeroOptimizer of {classes} at step {self.engine.step_state.step}"
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make the owners apply the step; returns once the finish is sent (``overlap="forward"``; see ``ZeroConfig``).
@@ -163,12 +190,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         scale = getattr(self, "grad_scale", None)  # set by a GradScaler that steps without having unscaled
         if scale is not None:
             self.engine.unscale(inverse_scale(scale))
-        if changed := late_attribute(self._attributes, self._plain):
-            raise UnsupportedError(_late(changed, self.make.cls.__name__))
+        for part, kept in zip(self._parts, self._attributes, strict=True):
+            if changed := late_attribute(kept, part):
+                raise UnsupportedError(_late(changed, type(part).__name__))
         self.engine.step(self.hyper())
         if self._writes_groups and not float(getattr(self, "found_inf", 0.0)):  # set by a GradScaler
             self._write_groups()
-        self._plain._opt_called = True  # type: ignore[attr-defined]  # a scheduler made over it looks there
+        for plain in self._given():
+            plain._opt_called = True  # type: ignore[attr-defined]  # a scheduler made over it looks there
         return loss
 
     def _write_groups(self) -> None:
@@ -219,19 +248,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, for parameters of the model that require grad and are in no group yet. Every rank adds the same
-        group. Raises UnsupportedError for other parameters, and for options that need states which no group at prepare
-        had."""
-        super().add_param_group(param_group)
+        group. Among several optimizers of different classes, the group's entry "optimizer" says which is to have it, or
+        that one's ``add_param_group`` is called. Raises UnsupportedError for other parameters, and for options that
+        need states which no group at prepare had."""
         if not hasattr(self, "_members"):  # during prepare()
+            super().add_param_group(param_group)
             return
+        at = self._part_for(param_group)
+        super().add_param_group(self._parts[at].defaults | param_group)
         try:
             hyper = self.hyper()
-            check_group(self.make, hyper[:-1], hyper[-1], whole=self.engine.layout.whole_parameters)
+            check_group(self.make, hyper[:-1], hyper[-1], self.param_groups[-1], self.engine)
             self.engine.train(self.param_groups[-1]["params"], len(self.param_groups) - 1)
         except BaseException:
             self.param_groups.pop()
             raise
+        self._part_of.append(at)
         self._members.append(_members(self.param_groups[-1]))
+        self._share_groups()
         if self._resumed is not None:
             self._resumed.restore(self.param_groups[-1:])
 
@@ -244,8 +278,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         for index, (group, members) in enumerate(zip(self.param_groups, self._members, strict=True)):
             if _members(group) != members:
+                what = f"another {CLASS!r}" if _ids(group) == members[0] else "other parameters"
                 raise UnsupportedError(
-                    f"group {index} of the optimizer has other parameters than rayzero.prepare() and "
+                    f"group {index} of the optimizer has {what} than rayzero.prepare() and "
                     "add_param_group() were given, but the owners train those; to train fewer, set their "
                     "requires_grad to False, and divide parameters among groups before prepare()"
                 )
@@ -270,6 +305,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         states: dict[int, State] = {}
 
         def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            given = self._with_classes(given)
             states.update(self._by_param(given))
             check_states(self.engine, self._format(), states)
             return {**given, "state": {}}
@@ -288,6 +324,58 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 hook.remove()
         self._share_groups()  # torch has made new ones
         self._resumed = None
+
+    # ---- several optimizers
+
+    def _part_for(self, group: Mapping[str, Any]) -> int:
+        """Which of the optimizers a new group is for."""
+        paths = [path_of(type(part)) for part in self._parts]
+        if len(set(paths)) > 1 and group.get(CLASS) not in paths:
+            raise ConfigError(
+                f"a group added to several optimizers has {group.get(CLASS)!r} as {CLASS!r}; give it one of "
+                f"{', '.join(dict.fromkeys(paths))}, or call add_param_group() of the optimizer that is to have it"
+            )
+        return paths.index(group[CLASS]) if group.get(CLASS) in paths else 0
+
+    def _add_to(self, at: int, param_group: dict[str, Any]) -> None:
+        self.add_param_group(param_group | {CLASS: path_of(type(self._parts[at]))})
+
+    def _with_classes(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A state dict whose groups say what class they are of, as ours do."""
+        groups = []
+        for index, (theirs, ours) in enumerate(zip(given["param_groups"], self.param_groups, strict=False)):
+            if theirs.get(CLASS, ours.get(CLASS)) != ours.get(CLASS):
+                raise ConfigError(
+                    f"group {index} of the optimizer state is of {theirs[CLASS]}, but the optimizer's is of "
+                    f"{ours.get(CLASS, path_of(self.make.cls))}; load a state of the same classes in the same order"
+                )
+            groups.append(theirs | ({CLASS: ours[CLASS]} if CLASS in ours else {}))
+        return {**given, "param_groups": [*groups, *given["param_groups"][len(groups) :]]}
+
+    def _state_dict_of(self, at: int) -> dict[str, Any]:
+        """``state_dict()`` of one of the optimizers, which a plain one of its class can load."""
+        part = self._parts[at]
+        members = frozenset().union(*map(_ids, part.param_groups))
+        states = dict(read_states(self.engine, self._format()))
+        part.state = {param: state for param, state in states.items() if id(param) in members}  # type: ignore[assignment]
+        try:
+            return dict(type(part).state_dict(part))
+        finally:
+            part.state = self._owned  # type: ignore[assignment]
+
+    def _load_into(self, at: int, state_dict: dict[str, Any]) -> None:
+        """``load_state_dict()`` of one of the optimizers: what the others have, all of them load again."""
+        whole, mine = self.state_dict(), [index for index, of in enumerate(self._part_of) if of == at]
+        ours, theirs = [whole["param_groups"][index] for index in mine], state_dict["param_groups"]
+        if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
+            raise ValueError("loaded state dict has other parameter groups than the optimizer")  # as torch does
+        for index, group, loaded in zip(mine, ours, theirs, strict=True):
+            for key, given in zip(group["params"], loaded["params"], strict=True):
+                whole["state"].pop(key, None)
+                if given in state_dict["state"]:
+                    whole["state"][key] = state_dict["state"][given]
+            whole["param_groups"][index] = {**loaded, "params": group["params"]}
+        self.load_state_dict(whole)
 
     def _format(self) -> StateFormat:
         return StateFormat(self.make, self.hyper())
@@ -325,9 +413,14 @@ def _refuse_plain_load(kind: str, *_: Any, **__: Any) -> None:
     )
 
 
-def _members(group: Mapping[str, Any]) -> frozenset[int]:
+def _ids(group: Mapping[str, Any]) -> frozenset[int]:
     """The ids of a group's parameters."""
     return frozenset(map(id, group["params"]))
+
+
+def _members(group: Mapping[str, Any]) -> tuple[frozenset[int], Any]:
+    """What a group trains, and by which class of several."""
+    return _ids(group), group.get(CLASS)
 
 
 def _late(name: str, kind: str) -> str:

@@ -1,0 +1,614 @@
+"""Several optimizers over one model: the bits of each in plain PyTorch, states in torch's format, refusals by name."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.convert.conversion import convert
+from rayzero.engine.checkpoint.load import load_checkpoint
+from rayzero.engine.context import RankContext, running_in
+from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
+from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
+from rayzero.testing import Killed, Transport, run_ranks
+
+from .models import Net, same_bits, seeded, tight, token_loss, tokens
+
+MUON, ADAMW = "torch.optim:Muon", "torch.optim.adamw:AdamW"
+BASE = seeded(Net)
+Optimizers = list[torch.optim.Optimizer]
+
+
+def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The matrices of blocks, and everything else."""
+    matrices = [param for param in model.layers.parameters() if param.dim() == 2]  # type: ignore[union-attr]
+    known = set(map(id, matrices))
+    return matrices, [param for param in model.parameters() if id(param) not in known]
+
+
+def muon_and_adamw(model: nn.Module) -> Optimizers:
+    matrices, others = divided(model)
+    groups = [{"params": others[:3], "lr": 2e-3}, {"params": others[3:], "weight_decay": 0.2}]
+    return [torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.01), torch.optim.AdamW(groups, lr=1e-3)]
+
+
+def fused(model: nn.Module) -> Optimizers:
+    muon, adamw = muon_and_adamw(model)
+    return [torch.optim.AdamW(adamw.param_groups, fused=True), muon]
+
+
+def sgd_and_adagrad(model: nn.Module) -> Optimizers:
+    """Element-wise, so that shards cut parameters; Adagrad makes its states before the first step."""
+    matrices, others = divided(model)
+    return [
+        torch.optim.SGD(matrices, lr=0.1, momentum=0.9),
+        torch.optim.Adagrad(others, lr=0.05, initial_accumulator_value=0.3),
+    ]
+
+
+def train(
+    model: nn.Module, optimizer: Any, steps: range, rank: int = 0, *, backwards: int = 1, max_norm: float | None = None
+) -> None:
+    for step in steps:
+        for index in range(backwards):
+            (token_loss(model, tokens(step, 10 * rank + index)) / backwards).backward()
+        if max_norm is not None:
+            optimizer.clip_grad_norm_(max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def added(each: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Sums of gradients, in order."""
+    return [functools.reduce(torch.add, grads) for grads in zip(*each, strict=True)]
+
+
+def plain(make: Any, steps: int, world_size: int, precision: str = "fp32", backwards: int = 1) -> dict[str, Tensor]:
+    """Train fp32 masters of an unsharded model on all ranks' batches, on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        masters = copy.deepcopy(BASE)
+        model = copy.deepcopy(BASE).to(torch.bfloat16 if precision == "bf16" else torch.float32)
+        optimizers = make(masters)
+        for step in range(steps):
+            rounds = []
+            for index in range(backwards):
+                ranks = []
+                for rank in range(world_size):
+                    model.zero_grad()
+                    (token_loss(model, tokens(step, 10 * rank + index)) / backwards).backward()
+                    ranks.append([param.grad.float() for param in model.parameters()])
+                rounds.append(added(ranks))
+            for param, grad in zip(masters.parameters(), added(rounds), strict=True):
+                param.grad = grad * (1.0 / world_size)
+            for optimizer in optimizers:
+                optimizer.step()
+            with torch.no_grad():
+                for param, master in zip(model.parameters(), masters.parameters(), strict=True):
+                    param.copy_(master)
+        return dict(masters.state_dict())
+    finally:
+        torch.set_num_threads(threads)
+
+
+def loop(
+    context: RankContext,
+    make: Any = muon_and_adamw,
+    precision: str = "fp32",
+    backwards: int = 1,
+    steps: int = 3,
+    max_norm: float | None = None,
+) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    model = copy.deepcopy(BASE)
+    config = tight(model, precision=precision, prefetch_buffer_size=1, shard_bytes=16 << 10)
+    config = config.replace(gradient_accumulation_steps=backwards)
+    model, optimizer = rayzero.prepare(model, make(model), config)
+    train(model, optimizer, range(steps), context.rank, backwards=backwards, max_norm=max_norm)
+    return {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
+
+
+# ---- bits
+
+
+@pytest.mark.promise("exact", "optimizers")
+@pytest.mark.parametrize("make", [muon_and_adamw, fused, sgd_and_adagrad])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize(("world_size", "owners"), [(1, 1), (2, 3), (3, 2)])
+def test_several_optimizers_have_the_bits_of_each_in_plain_torch(
+    make: Any, precision: str, backwards: int, world_size: int, owners: int
+) -> None:
+    expected = plain(make, 3, world_size, precision, backwards)
+    each = functools.partial(loop, make=make, precision=precision, backwards=backwards)
+    for state in run_ranks(each, world_size, owners):
+        assert same_bits(state, expected)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("owners", "transport"), [(1, "shm"), (3, "shm"), (2, "grpc")])
+def test_every_transport_gives_these_bits(precision: str, owners: int, transport: Transport) -> None:
+    expected = plain(muon_and_adamw, 3, 2, precision, 2)
+    for state in run_ranks(functools.partial(loop, precision=precision, backwards=2), 2, owners, transport, True):
+        assert same_bits(state, expected)
+
+
+def test_a_clip_is_of_the_norm_of_all_and_gives_the_same_bits_everywhere() -> None:
+    """Not those of torch's clip, which rounds its norm otherwise: Newton-Schulz in bf16 makes more of it."""
+    each = functools.partial(loop, max_norm=0.05)
+    expected, *others = [state for owners in (1, 2, 3) for state in run_ranks(each, 2, owners)]
+    others += run_ranks(each, 2, 2, "shm", True) + run_ranks(each, 2, 2, "grpc", True)
+    assert all(same_bits(state, expected) for state in others)
+    unclipped, *_ = run_ranks(loop, 2, 1)
+    assert not same_bits(unclipped, expected)
+
+
+def test_equal_classes_are_one_optimizer_and_two_lists_in_another_order_are_alike(alone: RankContext) -> None:
+    model = copy.deepcopy(BASE)
+    matrices, others = divided(model)
+    _, optimizer = rayzero.prepare(model, [torch.optim.AdamW(matrices, lr=1e-2), torch.optim.AdamW(others)])
+    assert optimizer.optimizer_class is torch.optim.AdamW
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-3]
+    assert not any("optimizer" in group for group in optimizer.param_groups)
+    assert optimizer.classes == ADAMW
+
+
+class ByGroup(torch.optim.Optimizer):
+    """Muon and Adam in one class, as their groups say; refuses groups with other entries, as some such classes do."""
+
+    def __init__(self, params: Any) -> None:
+        for group in params:
+            known = {"lr", "use_muon", "schedule"} | ({"momentum"} if group["use_muon"] else {"betas"})
+            assert group.keys() - {"params"} <= known, group.keys()
+            group |= {"lr": 0.01, "schedule": [(3.4445, -4.775, 2.0315)]} | group
+            group |= ({"momentum": 0.9} if group["use_muon"] else {"betas": (0.9, 0.95)}) | group
+            assert all(isinstance(each, tuple) for each in group["schedule"])
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (each for each in group["params"] if each.grad is not None):
+                state = self.state[p]
+                if group["use_muon"]:
+                    kept = state.setdefault("momentum_buffer", torch.zeros_like(p))
+                    kept.lerp_(p.grad, 1 - group["momentum"])
+                    newton = torch.optim._muon._zeropower_via_newtonschulz
+                    p.add_(newton(kept, group["schedule"][0], 5, 1e-7), alpha=-group["lr"])
+                else:
+                    state["step"] = state.get("step", 0) + 1
+                    for name, beta, value in zip(("m", "v"), group["betas"], (p.grad, p.grad.square()), strict=True):
+                        state.setdefault(name, torch.zeros_like(p)).lerp_(value, 1 - beta)
+                    p.addcdiv_(state["m"], state["v"].sqrt().add_(1e-8), value=-group["lr"])
+
+
+def by_group(model: nn.Module) -> Optimizers:
+    matrices, others = divided(model)
+    return [ByGroup([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False, "lr": 1e-3}])]
+
+
+@pytest.mark.promise("exact", "optimizers")
+@pytest.mark.parametrize(("world_size", "owners"), [(1, 1), (2, 3)])
+def test_a_class_that_switches_by_group_has_its_bits(world_size: int, owners: int) -> None:
+    expected = plain(by_group, 3, world_size)
+    for state in run_ranks(functools.partial(loop, make=by_group), world_size, owners):
+        assert same_bits(state, expected)
+
+
+def test_a_scheduler_of_such_a_class_and_its_checkpoint(tmp_path: Path) -> None:
+    def train_on(resume: Path | None) -> dict[str, Tensor]:
+        with running_in(RankContext()) as context:
+            model = copy.deepcopy(BASE)
+            (given,) = by_group(model)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(given, 0.5)  # writes an entry before prepare()
+            model, optimizer = rayzero.prepare(model, given, resume=resume)
+            rayzero.track(scheduler=scheduler)
+            for step in range(context.step, 4):
+                train(model, optimizer, range(step, step + 1))
+                scheduler.step()
+                if step == 1 and resume is None:
+                    rayzero.save_checkpoint(optimizer, tmp_path / "two")
+            assert [len(state) for _, state in sorted(optimizer.state_dict()["state"].items())] == [1] * 6 + [3] * 15
+            return {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
+
+    assert same_bits(train_on(None), train_on(tmp_path / "two"))
+
+
+class Counting(torch.optim.SGD):
+    """Writes into its groups: counts its steps, and warms up."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in (each for each in group["params"] if each.grad is not None):
+                p.sub_(p.grad * (group["lr"] * min(1.0, group["steps"] / 4)))
+
+
+def muon_and_counting(model: nn.Module) -> Optimizers:
+    matrices, others = divided(model)
+    return [torch.optim.Muon(matrices), Counting(others, lr=0.1)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"offload_fraction": 0.5}])
+def test_one_that_writes_into_its_groups_and_owners_beside_ranks(settings: Any, alone: RankContext) -> None:
+    model, optimizer, _ = prepared(muon_and_counting, config=ZeroConfig(**settings))
+    train(model, optimizer, range(3))
+    assert same_bits(rayzero.full_state_dict(model), plain(muon_and_counting, 3, 1))
+    assert [group.get("steps") for group in optimizer.param_groups] == [None, 3]
+
+
+def three(model: nn.Module) -> Optimizers:
+    """Two are of one class, and the list is not in the order of the model."""
+    matrices, others = divided(model)
+    return [torch.optim.AdamW(others[::2], lr=2e-3), torch.optim.Muon(matrices), torch.optim.AdamW(others[1::2])]
+
+
+def test_two_of_three_may_be_of_one_class(alone: RankContext) -> None:
+    model, optimizer, given = prepared(three)
+    train(model, optimizer, range(3))
+    assert same_bits(rayzero.full_state_dict(model), plain(three, 3, 1))
+    assert [len(each.param_groups) for each in given] == [1, 1, 1]
+    sizes = [len(each.state_dict()["state"]) for each in given]
+    assert sizes == [len(each.param_groups[0]["params"]) for each in given]
+
+
+# ---- groups and states
+
+
+Prepared = tuple[nn.Module, ZeroOptimizer, Optimizers]
+
+
+def prepared(make: Any = muon_and_adamw, **settings: Any) -> Prepared:
+    model = copy.deepcopy(BASE)
+    given = make(model)
+    return *rayzero.prepare(model, given, **settings), given
+
+
+def test_one_optimizer_has_all_groups_and_each_says_its_class(alone: RankContext) -> None:
+    _, optimizer, (muon, adamw) = prepared()
+    assert [group["optimizer"] for group in optimizer.param_groups] == [MUON, ADAMW, ADAMW]
+    assert [len(each.param_groups) for each in (muon, adamw)] == [1, 2]
+    assert adamw.param_groups[1] is optimizer.param_groups[2]
+    assert repr(optimizer) == "ZeroOptimizer of Muon and AdamW at step 0"
+    assert optimizer.classes == f"{ADAMW}, {MUON}"
+
+
+def test_each_has_torchs_state_and_plain_ones_load_it(alone: RankContext) -> None:
+    ours, optimizer, given = prepared()
+    train(ours, optimizer, range(3))
+    model = copy.deepcopy(BASE)
+    model.load_state_dict(rayzero.full_state_dict(ours))
+    fresh = muon_and_adamw(model)
+    for mine, theirs in zip(given, fresh, strict=True):
+        theirs.load_state_dict(mine.state_dict())
+    for step in range(3, 5):
+        token_loss(model, tokens(step)).backward()
+        for each in fresh:
+            each.step()
+            each.zero_grad()
+    train(ours, optimizer, range(3, 5))
+    assert same_bits(rayzero.full_state_dict(ours), model.state_dict())
+    for mine, theirs in zip(given, fresh, strict=True):
+        expected, found = theirs.state_dict(), mine.state_dict()
+        assert found["param_groups"] == expected["param_groups"]
+        assert found["state"].keys() == expected["state"].keys()
+        for key, state in expected["state"].items():
+            assert list(found["state"][key]) == list(state)
+            assert all(torch.equal(torch.as_tensor(found["state"][key][name]), value) for name, value in state.items())
+
+
+def test_each_loads_what_a_plain_one_saved_and_leaves_the_others_alone(alone: RankContext) -> None:
+    model, optimizer, given = prepared()
+    train(model, optimizer, range(2))
+    weights = {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
+    saved = [copy.deepcopy(each.state_dict()) for each in given]
+    whole = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, range(2, 4))
+    expected = {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
+    for load in (
+        lambda: [each.load_state_dict(state) for each, state in zip(given, saved, strict=True)],
+        lambda: optimizer.load_state_dict(whole),
+        lambda: optimizer.load_state_dict(  # as someone merged it from two files
+            {**whole, "param_groups": [{k: v for k, v in g.items() if k != "optimizer"} for g in whole["param_groups"]]}
+        ),
+    ):
+        load()
+        model.load_state_dict(weights)
+        assert [group["optimizer"] for group in optimizer.param_groups] == [MUON, ADAMW, ADAMW]
+        train(model, optimizer, range(2, 4))
+        assert same_bits(rayzero.full_state_dict(model), expected)
+    with pytest.raises(ValueError, match="other parameter groups"):
+        given[1].load_state_dict(saved[0])
+    whole["param_groups"][0]["optimizer"] = ADAMW
+    with pytest.raises(ConfigError, match=f"group 0 of the optimizer state is of {ADAMW}, but the optimizer's is of"):
+        optimizer.load_state_dict(whole)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_scheduler_over_either_one_sets_its_rates(early: bool, alone: RankContext) -> None:
+    def schedulers(optimizers: Optimizers) -> list[Any]:
+        return [torch.optim.lr_scheduler.ExponentialLR(each, 0.5 + at / 4) for at, each in enumerate(optimizers)]
+
+    ours, theirs = copy.deepcopy(BASE), copy.deepcopy(BASE)
+    given, fresh = muon_and_adamw(ours), muon_and_adamw(theirs)
+    plain_ones = schedulers(fresh)
+    made = schedulers(given) if early else []
+    model, optimizer = rayzero.prepare(ours, given)
+    made = made or schedulers(given)
+    for step in range(4):
+        train(model, optimizer, range(step, step + 1))
+        token_loss(theirs, tokens(step)).backward()
+        for each in fresh:
+            each.step()
+            each.zero_grad()
+        for scheduler in made + plain_ones:
+            scheduler.step()
+        if step == 1:
+            optimizer.load_state_dict(optimizer.state_dict())  # makes new groups
+        assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for each in fresh for g in each.param_groups]
+    assert same_bits(rayzero.full_state_dict(model), theirs.state_dict())
+
+
+@pytest.mark.parametrize("through", ["returned", "given"])
+def test_a_group_added_later_is_of_the_class_that_it_says(through: str, alone: RankContext) -> None:
+    def without_the_norm(model: nn.Module) -> Optimizers:
+        muon, adamw = muon_and_adamw(model)
+        group = adamw.param_groups[1]
+        group["params"] = [param for param in group["params"] if param is not model.norm.bias]
+        return [adamw, muon]
+
+    model, optimizer, (adamw, muon) = prepared(without_the_norm)
+    group = {"params": [model.norm.bias], "lr": 3e-3}
+    with pytest.raises(ConfigError, match=r"has None as 'optimizer'; give it one of .*AdamW, .*Muon, or call"):
+        optimizer.add_param_group(dict(group))
+    with pytest.raises(UnsupportedError, match=r"Muon takes matrices only, and 'norm.bias' has shape \(64,\)"):
+        muon.add_param_group(dict(group))
+    if through == "given":
+        adamw.add_param_group(dict(group))
+    else:
+        optimizer.add_param_group({**group, "optimizer": ADAMW})
+    assert adamw.param_groups[-1] is optimizer.param_groups[-1]
+    assert len(muon.param_groups) == 1
+    train(model, optimizer, range(2))
+    theirs = copy.deepcopy(BASE)
+    fresh = without_the_norm(theirs)
+    fresh[0].add_param_group({"params": [theirs.norm.bias], "lr": 3e-3})
+    for step in range(2):
+        token_loss(theirs, tokens(step)).backward()
+        for each in fresh:
+            each.step()
+            each.zero_grad()
+    assert same_bits(rayzero.full_state_dict(model), theirs.state_dict())
+    assert adamw.state_dict()["state"].keys() == fresh[0].state_dict()["state"].keys()
+    optimizer.param_groups[0]["optimizer"] = MUON
+    with pytest.raises(UnsupportedError, match="group 0 of the optimizer has another 'optimizer' than"):
+        optimizer.step()
+
+
+# ---- checkpoints
+
+
+@pytest.mark.promise("recoverable", "optimizers")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_interrupted_at_any_step_goes_on_with_the_same_bits(precision: str, tmp_path: Path) -> None:
+    config = ZeroConfig(precision=precision, shard_bytes=16 << 10)
+
+    def resumed(context: RankContext, path: Path | None, steps: int) -> dict[str, Tensor]:
+        model = copy.deepcopy(BASE)
+        given = muon_and_adamw(model)
+        model, optimizer = rayzero.prepare(model, given, config, resume=path)
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.7) for each in given]
+        rayzero.track(muon=schedulers[0], adamw=schedulers[1])
+        for step in range(context.step, steps):
+            train(model, optimizer, range(step, step + 1), context.rank)
+            for scheduler in schedulers:
+                scheduler.step()
+            if path is None:
+                rayzero.save_checkpoint(optimizer, tmp_path / f"step-{step + 1}")
+        return {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
+
+    expected, _ = run_ranks(functools.partial(resumed, path=None, steps=4), 2, 2)
+    for step in range(1, 4):
+        each = functools.partial(resumed, path=tmp_path / f"step-{step}", steps=4)
+        for state in run_ranks(each, 2, 1 + step % 3):
+            assert same_bits(state, expected)
+
+
+@pytest.mark.promise("recoverable", "optimizers")
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize(("when", "at"), [("pushed", 0), ("pushed", 2), ("stepped", 1), ("stepped", 3)])
+def test_a_rank_that_dies_repeats_its_step(when: str, at: int, transport: Transport) -> None:
+    def trained(context: RankContext, dies: bool) -> tuple[dict[str, Tensor], list[list[float]]]:
+        model = copy.deepcopy(BASE)
+        given = muon_and_adamw(model)
+        model, optimizer = rayzero.prepare(model, given, ZeroConfig(shard_bytes=16 << 10))
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.7) for each in given]
+        rayzero.track(muon=schedulers[0], adamw=schedulers[1])
+        dies = dies and context.rank == 1 and not context.life
+        for step in range(context.step, 4):
+            token_loss(model, tokens(step, context.rank)).backward()
+            if dies and (when, step) == ("pushed", at):
+                raise Killed
+            optimizer.step()
+            if dies and (when, step) == ("stepped", at):
+                raise Killed
+            optimizer.zero_grad()
+            for scheduler in schedulers:
+                scheduler.step()
+        state = {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
+        return state, [scheduler.get_last_lr() for scheduler in schedulers]
+
+    expected = run_ranks(functools.partial(trained, dies=False), 2, 2, transport)
+    found = run_ranks(functools.partial(trained, dies=True), 2, 2, transport, max_failures=1)
+    for (state, rates), (other, other_rates) in zip(found, expected, strict=True):
+        assert same_bits(state, other)
+        assert rates == other_rates
+
+
+@pytest.mark.parametrize("ways", [["rayzero"], ["dcp", "rayzero"]])
+def test_a_converted_checkpoint_goes_on_with_the_same_bits(ways: list[str], tmp_path: Path) -> None:
+    def save() -> dict[str, Tensor]:
+        with running_in(RankContext()):
+            model, optimizer, _ = prepared()
+            train(model, optimizer, range(2))
+            rayzero.save_checkpoint(optimizer, tmp_path / "first")
+            train(model, optimizer, range(2, 4))
+            return {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
+
+    expected, path = save(), tmp_path / "first"
+    for number, way in enumerate(ways):
+        path = convert(path, tmp_path / f"{number}", to=way).path
+    with running_in(RankContext()):
+        model, optimizer, _ = prepared(resume=path)
+        assert [group["optimizer"] for group in optimizer.param_groups] == [MUON, ADAMW, ADAMW]
+        train(model, optimizer, range(2, 4))
+        assert same_bits(rayzero.full_state_dict(model), expected)
+
+
+def test_a_checkpoint_is_loaded_in_the_middle_of_a_run(tmp_path: Path, alone: RankContext) -> None:
+    model, optimizer, _ = prepared()
+    train(model, optimizer, range(2))
+    rayzero.save_checkpoint(optimizer, tmp_path / "two")
+    train(model, optimizer, range(2, 4))
+    expected = {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
+    load_checkpoint(optimizer, tmp_path / "two")
+    train(model, optimizer, range(2, 4))
+    assert same_bits(rayzero.full_state_dict(model), expected)
+
+
+def sgd_and_muon(model: nn.Module) -> Optimizers:
+    """As ``muon_and_sgd``, but one matrix is SGD's. Both classes keep a ``momentum_buffer``."""
+    matrices, others = divided(model)
+    return [torch.optim.SGD([*others, matrices[0]], momentum=0.9), torch.optim.Muon(matrices[1:])]
+
+
+def muon_and_sgd(model: nn.Module) -> Optimizers:
+    matrices, others = divided(model)
+    return [torch.optim.Muon(matrices), torch.optim.SGD(others, momentum=0.9)]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (muon_and_adamw, r"was (updated by torch.optim.sgd:SGD in .*|written with .*sgd:SGD, torch.optim:Muon'), but"),
+        (sgd_and_muon, r"'layers.0.up.weight' was updated by torch.optim:Muon in .*, but by torch.optim.sgd:SGD"),
+        (lambda model: torch.optim.SGD(model.parameters(), momentum=0.9), r"but this run has 'torch.optim.sgd:SGD'"),
+    ],
+)
+def test_a_checkpoint_of_other_classes_is_refused_by_name(make: Any, says: str, tmp_path: Path) -> None:
+    with running_in(RankContext()):
+        model, optimizer, _ = prepared(muon_and_sgd)
+        train(model, optimizer, range(1))
+        rayzero.save_checkpoint(optimizer, tmp_path / "one")
+    with running_in(RankContext()), pytest.raises(CheckpointError, match=says):
+        prepared(make, resume=tmp_path / "one")
+    with running_in(RankContext()):
+        _, optimizer, _ = prepared(make)
+        with pytest.raises(CheckpointError, match=says):
+            load_checkpoint(optimizer, tmp_path / "one")
+
+
+# ---- refusals
+
+
+def hooked(model: nn.Module) -> Optimizers:
+    muon, adamw = muon_and_adamw(model)
+    adamw.register_step_post_hook(lambda *_: None)
+    return [muon, adamw]
+
+
+def stepped(model: nn.Module) -> Optimizers:
+    muon, adamw = muon_and_adamw(model)
+    token_loss(model, tokens(0)).backward()
+    adamw.step()
+    return [muon, adamw]
+
+
+class Scaled(torch.optim.SGD):
+    def __init__(self, params: Any, scale: float) -> None:
+        super().__init__(params, lr=0.1)
+        self.scale = scale
+
+
+Make = Callable[[nn.Module], Any]
+REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
+    "none": (lambda model: [], ConfigError, "a list of optimizers was empty"),
+    "strangers": (lambda model: [*muon_and_adamw(model), 3], ConfigError, r"optimizer must be a .*, got int"),
+    "shared": (
+        lambda model: [*muon_and_adamw(model), torch.optim.SGD([model.norm.bias])],
+        UnsupportedError,
+        r"'norm.bias' is in two of the optimizers, AdamW \(number 1\) and SGD \(number 2\); give each parameter to one",
+    ),
+    "another model's": (
+        lambda model: [*muon_and_adamw(model), torch.optim.SGD([nn.Parameter(torch.zeros(3))])],
+        UnsupportedError,
+        r"parameter 0 of the optimizer's group 3 \(shape \(3,\)\) is not in the model",
+    ),
+    "hooks": (hooked, UnsupportedError, "AdamW, one of several optimizers, has hooks.* register them on the optimizer"),
+    "stepped": (stepped, UnsupportedError, "the optimizer has stepped already"),
+    "vectors": (
+        lambda model: [torch.optim.SGD(divided(model)[0]), Matrices(divided(model)[1])],
+        UnsupportedError,
+        r"Matrices takes matrices only, and 'layers.0.norm.weight' has shape \(64,\)",
+    ),
+    "LBFGS": (
+        lambda model: [torch.optim.Muon(divided(model)[0]), torch.optim.LBFGS(divided(model)[1])],
+        UnsupportedError,
+        "LBFGS cannot run on shards",
+    ),
+    "attributes": (
+        lambda model: [Scaled(params, scale) for params, scale in zip(divided(model), (1.0, 2.0), strict=True)],
+        UnsupportedError,
+        "two optimizers of the class .*Scaled have different attributes",
+    ),
+    "hybrid": (
+        lambda model: [torch.optim.Muon(divided(model)[0]), rayzero.HybridDeviceOptimizer(divided(model)[1])],
+        UnsupportedError,
+        "HybridDeviceOptimizer",
+    ),
+}
+
+
+class Matrices(torch.optim.SGD):
+    """Takes matrices only, and says so when it steps."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        if any(param.dim() != 2 for group in self.param_groups for param in group["params"]):
+            raise ValueError("matrices only")
+        super().step()
+
+
+@pytest.mark.promise("refused", "optimizers")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_is_refused_by_name(name: str, alone: RankContext) -> None:
+    make, error, says = REFUSED[name]
+    model = copy.deepcopy(BASE)
+    given = make(model)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=says):
+        rayzero.prepare(model, given)
+    assert same_bits(model.state_dict(), before), "and nothing has changed"
+    rayzero.prepare(model, muon_and_adamw(model))
+
+
+def test_moments_in_codes_are_for_adam_alone(alone: RankContext) -> None:
+    with pytest.raises(UnsupportedError, match="moments='int8' is for Adam and AdamW"):
+        prepared(config=ZeroConfig(moments="int8"))
+
+
+def test_the_given_ones_can_no_longer_step(alone: RankContext) -> None:
+    _, _, given = prepared()
+    for each in given:
+        with pytest.raises(UnsupportedError, match=r"step\(\) was called on the .* given to rayzero.prepare"):
+            each.step()
