@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rayzero.recipes.recipe import RecipeConfig
 
 _SPEEDS = {"flops": 1e12, "link": 1e9, "memory": 1e9}  # the options that describe a GPU machine, with their units
+_UNITS = _SPEEDS | {"host_flops": 1e12}  # others: 1e9
 _SIZES = {"device_bytes": "--gpu-memory", "host_bytes": "--host-memory", "shm_bytes": "--shm"}  # Hardware's -> option
 
 
@@ -37,6 +38,9 @@ def plan(
     link: Annotated[float | None, typer.Option(help="GB/s between a host and one GPU, each way.")] = None,
     network: Annotated[float | None, typer.Option(help="GB/s that one host sends and receives, each way.")] = None,
     memory: Annotated[float | None, typer.Option(help="GB/s of one host's memory, reads plus writes.")] = None,
+    host_flops: Annotated[
+        float | None, typer.Option(help="Peak TFLOP/s of one host's CPUs in bf16, which Muon's updates need.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show a run's bytes by tier and phase, and the least time of a step, on the machines that the options describe.
@@ -53,6 +57,7 @@ def plan(
         link=link,
         network=network,
         memory=memory,
+        host_flops=host_flops,
     )
     typer.echo(to_json(planned.to_json()) if as_json else format_plan(planned))
     check_plan(planned)
@@ -68,8 +73,8 @@ def make_plan(
     shm: str | None,
     **speeds: float | None,
 ) -> RecipePlan:
-    """The plan that the command's options ask for; ``speeds``: flops, link, network and memory. Raises ConfigError for
-    options that describe no machine."""
+    """The plan that the command's options ask for; ``speeds``: flops, link, network, memory, host_flops. Raises
+    ConfigError for options that describe no machine."""
     from rayzero.cluster.processes.program_memory import coordinator_memory
 
     coordinator = coordinator_memory()  # before anything imports torch
@@ -77,7 +82,7 @@ def make_plan(
 
     for name, speed in speeds.items():  # bytes are divided by it
         if speed is not None and not (math.isfinite(speed) and speed > 0):
-            raise ConfigError(f"--{name} is {speed:g} but must be a number above 0")
+            raise ConfigError(f"--{name.replace('_', '-')} is {speed:g} but must be a number above 0")
     sizes = dict(zip(_SIZES, (gpu_memory, host_memory, shm), strict=True))
     large = {name: _size(name, text) for name, text in sizes.items() if text is not None}
     _require_described(hosts, gpus, speeds, gpu_memory)
@@ -136,7 +141,7 @@ def _hardware(
     from rayzero.recipes.planning import recipe_hardware
 
     here = recipe_hardware(work)
-    fast = {name: value * _SPEEDS.get(name, 1e9) for name, value in speeds.items() if value is not None}
+    fast = {name: value * _UNITS.get(name, 1e9) for name, value in speeds.items() if value is not None}
     described: dict[str, Any] = {**fast, **large}
     return replace(
         here, hosts=Hosts(count=hosts, gpus_each=here.hosts.gpus_each if gpus is None else gpus), **described
@@ -177,12 +182,29 @@ def format_plan(planned: RecipePlan) -> str:
         "",
         f"a step of one rank: {traffic.flops / 1e12:.4g} TFLOP, fetches {format_bytes(traffic.fetch)}, pushes "
         f"{format_bytes(traffic.push)}; all owners together read and write {format_bytes(traffic.update)}",
+        *_describe_products(planned),
         "seconds at least: " + ", ".join(f"{name} {value:.4g}" for name, value in bound.stages.items()),
         f"a step takes at least {bound.seconds:.4g} s (bound by {bound.binds}): at most "
         f"{recipe.tokens_per_step / bound.seconds:,.0f} tokens/s",
     ]
     lines += ["", _describe_files(recipe, hosts.count, len(doors))]
     return "\n".join(lines)
+
+
+def _describe_products(planned: RecipePlan) -> list[str]:
+    """What Muon's updates cost, for people."""
+    from rayzero.plan.bound import products_by_host
+
+    products, speed, zero = planned.traffic.products, planned.hardware.host_flops, planned.of.recipe.zero_config
+    if not products:
+        return []
+    by_host = products_by_host(planned.traffic, zero, planned.of.recipe.scaling, planned.hardware.hosts)
+    said = f"Muon's updates: {min(products) / 1e12:.4g} to {max(products) / 1e12:.4g} TFLOP an optimizer actor"
+    busiest = max(by_host.values()) / speed
+    said += f", at least {busiest:.4g} s of the CPUs of the host with most"
+    if planned.bound.binds == "update":
+        said += "; these CPUs bound the step: spread the optimizer actors over more hosts, or train with AdamW"
+    return [said]
 
 
 def _describe_files(recipe: RecipeConfig, hosts: int, doors: int) -> str:

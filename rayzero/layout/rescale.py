@@ -56,7 +56,7 @@ def rescale(shard_map: ShardMap, change: Rescale) -> ShardMap:
     owners = [_now(shard_map, owner, now, num_sharded, len(change.former)) for owner in shard_map.owners]
     return replace(
         shard_map,
-        owners=tuple(_balanced(owners, shard_map.sizes, num_sharded)),
+        owners=tuple(_balanced(owners, shard_map.weights, num_sharded)),
         num_owners=len(change.former) + shard_map.num_device_owners,
         num_doors=change.doors,
     )

@@ -43,6 +43,7 @@ class ShardMap:
     num_owners: int
     num_device_owners: int = 0  # the last so many owners: one beside each rank, with its states on the rank's device
     num_doors: int = 0  # so many owners before those have nothing: each is on a host with ranks and no other owner
+    work: tuple[int, ...] | None = None  # what an update of each item costs, which is balanced; None: its bytes
 
     def __post_init__(self) -> None:
         if self.num_owners < 1:
@@ -86,6 +87,15 @@ class ShardMap:
         swapped = {first: 0, 0: first}
         owners = [swapped.get(owner, owner) for owner in owners]
         return cls(tuple(owners), tuple(sizes), num_owners)
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """What is balanced, per item."""
+        return self.sizes if self.work is None else self.work
+
+    def work_of(self, owner: int) -> int:
+        """The weights of all items of ``owner``."""
+        return sum(self.weights[shard] for shard in self.shards_of(owner))
 
     @property
     def num_shards(self) -> int:
@@ -164,28 +174,32 @@ def shard_map_for(
     num_device_owners: int = 0,
     num_doors: int = 0,
     offload_fraction: float = 1.0,
+    work: Sequence[int] | None = None,
 ) -> ShardMap:
     """The owner of every shard of ``layout``. Every rank and every owner computes the same map.
 
     A shard's bytes are those that its owner keeps for it under Adam (``resident_bytes``). The last
     ``num_device_owners`` owners share ``device_shards``, the ``num_doors`` owners before them get nothing, and the
-    other owners share the rest, by ``policy``. Raises ConfigError for an unknown policy, and if there is no other
+    other owners share the rest, by ``policy``. ``work``: what an update of each shard costs, which "balanced" balances
+    in place of bytes (layout/update_work.py). Raises ConfigError for an unknown policy, and if there is no other
     owner."""
     sizes = [shard.numel * resident_bytes(layout.units[shard.unit]) for shard in layout.shards]
     units = [shard.unit for shard in layout.shards]
     num_host_owners = _at_least_one(num_owners - num_device_owners - num_doors)
     on_device = device_shards(layout, offload_fraction) if num_device_owners else range(0)
     on_host = [index for index in range(len(sizes)) if index not in set(on_device)]
-    owners = [0] * len(sizes)
+    owners, weights = [0] * len(sizes), sizes if work is None else work
     for indices, first, num in (
         (on_host, 0, num_host_owners),
         (on_device, num_owners - num_device_owners, num_device_owners),
     ):
         if num:
-            part = _spread([sizes[i] for i in indices], [units[i] for i in indices], num, policy)
+            part = _spread([weights[i] for i in indices], [units[i] for i in indices], num, policy)
             for index, owner in zip(indices, part.owners, strict=True):
                 owners[index] = first + owner
-    return ShardMap(tuple(owners), tuple(sizes), num_owners, num_device_owners, num_doors)
+    return ShardMap(
+        tuple(owners), tuple(sizes), num_owners, num_device_owners, num_doors, None if work is None else tuple(work)
+    )
 
 
 def device_shards(layout: ModelLayout, offload_fraction: float) -> list[int]:

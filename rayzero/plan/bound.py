@@ -7,7 +7,7 @@ which late ones are skipped.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.layout.model_layout import ModelLayout
+from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.pool import buffer_bytes
-from rayzero.plan.hardware import Hardware
+from rayzero.plan.hardware import Hardware, Hosts
 from rayzero.plan.tiers import FP32, hosts_of_owners, hosts_of_ranks, summed_groups
 from rayzero.plan.work import Work
 from rayzero.protocol.gradient_sum import has_totals
@@ -33,6 +34,7 @@ class StepTraffic:
     gradients: GradientBytes
     published: int  # parameters that change, once
     update: int  # of all owners: what the norm and the update read and write
+    products: tuple[int, ...] = ()  # of each owner: operations of its updates, if these are more than that
 
     @property
     def push(self) -> int:
@@ -48,7 +50,7 @@ class StepBound:
     fetch: float  # host to device
     push: float  # device to host
     network: float  # between hosts
-    update: float  # host memory: norm, Adam
+    update: float  # host memory: norm, Adam; a host's CPUs: Muon's products
     exposed: float  # of the update, if it has to wait for the step's end
 
     @property
@@ -73,10 +75,17 @@ class StepBound:
 
 
 def step_traffic(
-    layout: ModelLayout, work: Work, zero: ZeroConfig, scaling: ScalingConfig, *, state_bytes: float
+    layout: ModelLayout,
+    work: Work,
+    zero: ZeroConfig,
+    scaling: ScalingConfig,
+    *,
+    state_bytes: float,
+    update_work: Sequence[int] | None = None,
 ) -> StepTraffic:
     """Count one step's bytes and operations. Parameters beyond the budget are fetched in each forward and each
-    backward; what fits stays. state_bytes: of the optimizer's states, per element."""
+    backward; what fits stays. state_bytes: of the optimizer's states, per element. update_work: see
+    layout/update_work.py."""
     backwards = zero.gradient_accumulation_steps
     sizes = [buffer_bytes(unit.size_bytes) for unit in layout.units]
     trained = [unit for unit in layout.units if unit.trainable]
@@ -89,12 +98,14 @@ def step_traffic(
         summed = ranks * gradients + (2 if pushes == 1 else 3) * FP32 * elements
     else:
         summed = 2 * ranks * gradients
+    owned = shard_map_for(layout, scaling.num_optimizers, zero.shard_map, work=update_work)
     return StepTraffic(
         flops=(work.forward_flops + work.backward_flops) * backwards,
         fetch=gradients + (2 * backwards - 1) * beyond,
         gradients=GradientBytes.of(layout.units, pushes),
         published=gradients,
         update=summed + states + published,
+        products=() if update_work is None else tuple(map(owned.work_of, range(owned.num_owners))),
     )
 
 
@@ -104,6 +115,7 @@ def bound_step(traffic: StepTraffic, zero: ZeroConfig, scaling: ScalingConfig, h
     ranks, owners = hosts_of_ranks(scaling, hosts), Counter(hosts_of_owners(zero, scaling, hosts))
     crowded = max(Counter(ranks).values())
     update = traffic.update * max(owners.values()) / scaling.num_optimizers / hardware.memory
+    update += max(products_by_host(traffic, zero, scaling, hosts).values(), default=0) / hardware.host_flops
     return StepBound(
         compute=traffic.flops / hardware.flops * (1 if hosts.on_gpu else crowded),
         fetch=traffic.fetch / hardware.link,
@@ -112,6 +124,14 @@ def bound_step(traffic: StepTraffic, zero: ZeroConfig, scaling: ScalingConfig, h
         update=update,
         exposed=update if zero.overlap == "none" or not zero.overlap_computation else 0.0,
     )
+
+
+def products_by_host(traffic: StepTraffic, zero: ZeroConfig, scaling: ScalingConfig, hosts: Hosts) -> dict[int, int]:
+    """Operations of the updates of each host's owners."""
+    found = defaultdict[int, int](int)
+    for host, products in zip(hosts_of_owners(zero, scaling, hosts), traffic.products, strict=False):
+        found[host] += products
+    return dict(found)
 
 
 def _between_hosts(traffic: StepTraffic, ranks: Sequence[int], owners: Counter[int], zero: ZeroConfig) -> float:

@@ -47,6 +47,7 @@ class Hardware:
     link: float  # bytes, host to device and at the same time back; of one GPU
     network: float  # bytes each way, of one host
     memory: float  # bytes read and written, of one host
+    host_flops: float = inf  # of matrix products in bf16, of all CPUs of one host: what Muon's updates are made of
 
 
 def measure_here(dtype: torch.dtype, working_set: int, slab_dir: Path, on_gpu: bool | None = None) -> Hardware:
@@ -66,6 +67,7 @@ def measure_here(dtype: torch.dtype, working_set: int, slab_dir: Path, on_gpu: b
         flops=_product_speed(device, dtype),
         link=measure_link(device, _LARGEST).to_device if on_gpu else float("inf"),
         network=float("inf"),
+        host_flops=_product_speed(torch.device("cpu"), torch.bfloat16),
         memory=max(_memory_speed(size) for size in (min(max(working_set, 1 << 20), _LARGEST), _LARGEST // 4)),
     )
 

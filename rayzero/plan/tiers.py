@@ -166,14 +166,21 @@ def plan_bytes(
     programs: Programs,
     measures_norms: bool = False,
     outlives_owners: bool = False,
+    update_work: Sequence[int] | None = None,
 ) -> RunBytes:
-    """Sum up a run on these hosts. state_bytes: of the optimizer's states, per element. measures_norms: owners measure
+    """Sum up a run on these hosts. state_bytes: of the optimizer's states, per element. update_work: by which shards
+    are balanced, see layout/update_work.py. measures_norms: owners measure
     norms by layer group. outlives_owners: an owner that dies gets a successor. The coordinator is on the first host."""
     ranks = hosts_of_ranks(scaling, hosts)
     beside = device_owners(scaling.num_workers, zero.host_fraction)
     owners = hosts_of_owners(zero, scaling, hosts) + ranks[:beside]
     shards = shard_map_for(
-        layout, len(owners), zero.shard_map, num_device_owners=beside, offload_fraction=zero.host_fraction
+        layout,
+        len(owners),
+        zero.shard_map,
+        num_device_owners=beside,
+        offload_fraction=zero.host_fraction,
+        work=update_work,
     )
     accumulation = zero.gradient_accumulation_steps if zero.offload_grads else 1
     with_ranks = set(ranks)

@@ -13,6 +13,7 @@ from typing import Any
 
 from rayzero.layout.rescale import Rescale, rescale
 from rayzero.layout.shard_map import ShardMap, shard_map_for
+from rayzero.layout.update_work import shard_work
 from rayzero.protocol.messages import ModelSpec
 
 
@@ -93,6 +94,7 @@ def owner_map(spec: ModelSpec, num_owners: int, ownership: Ownership | None = No
         num_device_owners=beside,
         num_doors=0 if ownership is None else ownership.doors,
         offload_fraction=spec.offload_fraction,
+        work=shard_work(spec.layout, spec.hyper, spec.group_of),
     )
     for change in ownership.changes if ownership is not None else ():
         shard_map = rescale(shard_map, change)

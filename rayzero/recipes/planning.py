@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from rayzero.engine.units.partition import ROOT
 from rayzero.kernels import adam_states
 from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout
+from rayzero.layout.update_work import shard_work
 from rayzero.memory.process_memory import process_memory
 from rayzero.plan.bound import StepBound, StepTraffic, bound_step, step_traffic
 from rayzero.plan.hardware import Hardware, Hosts, measure_here
 from rayzero.plan.programs import Imported, Programs
 from rayzero.plan.tiers import RunBytes, plan_bytes, shares_memory
 from rayzero.plan.work import Offload, Work, measure_work
-from rayzero.recipes.lm import block_matrices, next_token_loss
+from rayzero.recipes.lm import block_matrices, next_token_loss, optimizers
 from rayzero.recipes.model import build_model
 from rayzero.recipes.recipe import RecipeConfig
 
@@ -38,6 +40,7 @@ class RecipeWork:
     layout: ModelLayout
     root: frozenset[int]  # units of the root module
     state_bytes: float  # of the optimizer's states, per element
+    update_work: Sequence[int] | None  # operations of each shard's update; None: its bytes say it
     work: Work
     programs: Programs
 
@@ -98,6 +101,7 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on
         parameters = ModelParameterStats.of(model)
         units = plan_units(model, recipe.zero_config, whole_parameters=recipe.optimizer == "muon")
         states = state_bytes(recipe, model)
+        updates = update_work(recipe, model, units.layout)
     match_modules([model], recipe.zero_config.offload_activations, "offload_activations")
     offload, modules = None, recipe.zero_config.offload_activations
     if modules:
@@ -110,6 +114,7 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on
         layout=units.layout,
         root=frozenset(units.units_of_module.get(ROOT, ())),
         state_bytes=states,
+        update_work=updates,
         work=work,
         programs=programs,
     )
@@ -160,6 +165,7 @@ def recipe_bytes(work: RecipeWork, hosts: Hosts) -> RunBytes:
         recipe.scaling,
         hosts,
         state_bytes=work.state_bytes,
+        update_work=work.update_work,
         programs=work.programs,
         measures_norms=telemetry.enabled and telemetry.norms_every is not None,
         outlives_owners=recipe.run.max_failures > 0 and shares_memory(recipe.zero_config),
@@ -175,6 +181,23 @@ def state_bytes(recipe: RecipeConfig, model: nn.Module) -> float:
     return 4 * share + adams * (1 - share)
 
 
+def update_work(recipe: RecipeConfig, model: nn.Module, layout: ModelLayout) -> list[int] | None:
+    """See ``shard_work``."""
+    if recipe.optimizer == "adamw":
+        return None
+    groups = [group for each in optimizers(recipe, model) for group in each.param_groups]
+    group_of = {id(param): at for at, group in enumerate(groups) for param in group["params"]}
+    of_name = {name: group_of.get(id(param), -1) for name, param in model.named_parameters()}
+    return shard_work(layout, groups, [[of_name[slot.name] for slot in unit.slots] for unit in layout.units])
+
+
 def _traffic(work: RecipeWork) -> StepTraffic:
     recipe = work.recipe
-    return step_traffic(work.layout, work.work, recipe.zero_config, recipe.scaling, state_bytes=work.state_bytes)
+    return step_traffic(
+        work.layout,
+        work.work,
+        recipe.zero_config,
+        recipe.scaling,
+        state_bytes=work.state_bytes,
+        update_work=work.update_work,
+    )

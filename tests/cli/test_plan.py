@@ -109,6 +109,20 @@ def test_an_optimizer_without_shards_has_a_line_and_is_counted() -> None:
     assert f"(ulimit -n): {of_rank:,} of a rank, {of_owner:,} of an optimizer actor" in said
 
 
+def test_what_muons_updates_cost_is_a_line() -> None:
+    options = ["optimizer=muon", "scaling.num_optimizers=2", "--host-flops", "0.0001"]
+    said = CliRunner().invoke(app, ["plan", *SMALL, *options], catch_exceptions=False).stdout
+    found = re.search(
+        r"^Muon's updates: (\S+) to (\S+) TFLOP an optimizer actor, at least (\S+) s of", said, re.MULTILINE
+    )
+    assert found is not None
+    least, most, seconds = map(float, found.groups())
+    assert 0 < least <= most
+    assert seconds == pytest.approx((least + most) / 0.0001, rel=1e-3), "both are on this host"
+    assert "these CPUs bound the step" in said
+    assert "Muon" not in CliRunner().invoke(app, ["plan", *SMALL], catch_exceptions=False).stdout
+
+
 def test_more_hosts_than_processes_are_one_line() -> None:
     options = ["--hosts", "1000000", "--network", "10", "--memory", "10", "--flops", "1"]
     done = CliRunner().invoke(app, ["plan", *SMALL, *options], catch_exceptions=False)
@@ -187,6 +201,7 @@ def test_a_run_that_fits_because_activations_leave_is_not_refused(capsys, monkey
     [
         ("--flops", "0", "is 0 but must be a number above 0"),
         ("--memory", "-1", "is -1 but must be a number above 0"),
+        ("--host-flops", "0", "is 0 but must be a number above 0"),
         ("--network", "nan", "is nan but must be a number above 0"),
         ("--link", "inf", "is inf but must be a number above 0"),
         ("--host-memory", "lots", "is 'lots' but must be bytes: a whole number"),

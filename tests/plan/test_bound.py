@@ -14,7 +14,7 @@ import rayzero
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.units.partition import build_layout
-from rayzero.plan.bound import bound_step, step_traffic
+from rayzero.plan.bound import bound_step, products_by_host, step_traffic
 from rayzero.plan.hardware import Hosts, measure_here
 from rayzero.plan.work import measure_work
 
@@ -55,6 +55,17 @@ def test_the_longest_stage_binds_and_without_overlap_the_update_comes_on_top() -
     assert alone.seconds == pytest.approx(alone.compute + alone.update)
     slow = bound_step(traffic, BF16, FOUR, replace(GPU_HOSTS, memory=1e3))
     assert slow.binds == "update"
+
+
+def test_muons_products_are_made_by_the_cpus_of_the_host_that_has_most() -> None:
+    of_units = [100, 100, 200, 100]
+    traffic = step_traffic(four_layers(), WORK, BF16, FOUR, state_bytes=4, update_work=of_units)
+    assert sorted(traffic.products) == sorted(of_units)
+    hardware = replace(GPU_HOSTS, host_flops=10.0)
+    assert products_by_host(traffic, BF16, FOUR, hardware.hosts) == {0: 200, 1: 300}
+    bound, without = bound_step(traffic, BF16, FOUR, hardware), bound_step(traffic, BF16, FOUR, GPU_HOSTS)
+    assert bound.update == pytest.approx(without.update + 300 / 10.0)
+    assert bound.binds == "update"
 
 
 def test_eight_ranks_of_a_host_push_one_fp32_sum() -> None:
