@@ -160,7 +160,7 @@ def test_a_door_that_is_killed_is_replaced_and_no_bit_changes(tmp_path: Path, ca
 
 @needs_memory
 @pytest.mark.promise("scalable", "hosts")
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("wanted", "there"),
     [({"step_2": 1}, [1]), ({"step_2": 3, "step_5": 1}, [1]), ({"step_2": 1, "step_5": 2}, [1])],

@@ -17,7 +17,7 @@ from rayzero.testing import run_ranks
 from tests.support.faults import Fault
 
 from .disturbed import OWNERS_ELSEWHERE, Disturbed, another_host, differences
-from .test_scaling_cases import UNITS, Small, Training, assert_same
+from .test_scaling_cases import UNITS, UP_AND_DOWN, Small, Training, assert_same
 
 pytestmark = [
     pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
@@ -88,7 +88,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_owners_of_other_hosts_come_and_go_while_they_are_copied(
     case: dict[str, Any], there: tuple[str, ...], tmp_path: Path
 ) -> None:
-    loop = Training(base=seeded(Small, 3), folder=tmp_path, wanted={2: 4, 5: 1, 8: 3}, **case)
+    loop = Training(base=seeded(Small, 3), folder=tmp_path, wanted=UP_AND_DOWN, **case)
     plain = partial(Training, base=seeded(Small, 3), folder=tmp_path, wanted={}, **case)
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-") as other:
         hosts = dict.fromkeys(there, Path(other))

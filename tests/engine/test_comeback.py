@@ -238,18 +238,22 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 needs_shm = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_thread_that_dies_repeats_its_step(point: str, undisturbed: Any, tmp_path: Path) -> None:
     assert same(run(tmp_path, (point, AT)), undisturbed)
 
 
+TWICE: tuple[Point, ...] = (("pushes", 1), ("finished", 2))
 GRPC: tuple[Point, ...] = (("forward", 1), ("pushes", 1), ("clipped", 2), ("finished", 2), ("saving", 2))
 SHM: tuple[Point, ...] = (("backward", 1), ("finish", 1), ("stepped", 1), ("pushed", 2), ("writing", 2))
 
 
 @pytest.mark.promise("recoverable", "accumulation")
 @pytest.mark.spread(1)
-@pytest.mark.parametrize(("transport", "deaths"), [("grpc", GRPC), pytest.param("shm", SHM, marks=needs_shm)])
+@pytest.mark.parametrize(
+    ("transport", "deaths"), [("grpc", TWICE), ("grpc", GRPC), pytest.param("shm", SHM, marks=needs_shm)]
+)
 def test_a_process_that_is_killed_repeats_its_step(
     transport: str, deaths: tuple[Point, ...], undisturbed: Any, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.loop.reports import LoopReport
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.testing import run_ranks
+from tests.support.leftovers import threads, threads_left
 
 from .models import Net, seeded, token_loss, tokens
 
@@ -85,13 +86,11 @@ def test_the_first_failing_ranks_error_is_raised_with_its_name_and_nothing_is_le
             optimizer.step()
             optimizer.zero_grad()
 
-    before = {thread.name for thread in threading.enumerate()}
+    before = threads()
     with pytest.raises(ZeroDivisionError, match="as planned") as caught:
         run_ranks(loop, 3, 2, transport)  # type: ignore[arg-type]
     assert caught.value.__notes__[0] == "on rank 1"
-    left = {thread.name for thread in threading.enumerate()} - before
-    for_good = ("rayzero-grpc-loop", "_poll_wrapper")  # ours and grpc.aio's own, one each for the process
-    assert not [name for name in left if not any(known in name for known in for_good)]
+    assert threads_left(before) == []
 
 
 def _fail_on_rank_1(context: RankContext) -> None:

@@ -9,11 +9,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rayzero.cli.train import choose_recipe
 from rayzero.cluster.files.metrics_log import read_log
 from rayzero.cluster.files.run_record import read_record
+from rayzero.engine.context import RankContext
+from rayzero.recipes.lm import train_loop
+from rayzero.testing import run_ranks
 
 from .hosts import Host
 
@@ -50,9 +57,6 @@ def _ray_start(host: Host, *options: str, gib: int, env: Mapping[str, str]) -> N
 
 RANKS_ON_HEAD = [f"scaling.memory_per_worker={3 * GIB}", "zero.placement=cpu_nodes"]
 """Settings of a run whose ranks are on the head's host, while its owners are spread over all hosts."""
-
-ALL_ON_HEAD = [*RANKS_ON_HEAD, "scaling.optimizer_labels={host: host-1}"]
-"""The same with all owners there, too."""
 
 OWNERS_ELSEWHERE = [*RANKS_ON_HEAD, "scaling.optimizer_labels={host: host-2}"]
 """The same with all owners on the second host. Without either, each of two hosts has a rank and an owner."""
@@ -111,16 +115,39 @@ class Training:
 
     def digest(self) -> str:
         """Of its last checkpoint's content."""
-        manifest = self.folder / "checkpoints" / f"step-{STEPS:06d}" / "manifest.json"
-        return str(json.loads(manifest.read_text())["digest"])
+        return digest_of(self.folder)
+
+
+def digest_of(run_dir: Path) -> str:
+    """Of the content of a training's last checkpoint."""
+    manifest = run_dir / "checkpoints" / f"step-{STEPS:06d}" / "manifest.json"
+    return str(json.loads(manifest.read_text())["digest"])
+
+
+def settings_of(folder: Path) -> list[str]:
+    """A recipe's settings, whose text is in ``folder``."""
+    folder.mkdir(exist_ok=True)
+    (folder / "text.txt").write_text(VERSE * 300)
+    return [f"data={folder}/text.txt", *MODEL, *THREADS]
+
+
+def train_without_ray(folder: Path) -> Path:
+    """The same training on this host, in processes that are forked; returns the folder of the run."""
+    recipe = choose_recipe(settings_of(folder), {"steps": STEPS}, folder / "run")
+    loop = partial(_train_in_process, recipe.model_dump(mode="json"))
+    run_ranks(loop, 2, 2, "shm", True, run_dir=folder / "run")
+    return folder / "run"
+
+
+def _train_in_process(recipe: dict[str, Any], context: RankContext) -> None:
+    torch.set_num_threads(1)
+    train_loop(recipe)
 
 
 def train(host: Host, folder: Path, address: str, *settings: str, steps: int = STEPS) -> Training:
     """Start ``rayzero train`` on a host, with files in ``folder``."""
-    folder.mkdir(exist_ok=True)
-    (folder / "text.txt").write_text(VERSE * 300)
     counts = ["--steps", str(steps), "--workers", "2", "--optimizers", "2", "--run-dir", str(folder / "run")]
-    command = [PYTHON, "-m", "rayzero", "train", *counts, f"data={folder}/text.txt", *MODEL, *THREADS, *settings]
+    command = [PYTHON, "-m", "rayzero", "train", *counts, *settings_of(folder), *settings]
     training = Training(host.start(command, env=RAY_ENV | {"RAY_ADDRESS": address}), folder / "run")
     _STARTED.append((host, training))
     return training

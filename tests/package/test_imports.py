@@ -106,12 +106,13 @@ print(sorted(generation for generation in began if generation == 2), gc.isenable
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("module", "before"),
     [
         ("rank_worker", ""),
-        pytest.param("owner_process", "", marks=pytest.mark.thorough),
-        pytest.param("rank_worker", "gc.disable()", marks=pytest.mark.thorough),
+        ("owner_process", ""),
+        ("rank_worker", "gc.disable()"),
     ],
 )
 def test_a_process_of_a_run_looks_for_no_garbage_among_what_it_imports(
