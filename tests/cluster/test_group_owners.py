@@ -15,7 +15,7 @@ from rayzero.cluster.run import Member
 from rayzero.config import ZeroConfig
 from rayzero.slabs.hold import held_in
 from rayzero.store.file_counts import files_of_owner
-from rayzero.store.shm.same_host import why_no_sharing
+from tests.support import needs
 
 
 def group(name: str, run: str) -> WorkerGroup:
@@ -39,7 +39,7 @@ def owners(config: ZeroConfig, before: WorkerGroup | None) -> GroupOwners:
             {},
             group("a", "second"),
             "nothing of it is left in this host's shared memory",
-            marks=pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+            marks=needs.shared_memory,
         ),
     ],
 )
@@ -81,7 +81,7 @@ def test_a_group_whose_ranks_need_more_files_than_an_optimizer_may_open_is_refus
     assert told[1:] == [("b", "open")]
 
 
-@pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+@needs.shared_memory
 def test_what_is_left_is_held_until_the_owners_end() -> None:
     made = owners(ZeroConfig(), None)
     assert made._share is not None

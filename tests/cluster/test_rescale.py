@@ -15,14 +15,14 @@ from rayzero.cluster.files.run_record import read_record
 from rayzero.config import ZeroConfig
 from rayzero.elastic.requests import ScaleRequest, ask
 from rayzero.engine import get_context
-from rayzero.store.shm.same_host import why_no_sharing
+from tests.support import needs
 
 from .compared_run import STEPS, losses, same, train
 
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+    needs.shared_memory,
 ]
 
 

@@ -28,15 +28,15 @@ from rayzero.elastic.requests import ScaleRequest, ask
 from rayzero.engine.context import RankContext
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.memory.slabs import TENSORS
-from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
+from tests.support import needs
 from tests.support.faults import Fault, Faults
+from tests.support.waiting import until
 
 from .disturbed import MOMENTS, another_host, differences
+from .test_scaling_cases import wait_for_epoch
 
-pytestmark = [
-    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
-]
+pytestmark = needs.shared_memory
 
 PAUSE_S = 0.03
 
@@ -91,12 +91,6 @@ def train(
     return epoch, rayzero.full_state_dict(model) | moments, [float(loss) for loss in seen.losses], seen.means
 
 
-def wait_for_epoch(optimizer: Any, number: int) -> None:
-    """Wait until the owners have changed so often: a change that is asked for takes the place of one that waits."""
-    while optimizer.engine.store.connection.epochs.number < number:
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """By number of steps, what a run ends with that nothing happens to."""
@@ -121,7 +115,7 @@ def scaled(
     loop = functools.partial(loop, base=seeded(Small, 3), folder=folder, wanted=wanted, steps=steps, avoid=avoid)
     found = run_ranks(loop, 2, 2, "shm", True, run_dir=folder, **more)
     assert [epoch for epoch, *_ in found] == [len(wanted)] * 2
-    assert multiprocessing.active_children() == []
+    until(lambda: multiprocessing.active_children() == [])
     run = (folder / "run").read_text()
     for directory in {SHARED_MEMORY, *more.get("hosts", {}).values()}:
         left = [slab for slab in list_slabs(directory) if slab.header is not None and slab.header.facts.run == run]

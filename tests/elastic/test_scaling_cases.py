@@ -25,16 +25,15 @@ from rayzero.engine.context import RankContext
 from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs, sweep
 from rayzero.store.remote.owner_table import OwnerTable
-from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing import run_ranks
 from rayzero.testing.owners import ServedReach, Service
 from rayzero.testing.place import RankPlace
 from rayzero.testing.rank_processes import OwnerProcesses, run_processes
+from tests.support import needs
+from tests.support.waiting import until
 
-pytestmark = [
-    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
-]
+pytestmark = needs.shared_memory
 
 STEPS = 12
 UNITS = ("Block", "Embedding")
@@ -58,10 +57,9 @@ class Small(nn.Module):
 
 
 def wait_for_epoch(optimizer: Any, number: int) -> None:
-    deadline = time.monotonic() + 60
-    while optimizer.engine.store.connection.epochs.number < number:
-        assert time.monotonic() < deadline, f"epoch {number} has not begun"
-        time.sleep(0.01)
+    """Wait until the owners have changed so often: a change that is asked for takes the place of one that waits."""
+    epochs = optimizer.engine.store.connection.epochs
+    until(lambda: epochs.number >= number, 60, f"epoch {number} has not begun")
 
 
 @dataclass(frozen=True)

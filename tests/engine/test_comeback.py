@@ -27,9 +27,9 @@ from rayzero.errors import ConfigError, RunFailedError, StateLostError, Untracke
 from rayzero.lead.lead import StepLead
 from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import FinishReport, StepInputs, Write
-from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import NullRecorder
 from rayzero.testing import Killed, run_ranks
+from tests.support import needs
 
 from .models import VOCAB, Batches, Block, same_bits
 
@@ -235,7 +235,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run(tmp_path_factory.mktemp("plain"))
 
 
-needs_shm = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+needs_shm = needs.shared_memory
 
 
 @pytest.mark.spread(8)

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .hosts import hosts
-from .trainings import TwoHosts, digest_of, end_trainings, join_ray, start_ray, train_without_ray
+from .trainings import TwoHosts, digest_of, end_trainings, train_without_ray, two_hosts_with_ray
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +24,5 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def two_hosts() -> Iterator[TwoHosts]:
     """A cluster for tests that leave it whole."""
-    with hosts(2) as (a, b):
-        address = start_ray(a)
-        join_ray(b, address)
-        yield TwoHosts(a, b, address)
+    with two_hosts_with_ray() as found:
+        yield found

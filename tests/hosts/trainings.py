@@ -6,8 +6,8 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,9 @@ from rayzero.cluster.files.run_record import read_record
 from rayzero.engine.context import RankContext
 from rayzero.recipes.lm import train_loop
 from rayzero.testing import run_ranks
+from tests.support.waiting import until
 
-from .hosts import Host
+from .hosts import Host, hosts
 
 PYTHON, RAY = sys.executable, str(Path(sys.executable).with_name("ray"))
 RAY_ENV = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": ""}
@@ -45,6 +46,15 @@ def start_ray(head: Host, **env: str) -> str:
 def join_ray(host: Host, address: str) -> None:
     """Add a node, which has too little memory for the ranks of ``RANKS_ON_HEAD``."""
     _ray_start(host, f"--address={address}", gib=2, env={})
+
+
+@contextmanager
+def two_hosts_with_ray(**env: str) -> Iterator[TwoHosts]:
+    """Two hosts of a test's own, with a cluster."""
+    with hosts(2) as (a, b):
+        address = start_ray(a, **env)
+        join_ray(b, address)
+        yield TwoHosts(a, b, address)
 
 
 def _ray_start(host: Host, *options: str, gib: int, env: Mapping[str, str]) -> None:
@@ -84,7 +94,7 @@ class Training:
 
     def until(self, steps: int) -> None:
         """Wait until it has reported so many steps."""
-        until(lambda: self.done() >= steps or self.driver.poll() is not None, f"step {steps}")
+        until(lambda: self.done() >= steps or self.driver.poll() is not None, LONG_S, f"step {steps}")
         assert self.driver.poll() is None, self.driver.communicate()[0]
 
     def until_it_says(self, what: str) -> str:
@@ -172,11 +182,3 @@ def shut(a: Host, b: Host) -> None:
     a.give_ports(ports_of_a)
     b.give_ports(ports_of_b)
     b.drop_answers(ports_of_b, ports_of_a)
-
-
-def until(there: Callable[[], bool], what: str, timeout_s: float = LONG_S) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + timeout_s
-    while not there():
-        assert time.monotonic() < deadline, f"nothing came of it: {what}"
-        time.sleep(0.05)

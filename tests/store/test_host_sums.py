@@ -30,17 +30,18 @@ from rayzero.store.rank.memory import rank_memory
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.shared_plan import SharedPlan
-from rayzero.store.shm.signals import available
 from rayzero.store.wire.tensor_stream import Sent
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
+from tests.support import needs
+from tests.support.waiting import until
 
 from .proxy import Proxy
 from .stores import inprocess
 from .test_tensor_streams import over
-from .toy import WAIT, Grads, Rank, equal, make_spec, masters, random_grads, start, take_step, until
+from .toy import WAIT, Grads, Rank, equal, make_spec, masters, random_grads, start, take_step
 
-pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
+pytestmark = needs.signals_between_processes
 
 OWNERS = 2
 BF16 = (torch.bfloat16,) * 3

@@ -59,8 +59,9 @@ from rayzero.telemetry.recorder import MemoryRecorder
 from store.proxy import Proxy
 from store.stores import TOKEN, inprocess
 from store.test_grpc import connected, serving
-from store.toy import WAIT, equal, initial_values, make_spec, masters, random_grads, start, take_step, until
+from store.toy import WAIT, equal, initial_values, make_spec, masters, random_grads, start, take_step
 from tests.support.leftovers import files_left, open_files
+from tests.support.waiting import until
 
 SHOWN = Identity(Authority("streams", on_loopback=True).issue("all", [OWNER, "rank-0.rayzero", "rank-1.rayzero"]))
 HEAD = 24  # bytes
@@ -481,14 +482,6 @@ def silent(where: str) -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def begun(streams: TensorStreams) -> None:
-    """Wait until a connection is on its way."""
-    deadline = time.monotonic() + WAIT
-    while not streams._opening:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not ended lasts."""
@@ -502,7 +495,7 @@ def test_closing_ends_a_connection_that_is_not_open_yet(where: str) -> None:
         opening = Opening(number=1, port=port, ticket=bytes(TICKET_BYTES), keys=None)
         streams = TensorStreams(f"127.0.0.1:{port}", lambda host: opening)
         taken = pool.submit(streams.take)
-        begun(streams)
+        until(lambda: streams._opening)
         time.sleep(0.1)  # it waits: for the connection, or for the answer
         assert not taken.done()
         streams.close()
@@ -777,9 +770,7 @@ def test_a_connection_whose_call_never_comes_is_freed_when_its_rank_ends_it(monk
             connection.sendall(b"bytes of a push whose call was lost")
             time.sleep(0.2)
             assert number in server._tensors._streams
-        deadline = time.monotonic() + WAIT
-        while number in server._tensors._streams and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: number not in server._tensors._streams)
         assert set(server._tensors._streams) == before
 
 
