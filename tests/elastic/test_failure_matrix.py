@@ -317,6 +317,7 @@ def test_an_owner_that_dies_before_the_run_begins_ends_it_by_name(tmp_path: Path
     disturbed.check_nothing_left()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("point", ["rank.meet", "rank.met"])
 def test_an_owner_that_dies_while_a_rank_maps_its_memory_ends_the_run_by_name(point: str, tmp_path: Path) -> None:
     """It has published nothing, so its successor makes other memory. ``point``: where rank 0 is meanwhile, which has
@@ -332,7 +333,7 @@ def test_an_owner_that_dies_while_a_rank_maps_its_memory_ends_the_run_by_name(po
     disturbed.check_nothing_left()
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("fault", "said"), RAISED.values(), ids=RAISED)
 def test_an_error_in_a_process_ends_the_run_with_one_that_says_where(fault: Fault, said: str, tmp_path: Path) -> None:
     disturbed = Disturbed(tmp_path, fault)

@@ -272,11 +272,14 @@ def test_rank_0_may_die_and_a_rank_may_die_again(undisturbed: Any, tmp_path: Pat
         assert same(run(tmp_path / str(who), *deaths, who=who), undisturbed)
 
 
-def test_a_rank_may_push_often_before_it_dies(tmp_path: Path) -> None:
+@pytest.mark.spread(1)
+@pytest.mark.parametrize(
+    ("transport", "deaths"),
+    [("inproc", (("backward", 1), ("pushes", 1), ("pushed", 2))), ("grpc", (("pushed", 2),))],
+)
+def test_a_rank_may_push_often_before_it_dies(transport: str, deaths: tuple[Point, ...], tmp_path: Path) -> None:
     plain = run(tmp_path / "plain", accumulate=3)
-    deaths = [("backward", 1), ("pushes", 1), ("pushed", 2)]
-    assert same(run(tmp_path / "threads", *deaths, accumulate=3), plain)
-    assert same(run(tmp_path / "wire", ("pushed", 2), accumulate=3, transport="grpc"), plain)
+    assert same(run(tmp_path / "killed", *deaths, accumulate=3, transport=transport), plain)
 
 
 @pytest.mark.parametrize("point", ["forward", "backward", "pushed"])

@@ -247,11 +247,10 @@ def undisturbed(what: str, world_size: int) -> Any:
 @pytest.mark.parametrize(
     "deaths",
     [
-        (DECIDED, (*OPEN[:1], 3)),
-        pytest.param((OPEN,), marks=pytest.mark.thorough),
-        pytest.param((DECIDED,), marks=pytest.mark.thorough),
+        (OPEN, ("stepped", 3)),
+        pytest.param((DECIDED, ("backward", 3)), marks=pytest.mark.thorough),
     ],
-    ids=["decided, then open", "open", "decided"],
+    ids=["open, then decided", "decided, then open"],
 )
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("what", PARTS)
