@@ -140,12 +140,12 @@ def logits_of(output: Any) -> Tensor:
 
 
 def _build_hf(path: Path, seq_len: int, vocab_size: int) -> nn.Module:
+    if not path.is_file():  # said first: the import takes seconds
+        raise ConfigError(f"model: no such file {path}; give hf:<path of a transformers config.json>")
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as exc:
         raise ConfigError(f"model='hf:{path}' needs the hf extra: pip install 'rayzero[hf]'") from exc
-    if not path.is_file():
-        raise ConfigError(f"model: no such file {path}; give hf:<path of a transformers config.json>")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         _check_hf_sizes(config, path, seq_len, vocab_size)

@@ -100,12 +100,13 @@ def prepare_run(recipe: RecipeConfig, coordinator: ProcessMemory | None = None) 
         model = build_model(recipe, corpus.vocab_size)
     if recipe.init_from is not None and recipe.run.resume is False:
         require_weights(model, recipe.init_from)
+    resume_step = _resume_step(recipe, model)  # before the work, which runs a step to be measured
     return PreparedRecipe(
         recipe=recipe,
         corpus=corpus,
         num_params=sum(param.numel() for param in model.parameters()),
         work=_work(recipe, corpus, imported),
-        resume_step=_resume_step(recipe, model),
+        resume_step=resume_step,
     )
 
 

@@ -123,6 +123,7 @@ def test_the_model_itself_is_ordered(seed: int) -> None:
     train(SimulatedLane(seed), seed, None)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("policy", POLICIES)
@@ -131,6 +132,7 @@ def test_what_any_stream_saves_and_reads_is_ordered_and_held_for_it(policy: str,
     train(SimulatedLane(seed), seed, GROUPS[groups], delay=delay, **POLICIES[policy])
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(2))
 def test_what_nobody_reads_is_held_until_its_copies_are_over(seed: int, policy: str) -> None:

@@ -49,6 +49,7 @@ def test_any_schedule_of_copies_gives_equal_gradients(seed: int, policy: str) ->
     train(SimulatedLane(seed), seed, policy)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("change", "waits"), [(not_held, True), (in_at_once, True), (out_at_once, True), (unchanged, False)]
 )

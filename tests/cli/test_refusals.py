@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,9 +14,8 @@ import sys
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import psutil
 import pytest
 import ray
 import torch
@@ -25,6 +25,7 @@ from rayzero import errors
 from rayzero.cli import ERRORS, exit_code, main, section_of
 from rayzero.cli.train import stopped
 from rayzero.cluster.files.metrics_log import MetricsLog
+from rayzero.cluster.nodes.local_ray import LocalRay
 from rayzero.cluster.run import Report
 from rayzero.convert.remote_checkpoints import newest_checkpoint
 from rayzero.elastic.requests import take
@@ -37,9 +38,6 @@ PUBLIC = [kind for kind in vars(errors).values() if isinstance(kind, type) and i
 SMALL = ["dim=16", "num_layers=1", "num_heads=2", "seq_len=16", "batch_size=2", "eval_batches=1"]
 
 
-LOCAL_RAY = "rayzero.cluster.nodes.local_ray_process"
-
-
 @dataclass(frozen=True)
 class Ended:
     """How a command ended."""
@@ -49,17 +47,31 @@ class Ended:
     err: str
 
 
+class Begun(LocalRay):
+    """In place of a Ray that begins to start, whose process would import it."""
+
+    begun: ClassVar[list[Begun]] = []
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.begun.append(self)
+
+    def close(self) -> None:
+        self.ended = True
+
+
 def rayzero(*arguments: str, cwd: Path) -> Ended:
-    """Run a command line in this process; none of these joins Ray, and what begins to start is gone."""
+    """Run a command line in this process; none of these joins Ray, and what has begun to start is ended."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with chdir(cwd), redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["rayzero", *arguments])
+        patch.setattr("rayzero.cluster.nodes.local_ray.LocalRay", Begun)
         try:
             main()
         except SystemExit as ended:
             code = int(ended.code or 0)
     assert not ray.is_initialized()
-    assert not [child for child in psutil.Process().children(recursive=True) if LOCAL_RAY in child.cmdline()]
+    assert all(begun.ended for begun in Begun.begun)
     return Ended(code, out.getvalue(), err.getvalue())
 
 
@@ -83,17 +95,25 @@ def refused(*arguments: str, cwd: Path) -> str:
     return ended.err
 
 
-@pytest.fixture
-def trained(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with a checkpoint of step 2, made without Ray; returns its parent."""
-    (tmp_path / "text.txt").write_bytes(b"to be or not to be. " * 100)
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_bytes(b"to be or not to be. " * 100)
     recipe = RecipeConfig(
-        data=str(tmp_path / "text.txt"), dim=16, num_layers=1, num_heads=2, seq_len=16, batch_size=2, eval_batches=1,
+        data=str(folder / "text.txt"), dim=16, num_layers=1, num_heads=2, seq_len=16, batch_size=2, eval_batches=1,
         steps=2, scaling={"num_workers": 1, "num_optimizers": 1},
     )  # fmt: skip
-    run = tmp_path / "runs" / "r"
+    run = folder / "runs" / "r"
     run_ranks(lambda ctx: train_loop(recipe.model_dump(mode="json")), world_size=1, num_optimizers=2, run_dir=run)
     (run / "config.yaml").write_text(recipe.to_yaml())
+    return folder
+
+
+@pytest.fixture
+def trained(trained_once: Path, tmp_path: Path) -> Path:
+    """A copy of that for one test."""
+    shutil.copytree(trained_once, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
@@ -151,9 +171,12 @@ def test_train_refuses(tmp_path, arguments, message):
     assert message in refused("train", *arguments, *defaults, *SMALL, cwd=tmp_path)
 
 
-def test_a_dry_run_refuses_what_train_refuses(trained):
-    assert "already holds" in refused("train", "runs/r/config.yaml", "--run-dir", "runs/r", "--dry-run", cwd=trained)
-    assert "did you mean 'steps'?" in refused("train", "stepz=3", "--dry-run", cwd=trained)
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["train", "dry run"])
+def test_a_run_is_not_written_over(trained, dry):
+    message = refused("train", "runs/r/config.yaml", "--run-dir", "runs/r", *dry, cwd=trained)
+    assert "already holds" in message
+    assert "--run-dir" in message
+    assert "run_config" not in message
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -189,7 +212,7 @@ def test_train_refuses_what_typer_refuses_with_the_same_code(tmp_path):
 def test_an_error_names_the_section_about_its_class(trained):
     missing = refused("train", "--resume", "--run-dir", "runs/x", cwd=trained)
     assert missing.endswith(" (see docs/reference/errors.md#checkpointerror)\n")
-    misspelt = refused("train", "stepz=3", cwd=trained)
+    misspelt = refused("train", "stepz=3", "--dry-run", cwd=trained)
     assert misspelt.endswith(" (see docs/reference/errors.md#configerror)\n")
 
 
@@ -240,6 +263,7 @@ def test_a_stop_before_ray_starts_has_the_shells_code_and_leaves_nothing(tmp_pat
     (tmp_path / "text.txt").write_bytes(b"to be or not to be. " * 100)
     ended = rayzero("train", "data=text.txt", *SMALL, cwd=tmp_path)
     assert ended.code == code, ended
+    assert Begun.begun[-1].ended
     assert "stopped before its first checkpoint" in ended.err
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["text.txt"]
 
@@ -264,13 +288,6 @@ def test_resume_refuses_another_model_and_a_run_that_is_done(trained):
     assert "is of another model: 'blocks.0.attention.out.weight' is (16, 16) there, but (32, 32) here" in refused(
         *resume, "--steps", "4", "dim=32", cwd=trained
     )
-
-
-def test_a_run_is_not_written_over(trained):
-    message = refused("train", "runs/r/config.yaml", "--run-dir", "runs/r", cwd=trained)
-    assert "already holds" in message
-    assert "--run-dir" in message
-    assert "run_config" not in message
 
 
 def test_export_writes_a_file_and_refuses_to_write_over_it(trained):

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.support.waiting import until
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _OPTIONS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
             "--disable-background-networking", "--disable-extensions", "--remote-debugging-pipe",
@@ -79,10 +81,7 @@ class Tab:
 
     def wait_for(self, expression: str) -> None:
         """Wait until an expression is true."""
-        until = time.monotonic() + _ANSWER_S
-        while not self.evaluate(expression):
-            assert time.monotonic() < until, expression
-            time.sleep(0.05)
+        until(lambda: self.evaluate(expression), _ANSWER_S, expression)
 
     def picture(self, path: Path) -> None:
         """Write the whole page as PNG."""

@@ -13,7 +13,7 @@ from rayzero.layout.rescale import Rescale
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, Action, Decision
 from rayzero.protocol.ownership import Ownership
 from rayzero.store.shm.recovery import DeadRun, DeadShard
-from rayzero.store.shm.same_host import why_no_sharing
+from tests.support import needs
 
 
 def whole(version: int) -> frozenset[tuple[int, int]]:
@@ -128,7 +128,7 @@ def test_what_cannot_go_on_says_why(run: DeadRun | None, fields: dict[str, Any],
     assert chosen(run, **fields) == Lost(why=why)
 
 
-@pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+@needs.shared_memory
 def test_another_host_mount_or_boot_has_nothing(tmp_path: Path) -> None:
     here = States.in_directory("one", tmp_path)
     record = {"run": "demo", "states": {"lineage": "one", "directory": str(tmp_path), "memory": here.memory}}

@@ -14,6 +14,7 @@ import pytest
 from rayzero.cluster.supervision import Failure, death_of
 from rayzero.cluster.upkeep.deaths import Death, Deaths, EndWatch, Recovering
 from rayzero.elastic.members import MemberId, MemberKind, Process
+from tests.support.waiting import until
 
 CALM = 0.3
 
@@ -98,9 +99,7 @@ def test_only_the_last_process_of_a_name_counts_and_only_while_it_is_watched(sta
     for process in (first, second, third):
         process.kill()
         process.wait()
-    deadline = time.monotonic() + 20
-    while len(woken) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: len(woken) == 2)
     watch.forget("rank 1")
     assert [pid for _, pid, _ in watch.take()] == [second.pid]
     watch.close()

@@ -179,14 +179,6 @@ def test_the_server_ends_with_the_raylet_and_its_workers_go_on(ask: Ask, raylet:
     assert has_ended(worker["pid"])
 
 
-def test_the_server_ends_some_time_after_its_last_worker(ask: Ask, raylet: subprocess.Popen[bytes]) -> None:
-    process = ask()
-    worker = said(process)
-    process.communicate("end\n")
-    assert has_ended(worker["pid"])
-    assert has_ended(worker["parent"])
-
-
 @pytest.mark.thorough
 def test_a_drivers_server_waits_for_its_first_worker_and_ends_with_the_driver(
     ask: Ask, raylet: subprocess.Popen[bytes]
@@ -309,6 +301,15 @@ def test_ray_starts_what_is_no_worker_of_a_run_as_it_does_without_us(
     assert worker["arguments"] == [str(program), "--one", "--two"]
     assert worker["environment"].get("A") == ("1" if others else None)
     assert (TOKEN in worker["environment"]) == (forked or "env_vars" not in others)
+
+
+def test_the_server_ends_some_time_after_its_last_worker(ask: Ask) -> None:
+    """Below the tests that share the server: it starts in seconds."""
+    process = ask()
+    worker = said(process)
+    process.communicate("end\n")
+    assert has_ended(worker["pid"])
+    assert has_ended(worker["parent"])
 
 
 NO_CUDA = """

@@ -22,9 +22,7 @@ from rayzero.errors import RunFailedError
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.hold import held_in
 from rayzero.store.file_counts import files_of_owner
-from rayzero.store.shm.same_host import why_no_sharing
-
-needs_memory = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+from tests.support import needs
 
 
 def group(name: str, run: str, nodes: str = "aa") -> WorkerGroup:
@@ -46,10 +44,16 @@ def owners(config: ZeroConfig, before: WorkerGroup | None) -> GroupOwners:
         ({}, None, "aa", "no group has begun before"),
         ({}, group("a", "first"), "aa", "it is of another run, second; the one before was of first"),
         ({"transport": "grpc"}, group("a", "second"), "aa", "share no memory"),
-        pytest.param({}, group("a", "second"), "ab", "its workers are on 10.0.0.2 now", marks=needs_memory),
-        pytest.param({}, group("a", "second"), "ad", "its workers are on a node that is gone now", marks=needs_memory),
+        pytest.param({}, group("a", "second"), "ab", "its workers are on 10.0.0.2 now", marks=needs.shared_memory),
         pytest.param(
-            {}, group("a", "second"), "ac", "nothing of it is left in this host's shared memory", marks=needs_memory
+            {}, group("a", "second"), "ad", "its workers are on a node that is gone now", marks=needs.shared_memory
+        ),
+        pytest.param(
+            {},
+            group("a", "second"),
+            "ac",
+            "nothing of it is left in this host's shared memory",
+            marks=needs.shared_memory,
         ),
     ],
 )
@@ -138,7 +142,7 @@ def test_a_group_whose_ranks_need_more_files_than_an_optimizer_may_open_is_refus
     assert (opened, start.addresses) == ("b", ())
 
 
-@needs_memory
+@needs.shared_memory
 def test_what_is_left_is_held_until_the_owners_end() -> None:
     made = owners(ZeroConfig(), None)
     assert made._share is not None

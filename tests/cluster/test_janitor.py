@@ -24,8 +24,9 @@ from rayzero.cluster.janitor import Janitor, KeptStates, clear_up
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.hold import held_in
 from rayzero.slabs.sweep import SHARED_MEMORY, sweep
-from rayzero.store.shm.same_host import why_no_sharing
 from tests.forked import Forked, forked
+from tests.support import needs
+from tests.support.waiting import until
 
 from .processes import still_there
 
@@ -229,7 +230,7 @@ def test_what_a_dead_owner_leaves_waits_for_its_successor_while_the_driver_lives
 # ---- states of a run that can go on
 
 
-@pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+@needs.shared_memory
 def test_states_that_a_run_can_go_on_from_are_kept_for_a_while(tmp_path):
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-") as folder:
         slabs, keep = Path(folder), KeptStates(run=RUN, lineage=LINEAGE, seconds=3)
@@ -237,10 +238,7 @@ def test_states_that_a_run_can_go_on_from_are_kept_for_a_while(tmp_path):
         killed_once(slabs, tmp_path)
         clearing = threading.Thread(target=clear_up, args=([], slabs, None), kwargs={"keep": keep})
         clearing.start()
-        until = time.monotonic() + 60
-        while not any(held.step is not None for held in held_in(slabs)):
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        until(lambda: any(held.step is not None for held in held_in(slabs)), 60)
         (held,) = [held for held in held_in(slabs) if held.step is not None]  # the former one may still be there
         assert held.step == 2
         assert held.until is not None

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -61,12 +62,13 @@ def settings(tmp_path: Path, name: str, **others: object) -> list[str]:
 
 @pytest.mark.promise("installs", "jobs")
 def test_a_recipe_runs_as_a_job_and_its_exit_code_and_log_are_the_jobs(cluster: Cluster, working_dir, tmp_path):
-    done = submit(cluster, working_dir, *TRAIN, *settings(tmp_path, "whole", steps=3))
+    with ThreadPoolExecutor(2) as threads:
+        jobs = [settings(tmp_path, "whole", steps=3), settings(tmp_path, "wrong", dim=33)]
+        done, wrong = threads.map(lambda job: submit(cluster, working_dir, *TRAIN, *job), jobs)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "validation loss" in done.stdout
     assert "succeeded" in done.stdout
     assert read_record(tmp_path / "whole")["state"] == "finished"
-    wrong = submit(cluster, working_dir, *TRAIN, *settings(tmp_path, "wrong", dim=33))
     assert wrong.returncode == 1
     assert "dim 33 must split into 2 heads" in wrong.stdout + wrong.stderr
 

@@ -19,8 +19,8 @@ from rayzero.cluster.files.metrics_log import read_log
 from rayzero.cluster.files.run_record import read_record
 from rayzero.engine.context import RankContext
 from rayzero.slabs.sweep import SHARED_MEMORY
-from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
+from tests.support import needs
 
 from .killed_run import train
 from .processes import everyone_of, start_script, still_there, until_it_says
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.thorough,
     pytest.mark.ray,
     pytest.mark.timeout(500),
-    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+    needs.shared_memory,
 ]
 
 SCRIPT, STEPS = Path(__file__).with_name("killed_run.py"), 120

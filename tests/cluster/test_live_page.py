@@ -33,6 +33,7 @@ from rayzero.telemetry.guard import Protection
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.telemetry.scrape import Viewer
+from tests.support.waiting import until
 
 from .browser import CHROMIUM, chromium
 
@@ -251,13 +252,14 @@ def test_nothing_is_scraped_unless_somebody_looks(served: Served, monkeypatch: p
     assert made == []
     monkeypatch.setattr(live_page, "_LOOKED_S", 0.3)
     assert served.get(DATA_PATH)["now"] is None, "the first answer does not wait for a scrape"
-    until = time.monotonic() + 10
-    while len(made) < 2 and time.monotonic() < until:
-        time.sleep(0.02)
-    time.sleep(0.6)
-    enough = len(made)
-    time.sleep(0.3)
-    assert len(made) == enough >= 2, "it ends after the last look"
+    until(lambda: served.get(DATA_PATH) and len(made) >= 2)
+
+    def rests() -> bool:
+        looks = len(made)
+        time.sleep(0.5)
+        return len(made) == looks
+
+    until(rests, what="it goes on after the last look")
 
 
 def test_who_may_not_read_metrics_sees_no_page(served: Served) -> None:

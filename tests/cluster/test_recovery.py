@@ -22,7 +22,7 @@ from rayzero.cluster.upkeep import renewal
 from rayzero.config import ZeroConfig
 from rayzero.engine import get_context, report
 from rayzero.security import authority
-from rayzero.store.shm.same_host import why_no_sharing
+from tests.support import needs
 
 from .compared_run import STEPS, losses, same, train
 from .processes import Kills, until_killed
@@ -30,7 +30,7 @@ from .processes import Kills, until_killed
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+    needs.shared_memory,
 ]
 
 

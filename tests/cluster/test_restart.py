@@ -13,7 +13,7 @@ import rayzero
 from rayzero.cluster.files.metrics_log import read_log
 from rayzero.cluster.files.run_record import read_record
 from rayzero.config import ZeroConfig
-from rayzero.store.shm.same_host import why_no_sharing
+from tests.support import needs
 
 from .processes import Kills, until_killed
 from .tiny import batch, make, unsharded
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.thorough,
     pytest.mark.ray,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+    needs.shared_memory,
 ]
 
 STEPS = 30

@@ -26,7 +26,7 @@ from rayzero.cluster.run import RunState
 from rayzero.config import RunConfig
 from rayzero.errors import CheckpointError, ConfigError
 from rayzero.slabs.sweep import SHARED_MEMORY, sweep
-from rayzero.store.shm.same_host import why_no_sharing
+from tests.support import needs
 
 
 def config(tmp_path, **settings) -> RunConfig:
@@ -80,7 +80,7 @@ def test_a_killed_run_without_states_goes_on_from_its_newest_checkpoint_and_says
         find_start(config(tmp_path, resume=True), successor)
 
 
-@pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+@needs.shared_memory
 def test_a_killed_runs_states_are_held_while_the_run_that_continues_it_starts(tmp_path):
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-") as folder:
         slabs = Path(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 import rayzero
 from rayzero.concurrency import survivor
 from rayzero.concurrency.survivor import Survivor, kill, lives, process_born, wait_or_kill
+from tests.support.leftovers import files_left, open_files
 
 FILE = "import rayzero; print(rayzero.__file__)"
 START = (
@@ -25,10 +25,10 @@ START = (
 def test_a_survivor_that_a_shell_cannot_start_is_an_oserror(monkeypatch: pytest.MonkeyPatch) -> None:
     """``sh`` says that it cannot fork, and ends."""
     monkeypatch.setattr(survivor, "_DETACH", "exit 2")
-    before = os.listdir("/proc/self/fd")
+    before = open_files()
     with pytest.raises(OSError, match="could not start another process"):
         Survivor("rayzero.slabs.sweep", "/nowhere", "one", "0", detached=True)
-    assert os.listdir("/proc/self/fd") == before
+    assert files_left(before) == 0
 
 
 def test_a_survivor_that_ends_when_it_is_to_be_killed_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from engine.models import Batches, seeded
 from engine.test_comeback import Seen, Small
@@ -25,6 +26,7 @@ from rayzero.protocol.messages import STEP
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.testing import Transport, run_ranks
 from tests.support.faults import Fault, Faults
+from tests.support.waiting import until
 
 STEPS = 4
 RANKS = OWNERS = 2
@@ -125,6 +127,11 @@ class Disturbed:
         """Whether every fault has found its moment. Some need a rank to be faster than another one."""
         return all(self.faults.struck(index) is not None for index in range(len(self.faults.faults)))
 
+    def changes_no_bit(self, expected: Any, log: pytest.LogCaptureFixture) -> None:
+        """It ends with the bits of a run that nothing happens to, and as ``check`` has it."""
+        assert differences(self.results(), expected) == []
+        self.check(log.messages)
+
     def check(self, said: Sequence[str]) -> None:
         """Every fault has struck, whoever died was replaced and nobody else, and nothing is left. ``said``: the log."""
         for index, fault in enumerate(self.faults.faults):
@@ -136,7 +143,7 @@ class Disturbed:
 
     def check_nothing_left(self) -> None:
         """The run has left no process and no slab."""
-        assert multiprocessing.active_children() == []
+        until(lambda: multiprocessing.active_children() == [])
         named = self.folder / "run"  # if a loop began
         run = named.read_text() if named.exists() else ""
         for directory in {SHARED_MEMORY, *self.hosts.values()}:

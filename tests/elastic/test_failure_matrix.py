@@ -18,15 +18,13 @@ import rayzero
 from rayzero.engine.context import RankContext
 from rayzero.errors import RayZeroError, RunFailedError, StateLostError
 from rayzero.slabs.sweep import list_slabs
-from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import Transport, run_ranks
+from tests.support import needs
 from tests.support.faults import Fault, FaultError, Faults
 
 from .disturbed import OWNERS, RANKS, Disturbed, another_host, differences, train
 
-pytestmark = [
-    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
-]
+pytestmark = needs.shared_memory
 
 
 def killed(member: str, point: str, nth: int = 1, life: int | None = None) -> Fault:
@@ -213,9 +211,9 @@ def test_a_fault_changes_no_bit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stopped = any(fault.act == "stop" for fault in faults)
-    disturbed = Disturbed(tmp_path, *faults, transport=transport, stall_timeout=3.0 if stopped else 30.0)
-    assert differences(disturbed.results(), expected) == []
-    disturbed.check(caplog.messages)
+    Disturbed(tmp_path, *faults, transport=transport, stall_timeout=3.0 if stopped else 30.0).changes_no_bit(
+        expected, caplog
+    )
 
 
 BEFORE_ADAM, BEFORE_IT_PUSHES_AGAIN = killed("optimizer 1", "owner.decided", 2), killed("rank 1", "rank.rejoin")
@@ -250,9 +248,7 @@ def test_an_owner_on_another_host_dies_and_what_ranks_had_pushed_to_it_comes_aga
 ) -> None:
     """Also from ranks that have died since: it is in the memory that they shared with an owner of their host."""
     with another_host("optimizer 1") as hosts:
-        disturbed = Disturbed(tmp_path, *faults, hosts=hosts, stall_timeout=20.0)
-        assert differences(disturbed.results(), expected) == []
-        disturbed.check(caplog.messages)
+        Disturbed(tmp_path, *faults, hosts=hosts, stall_timeout=20.0).changes_no_bit(expected, caplog)
 
 
 PROTECTED = {
@@ -271,9 +267,7 @@ def test_members_of_several_hosts_come_back_over_tls(
 ) -> None:
     """One owner has a host of its own: shared memory to the other, mutual TLS to both."""
     with another_host("optimizer 1") as hosts:
-        disturbed = Disturbed(tmp_path, *faults, hosts=hosts, stall_timeout=20.0, tls=True)
-        assert differences(disturbed.results(), expected) == []
-        disturbed.check(caplog.messages)
+        Disturbed(tmp_path, *faults, hosts=hosts, stall_timeout=20.0, tls=True).changes_no_bit(expected, caplog)
 
 
 @pytest.mark.spread(1)
@@ -281,9 +275,7 @@ def test_members_of_several_hosts_come_back_over_tls(
 def test_calls_that_are_lost_are_repeated_over_tls(
     fault: str, expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    disturbed = Disturbed(tmp_path, WIRE[fault], transport="grpc", tls=True)
-    assert differences(disturbed.results(), expected) == []
-    disturbed.check(caplog.messages)
+    Disturbed(tmp_path, WIRE[fault], transport="grpc", tls=True).changes_no_bit(expected, caplog)
 
 
 def test_what_dead_ranks_had_pushed_takes_no_memory_once_it_is_applied(tmp_path: Path, expected: Any) -> None:
@@ -313,9 +305,9 @@ def test_a_rank_and_an_owner_die_and_the_ranks_host_has_no_owner_but_a_door(
     """What it had pushed is in its owner's total, which a successor goes on from. Its loop's state was kept by that
     owner's process, and is in the memory that the rank shares with the door of its host."""
     with another_host("rank 1") as hosts:
-        disturbed = Disturbed(tmp_path, BEFORE_ADAM, BEFORE_IT_PUSHES_AGAIN, hosts=hosts, stall_timeout=20.0)
-        assert differences(disturbed.results(), expected) == []
-        disturbed.check(caplog.messages)
+        Disturbed(tmp_path, BEFORE_ADAM, BEFORE_IT_PUSHES_AGAIN, hosts=hosts, stall_timeout=20.0).changes_no_bit(
+            expected, caplog
+        )
 
 
 def test_an_owner_that_dies_before_the_run_begins_ends_it_by_name(tmp_path: Path) -> None:
@@ -325,6 +317,7 @@ def test_an_owner_that_dies_before_the_run_begins_ends_it_by_name(tmp_path: Path
     disturbed.check_nothing_left()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("point", ["rank.meet", "rank.met"])
 def test_an_owner_that_dies_while_a_rank_maps_its_memory_ends_the_run_by_name(point: str, tmp_path: Path) -> None:
     """It has published nothing, so its successor makes other memory. ``point``: where rank 0 is meanwhile, which has
@@ -340,7 +333,7 @@ def test_an_owner_that_dies_while_a_rank_maps_its_memory_ends_the_run_by_name(po
     disturbed.check_nothing_left()
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("fault", "said"), RAISED.values(), ids=RAISED)
 def test_an_error_in_a_process_ends_the_run_with_one_that_says_where(fault: Fault, said: str, tmp_path: Path) -> None:
     disturbed = Disturbed(tmp_path, fault)

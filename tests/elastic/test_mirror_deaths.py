@@ -12,16 +12,14 @@ from engine.models import seeded
 
 from rayzero import ZeroConfig
 from rayzero.slabs.sweep import SHARED_MEMORY
-from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
+from tests.support import needs
 from tests.support.faults import Fault
 
-from .disturbed import OWNERS_ELSEWHERE, Disturbed, another_host, differences
-from .test_scaling_cases import UNITS, Small, Training, assert_same
+from .disturbed import OWNERS_ELSEWHERE, Disturbed, another_host
+from .test_scaling_cases import UNITS, UP_AND_DOWN, Small, Training, assert_same
 
-pytestmark = [
-    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
-]
+pytestmark = needs.shared_memory
 
 _DOOR, _OWNER = "optimizer 2", "optimizer 1"  # on the ranks' host, without shards; on another host
 DEATHS = {
@@ -56,9 +54,7 @@ def test_a_death_around_what_a_host_has_copies_of_changes_no_bit(
     faults: tuple[Fault, ...], expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with another_host(*OWNERS_ELSEWHERE) as hosts:
-        disturbed = Disturbed(tmp_path, *faults, hosts=hosts, stall_timeout=20.0)
-        assert differences(disturbed.results(), expected) == []
-        disturbed.check(caplog.messages)
+        Disturbed(tmp_path, *faults, hosts=hosts, stall_timeout=20.0).changes_no_bit(expected, caplog)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -88,7 +84,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_owners_of_other_hosts_come_and_go_while_they_are_copied(
     case: dict[str, Any], there: tuple[str, ...], tmp_path: Path
 ) -> None:
-    loop = Training(base=seeded(Small, 3), folder=tmp_path, wanted={2: 4, 5: 1, 8: 3}, **case)
+    loop = Training(base=seeded(Small, 3), folder=tmp_path, wanted=UP_AND_DOWN, **case)
     plain = partial(Training, base=seeded(Small, 3), folder=tmp_path, wanted={}, **case)
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-") as other:
         hosts = dict.fromkeys(there, Path(other))

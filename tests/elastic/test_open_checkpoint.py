@@ -20,15 +20,13 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.checkpoint import CheckpointReader
 from rayzero.engine.context import RankContext
-from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
+from tests.support import needs
 from tests.support.faults import Fault, Faults
 
 from .disturbed import another_host
 
-pytestmark = [
-    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
-]
+pytestmark = needs.shared_memory
 
 STEPS, SAVES = 6, (2, 5)
 

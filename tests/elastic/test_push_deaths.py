@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from rayzero.store.shm.same_host import why_no_sharing
+from tests.support import needs
 from tests.support.faults import Fault
 
-from .disturbed import OWNERS_ELSEWHERE, Disturbed, another_host, differences
+from .disturbed import OWNERS_ELSEWHERE, Disturbed, another_host
 
-pytestmark = [
-    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
-]
+pytestmark = needs.shared_memory
 
 _DOOR = "optimizer 2"  # on the ranks' host, without shards
 DEATHS = {
@@ -51,6 +49,4 @@ def test_a_death_around_the_sums_of_a_host_changes_no_bit(
     faults: tuple[Fault, ...], expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with another_host(*OWNERS_ELSEWHERE) as hosts:
-        disturbed = Disturbed(tmp_path, *faults, hosts=hosts, stall_timeout=20.0)
-        assert differences(disturbed.results(), expected) == []
-        disturbed.check(caplog.messages)
+        Disturbed(tmp_path, *faults, hosts=hosts, stall_timeout=20.0).changes_no_bit(expected, caplog)

@@ -28,15 +28,15 @@ from rayzero.elastic.requests import ScaleRequest, ask
 from rayzero.engine.context import RankContext
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.memory.slabs import TENSORS
-from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
+from tests.support import needs
 from tests.support.faults import Fault, Faults
+from tests.support.waiting import until
 
 from .disturbed import MOMENTS, another_host, differences
+from .test_scaling_cases import wait_for_epoch
 
-pytestmark = [
-    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
-]
+pytestmark = needs.shared_memory
 
 PAUSE_S = 0.03
 
@@ -91,12 +91,6 @@ def train(
     return epoch, rayzero.full_state_dict(model) | moments, [float(loss) for loss in seen.losses], seen.means
 
 
-def wait_for_epoch(optimizer: Any, number: int) -> None:
-    """Wait until the owners have changed so often: a change that is asked for takes the place of one that waits."""
-    while optimizer.engine.store.connection.epochs.number < number:
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """By number of steps, what a run ends with that nothing happens to."""
@@ -115,14 +109,13 @@ def scaled(
     wanted: Mapping[int, int],
     steps: int,
     avoid: tuple[str, ...] = (),
-    owners: int = 2,
     loop: Any = train,
     **more: Any,
 ) -> Any:
     loop = functools.partial(loop, base=seeded(Small, 3), folder=folder, wanted=wanted, steps=steps, avoid=avoid)
-    found = run_ranks(loop, 2, owners, "shm", True, run_dir=folder, **more)
+    found = run_ranks(loop, 2, 2, "shm", True, run_dir=folder, **more)
     assert [epoch for epoch, *_ in found] == [len(wanted)] * 2
-    assert multiprocessing.active_children() == []
+    until(lambda: multiprocessing.active_children() == [])
     run = (folder / "run").read_text()
     for directory in {SHARED_MEMORY, *more.get("hosts", {}).values()}:
         left = [slab for slab in list_slabs(directory) if slab.header is not None and slab.header.facts.run == run]
@@ -132,21 +125,30 @@ def scaled(
 
 @pytest.mark.promise("scalable", "transports")
 @pytest.mark.spread(1)
-@pytest.mark.parametrize("wanted", [{4: 3}, {4: 1}, {4: 5, 10: 1, 16: 3}], ids=["up", "down", "up, to one, up"])
-def test_owners_come_and_go_and_no_bit_changes(tmp_path: Path, undisturbed: Any, wanted: dict[int, int]) -> None:
-    assert differences(scaled(tmp_path, wanted, 24, max_failures=1), undisturbed(24)) == []
+@pytest.mark.parametrize(
+    ("wanted", "steps"),
+    [({2: 3}, 9), ({4: 1}, 24), ({4: 5, 10: 1, 16: 3}, 24)],
+    ids=["up", "down", "up, to one, up"],
+)
+def test_owners_come_and_go_and_no_bit_changes(
+    tmp_path: Path, undisturbed: Any, wanted: dict[int, int], steps: int
+) -> None:
+    assert differences(scaled(tmp_path, wanted, steps, max_failures=1), undisturbed(steps)) == []
 
 
 @pytest.mark.promise("scalable", "optimizers")
 @pytest.mark.spread(1)
-@pytest.mark.parametrize("on_host", [0.6, 0.0])
+@pytest.mark.parametrize(
+    ("on_host", "wanted", "steps"),
+    [(0.6, {2: 3}, 9), (0.6, {4: 5, 10: 1, 16: 3}, 24), (0.0, {4: 5, 10: 1, 16: 3}, 24)],
+)
 def test_what_is_on_devices_stays_there_while_other_owners_come_and_go(
-    tmp_path: Path, undisturbed: Any, on_host: float
+    tmp_path: Path, undisturbed: Any, on_host: float, wanted: dict[int, int], steps: int
 ) -> None:
     loop = functools.partial(train, on_host=on_host)
     config = ZeroConfig(offload_fraction=on_host)
-    found = scaled(tmp_path, {4: 5, 10: 1, 16: 3}, 24, loop=loop, config=config, max_failures=1)
-    assert differences(found, undisturbed(24)) == []
+    found = scaled(tmp_path, wanted, steps, loop=loop, config=config, max_failures=1)
+    assert differences(found, undisturbed(steps)) == []
 
 
 # ---- to other hosts, from them, and back
@@ -158,15 +160,15 @@ THERE = "optimizer 0", "optimizer 1"
 @pytest.mark.promise("scalable", "hosts")
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(
-    ("there", "ranks_there", "wanted", "avoid", "owners"),
+    ("there", "ranks_there", "wanted", "avoid", "steps"),
     [
-        (("optimizer 2",), (), {4: 3}, (), 2),
-        (("optimizer 1",), (), {4: 1}, (), 2),
-        (("optimizer 1",), (1,), {4: 3, 10: 1}, (), 2),
-        (("optimizer 0 in life 1",), (), {4: 2}, ("optimizer 0",), 2),
-        (("optimizer 0 in life 1", "optimizer 1 in life 1"), (), {4: 2}, THERE, 2),
-        (("optimizer 0", "optimizer 1"), (0, 1), {4: 3, 10: 1}, ("optimizer 0",), 2),
-        (("optimizer 1", "optimizer 3"), (1,), {4: 5, 10: 1, 16: 3}, (), 2),
+        (("optimizer 2",), (), {2: 3}, (), 9),
+        (("optimizer 1",), (), {4: 1}, (), 24),
+        (("optimizer 1",), (1,), {4: 3, 10: 1}, (), 24),
+        (("optimizer 0 in life 1",), (), {4: 2}, ("optimizer 0",), 24),
+        (("optimizer 0 in life 1", "optimizer 1 in life 1"), (), {4: 2}, THERE, 24),
+        (("optimizer 0", "optimizer 1"), (0, 1), {4: 3, 10: 1}, ("optimizer 0",), 24),
+        (("optimizer 1", "optimizer 3"), (1,), {4: 5, 10: 1, 16: 3}, (), 24),
     ],
     ids=[
         "to an owner there",
@@ -185,12 +187,11 @@ def test_shards_move_between_hosts_and_no_bit_changes(
     ranks_there: tuple[int, ...],
     wanted: dict[int, int],
     avoid: tuple[str, ...],
-    owners: int,
+    steps: int,
 ) -> None:
     with another_host(*there, *(f"rank {rank}" for rank in ranks_there)) as hosts:
-        terms = {"hosts": hosts, "max_failures": 1}
-        found = scaled(tmp_path, wanted, 24, avoid=avoid, owners=owners, **terms)
-        assert differences(found, undisturbed(24)) == []
+        found = scaled(tmp_path, wanted, steps, avoid=avoid, hosts=hosts, max_failures=1)
+        assert differences(found, undisturbed(steps)) == []
 
 
 class Layers(nn.Sequential):

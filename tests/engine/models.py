@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import rayzero
 from rayzero.config import ZeroConfig
 from rayzero.engine.units.partition import UnitRule, build_layout
 from rayzero.memory.pool import buffer_bytes
@@ -174,3 +175,19 @@ def relative_difference(state: dict[str, Tensor], expected: dict[str, Tensor]) -
 def same_bits(state: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     """Whether two states have the same names and the same bits."""
     return list(state) == list(expected) and all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def frozen_base(dtype: torch.dtype = torch.float32) -> Net:
+    """All but biases and norms is frozen, as in BitFit; fp32 values that no 16-bit dtype holds."""
+    model = seeded(Net)
+    for name, param in model.named_parameters():
+        if not name.endswith("bias"):
+            param.requires_grad_(False)
+            param.data = param.data.to(dtype)
+    return model
+
+
+def prepared_frozen(model: nn.Module, config: ZeroConfig | None = None) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
+    """With an optimizer of what is not frozen."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return rayzero.prepare(model, torch.optim.AdamW(trained, lr=1e-2), config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
 import time
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from rayzero.activations import ThreadLane, offload
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError
 from rayzero.testing import run_ranks
+from tests.support.leftovers import threads, threads_left
 
 from .models import WIDTH, Net, same_bits, seeded, tight, token_loss, tokens
 
@@ -148,6 +148,7 @@ def test_a_budget_is_kept_by_offload_or_recomputation(up, monkeypatch):
     assert totals.offloaded_bytes == (4 + 2 * 1) * 6 * ROW  # all in the first step, then layer 1
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("up", [False, True])
 def test_random_delays_in_the_copies_change_no_bit(up, monkeypatch):
     rng = random.Random(5)
@@ -239,7 +240,7 @@ def test_a_users_own_hooks_outside_keep_what_they_pack():
 
 def test_a_copy_of_the_model_has_no_offload_and_threads_end_with_the_rank():
     base = seeded(Net)
-    before = {thread.ident for thread in threading.enumerate()}
+    before = threads()
     with running_in(RankContext(config=offloading(base, up=False, patterns=("layers.?",)))):
         model, optimizer = rayzero.prepare(base, momentum(base.parameters()))
         token_loss(model, tokens(0)).backward()
@@ -247,7 +248,7 @@ def test_a_copy_of_the_model_has_no_offload_and_threads_end_with_the_rank():
         plain = copy.deepcopy(model)
         token_loss(plain, tokens(0)).backward()
         assert optimizer.engine.activations.summary().offloaded_bytes == left > 0
-    assert {thread.ident for thread in threading.enumerate()} <= before
+    assert threads_left(before) == []
 
 
 @pytest.mark.promise("refused", "activations")

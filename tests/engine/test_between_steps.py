@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import nn
 
@@ -11,8 +9,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.testing import run_ranks
-
-WAIT = 30.0  # seconds: only a fault lasts so long
+from tests.support.waiting import until
 
 
 def holds_nothing(context: RankContext) -> bool:
@@ -23,10 +20,8 @@ def holds_nothing(context: RankContext) -> bool:
     model(torch.ones(2, 64)).sum().backward()
     region = optimizer.engine.store._writer.region
     optimizer.step()
-    until = time.monotonic() + WAIT
-    while region.held() and time.monotonic() < until:
-        time.sleep(0.001)
-    return not region.held()
+    until(lambda: not region.held())
+    return True
 
 
 def test_a_rank_gives_its_last_gradients_back_without_another_backward() -> None:

@@ -27,9 +27,9 @@ from rayzero.errors import ConfigError, RunFailedError, StateLostError, Untracke
 from rayzero.lead.lead import StepLead
 from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import FinishReport, StepInputs, Write
-from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import NullRecorder
 from rayzero.testing import Killed, run_ranks
+from tests.support import needs
 
 from .models import VOCAB, Batches, Block, same_bits
 
@@ -235,21 +235,25 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run(tmp_path_factory.mktemp("plain"))
 
 
-needs_shm = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+needs_shm = needs.shared_memory
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_thread_that_dies_repeats_its_step(point: str, undisturbed: Any, tmp_path: Path) -> None:
     assert same(run(tmp_path, (point, AT)), undisturbed)
 
 
+TWICE: tuple[Point, ...] = (("pushes", 1), ("finished", 2))
 GRPC: tuple[Point, ...] = (("forward", 1), ("pushes", 1), ("clipped", 2), ("finished", 2), ("saving", 2))
 SHM: tuple[Point, ...] = (("backward", 1), ("finish", 1), ("stepped", 1), ("pushed", 2), ("writing", 2))
 
 
 @pytest.mark.promise("recoverable", "accumulation")
 @pytest.mark.spread(1)
-@pytest.mark.parametrize(("transport", "deaths"), [("grpc", GRPC), pytest.param("shm", SHM, marks=needs_shm)])
+@pytest.mark.parametrize(
+    ("transport", "deaths"), [("grpc", TWICE), ("grpc", GRPC), pytest.param("shm", SHM, marks=needs_shm)]
+)
 def test_a_process_that_is_killed_repeats_its_step(
     transport: str, deaths: tuple[Point, ...], undisturbed: Any, tmp_path: Path
 ) -> None:
@@ -268,11 +272,14 @@ def test_rank_0_may_die_and_a_rank_may_die_again(undisturbed: Any, tmp_path: Pat
         assert same(run(tmp_path / str(who), *deaths, who=who), undisturbed)
 
 
-def test_a_rank_may_push_often_before_it_dies(tmp_path: Path) -> None:
+@pytest.mark.spread(1)
+@pytest.mark.parametrize(
+    ("transport", "deaths"),
+    [("inproc", (("backward", 1), ("pushes", 1), ("pushed", 2))), ("grpc", (("pushed", 2),))],
+)
+def test_a_rank_may_push_often_before_it_dies(transport: str, deaths: tuple[Point, ...], tmp_path: Path) -> None:
     plain = run(tmp_path / "plain", accumulate=3)
-    deaths = [("backward", 1), ("pushes", 1), ("pushed", 2)]
-    assert same(run(tmp_path / "threads", *deaths, accumulate=3), plain)
-    assert same(run(tmp_path / "wire", ("pushed", 2), accumulate=3, transport="grpc"), plain)
+    assert same(run(tmp_path / "killed", *deaths, accumulate=3, transport=transport), plain)
 
 
 @pytest.mark.parametrize("point", ["forward", "backward", "pushed"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -19,6 +17,7 @@ from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.loop.reports import LoopReport
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.testing import run_ranks
+from tests.support.leftovers import threads, threads_left
 
 from .models import Net, seeded, token_loss, tokens
 
@@ -85,13 +84,11 @@ def test_the_first_failing_ranks_error_is_raised_with_its_name_and_nothing_is_le
             optimizer.step()
             optimizer.zero_grad()
 
-    before = {thread.name for thread in threading.enumerate()}
+    before = threads()
     with pytest.raises(ZeroDivisionError, match="as planned") as caught:
         run_ranks(loop, 3, 2, transport)  # type: ignore[arg-type]
     assert caught.value.__notes__[0] == "on rank 1"
-    left = {thread.name for thread in threading.enumerate()} - before
-    for_good = ("rayzero-grpc-loop", "_poll_wrapper")  # ours and grpc.aio's own, one each for the process
-    assert not [name for name in left if not any(known in name for known in for_good)]
+    assert threads_left(before) == []
 
 
 def _fail_on_rank_1(context: RankContext) -> None:
@@ -121,13 +118,6 @@ def test_impossible_runs_are_refused() -> None:
         run_ranks(_die_on_rank_1, processes=True)
     with pytest.raises(ConfigError, match=">= 1"):
         run_ranks(_die_on_rank_1, 0)
-
-
-def test_importing_rayzero_pulls_in_neither_ray_nor_grpc_nor_torch() -> None:
-    code = "import rayzero, sys; print([m for m in ('ray', 'grpc', 'torch') if m in sys.modules]); rayzero.prepare; "
-    code += "print([m for m in ('ray', 'grpc') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.split() == ["[]", "[]"]
 
 
 def test_public_names_are_sorted_and_there() -> None:

@@ -237,16 +237,27 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
+def undisturbed(what: str, world_size: int) -> Any:
+    return run(world_size=world_size, **PARTS[what])[0]
+
+
 @pytest.mark.promise("recoverable")
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # a new life begins with it
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        (OPEN, ("stepped", 3)),
+        pytest.param((DECIDED, ("backward", 3)), marks=pytest.mark.thorough),
+    ],
+    ids=["open, then decided", "decided, then open"],
+)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("what", PARTS)
-def test_what_a_loop_does_before_its_forward_is_done_once(what: str, world_size: int) -> None:
-    parts = PARTS[what]
-    plain, _ = run(world_size=world_size, **parts)
-    for at in (OPEN, DECIDED):
-        require_same(run(at, world_size=world_size, **parts)[0], plain)
-    require_same(run(DECIDED, (*OPEN[:1], 3), world_size=world_size, **parts)[0], plain)
+def test_what_a_loop_does_before_its_forward_is_done_once(
+    what: str, world_size: int, deaths: tuple[Point, ...]
+) -> None:
+    require_same(run(*deaths, world_size=world_size, **PARTS[what])[0], undisturbed(what, world_size))
 
 
 @pytest.mark.parametrize("at", [OPEN, DECIDED])

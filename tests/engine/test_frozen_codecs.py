@@ -32,25 +32,10 @@ from rayzero.slabs.sweep import list_slabs
 from rayzero.telemetry.names import MEMORY_BYTES, TRANSFER_BYTES, TRANSFER_RAW_BYTES
 from rayzero.testing import Transport, run_ranks
 
-from .models import Net, same_bits, seeded, token_loss, tokens
+from .models import Net, frozen_base, prepared_frozen, same_bits, token_loss, tokens
 
 METHODS = [method.value for method in CpuCompressionMethod if method is not CpuCompressionMethod.NONE]
 SHARD = 16384  # bytes: several shards a unit
-
-
-def frozen_base(dtype: torch.dtype = torch.float32) -> Net:
-    """All but biases and norms is frozen."""
-    model = seeded(Net)
-    for name, param in model.named_parameters():
-        if not name.endswith("bias"):
-            param.requires_grad_(False)
-            param.data = param.data.to(dtype)
-    return model
-
-
-def prepared(model: nn.Module, config: ZeroConfig | None = None) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
-    trained = [param for param in model.parameters() if param.requires_grad]
-    return rayzero.prepare(model, torch.optim.AdamW(trained, lr=1e-2), config)
 
 
 def train(model: nn.Module, optimizer: rayzero.ZeroOptimizer, steps: range, rank: int = 0) -> None:
@@ -64,7 +49,7 @@ def train(model: nn.Module, optimizer: rayzero.ZeroOptimizer, steps: range, rank
 def trained(base: Net, config: ZeroConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """All weights as they were given to the owners and after three steps."""
     with running_in(RankContext()):
-        model, optimizer = prepared(copy.deepcopy(base), config)
+        model, optimizer = prepared_frozen(copy.deepcopy(base), config)
         given = rayzero.full_state_dict(model)
         train(model, optimizer, range(3))
         return given, rayzero.full_state_dict(model)
@@ -102,7 +87,7 @@ def test_kept_values_differ_by_no_more_than_the_codec_says(method: str) -> None:
 
 
 def states_of(context: RankContext, base: Net) -> dict[str, Tensor]:
-    model, optimizer = prepared(copy.deepcopy(base))
+    model, optimizer = prepared_frozen(copy.deepcopy(base))
     train(model, optimizer, range(3), context.rank)
     return rayzero.full_state_dict(model)
 
@@ -143,7 +128,7 @@ def test_owners_and_links_count_the_bytes_that_are_kept(method: str, dtype: torc
     exact = sum(codec.encode(part).numel() for part in matrix.split(1 << 18))
     assert exact <= most
     with running_in(RankContext()) as context:
-        model, optimizer = prepared(base, config)
+        model, optimizer = prepared_frozen(base, config)
         model(torch.randn(4, 512, dtype=dtype)).sum().backward()
         optimizer.step()
         held, recorder = context.recorder.gauge(MEMORY_BYTES, kind="param", tier="shm"), context.recorder
@@ -173,7 +158,7 @@ def test_no_page_of_shared_memory_is_kept_for_nothing(method: str) -> None:
     config = ZeroConfig(cpu_compression=method, units=("Linear",), shard_bytes=1 << 20)
 
     def loop(context: RankContext) -> tuple[int, float]:
-        prepared(wide())
+        prepared_frozen(wide())
         slabs = [slab for slab in list_slabs() if slab.header is not None and slab.header.facts.role == "params"]
         ours = [slab for slab in slabs if slab.header.facts.layout_digest == plan_units(wide(), config).layout.digest]
         return sum(slab.path.stat().st_blocks * 512 for slab in ours), 0.0
@@ -202,7 +187,7 @@ def test_the_plan_says_what_owners_keep(method: str, dtype: torch.dtype) -> None
 def kept_and_planned(dtype: torch.dtype, config: ZeroConfig) -> tuple[float, int]:
     """Bytes of published parameters that the owner keeps, and what it says that it needs in all."""
     with running_in(RankContext()) as context:
-        _, optimizer = prepared(wide(dtype), config)
+        _, optimizer = prepared_frozen(wide(dtype), config)
         held = context.recorder.gauge(MEMORY_BYTES, kind="param", tier="shm")
         return held, optimizer.engine.store.connection.owners.services[0].planned_bytes
 
@@ -227,7 +212,7 @@ def test_a_checkpoint_of_any_resumes_with_any(tmp_path: Path, first: str, then: 
     base = frozen_base(torch.bfloat16)
     config = ZeroConfig(precision="bf16", shard_bytes=SHARD)
     with running_in(RankContext()):
-        model, optimizer = prepared(copy.deepcopy(base), config.replace(cpu_compression=first))
+        model, optimizer = prepared_frozen(copy.deepcopy(base), config.replace(cpu_compression=first))
         train(model, optimizer, range(3))
         rayzero.save_checkpoint(optimizer, tmp_path / "ck", {})
         kept = rayzero.full_state_dict(model)
@@ -238,7 +223,7 @@ def test_a_checkpoint_of_any_resumes_with_any(tmp_path: Path, first: str, then: 
     exported = load_file(export_full(tmp_path / "ck", tmp_path / "out"))
     assert same_bits(exported, {name: kept[name] for name in exported})
     with running_in(RankContext(resume=tmp_path / "ck")):
-        model, optimizer = prepared(frozen_base(torch.bfloat16), config.replace(cpu_compression=then))
+        model, optimizer = prepared_frozen(frozen_base(torch.bfloat16), config.replace(cpu_compression=then))
         train(model, optimizer, range(3, 6))
         resumed = rayzero.full_state_dict(model)
     assert same_bits(resumed, expected) or (first, then) in (("none", "int8"), ("lossless", "int8"))
@@ -269,7 +254,7 @@ def test_a_checkpoint_is_written_without_decoding_everything_at_once(
         return values
 
     with running_in(RankContext()):
-        model, optimizer = prepared(frozen_base(), config)
+        model, optimizer = prepared_frozen(frozen_base(), config)
         train(model, optimizer, range(1))
         monkeypatch.setattr(shard_module, "read_record", counted_record)
         monkeypatch.setattr(moments.CodedMoment, "read", counted_moment)
@@ -283,7 +268,7 @@ def test_what_is_written_into_a_frozen_parameter_is_kept_encoded_and_computed_wi
     base = frozen_base()
 
     def loop(context: RankContext) -> dict[str, Tensor]:
-        model, optimizer = prepared(copy.deepcopy(base))
+        model, optimizer = prepared_frozen(copy.deepcopy(base))
         train(model, optimizer, range(1), context.rank)
         with torch.no_grad():
             model.layers[1].up.weight[0, :3] = 0.3
@@ -306,7 +291,7 @@ def test_a_record_has_its_pages_before_it_is_written_or_says_that_there_are_none
         raise MemoryPlanError(f"no room for {size} bytes")
 
     with running_in(RankContext()):
-        model, optimizer = prepared(wide(), ZeroConfig(cpu_compression="lossless", units=("Linear",)))
+        model, optimizer = prepared_frozen(wide(), ZeroConfig(cpu_compression="lossless", units=("Linear",)))
         model(torch.randn(4, 512)).sum().backward()
         with torch.no_grad():
             model[0].weight[0, 0] = 1.0
@@ -321,7 +306,7 @@ def test_values_that_a_codec_cannot_hold_are_refused_by_name() -> None:
     with torch.no_grad():
         base[0].weight[7, 7] = 1e6
     with running_in(RankContext()), pytest.raises(StoreError) as caught:
-        prepared(base, ZeroConfig(cpu_compression="fp16"))
+        prepared_frozen(base, ZeroConfig(cpu_compression="fp16"))
     line = str(caught.value)
     assert line == "cpu_compression='fp16' cannot hold '0.weight', whose largest finite magnitude is 1e+06; " + (
         "use 'bf16' or 'lossless'"
@@ -343,7 +328,7 @@ def test_it_says_what_is_lost_and_what_has_no_effect(
     base = wide(torch.bfloat16 if precision == "bf16" else torch.float32)
     base[0].requires_grad_(not frozen)
     with running_in(RankContext()), caplog.at_level(logging.WARNING):
-        prepared(base, ZeroConfig(cpu_compression=method, precision=precision))
+        prepared_frozen(base, ZeroConfig(cpu_compression=method, precision=precision))
     warned = [one.getMessage() for one in caplog.records if "cpu_compression" in one.getMessage()]
     assert len(warned) == bool(said)
     assert all(said in message for message in warned)

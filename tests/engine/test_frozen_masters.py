@@ -21,22 +21,12 @@ from rayzero.engine.prepare import plan_units
 from rayzero.protocol.messages import COMPUTE, MASTER
 from rayzero.testing import Transport, run_ranks
 
-from .models import Net, fit, same_bits, seeded
+from .models import Net, fit, frozen_base, prepared_frozen, same_bits, seeded
 
 BF16 = ZeroConfig(precision="bf16")
 ROUNDED = ZeroConfig(precision="bf16", frozen_masters=False)
 
 Config = ZeroConfig | None
-
-
-def frozen_base(dtype: torch.dtype = torch.float32) -> Net:
-    """All but biases and norms is frozen, as in BitFit; fp32 values that no 16-bit dtype holds."""
-    model = seeded(Net)
-    for name, param in model.named_parameters():
-        if not name.endswith("bias"):
-            param.requires_grad_(False)
-            param.data = param.data.to(dtype)
-    return model
 
 
 def frozen_of(model: nn.Module) -> dict[str, Tensor]:
@@ -48,11 +38,6 @@ def part(state: dict[str, Tensor], names: dict[str, Tensor]) -> dict[str, Tensor
     return {name: state[name] for name in names}
 
 
-def prepared(model: nn.Module, config: Config = BF16) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
-    trained = [param for param in model.parameters() if param.requires_grad]
-    return rayzero.prepare(model, torch.optim.AdamW(trained, lr=1e-2), config)
-
-
 # ---- exact, in every store, for every number of owners
 
 
@@ -61,7 +46,7 @@ def prepared(model: nn.Module, config: Config = BF16) -> tuple[nn.Module, rayzer
 def test_frozen_values_come_back_as_they_were(precision: str, dtype: torch.dtype, alone: RankContext) -> None:
     model = frozen_base(dtype)
     given = frozen_of(model)
-    model, optimizer = prepared(model, ZeroConfig(precision=precision))
+    model, optimizer = prepared_frozen(model, ZeroConfig(precision=precision))
     state = part(rayzero.full_state_dict(model), given)
     assert all(torch.equal(state[name].double(), value.double()) for name, value in given.items())
     fit(model, optimizer, range(2))
@@ -78,7 +63,7 @@ def exact_on_every_rank(transport: Transport, num_optimizers: int, config: ZeroC
 def is_exact(context: RankContext, base: Net) -> bool:
     model = copy.deepcopy(base)
     given = frozen_of(model)
-    model, optimizer = prepared(model, None)
+    model, optimizer = prepared_frozen(model, None)
     fit(model, optimizer, range(2), context.rank)
     return same_bits(part(rayzero.full_state_dict(model), given), given)
 
@@ -99,7 +84,7 @@ def test_ranks_compute_with_what_they_computed_with(alone: RankContext) -> None:
     for config in (BF16, ROUNDED):
         model = frozen_base()
         given = frozen_of(model)
-        model, optimizer = prepared(model, config)
+        model, optimizer = prepared_frozen(model, config)
         fit(model, optimizer, range(3))
         state = rayzero.full_state_dict(model)
         results.append({name: value.to(torch.bfloat16) if name in given else value for name, value in state.items()})
@@ -118,7 +103,7 @@ def test_checkpoints_hold_them_and_runs_resume_with_them(tmp_path: Path, first: 
     rounded = {name: value.to(torch.bfloat16) for name, value in given.items()}
     kept = first.frozen_masters
     with running_in(RankContext()):
-        model, optimizer = prepared(model, first)
+        model, optimizer = prepared_frozen(model, first)
         fit(model, optimizer, range(2))
         rayzero.save_checkpoint(optimizer, tmp_path / "ck", {})
         fit(model, optimizer, range(2, 4))
@@ -132,7 +117,7 @@ def test_checkpoints_hold_them_and_runs_resume_with_them(tmp_path: Path, first: 
     assert same_bits(part(cast, given), rounded)
 
     with running_in(RankContext(resume=tmp_path / "ck")):
-        model, optimizer = prepared(frozen_base(), then)
+        model, optimizer = prepared_frozen(frozen_base(), then)
         state = part(rayzero.full_state_dict(model), given)
         if then.frozen_masters:
             assert same_bits(state, given if kept else {name: value.float() for name, value in rounded.items()})
@@ -146,7 +131,7 @@ def test_checkpoints_hold_them_and_runs_resume_with_them(tmp_path: Path, first: 
 
 def test_a_content_digest_is_that_of_any_number_of_owners(tmp_path: Path) -> None:
     def save(context: RankContext) -> str:
-        model, optimizer = prepared(frozen_base(), None)
+        model, optimizer = prepared_frozen(frozen_base(), None)
         fit(model, optimizer, range(1))
         return rayzero.save_checkpoint(optimizer, tmp_path / f"ck-{len(digests)}", {}).digest
 
@@ -194,7 +179,7 @@ def test_a_write_changes_what_was_written_and_rounds_nothing_else(
     def loop(context: RankContext) -> None:
         model = copy.deepcopy(base)
         given = frozen_of(model)
-        model, optimizer = prepared(model, None)
+        model, optimizer = prepared_frozen(model, None)
         write(model)
         given["layers.1.up.weight"][0, :3] = torch.tensor(0.3).to(torch.bfloat16).float()
         assert same_bits(part(rayzero.full_state_dict(model), given), given)  # before the owners have it
@@ -209,7 +194,7 @@ def test_a_state_dict_is_loaded_without_rounding(transport: Transport) -> None:
     base, other = frozen_base(), seeded(Net, seed=7).state_dict()
 
     def loop(context: RankContext) -> None:
-        model, optimizer = prepared(copy.deepcopy(base), None)
+        model, optimizer = prepared_frozen(copy.deepcopy(base), None)
         fit(model, optimizer, range(1), context.rank)
         model.load_state_dict(other)
         assert same_bits(rayzero.full_state_dict(model), other)
@@ -223,7 +208,7 @@ def test_a_state_dict_is_loaded_without_rounding(transport: Transport) -> None:
 def test_weights_swapped_and_swapped_back_are_the_same(alone: RankContext) -> None:
     model = frozen_base()
     given = frozen_of(model)
-    model, optimizer = prepared(model)
+    model, optimizer = prepared_frozen(model, BF16)
     saved = copy.deepcopy({name: param.detach().clone() for name, param in model.named_parameters()})
     with torch.no_grad():
         for param in model.parameters():
@@ -243,7 +228,7 @@ def test_without_masters_prepare_says_once_what_is_rounded(
     given = frozen_of(frozen_base())
     given.pop("head.weight")  # the embedding's
     with caplog.at_level(logging.WARNING, "rayzero.engine.prepare"):
-        model, _ = prepared(frozen_base(), ROUNDED)
+        model, _ = prepared_frozen(frozen_base(), ROUNDED)
     count, numel = len(given), sum(value.numel() for value in given.values())
     (said,) = [record.getMessage() for record in caplog.records]
     assert f"{count} frozen parameters ({numel} elements, {4 * numel} bytes in fp32) are rounded to bfloat16" in said
@@ -258,14 +243,14 @@ def test_what_loses_nothing_is_said_nothing_of_and_has_no_master(
     model = frozen_base(torch.bfloat16)
     assert not any(unit.frozen_master for unit in plan_units(model, config).layout.units)
     with caplog.at_level(logging.WARNING, "rayzero.engine.prepare"):
-        prepared(model, config)
+        prepared_frozen(model, config)
     assert not caplog.records
 
 
 def test_masters_are_planned_for_and_kept_by_owners_alone(alone: RankContext) -> None:
     sizes = {}
     for config in (BF16, ROUNDED):
-        _, optimizer = prepared(frozen_base(), config)
+        _, optimizer = prepared_frozen(frozen_base(), config)
         sizes[config.frozen_masters] = optimizer.engine.store.connection.owners.services[0].planned_bytes
     units = plan_units(frozen_base(), BF16).layout.units
     assert sizes[True] - sizes[False] == 4 * sum(unit.numel for unit in units if unit.frozen_master)

@@ -24,6 +24,7 @@ from rayzero.errors import ConfigError, GradientAccessError, UnsupportedError
 from rayzero.layout.rank_mapping import RankMapping
 from rayzero.memory.process_memory import process_memory
 from rayzero.testing import run_ranks
+from tests.support.leftovers import threads, threads_left
 
 from .models import Net, same_bits, seeded, tight, token_loss, tokens
 
@@ -523,10 +524,10 @@ def test_what_a_manager_cannot_be_made_of_is_refused_in_a_line(alone: RankContex
 
 
 def test_a_manager_that_cannot_be_made_leaves_no_thread(alone: RankContext) -> None:
-    before, model = set(threading.enumerate()), Pair()
+    before, model = threads(), Pair()
     with pytest.raises(UnsupportedError, match="LBFGS cannot run on shards"):
         OffloadManager(None, None, model, torch.optim.LBFGS)
-    assert set(threading.enumerate()) == before
+    assert threads_left(before) == []
     OffloadManager(None, None, model).close()
 
 

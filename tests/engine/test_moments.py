@@ -47,6 +47,7 @@ def trained(config: ZeroConfig, steps: int = 60) -> list[float]:
         return train(*prepared(config), range(steps))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("moments", CODED)
 def test_it_learns_as_with_moments_in_fp32(moments: str, precision: str) -> None:

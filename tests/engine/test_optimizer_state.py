@@ -80,6 +80,7 @@ def assert_alike(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
             torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize(("name", "world_size"), [("AdamW", 1), ("AdamW", 3), *((name, 2) for name in OPTIMIZERS)])
 def test_the_state_is_torchs_and_loads_into_plain_torch(name: str, world_size: int) -> None:
     base, make = seeded(Net), OPTIMIZERS[name]

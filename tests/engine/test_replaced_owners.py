@@ -16,14 +16,14 @@ import pytest
 from rayzero.engine.context import RankContext
 from rayzero.errors import RunFailedError
 from rayzero.slabs.sweep import list_slabs
-from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
+from tests.support import needs
 
 from .test_comeback import AT, base, loop, run, same
 
 pytestmark = [
     pytest.mark.thorough,
-    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+    needs.shared_memory,
 ]
 
 Death = tuple[str, int, str]  # at a point of rank 1's loop, in a step: who dies ("rank 1", "optimizer 0")

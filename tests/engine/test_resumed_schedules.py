@@ -89,7 +89,7 @@ def _alone(tmp_path: Path, name: str, **kwargs: Any) -> tuple[list[list[float]],
         return rates, rayzero.full_state_dict(whole.model)
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("early", [False, True], ids=["made-after-prepare", "made-before-prepare"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_run_interrupted_at_any_step_equals_one_that_never_stopped(tmp_path: Path, name: str, early: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -23,6 +22,7 @@ from rayzero.protocol.messages import MASTER
 from rayzero.telemetry.names import MEMORY_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from tests.support.simulated_lane import SimulatedLane, device_behind
+from tests.support.waiting import until
 
 WAIT = 10.0  # seconds: only a fault lasts so long
 WIDTH = 64  # parameters of a multiple of 64 elements have no padding between them
@@ -76,10 +76,7 @@ def test_gradients_are_not_copied_and_take_no_memory_once_they_are_applied(preci
             assert recorder.gauge(MEMORY_BYTES, kind="grad", tier="ram") == sum(u.size_bytes for u in units.values())
             del held
             optimizer.step()
-            until = time.monotonic() + WAIT
-            while any(region.scattered(index) for index in units):  # the update that has published is ending
-                assert time.monotonic() < until
-                time.sleep(0.001)
+            until(lambda: not any(map(region.scattered, units)), what="the update that has published is ending")
             padded = sum(unit.size_bytes for unit in units.values() if any(unit.gaps))
             assert recorder.gauge(MEMORY_BYTES, kind="grad", tier="ram") == padded
             optimizer.zero_grad()

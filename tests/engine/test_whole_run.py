@@ -18,14 +18,14 @@ import torch
 from rayzero.cluster.continuation import Continuation, Lost, choose, read_left
 from rayzero.errors import HandshakeError
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs, sweep
-from rayzero.store.shm.same_host import why_no_sharing
+from tests.support import needs
 
 from .test_comeback import Point, base, loop, run, same
 from .whole_run import LINEAGE, RUN, WholeRun
 
 pytestmark = [
     pytest.mark.usefixtures("one_torch_thread"),
-    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+    needs.shared_memory,
 ]
 
 
@@ -70,7 +70,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
 
 
 @pytest.mark.spread(1)
-@pytest.mark.parametrize("kills", [2, 4])
+@pytest.mark.parametrize("kills", [1, 4])
 def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(
     kills: int, undisturbed: Any, slab_dir: Path, tmp_path: Path
 ) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .hosts import hosts
-from .trainings import ALL_ON_HEAD, TwoHosts, end_trainings, join_ray, start_ray, train
+from .trainings import TwoHosts, digest_of, end_trainings, train_without_ray, two_hosts_with_ray
 
 
 @pytest.fixture(autouse=True)
@@ -17,18 +16,13 @@ def _no_training_goes_on() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(two_hosts: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> str:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of the last checkpoint."""
-    training = train(two_hosts.a, tmp_path_factory.mktemp("undisturbed"), two_hosts.address, *ALL_ON_HEAD)
-    training.end()
-    assert len(training.members(two_hosts.a)) == 4
-    return training.digest()
+    return digest_of(train_without_ray(tmp_path_factory.mktemp("undisturbed")))
 
 
 @pytest.fixture(scope="session")
 def two_hosts() -> Iterator[TwoHosts]:
     """A cluster for tests that leave it whole."""
-    with hosts(2) as (a, b):
-        address = start_ray(a)
-        join_ray(b, address)
-        yield TwoHosts(a, b, address)
+    with two_hosts_with_ray() as found:
+        yield found

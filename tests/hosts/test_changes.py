@@ -9,20 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import until
+
 from .hosts import Host, hosts, why_no_hosts
 from .trainings import (
     ENDLESS,
     LONG_S,
     OWNERS_ELSEWHERE,
     PYTHON,
-    QUICKLY,
     RANKS_ON_HEAD,
     RAY_ENV,
     join_ray,
     shut,
     start_ray,
     train,
-    until,
+    two_hosts_with_ray,
 )
 
 pytestmark = [
@@ -47,9 +48,11 @@ def test_an_owner_joins_on_a_new_host_and_then_two_that_cannot_reach_each_other_
         )  # so that the run does not end before; rank 1 is to try whether it reaches the new owner
         join_ray(c, address)
         scaling = a.start([PYTHON, "-m", "rayzero", "scale", str(training.folder), "--optimizers", "3"], env=RAY_ENV)
-        until(lambda: str(training.record()["rescaling"]).endswith("leading the ranks to them"), "a third owner")
+        until(
+            lambda: str(training.record()["rescaling"]).endswith("leading the ranks to them"), LONG_S, "a third owner"
+        )
         a.kill(rank_0, signal.SIGCONT)
-        until(lambda: len(training.record()["rescales"]) > 0, "the end of the change")
+        until(lambda: len(training.record()["rescales"]) > 0, LONG_S, "the end of the change")
 
         b.cable(c).cut()
         done = training.done()
@@ -95,9 +98,8 @@ def test_a_host_that_ranks_do_not_reach_gets_no_owner_and_disturbs_nothing(undis
 
 
 def test_a_firewall_before_the_owners_is_named_at_the_start(tmp_path: Path) -> None:
-    with hosts(2) as (a, b):
-        address = start_ray(a)
-        join_ray(b, address)
+    with two_hosts_with_ray() as made:
+        a, b, address = made.a, made.b, made.address
         shut(a, b)
         training = train(a, tmp_path, address, *OWNERS_ELSEWHERE)
         said = training.driver.communicate(timeout=LONG_S)[0]
@@ -108,9 +110,8 @@ def test_a_firewall_before_the_owners_is_named_at_the_start(tmp_path: Path) -> N
 
 def test_a_host_that_was_given_up_and_comes_back_disturbs_nothing(undisturbed: str, tmp_path: Path) -> None:
     """Until it comes back, it is to the others a host that has lost its power: no connection was ever closed."""
-    with hosts(2) as (a, b):
-        address = start_ray(a, **QUICKLY)
-        join_ray(b, address)
+    with two_hosts_with_ray(**QUICKLY) as made:
+        a, b, address = made.a, made.b, made.address
         settings = ["run.checkpoint_every=10", "scaling.rescale_on_failure=true", "scaling.placement_timeout=3"]
         training = train(a, tmp_path, address, *settings)
         training.until(12)
@@ -123,7 +124,7 @@ def test_a_host_that_was_given_up_and_comes_back_disturbs_nothing(undisturbed: s
         assert [one["who"] for one in training.record()["recoveries"]] == ["the run"]
         assert sorted(training.members(a)) == ["optimizer 0", "optimizer 1", "rank 0", "rank 1"]
         assert training.digest() == undisturbed
-        until(lambda: members_alive(b) == [], "the end of what was given up")
+        until(lambda: members_alive(b) == [], LONG_S, "the end of what was given up")
 
 
 def members_alive(host: Host) -> list[str]:
@@ -132,9 +133,8 @@ def members_alive(host: Host) -> list[str]:
 
 
 def test_a_cable_that_stays_cut_ends_the_run_with_the_name_of_who_is_awaited(tmp_path: Path) -> None:
-    with hosts(2) as (a, b):
-        address = start_ray(a)
-        join_ray(b, address)
+    with two_hosts_with_ray() as made:
+        a, b, address = made.a, made.b, made.address
         training = train(a, tmp_path, address, "zero.stall_timeout=6", steps=ENDLESS)
         training.until(10)
         a.cable(b).cut()

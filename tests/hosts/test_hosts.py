@@ -16,6 +16,7 @@ import pytest
 
 from rayzero.concurrency.processes import this_process
 from rayzero.store.shm.same_host import host_identity
+from tests.support.leftovers import files_left, open_files
 
 from .hosts import Host, HostsError, hosts, why_no_hosts
 
@@ -168,7 +169,7 @@ def test_a_lossy_cable_loses_no_bytes_of_a_connection(three: tuple[Host, ...]) -
 
 
 def test_nothing_is_left(tmp_path: Path) -> None:
-    files = len(os.listdir("/proc/self/fd"))
+    files = open_files()
     with hosts(2) as (a, b):
         for host in (a, b):
             host.run(["sh", "-c", f"setsid sleep 1000 >{tmp_path}/said 2>&1 & touch /dev/shm/test-x {host.own}/x"])
@@ -181,7 +182,7 @@ def test_nothing_is_left(tmp_path: Path) -> None:
     assert spaces & network_spaces() == set()
     assert not a.own.exists()
     assert not Path("/dev/shm/test-x").exists()
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert files_left(files) == 0
 
 
 def test_a_killed_user_leaves_no_processes() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.moved import bytes_moved
+from tests.support.waiting import until
 
 from .hosts import Host, why_no_hosts
 from .links import Cable
@@ -24,7 +25,6 @@ from .trainings import (
     Training,
     TwoHosts,
     train,
-    until,
 )
 
 pytestmark = [
@@ -112,8 +112,8 @@ def test_a_driver_that_is_killed_leaves_nothing_in_the_other_hosts_memory(two_ho
     assert slabs_on(b) >= 4, "a rank's and an owner's"
     a.kill(training.record()["driver"]["pid"])
     assert training.driver.wait(LONG_S) != 0
-    until(lambda: slabs_on(b) == 0, "no slabs of a run that has ended")
-    until(lambda: "rayzero.slabs.sweep" not in b.run(["ps", "ax", "-o", "args"]).stdout, "no janitor")
+    until(lambda: slabs_on(b) == 0, LONG_S, "no slabs of a run that has ended")
+    until(lambda: "rayzero.slabs.sweep" not in b.run(["ps", "ax", "-o", "args"]).stdout, LONG_S, "no janitor")
 
 
 def slabs_on(host: Host) -> int:
@@ -158,7 +158,7 @@ def test_a_host_of_ranks_keeps_a_door_that_is_small_and_shown_also_after_its_dea
     assert re.search(r"optimizer 2 .* 0 *$", a.run([*rayzero, "top", folder, "--once"]).stdout, re.MULTILINE)
     a.kill(door)
     scaling = a.start([*rayzero, "scale", folder, "--optimizers", "1"], env=RAY_ENV)
-    until(lambda: str(training.record()["rescaling"]).endswith("leading the ranks to them"), "one owner")
+    until(lambda: str(training.record()["rescaling"]).endswith("leading the ranks to them"), LONG_S, "one owner")
     a.kill(members["rank 0"], signal.SIGCONT)
     said = scaling.communicate(timeout=LONG_S)[0]
     assert scaling.returncode == 0, said

@@ -6,16 +6,24 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rayzero.cli.train import choose_recipe
 from rayzero.cluster.files.metrics_log import read_log
 from rayzero.cluster.files.run_record import read_record
+from rayzero.engine.context import RankContext
+from rayzero.recipes.lm import train_loop
+from rayzero.testing import run_ranks
+from tests.support.waiting import until
 
-from .hosts import Host
+from .hosts import Host, hosts
 
 PYTHON, RAY = sys.executable, str(Path(sys.executable).with_name("ray"))
 RAY_ENV = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": ""}
@@ -46,6 +54,15 @@ def join_ray(host: Host, address: str) -> None:
     _ray_start(host, f"--address={address}", cpus=2, gib=2, env={})
 
 
+@contextmanager
+def two_hosts_with_ray(**env: str) -> Iterator[TwoHosts]:
+    """Two hosts of a test's own, with a cluster."""
+    with hosts(2) as (a, b):
+        address = start_ray(a, **env)
+        join_ray(b, address)
+        yield TwoHosts(a, b, address)
+
+
 def _ray_start(host: Host, *options: str, cpus: int, gib: int, env: Mapping[str, str]) -> None:
     room = [f"--num-cpus={cpus}", f"--memory={gib * GIB}", "--object-store-memory=100000000"]
     labels = f"--labels=rayzero.io/role=optimizer,host={host.name}"
@@ -56,9 +73,6 @@ def _ray_start(host: Host, *options: str, cpus: int, gib: int, env: Mapping[str,
 
 RANKS_ON_HEAD = [f"scaling.memory_per_worker={3 * GIB}", "zero.placement=cpu_nodes"]
 """Settings of a run whose ranks are on the head's host, while its owners are spread over all hosts."""
-
-ALL_ON_HEAD = [*RANKS_ON_HEAD, "scaling.optimizer_labels={host: host-1}"]
-"""The same with all owners there, too."""
 
 OWNERS_ELSEWHERE = [*RANKS_ON_HEAD, "scaling.optimizer_labels={host: host-2}"]
 """The same with all owners on the second host. Without either, each of two hosts has a rank and an owner."""
@@ -86,7 +100,7 @@ class Training:
 
     def until(self, steps: int) -> None:
         """Wait until it has reported so many steps."""
-        until(lambda: self.done() >= steps or self.driver.poll() is not None, f"step {steps}")
+        until(lambda: self.done() >= steps or self.driver.poll() is not None, LONG_S, f"step {steps}")
         assert self.driver.poll() is None, self.driver.communicate()[0]
 
     def until_it_says(self, what: str) -> str:
@@ -117,16 +131,39 @@ class Training:
 
     def digest(self) -> str:
         """Of its last checkpoint's content."""
-        manifest = self.folder / "checkpoints" / f"step-{STEPS:06d}" / "manifest.json"
-        return str(json.loads(manifest.read_text())["digest"])
+        return digest_of(self.folder)
+
+
+def digest_of(run_dir: Path) -> str:
+    """Of the content of a training's last checkpoint."""
+    manifest = run_dir / "checkpoints" / f"step-{STEPS:06d}" / "manifest.json"
+    return str(json.loads(manifest.read_text())["digest"])
+
+
+def settings_of(folder: Path) -> list[str]:
+    """A recipe's settings, whose text is in ``folder``."""
+    folder.mkdir(exist_ok=True)
+    (folder / "text.txt").write_text(VERSE * 300)
+    return [f"data={folder}/text.txt", *MODEL, *THREADS]
+
+
+def train_without_ray(folder: Path) -> Path:
+    """The same training on this host, in processes that are forked; returns the folder of the run."""
+    recipe = choose_recipe(settings_of(folder), {"steps": STEPS}, folder / "run")
+    loop = partial(_train_in_process, recipe.model_dump(mode="json"))
+    run_ranks(loop, 2, 2, "shm", True, run_dir=folder / "run")
+    return folder / "run"
+
+
+def _train_in_process(recipe: dict[str, Any], context: RankContext) -> None:
+    torch.set_num_threads(1)
+    train_loop(recipe)
 
 
 def train(host: Host, folder: Path, address: str, *settings: str, steps: int = STEPS) -> Training:
     """Start ``rayzero train`` on a host, with files in ``folder``."""
-    folder.mkdir(exist_ok=True)
-    (folder / "text.txt").write_text(VERSE * 300)
     counts = ["--steps", str(steps), "--workers", "2", "--optimizers", "2", "--run-dir", str(folder / "run")]
-    command = [PYTHON, "-m", "rayzero", "train", *counts, f"data={folder}/text.txt", *MODEL, *THREADS, *settings]
+    command = [PYTHON, "-m", "rayzero", "train", *counts, *settings_of(folder), *settings]
     training = Training(host.start(command, env=RAY_ENV | {"RAY_ADDRESS": address}), folder / "run")
     _STARTED.append((host, training))
     return training
@@ -151,11 +188,3 @@ def shut(a: Host, b: Host) -> None:
     a.give_ports(ports_of_a)
     b.give_ports(ports_of_b)
     b.drop_answers(ports_of_b, ports_of_a)
-
-
-def until(there: Callable[[], bool], what: str, timeout_s: float = LONG_S) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + timeout_s
-    while not there():
-        assert time.monotonic() < deadline, f"nothing came of it: {what}"
-        time.sleep(0.05)

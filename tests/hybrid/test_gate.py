@@ -22,6 +22,7 @@ from rayzero.errors import UnsupportedError
 from rayzero.hybrid.gate import AwayParameter
 from rayzero.lanes import ThreadLane
 from tests.hybrid.models import backward, equal, net, train, weights
+from tests.support.leftovers import threads, threads_left
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -202,7 +203,7 @@ def test_without_the_gate_step_waits():
 
 def test_a_dropped_optimizer_leaves_no_thread_and_no_parameter_away():
     model = net()
-    before = {thread.ident for thread in threading.enumerate()}
+    before = threads()
     hybrid = HybridDeviceOptimizer(model.parameters(), 1.0, **ADAMW)
     train(model, hybrid, 2)
     assert not equal(weights(model), weights(net()))
@@ -210,10 +211,7 @@ def test_a_dropped_optimizer_leaves_no_thread_and_no_parameter_away():
     del hybrid
     gc.collect()
     assert gone() is None
-    for thread in threading.enumerate():
-        if thread.ident not in before:
-            thread.join(60)
-    assert {thread.ident for thread in threading.enumerate()} <= before
+    assert threads_left(before) == []
     backward(model, 0)  # hooks that are left do nothing
 
 

@@ -139,6 +139,7 @@ CASES: dict[str, tuple[type[Learner], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("case", CASES)
 def test_trains_as_lightning_alone(case: str, alone: RankContext) -> None:
     """The same bits, but where a norm is clipped (its scale is computed in fp64 here)."""

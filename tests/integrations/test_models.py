@@ -90,6 +90,7 @@ def test_resumed_training_is_bit_equal(name: str, tmp_path: Path) -> None:
     assert all(same_bits(state, whole[0]) for state in again)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_was_saved_loads_with_from_pretrained(name: str, tmp_path: Path) -> None:
     """Masters with ``save_pretrained(state_dict=...)``; without it the weights the model computes with."""

@@ -25,15 +25,15 @@ import rayzero
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.integrations.ray_train import optimizer_actors
-from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
+from tests.support import needs
 
 pytestmark = [
     pytest.mark.thorough,
     pytest.mark.ray,
     pytest.mark.timeout(400),
     pytest.mark.filterwarnings("default"),  # Ray has some of its own
-    pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here"),
+    needs.shared_memory,
 ]
 
 STEPS = 16

@@ -102,6 +102,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.promise("exact", "integrations")
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("case", SETTINGS)
 def test_trains_as_transformers_trainer(case: str, alone: RankContext, tmp_path: Path) -> None:
     base = build(llama, attention_dropout=0.1)
@@ -195,6 +196,7 @@ BEST: dict[str, Any] = {  # a rate that makes it worse in the end: the best mode
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_best_model_is_loaded_at_the_end(precision: str, alone: RankContext, tmp_path: Path) -> None:
     base = build(llama)

@@ -124,19 +124,6 @@ def test_a_second_push_that_was_not_planned_is_refused() -> None:
             owner.push(0, of_ranks(spec)[0], seq=1)
 
 
-def test_what_all_ranks_discard_is_added_up_again() -> None:
-    spec = make_spec(2)
-    dropped, grads = of_ranks(spec, 1), of_ranks(spec, 2)
-    with owner_of(spec) as owner:
-        for attempt, mine in enumerate((dropped, grads)):
-            for rank in range(2):
-                owner.push(rank, mine[rank], attempt=attempt)
-            drain(owner)
-        owner.service.collect(0, owner.reports(attempts=[1, 1])).result(WAIT)
-        for shard in spec.layout.shards:
-            require_sum(owner, shard.index, grads)
-
-
 def test_what_one_rank_alone_discards_after_it_was_added_up_ends_the_step_by_name() -> None:
     spec = make_spec(2)
     grads = of_ranks(spec)
@@ -352,9 +339,10 @@ def test_one_push_more_than_backwards_were_planned_is_taken_and_no_other() -> No
             owner.push(0, of_ranks(spec)[0], seq=3)
 
 
-def test_what_all_ranks_discard_after_some_rounds_is_added_up_again() -> None:
-    spec = make_spec(2, accumulation_steps=2)
-    dropped, rounds = rounds_of(spec), [of_ranks(spec, 5), of_ranks(spec, 6)]
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_all_ranks_discard_after_some_rounds_is_added_up_again(number: int) -> None:
+    spec = make_spec(2, accumulation_steps=number)
+    dropped, rounds = rounds_of(spec), [of_ranks(spec, 5), of_ranks(spec, 6)][:number]
     with owner_of(spec) as owner:
         for attempt, mine in enumerate((dropped[:1], rounds)):
             for seq, grads in enumerate(mine):
@@ -362,7 +350,7 @@ def test_what_all_ranks_discard_after_some_rounds_is_added_up_again() -> None:
                     owner.push(rank, grads[rank], attempt=attempt, seq=seq)
                 drain(owner)
                 assert held(owner) == 0
-        owner.service.collect(0, owner.reports(pushes=2, attempts=[1, 1])).result(WAIT)
+        owner.service.collect(0, owner.reports(pushes=number, attempts=[1, 1])).result(WAIT)
         for shard in spec.layout.shards:
             require_rounds(owner, shard.index, rounds)
 

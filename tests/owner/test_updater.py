@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 import threading
 
 import pytest
@@ -68,27 +65,3 @@ def test_a_task_that_raises_is_told_and_the_next_one_runs() -> None:
     updater.submit(lambda: seen.append("next"))
     updater.close()
     assert seen == ["ValueError('no')", "next"]
-
-
-def test_a_program_that_ends_while_a_task_computes_ends_well() -> None:
-    """Such a thread, in torch's C++ when the interpreter goes, ended the process: "terminate called", status 134."""
-    program = """
-        import threading, torch
-        from rayzero.owner.updater import Updater
-
-        began = threading.Event()
-
-        def task():
-            began.set()
-            values = torch.ones(100_000)
-            for _ in range(5_000):
-                values.mul_(0.5)
-
-        updater = Updater("forgotten", 1, print)
-        for _ in range(1_000):
-            updater.submit(task)
-        began.wait()
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

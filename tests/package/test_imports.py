@@ -55,6 +55,11 @@ def test_import_loads_nothing_else(tmp_path: Path) -> None:
     assert len(standard) < 60
 
 
+@pytest.mark.thorough
+def test_prepare_loads_neither_ray_nor_grpc(tmp_path: Path) -> None:
+    assert run("import rayzero; rayzero.prepare", tmp_path)[0] & {"ray", "grpc"} == set()
+
+
 @pytest.mark.parametrize("option", ["--version", "--help", "--show-completion bash", "train --help"])
 def test_quick_answers_load_neither_torch_nor_ray(option: str, tmp_path: Path) -> None:
     named = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # the shell is what the option says, not an ancestor
@@ -106,12 +111,13 @@ print(sorted(generation for generation in began if generation == 2), gc.isenable
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("module", "before"),
     [
         ("rank_worker", ""),
-        pytest.param("owner_process", "", marks=pytest.mark.thorough),
-        pytest.param("rank_worker", "gc.disable()", marks=pytest.mark.thorough),
+        ("owner_process", ""),
+        ("rank_worker", "gc.disable()"),
     ],
 )
 def test_a_process_of_a_run_looks_for_no_garbage_among_what_it_imports(

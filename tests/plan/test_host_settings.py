@@ -23,16 +23,16 @@ from rayzero.layout.model_layout import ModelLayout
 from rayzero.plan.hardware import Hosts
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
-from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.names import GRPC_REQUESTS
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import owners, run_ranks
 from tests.lab.simulation.runs import MEASURED
+from tests.support import needs
 
 from .machines import GPU_HOSTS
 from .test_tiers import WORK
 
-shared = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+shared = needs.shared_memory
 LAYERS, WIDTH, STEPS = 6, 64, 4
 ASKED = ("Finish", "Ask", "Collect", "Apply")
 

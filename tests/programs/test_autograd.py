@@ -628,6 +628,6 @@ CASES = [
 ]
 
 
-@pytest.mark.spread(30, second=80)
+@pytest.mark.spread(22, second=80)
 def test_trains_as_unsharded(case: Case, setting: Setting, check: Callable[[Case, Setting], None]) -> None:
     check(case, setting)

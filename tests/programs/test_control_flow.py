@@ -362,6 +362,6 @@ CASES = [
 ]
 
 
-@pytest.mark.spread(14, second=36)
+@pytest.mark.spread(11, second=36)
 def test_trains_as_unsharded(case: Case, setting: Setting, check: Callable[[Case, Setting], None]) -> None:
     check(case, setting)

@@ -180,6 +180,6 @@ CASES = [
 ]
 
 
-@pytest.mark.spread(9)
+@pytest.mark.spread(7)
 def test_trains_as_unsharded(case: Case, setting: Setting, check: Callable[[Case, Setting], None]) -> None:
     check(case, setting)

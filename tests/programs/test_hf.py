@@ -57,6 +57,6 @@ CASES = [
 ]
 
 
-@pytest.mark.spread(6, second=14)
+@pytest.mark.spread(4, second=14)
 def test_trains_as_unsharded(case: Case, setting: Setting, check: Callable[[Case, Setting], None]) -> None:
     check(case, setting)

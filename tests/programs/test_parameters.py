@@ -553,6 +553,6 @@ CASES = [
 ]
 
 
-@pytest.mark.spread(20, second=50)
+@pytest.mark.spread(15, second=50)
 def test_trains_as_unsharded(case: Case, setting: Setting, check: Callable[[Case, Setting], None]) -> None:
     check(case, setting)

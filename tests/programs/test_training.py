@@ -447,7 +447,7 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.spread(22, second=55)
+@pytest.mark.spread(16, second=55)
 def test_trains_as_unsharded(case: Case, setting: Setting, check: Callable[[Case, Setting], None]) -> None:
     check(case, setting)
 

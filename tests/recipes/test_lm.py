@@ -115,6 +115,7 @@ def test_a_reported_step_took_as_long_as_prometheus_is_told(recipe, tmp_path):
         assert reported == pytest.approx(told, rel=1e-9)
 
 
+@pytest.mark.thorough
 def test_two_ranks_learn_a_text_far_below_its_unigram_loss(recipe):
     recipe = recipe.replace(steps=60)
     reports = train(recipe)
@@ -229,7 +230,7 @@ def plain_validation(recipe: RecipeConfig, model: torch.nn.Module) -> float:
     return sum(losses) / len(losses)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits_learn_too(recipe, precision):
     reports = train(recipe.replace(precision=precision, steps=30))

@@ -18,6 +18,7 @@ import pytest
 
 from rayzero.slabs.hold import Hold, held_in
 from rayzero.slabs.sweep import SlabJanitor, clear_up, main, sweep
+from tests.support.waiting import until
 
 from .test_hold import leave, made
 
@@ -49,10 +50,7 @@ def makers(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
 def patient(tmp_path: Path, makers: list[subprocess.Popen[str]]) -> Iterator[psutil.Process]:
     """The janitor of the first maker, which waits for long, once it holds the slabs of lineage "one"."""
     found, _ = start(makers, tmp_path, 3600.0)
-    deadline = time.monotonic() + 30
-    while not held_in(tmp_path):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: held_in(tmp_path))
     yield found
     with suppress(psutil.NoSuchProcess):
         found.kill()

@@ -64,8 +64,8 @@ from store.toy import (
     random_grads,
     start,
     take_step,
-    until,
 )
+from tests.support.waiting import until
 
 BF16 = torch.bfloat16
 
@@ -626,7 +626,7 @@ def test_the_norm_does_not_depend_on_owners_threads_or_arrival(make_stores: Stor
     spec = make_spec(3)
     grads = random_schedule(spec, 1)[0]
     totals = set()
-    for num_owners, threads, order in ((1, 1, (0, 1, 2)), (2, 2, (2, 1, 0)), (3, 1, (1, 0, 2)), (5, 2, (0, 2, 1))):
+    for num_owners, threads, order in ((1, 1, (0, 1, 2)), (2, 2, (2, 1, 0)), (5, 2, (1, 0, 2))):
         with make_stores(3, num_owners, owner_threads=threads) as stores:
             ranks = start(stores, spec)
             for unit in (2, 1, 0):
@@ -689,41 +689,6 @@ def test_a_parameter_without_any_gradient_stands_still(make_stores: StoreFactory
             plain.step(grads, 0.5)
         found = masters(ranks[0])
     for name, value in plain.values.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
-
-
-# ---- parity
-
-
-@pytest.mark.parametrize(("world_size", "num_owners"), [(1, 1), (2, 5), (3, 2)])
-def test_20_clipped_steps_equal_torch(make_stores: StoreFactory, world_size: int, num_owners: int) -> None:
-    """Other pairs have the bits of one owner: test_bits_do_not_depend_on_the_number_of_owners."""
-    spec = make_spec(world_size)
-    plain = PlainAdamW(spec)
-    with make_stores(world_size, num_owners) as stores:
-        ranks = start(stores, spec)
-        for grads in random_schedule(spec, 20):
-            norm = take_step(ranks, grads, 1.0)
-            assert norm.total > 1.0
-            plain.step(grads, 1.0)
-        found = masters(ranks[-1])
-    for name, value in plain.values.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("num_owners", [1, 3])
-def test_one_rank_without_clipping_is_bit_equal_to_fused_adamw(make_stores: StoreFactory, num_owners: int) -> None:
-    spec = make_spec(1, kernel="torch")
-    plain = PlainAdamW(spec, fused=True)
-    with make_stores(1, num_owners) as stores:
-        (rank,) = start(stores, spec)
-        for (grads,) in random_schedule(spec, 20):
-            take_step([rank], [grads])
-            plain.step([grads])
-        found = masters(rank)
-    for name, value in plain.values.items():
-        whole = value.numel() // 64 * 64  # the fused kernel rounds a tail otherwise; padded slices have none
-        assert torch.equal(found[name].flatten()[:whole], value.flatten()[:whole]), name
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
 
 

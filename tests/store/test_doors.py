@@ -16,14 +16,14 @@ from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.recovery import Outcome, assess, read_run
-from rayzero.store.shm.signals import available
 from rayzero.telemetry.names import PARAM_VERSION, SHARDS
 from rayzero.telemetry.recorder import MemoryRecorder
+from tests.support import needs
 
 from .stores import TOKEN, inprocess
 from .toy import Rank, make_spec, masters, random_grads, start, take_step
 
-pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
+pytestmark = needs.signals_between_processes
 
 OWNERSHIP = Ownership(3, doors=1)
 DOOR = 2

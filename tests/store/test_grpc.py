@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -67,6 +65,7 @@ from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES,
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.stores import TOKEN
 from store.toy import HYPER, WAIT, equal, initial_values, make_spec, masters, random_grads, start, take_step
+from tests.support.leftovers import threads, threads_left
 
 BF16 = torch.bfloat16
 REPOSITORY = Path(__file__).parents[2]
@@ -439,7 +438,7 @@ def test_a_port_that_is_taken_is_an_error() -> None:
 
 
 def test_close_ends_threads_and_what_waits() -> None:
-    before = set(threading.enumerate())
+    before = threads()
     with serving(2) as servers, connected(servers, 2) as stores:
         ranks = start(stores, make_spec(2))
         waits = [ranks[0].fetch_unit(0, 1)[0], ranks[0].finish(), stores[0].decision(4)]
@@ -448,10 +447,8 @@ def test_close_ends_threads_and_what_waits() -> None:
             with pytest.raises((StoreClosedError, RankLeftError)):
                 wait.result(WAIT)
         stores[1].close()
-        left = {thread.name for thread in set(threading.enumerate()) - before}
-        assert not [name for name in left if name.startswith(("rayzero-rank", "stall-watch"))]
-    left = {thread.name for thread in set(threading.enumerate()) - before if "_poll_wrapper" not in thread.name}
-    assert left <= {"rayzero-grpc-loop"}, left  # and grpc.aio's poller: both last as long as the process
+        assert threads_left(before, "rayzero-rank", "stall-watch") == []
+    assert threads_left(before) == []
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -481,37 +478,14 @@ def test_a_store_that_another_thread_closes_while_it_attaches_leaves_nothing(
         close_now()
         usual(patched, *args)
 
-    before = set(threading.enumerate())
+    before = threads()
     with serving(2) as servers, connected(servers, 1) as stores:
         monkeypatch.setattr(patched, name, closing_first)
         with nullcontext() if late else pytest.raises(StoreClosedError, match="the store was closed"):
             stores[0].attach(make_spec(1))
         closer.join(WAIT)
         assert not errors
-        left = {thread.name for thread in set(threading.enumerate()) - before}
-        assert not [name for name in left if name.startswith(("rayzero-rank", "closer"))]
-
-
-def test_a_process_that_forgets_to_close_exits_in_silence() -> None:
-    program = """
-        from rayzero.owner.service import ShardService
-        from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
-        from rayzero.store.rank.rank_store import RankStore
-        from rayzero.store.owner.served_model import ServerTerms
-        from rayzero.store.owner.server import OwnerServer
-        from store.toy import make_spec, random_grads, start, take_step
-        spec = make_spec(1, kernel="torch")
-        server = OwnerServer(ShardService(0, 1), ServerTerms(token="t"))
-        server.connect_peers([server.address])
-        ranks = start([RankStore(RemoteConnection(0, [server.address], RankTerms(token="t")))], spec)
-        take_step(ranks, [random_grads(spec, 1)])
-        ranks[0].fetch_unit(0, 2)
-        print("done")
-    """
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
-    paths = {"PYTHONPATH": str(REPOSITORY / "tests")}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=3 * WAIT, env=os.environ | paths)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
+        assert threads_left(before, "rayzero-rank", "closer") == []
 
 
 # ---- errors on the wire
@@ -651,6 +625,7 @@ def test_a_rank_has_few_calls_that_wait() -> None:
         repeats.once(1, "Mean", mean(1, large), Future[None])
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("kind", ["FinishRequest", "FinishResponse", "CollectResponse", "ApplyRequest"])
 def test_a_damaged_message_is_sent_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm, a decision or a report with a flipped bit changes no bit of the training."""

@@ -18,8 +18,9 @@ from rayzero.store.host.host_sums import HostSums, next_round
 from rayzero.store.host.summed_ranks import SettledUnit, SummedRanks
 from rayzero.store.shm.settled import GradientBytes, Part, adding_threads, settled
 from rayzero.store.shm.shared_plan import SharedPlan
+from tests.support.waiting import until
 
-from .toy import make_spec, until
+from .toy import make_spec
 
 # ---- one unit in one step, explored whole -----------------------------------------------------------------------
 

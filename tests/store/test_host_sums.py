@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +30,18 @@ from rayzero.store.rank.memory import rank_memory
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.shared_plan import SharedPlan
-from rayzero.store.shm.signals import available
 from rayzero.store.wire.tensor_stream import Sent
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
+from tests.support import needs
+from tests.support.waiting import until
 
 from .proxy import Proxy
+from .stores import inprocess
 from .test_tensor_streams import over
-from .toy import WAIT, Grads, Rank, equal, make_spec, masters, random_grads, start, until
+from .toy import WAIT, Grads, Rank, equal, make_spec, masters, random_grads, start, take_step
 
-pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
+pytestmark = needs.signals_between_processes
 
 OWNERS = 2
 BF16 = (torch.bfloat16,) * 3
@@ -153,6 +154,12 @@ def train(ranks: Sequence[Rank], steps: int = 3, pushes: int = 1, *max_norms: fl
     return masters(ranks[0])
 
 
+def alone(spec: ModelSpec, steps: int = 3, pushes: int = 1, *max_norms: float) -> dict[str, torch.Tensor]:
+    """The same of ranks that push alone, in one process with their owners."""
+    with inprocess(spec.world_size, OWNERS) as stores:
+        return train(start(stores, spec), steps, pushes, *max_norms)
+
+
 GROUPS = "two groups"  # test_only_the_first_ranks_of_a_group_are_added has their bits in the first tier
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {"world_size": 2},
@@ -178,15 +185,10 @@ def test_the_bits_are_those_of_ranks_that_push_alone(
     monkeypatch.setattr(rank_memory, "adding_threads", lambda cores, ranks, *, on_gpu: threads)
     spec = make_spec(**CASES[case])
     clip = (0.01,) if case in ("bf16", "accumulation") else ()
-    found = []
-    for host_push in ("never", "auto"):
-        place = Place(stack, [0] * spec.world_size, host_push=host_push)
-        ranks = place.start(replace(spec, run=f"toy {host_push}"))
-        assert {summed(rank) for rank in ranks} == {host_push == "auto"}
-        found.append(train(ranks, 3, spec.accumulation_steps, *clip))
-        for rank in ranks:
-            rank.store.close()
-    assert equal(*found)
+    ranks = Place(stack, [0] * spec.world_size).start(spec)
+    assert all(map(summed, ranks))
+    steps = 3, spec.accumulation_steps, *clip
+    assert equal(train(ranks, *steps), alone(spec, *steps))
 
 
 def summed(rank: Rank) -> bool:
@@ -225,8 +227,7 @@ def test_owners_of_the_host_read_what_the_others_get_as_a_sum(stack: ExitStack) 
     spec = make_spec(2)
     place = Place(stack, [0, 0], owners=[0, None])
     ranks = place.start(spec)
-    alone = Place(stack, [0, 0], owners=[0, None], host_push="never").start(replace(spec, run="toy alone"))
-    assert equal(train(ranks), train(alone))
+    assert equal(train(ranks), alone(spec))
     before, sums = place.sent(), 4 * elements(spec, [1])
     everything(ranks, 3)
     until(lambda: place.sent() - before >= sums)  # counted once the owner has answered
@@ -236,12 +237,10 @@ def test_owners_of_the_host_read_what_the_others_get_as_a_sum(stack: ExitStack) 
 def test_only_the_first_ranks_of_a_group_are_added(stack: ExitStack) -> None:
     """Ranks 6 to 9 are on one host: 8 and 9 begin their group, and 6 and 7 come behind others of theirs."""
     spec = make_spec(10)
-    hosts = [0] * 6 + [1] * 4
-    place = Place(stack, hosts)
+    place = Place(stack, [0] * 6 + [1] * 4)
     ranks = place.start(spec)
     assert [summed(rank) for rank in ranks] == [True] * 6 + [False] * 2 + [True] * 2
-    alone = Place(stack, hosts, host_push="never").start(replace(spec, run="toy alone"))
-    assert equal(train(ranks, 2), train(alone, 2))
+    assert equal(train(ranks, 2), alone(spec, 2))
 
     def sent() -> list[int]:
         return [place.sent(0), place.sent(1), *place.pushed()]
@@ -331,12 +330,10 @@ def test_ranks_that_leave_one_after_the_other_leave_their_sums_to_the_door(
         ranks[index].finish()  # nobody waits for the norm
         ranks[index].store.close()
     ranks[3].finish().result(WAIT)
-    there = Place(stack, [0, 0, 0, 1], host_push="never").start(replace(spec, run="toy alone"))
-    for rank, mine in zip(there, grads, strict=True):
-        rank.push(mine)
-    for norm in [rank.finish() for rank in there]:
-        norm.result(WAIT)
-    assert equal(ranks[3].fetch(), there[3].fetch())
+    with inprocess(4, OWNERS) as stores:
+        there = start(stores, spec)
+        take_step(there, grads)
+        assert equal(ranks[3].fetch(), there[3].fetch())
 
 
 def test_ranks_that_disagree_are_refused_by_name(stack: ExitStack) -> None:

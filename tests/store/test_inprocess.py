@@ -18,6 +18,7 @@ from rayzero.store.rank.rank_store import RankStore
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.toy import WAIT, make_spec, random_grads, start, take_step
+from tests.support.leftovers import threads, threads_left
 
 
 def test_a_cancelled_fetch_never_writes_its_buffer() -> None:
@@ -96,7 +97,7 @@ def test_bytes_and_seconds_are_counted_by_direction() -> None:
 
 
 def test_nothing_is_left_after_close() -> None:
-    before = {thread.ident for thread in threading.enumerate()}
+    before = threads()
     owners = LocalOwners(3)
     store = RankStore(LocalConnection(0, owners))
     start([store], make_spec(1))
@@ -106,7 +107,7 @@ def test_nothing_is_left_after_close() -> None:
         future.result(WAIT)
     owners.close()
     owners.close()
-    assert {thread.ident for thread in threading.enumerate()} <= before
+    assert threads_left(before) == []
 
 
 def test_owners_do_not_change_torchs_thread_count_for_others() -> None:

@@ -18,7 +18,7 @@ from rayzero.protocol.messages import ModelSpec
 from rayzero.slabs.sweep import SHARED_MEMORY, sweep
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
-from rayzero.store.shm.signals import available
+from tests.support import needs
 
 from .deaths import Owners, Run, differing, disturbed, random_kills, train, undisturbed
 from .stores import TOKEN
@@ -27,7 +27,7 @@ from .toy import WAIT, flatten, initial_values
 
 STEPS, KILLS = 16, 2
 SHARES = {"grpc": (False, False), "mixed": (True, False)}
-pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
+pytestmark = needs.signals_between_processes
 
 
 @cache

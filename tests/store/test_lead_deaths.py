@@ -12,7 +12,7 @@ import torch
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.writer import staging_path, write_rank_state
 from rayzero.protocol.messages import COMPUTE, MeanInput
-from rayzero.store.shm.signals import available
+from tests.support import needs
 
 from .deaths import Run, differing, disturbed, random_kills, undisturbed
 from .test_succession import CLIP, gradients, spec_of
@@ -20,7 +20,7 @@ from .toy import WAIT, Rank
 
 STEPS = 18
 SHARES = {"shm": (True, True), "grpc": (False, False), "mixed": (True, False)}
-pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
+pytestmark = needs.signals_between_processes
 
 
 class Loop:

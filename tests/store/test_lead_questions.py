@@ -31,11 +31,12 @@ from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.shm.signals import available
 from rayzero.store.wire.failures import to_failure
 from rayzero.store.wire.rpc import OWNER_SERVICE, token_metadata
+from tests.support.waiting import until
 
 from .stores import TOKEN, Stores, over_grpc
 from .test_grpc import serving
 from .test_tls import OWN, of_rank, refusal
-from .toy import WAIT, PlainAdamW, Rank, make_spec, masters, random_grads, start, take_step, until
+from .toy import WAIT, PlainAdamW, Rank, make_spec, masters, random_grads, start, take_step
 
 RANKS = 3
 needs_memory = pytest.mark.skipif(available() is not None, reason="no memory that ranks share here")

@@ -44,7 +44,7 @@ SHARES = why_no_sharing() is None
 # ---- faults at random moments (faults.py tries more seeds, and says how to replay one)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("which", LINKS)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("seed", [1, 2])
@@ -254,7 +254,8 @@ def test_a_shard_whose_link_is_cut_between_its_chunks_comes_again_whole() -> Non
     assert equal(*found)
 
 
-@pytest.mark.parametrize("which", ["rank-owner", "rank-lead", "lead-owner"])
+@pytest.mark.spread(2)
+@pytest.mark.parametrize("which", ["rank-owner", "lead-owner", "rank-lead"])
 def test_a_server_of_another_run_at_an_owners_port_is_a_link_that_is_down(which: str) -> None:
     """The port of an owner that ended may be another process's by the time a link is opened again."""
     spec = toy_spec(2)

@@ -14,11 +14,12 @@ from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.store.shm import mailbox
 from rayzero.store.shm.mailbox import SLOTS, Answerer, Asker, Cells
-from rayzero.store.shm.signals import BELL_BYTES, Bell, available, changed
+from rayzero.store.shm.signals import BELL_BYTES, Bell, changed
+from tests.support import needs
 
 from .toy import WAIT
 
-pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
+pytestmark = needs.signals_between_processes
 CAPACITY = 200
 
 

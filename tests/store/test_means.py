@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -225,40 +225,32 @@ def test_a_rank_that_leaves_fails_the_others_call_by_name(make_stores: StoreFact
             ranks[1].store.mean(number(1.0)).result(WAIT)
 
 
-def test_a_rank_in_a_mean_and_one_that_waits_for_its_norm_are_told_at_once(make_stores: StoreFactory) -> None:
+OTHER_CALLS: dict[str, tuple[Callable[[Rank, Path], Future[Any]], str]] = {
+    "asks for the norm": (
+        lambda rank, _: rank.ask_norm(),
+        r"rank 1 has asked for the norm of step 0, but rank 0 has called mean_over_ranks\(\) before "
+        "that; every rank must call them in the same order",
+    ),
+    "saves": (
+        lambda rank, folder: rank.store.save(0, folder / "a", ()),
+        r"rank 1 has asked to save v0, but rank 0 has called mean_over",
+    ),
+    "writes": (
+        lambda rank, _: rank.store.write(1, 0, COMPUTE, torch.zeros(rank.spec.layout.units[1].numel)),
+        r"rank 1 has written to 'layers.0' at step 0, but rank 0 has",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_CALLS)
+def test_a_rank_in_a_mean_and_one_that_makes_another_call_are_told_at_once(
+    make_stores: StoreFactory, what: str, tmp_path: Path
+) -> None:
+    call, said = OTHER_CALLS[what]
     with make_stores(2, 2) as stores:
         ranks = start(stores, make_spec(2))
-        waits = [ranks[0].store.mean(number(1.0)), ranks[1].ask_norm()]
-        for future in waits:
-            with pytest.raises(
-                StepMismatchError,
-                match=r"rank 1 has asked for the norm of step 0, but rank 0 has called mean_over_ranks\(\) before "
-                "that; every rank must call them in the same order",
-            ):
-                future.result(WAIT)
-
-
-def test_a_rank_in_a_mean_and_one_that_saves_are_told_at_once(make_stores: StoreFactory, tmp_path: Path) -> None:
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, make_spec(2))
-        waits: list[Future[object]] = [ranks[0].store.save(0, tmp_path / "a", ()), ranks[1].store.mean(number(1.0))]  # type: ignore[list-item]
-        for future in waits:
-            with pytest.raises(
-                StepMismatchError, match=r"rank 0 has asked to save v0, but rank 1 has called mean_over"
-            ):
-                future.result(WAIT)
-
-
-def test_a_rank_in_a_mean_and_one_that_writes_are_told_at_once(make_stores: StoreFactory) -> None:
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, make_spec(2))
-        _, values = ranks[0].fetch_unit(1)
-        waits: list[Future[object]] = [
-            ranks[0].store.mean(number(1.0)),  # type: ignore[list-item]
-            ranks[1].store.write(1, 0, COMPUTE, torch.zeros_like(values)),  # type: ignore[list-item]
-        ]
-        for future in waits:
-            with pytest.raises(StepMismatchError, match=r"rank 1 has written to 'layers.0' at step 0, but rank 0 has"):
+        for future in (ranks[0].store.mean(number(1.0)), call(ranks[1], tmp_path)):
+            with pytest.raises(StepMismatchError, match=said):
                 future.result(WAIT)
 
 

@@ -31,16 +31,16 @@ from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.shared_plan import SharedPlan
-from rayzero.store.shm.signals import available
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
+from tests.support import needs
 
 from .deaths import Owners, differing, disturbed, train, undisturbed
 from .stores import TOKEN
 from .test_succession import RANKS
 from .toy import WAIT, Rank, equal, make_spec, random_grads, start, take_step
 
-pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
+pytestmark = needs.signals_between_processes
 
 OWNERS = 3  # 0 is on the ranks' host
 

@@ -32,7 +32,6 @@ from rayzero.store.owner.shard_source import RemoteShards
 from rayzero.store.owner.tensor_port import OwnerStream
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
-from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.store.wire import tensor_streams
 from rayzero.store.wire.payload import Assembly
 from rayzero.store.wire.rpc import (
@@ -49,8 +48,9 @@ from store.proxy import Proxy
 from store.stores import TOKEN
 from store.test_tensor_streams import Spoils, call, member, over
 from store.toy import WAIT, make_spec, random_grads, start, take_step
+from tests.support import needs
 
-pytestmark = pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+pytestmark = needs.shared_memory
 
 
 SHOWN = Identity(Authority("next epoch", on_loopback=True).issue("all", [OWNER, "rank-0.rayzero"]))

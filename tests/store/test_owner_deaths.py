@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from rayzero.slabs.sweep import list_slabs
-from rayzero.store.shm.signals import available
+from tests.support import needs
 
 from .deaths import Run, differing, disturbed, random_kills, train, undisturbed
 from .test_succession import RANKS, spec_of
 
 SEEDS, STEPS, KILLS = 3, 40, 2
-pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
+pytestmark = needs.signals_between_processes
 
 
 @cache

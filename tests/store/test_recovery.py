@@ -31,7 +31,7 @@ from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.recovery import DeadRun, DeadShard, Outcome, RecoveryVerdict, assess, read_run
 from rayzero.store.shm.shared_plan import SharedPlan
-from rayzero.store.shm.signals import available
+from tests.support import needs
 
 from .stores import TOKEN
 from .test_shared_store import served
@@ -108,7 +108,7 @@ def test_what_cannot_be_had_is_refused_with_the_reason(dead: DeadRun, reason: st
 
 # ---- stopped at every point of an update
 
-needs_signals = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
+needs_signals = needs.signals_between_processes
 POINTS = ("recorded", "before a tile", "within a tile", "between tiles", "applied")
 
 

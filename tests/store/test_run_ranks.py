@@ -26,6 +26,7 @@ from rayzero.telemetry.names import TRANSFER_BYTES, TRANSFER_RAW_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import run_ranks
 from rayzero.testing.rank_processes import PRELOADED
+from tests.support import needs
 
 _STALL_S = 60.0
 _AT_ONCE_S = 20.0  # far from the stall timeout, on a crowded machine
@@ -139,7 +140,7 @@ def _holds(ctx: RankContext, directories: list[Path]) -> tuple[str, list[set[str
     return ctx.lineage, [{held.lineage for held in held_in(directory)} for directory in directories]
 
 
-@pytest.mark.skipif(why_no_sharing() is not None, reason="no shared memory here")
+@needs.shared_memory
 def test_no_sweep_takes_what_a_host_has_while_all_of_its_members_are_dead_and_awaited(slab_dir: Path) -> None:
     """A sweep of another run on that host, at a moment when nobody there has the locks of the run's slabs."""
     directories, hosts = [SHARED_MEMORY, slab_dir], {"rank 1": slab_dir}

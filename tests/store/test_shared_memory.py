@@ -29,12 +29,13 @@ from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.shm.mailbox import SLOTS, Cells
 from rayzero.store.shm.shard_lines import ShardLines, TotalLines
 from rayzero.store.shm.shared_plan import SharedPlan
-from rayzero.store.shm.signals import Cell, available, store_release_64
+from rayzero.store.shm.signals import Cell, store_release_64
 from rayzero.store.shm.words import Stamps, cells_of, read_records, write_record
+from tests.support import needs
 
 from .toy import make_spec
 
-needs_signals = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
+needs_signals = needs.signals_between_processes
 
 
 def plan_of(num_owners: int, **fields: object) -> SharedPlan:

@@ -31,13 +31,13 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
-from rayzero.store.shm.signals import available
 from rayzero.testing.rank_processes import PRELOADED
+from tests.support import needs
 
 from .stores import TOKEN, inprocess
 from .toy import WAIT, make_spec, random_grads, start, take_step
 
-pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
+pytestmark = needs.signals_between_processes
 
 RANKS, STEPS, CLIP = 2, 400, 0.5
 KINDS = ("master", "exp_avg", "exp_avg_sq", "step")

@@ -37,7 +37,8 @@ from store.proxy import Proxy
 from store.stores import TOKEN
 from store.test_grpc import connected, serving
 from store.test_tensor_streams import member
-from store.toy import WAIT, make_spec, masters, random_grads, start, take_step, until
+from store.toy import WAIT, make_spec, masters, random_grads, start, take_step
+from tests.support.waiting import until
 
 RUN = Authority("this one", on_loopback=True)
 OTHER = Authority("this one", on_loopback=True)  # of a run of the same name

@@ -173,22 +173,25 @@ def both_fail(futures: Sequence[Future[object]], error: type[Exception], match: 
             future.result(WAIT)
 
 
-def test_different_values_are_an_error_for_all_that_names_ranks_and_unit(make_stores: StoreFactory) -> None:
+@pytest.mark.parametrize(
+    ("units", "values", "said"),
+    [
+        ((1, 1), (0.0, 1.0), r"rank \d wrote to 'layers.0' and rank \d wrote other values at step 0; ev"),
+        ((0, 1), (0.0, 0.0), r"rank \d wrote to '(emb|layers.0)' and rank \d wrote to '(emb|layers.0)'"),
+    ],
+    ids=["values", "units"],
+)
+def test_different_writes_are_an_error_for_all_that_names_both(
+    make_stores: StoreFactory, units: tuple[int, ...], values: tuple[float, ...], said: str
+) -> None:
     spec = make_spec(2)
     with make_stores(2, 2) as stores:
         ranks = start(stores, spec)
-        values = torch.zeros(spec.layout.units[1].numel)
-        asked = [rank.store.write(1, 0, COMPUTE, values + rank.rank) for rank in ranks]
-        both_fail(asked, StepMismatchError, r"rank \d wrote to 'layers.0' and rank \d wrote other values at step 0; ev")
-
-
-def test_different_units_are_an_error_for_all_that_names_both(make_stores: StoreFactory) -> None:
-    spec = make_spec(2)
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
-        sizes = [unit.numel for unit in spec.layout.units]
-        asked = [rank.store.write(rank.rank, 0, COMPUTE, torch.zeros(sizes[rank.rank])) for rank in ranks]
-        both_fail(asked, StepMismatchError, r"rank \d wrote to '(emb|layers.0)' and rank \d wrote to '(emb|layers.0)'")
+        asked = [
+            rank.store.write(unit, 0, COMPUTE, torch.full((spec.layout.units[unit].numel,), value))
+            for rank, unit, value in zip(ranks, units, values, strict=True)
+        ]
+        both_fail(asked, StepMismatchError, said)
 
 
 @pytest.mark.parametrize("commits", [True, False])

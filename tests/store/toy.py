@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,14 +33,6 @@ RUN = os.environ.setdefault("RAYZERO_TEST_RUN", f"toy {secrets.token_hex(4)}")  
 WAIT = 20.0  # seconds after which a test is broken; nothing here takes one
 
 ADAMW = "torch.optim.adamw:AdamW"
-
-
-def until(there: Callable[[], bool]) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + WAIT
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def clips(max_norms: Sequence[float]) -> tuple[Edit, ...]:

@@ -1,0 +1,12 @@
+"""Marks of tests that need what not every machine has."""
+
+from __future__ import annotations
+
+import pytest
+
+from rayzero.store.shm import same_host, signals
+
+shared_memory = pytest.mark.skipif(same_host.why_no_sharing() is not None, reason="no shared memory here")
+signals_between_processes = pytest.mark.skipif(
+    signals.available() is not None, reason="no signals between processes here"
+)
