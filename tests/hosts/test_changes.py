@@ -17,6 +17,7 @@ from .trainings import (
     LONG_S,
     OWNERS_ELSEWHERE,
     PYTHON,
+    QUICKLY,
     RANKS_ON_HEAD,
     RAY_ENV,
     join_ray,
