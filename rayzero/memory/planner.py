@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 
 from rayzero.codecs.record import kept_bytes
 from rayzero.errors import MemoryPlanError
-from rayzero.layout.model_layout import ModelLayout
+from rayzero.layout.model_layout import ModelLayout, Shard
 from rayzero.layout.shard_map import ShardMap
 from rayzero.memory.process_memory import HostLimits, host_limits, ray_memory_threshold
 from rayzero.protocol.gradient_sum import adds_up, gradient_dtype, has_totals, pool_bytes
@@ -79,18 +79,18 @@ def plan_owner(
     world_size: int,
     accumulation_steps: int,
     *,
-    state_bytes: float = 8.0,
+    state_bytes: float | Callable[[Shard], int] = 8.0,
     own_gradients: bool = False,
     measures_norms: bool = False,
     copies: int = 0,
 ) -> OwnerPlan:
     """Sum up what the host keeps for ``owner``'s shards.
 
-    state_bytes: of the optimizer's states, per element (8 for Adam in fp32). own_gradients: this host's ranks keep
-    their gradients themselves, so no staging is needed. measures_norms: the owner measures norms by layer group
-    (owner/updates.py). copies: ``ZeroConfig.checkpoint_copies``, of which no more is
-    planned than masters and states take."""
-    params = master = frozen = gradients = largest = 0
+    state_bytes: of the optimizer's states, per element (8 for Adam in fp32) or of a trained shard. own_gradients: this
+    host's ranks keep their gradients themselves, so no staging is needed. measures_norms: the owner measures norms by
+    layer group (owner/updates.py). copies: ``ZeroConfig.checkpoint_copies``, of which no more is planned than masters
+    and states take."""
+    params = master = frozen = gradients = largest = of_class = 0
     on_device = shard_map.on_device(owner)
     for index in shard_map.shards_of(owner):
         shard = layout.shards[index]
@@ -100,8 +100,9 @@ def plan_owner(
         master += trained * FP32
         frozen += shard.numel * FP32 if unit.frozen_master else 0
         largest = max(largest, trained)
+        of_class += state_bytes(shard) if callable(state_bytes) and trained else 0
         gradients += trained * gradient_dtype(unit, adds_up(world_size, accumulation_steps)).itemsize
-    states = int(master // FP32 * state_bytes)
+    states = of_class if callable(state_bytes) else int(master // FP32 * state_bytes)
     totals = has_totals(world_size)
     if totals:
         everything = sum(unit.numel * unit.dtype.itemsize for unit in layout.units if unit.trainable)

@@ -130,7 +130,7 @@ def carried(control: ControlSlab, owned: OwnedShard) -> list[Tensor]:
     memory."""
     own = [owned.params] if owned.master is None or owned.master is owned.params else [owned.params, owned.master]
     tensors = [*own, *(tensor for moment in owned.states.values() for tensor in moment.tensors)]
-    tensors += [] if owned.total is None else [owned.total]
+    tensors += [each for each in (owned.class_states, owned.total) if each is not None]
     noted = [control.line(owned.shard), *control.progress(owned.shard)]
     return [each.view(torch.uint8) for each in (*noted, *tensors)]
 
@@ -168,15 +168,16 @@ def _take_in(
     tensors = replace(facts, epoch=plan.ownership.epoch)  # says what to remove if this process dies before it stands
     memory = OwnerSlabs(plan, tensors, directory, places=places, shards=shards)
     try:
-        kinds = choose_rule(spec).state_kinds
+        rule = choose_rule(spec)
         numbers = [each.index for each in shards]
         owned = allocate(
             spec.layout,
             numbers,
             spec.group_of,
-            kinds,
+            rule.state_kinds,
             memory,
             spec.moments,
+            room=rule.room,
             totals=has_totals(spec.world_size),
         )
         for source, theirs in away.items():
