@@ -144,8 +144,8 @@ class ShardStates:
         start = self._first[index] + self._places[index].tensors[name][0]
         flat = self._memory[start : start + like.numel() * like.itemsize].view(like.dtype)
         reach = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-        strides = like.stride() if reach == like.numel() else torch.empty(like.shape, device="meta").stride()
-        return flat.as_strided(like.shape, strides, flat.storage_offset())
+        dense = reach == like.numel()
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset()) if dense else flat.view(like.shape)
 
     def keep(self, states: Mapping[int, State]) -> str:
         """Bring to its place what an update has left of slices (by index) elsewhere. Returns a description of the first
