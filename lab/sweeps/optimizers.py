@@ -143,7 +143,7 @@ def _net() -> _Net:
 def _train(model: nn.Module, optimizer: Any, steps: range, saved: Callable[[], object] = lambda: None) -> None:
     for step in steps:
         if step == _RATE_FROM:
-            for group in optimizer.param_groups:
+            for group in (each for each in optimizer.param_groups if "lr" in each):
                 group["lr"] = _halved(group["lr"])
         numbers = torch.Generator().manual_seed(step)
         loss = model(torch.randn(4, 3, 8, 8, generator=numbers)).square().mean()

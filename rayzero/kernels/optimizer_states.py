@@ -271,8 +271,11 @@ class StateForms:
         """What the class keeps for an fp32 parameter of this shape after one update, or before any with
         ``stepped=False``. Tensors have a shape, strides and a dtype, but not always values."""
         key = tuple(shape), stepped
+        if key not in self._known and self._meta_agrees:
+            with suppress(Exception):  # a step over this shape needs values
+                self._known[key] = self._made(key[0], "meta", stepped=stepped)
         if key not in self._known:
-            self._known[key] = self._made(key[0], "meta" if self._meta_agrees else "cpu", stepped=stepped)
+            self._known[key] = self._made(key[0], "cpu", stepped=stepped)
         return self._known[key]
 
     def is_dear(self, shape: Sequence[int]) -> bool:

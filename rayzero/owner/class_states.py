@@ -50,6 +50,7 @@ class StateRoom:
 
     def __init__(self, make: OptimizerMaker, spec: ModelSpec) -> None:
         self._forms, self._layout = [StateForms(make, options) for options in spec.hyper], spec.layout
+        self.whole = spec.layout.whole_parameters  # each slice is a parameter in its shape
         self.places = cache(self._places)
 
     def __call__(self, shard: Shard) -> int:
@@ -60,7 +61,7 @@ class StateRoom:
 
     def shape(self, unit: UnitLayout, part: SlotSlice) -> tuple[int, ...]:
         """What the class sees of a parameter: all of it in its shape, or a piece with its padding."""
-        return tuple(unit.slots[part.slot].shape) if self._layout.whole_parameters else (aligned(part.numel),)
+        return tuple(unit.slots[part.slot].shape) if self.whole else (aligned(part.numel),)
 
     def form(self, group: int, shape: tuple[int, ...], *, stepped: bool = True) -> State:
         """What it keeps for such a parameter of a group. A group that came later is like the first one."""
@@ -68,8 +69,7 @@ class StateRoom:
 
     def kinds(self, unit: UnitLayout) -> set[str]:
         """All kinds of a unit's states. See [Note: leaves] in kernels/optimizer_states.py."""
-        whole = self._layout.whole_parameters
-        shapes = {tuple(slot.shape) if whole else (aligned(slot.numel),) for slot in unit.slots if slot.numel}
+        shapes = {tuple(slot.shape) if self.whole else (aligned(slot.numel),) for slot in unit.slots if slot.numel}
         forms = [(each.of(shape), shape) for each in self._forms for shape in shapes]
         return {kind for form, shape in forms for kinds in kinds_of(form, shape).values() for kind in kinds}
 
@@ -178,7 +178,10 @@ class ShardStates:
         for name, value in leaves(state).items():
             if name not in (places.numbers if is_scalar(value) else places.tensors):
                 return f"{name!r}, which its options at rayzero.prepare() did not make"
-            if not is_scalar(value) and value.nbytes > places.tensors[name][1]:
+            if is_scalar(value):
+                continue
+            cut = not self._room.whole and tuple(value.shape) != self.shapes[index]  # of pieces, it knows elements only
+            if cut or value.nbytes > places.tensors[name][1]:
                 return f"{name!r} of shape {tuple(value.shape)} for a parameter of shape {self.shapes[index]}"
         return ""
 

@@ -203,13 +203,18 @@ class ClassRule:
         """See ``UpdateRule.update``: one ``step()`` of the shard's instance, unless a former life has made it."""
         stamps = owned.stamps(work.version)
         assert owned.master is not None
-        if stamps is not None and stamps.are_whole(0, owned.shard.numel):
-            self._shards.pop(owned.shard.index, None)  # it does not know the update
-            owned.publish(owned.master)
-        else:
-            with stamps.writing(0, owned.shard.numel) if stamps is not None else nullcontext():
+        assert owned.class_states is not None
+        tensors = (owned.master, owned.class_states)
+        undone = stamps is not None and stamps.undone(tensors)
+        done = stamps is not None and stamps.are_whole(0, owned.shard.numel)
+        if undone or done:
+            self._shards.pop(owned.shard.index, None)  # what it knows is not what the memory has
+        if not done:
+            with stamps.overwriting(tensors) if stamps is not None else nullcontext():
                 self._of(owned).step(work)
                 owned.publish(owned.master)
+        else:
+            owned.publish(owned.master)
         on_tile(1, 1)
 
     def states(self, owned: OwnedShard) -> dict[str, Tensor]:

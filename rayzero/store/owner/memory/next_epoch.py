@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rayzero.errors import HandshakeError, StateLostError, StoreError
 from rayzero.layout.model_layout import Shard
-from rayzero.memory.planner import check_shared
+from rayzero.memory.planner import check_shared, undo_bytes
 from rayzero.owner.owned_model import choose_rule
 from rayzero.owner.shard import OwnedShard, allocate
 from rayzero.protocol.gradient_sum import has_totals
@@ -98,11 +98,13 @@ def prepare(
     Raises StoreError if a shard's owner cannot be reached, HandshakeError if it computes with another kernel,
     MemoryPlanError if there is no room."""
     former, plan = (SharedPlan.of(spec, each.num_owners, each) for each in (before, after))
-    facts = plan.facts("control", owner, choose_rule(spec).kernel, secrets.randbits(63))
+    rule = choose_rule(spec)
+    facts = plan.facts("control", owner, rule.kernel, secrets.randbits(63))
+    undo = undo_bytes(spec.layout, plan.shard_map, owner, rule.room)
     with ExitStack() as stack:
         _remove_abandoned(spec, owner, after.epoch, directory)
         there = _controls(stack, spec, former, directory)
-        header = lay_out_slab(facts, plan.owner_control(owner, threads))
+        header = lay_out_slab(facts, plan.owner_control(owner, threads, undo))
         check_shared(sum(size for _, size in header.spans(LATER)), directory)
         slab, arrived = Slab.create(header, directory, later=LATER), None
         try:
