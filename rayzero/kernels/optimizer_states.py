@@ -324,10 +324,8 @@ class _MetaNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def described(state: Mapping[str, Any], *, strides: bool = True) -> dict[str, tuple[Any, ...]]:
-    """Leaf -> type of a number, or dtype, shape and perhaps strides of a tensor."""
+    """Leaf -> dtype, shape and perhaps strides of a tensor; of a number nothing."""
     return {
-        name: (type(value), getattr(value, "dtype", None))
-        if is_scalar(value)
-        else (value.dtype, tuple(value.shape), value.stride() if strides else ())
+        name: () if is_scalar(value) else (value.dtype, tuple(value.shape), value.stride() if strides else ())
         for name, value in leaves(state).items()
     }
