@@ -31,7 +31,8 @@ Each class trains a small model with `rayzero.prepare` and beside it in plain Py
 its third step. *same*: every weight has equal bits, also after the resume. *rounding*: the largest difference, as a
 part of the longest way of a weight; torch rounds a tensor's last elements otherwise, and Adam here has the bits of
 `AdamW(fused=True)`, which plain PyTorch does not use by default on a CPU (these rows have `fused=True` as an option).
-*refused*: by an error that says why, before a value is changed. Options other than the class's defaults are named.
+*refused*: by an error that says why, before a value is changed. Beside the others is whether owners run the class *on
+shards* or *on whole parameters* of that model. Options other than the class's defaults are named.
 """
 PACKAGES = ["torch", "timm", "bitsandbytes", "torchao", "pytorch-optimizer", "torch-optimi"]
 
@@ -142,7 +143,7 @@ def _net() -> _Net:
 def _train(model: nn.Module, optimizer: Any, steps: range, saved: Callable[[], object] = lambda: None) -> None:
     for step in steps:
         if step == _RATE_FROM:
-            for group in optimizer.param_groups:
+            for group in (each for each in optimizer.param_groups if "lr" in each):
                 group["lr"] = _halved(group["lr"])
         numbers = torch.Generator().manual_seed(step)
         loss = model(torch.randn(4, 3, 8, 8, generator=numbers)).square().mean()
@@ -183,6 +184,7 @@ def _tried(make: Make) -> Outcome:
                     _train(model, optimizer, range(_STEPS), save)
                 else:
                     _train(model, optimizer, range(_SAVED, _STEPS))
+                whole = optimizer.engine.layout.whole_parameters
                 found.append(rayzero.full_state_dict(model))
                 states = copy.deepcopy(optimizer.state_dict())
     try:
@@ -191,7 +193,9 @@ def _tried(make: Make) -> Outcome:
         return Outcome(WRONG, f"trains here, but plain PyTorch raises {type(exc).__name__}: {exc}")
     if (lost := _lost(torch.optim.Optimizer.state_dict(theirs), states)) != "":
         return Outcome(WRONG, f"state_dict() lacks {lost}")
-    return _compared(first, plain.state_dict(), found)
+    outcome = _compared(first, plain.state_dict(), found)
+    where = "on whole parameters" if whole else "on shards"
+    return Outcome(outcome.kind, f"{where}; {outcome.why}" if outcome.why else where)
 
 
 def _lost(plain: dict[str, Any], ours: dict[str, Any]) -> str:

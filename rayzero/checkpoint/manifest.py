@@ -82,6 +82,7 @@ class FilePiece:
     dtype: _Dtype
     sha256: Sha256  # of the piece's bytes
     moments: _Moments = ""  # how the values are kept, if they are packed codes; their dtype is uint8
+    own_shape: Shape | None = None  # of an optimizer state that has not the parameter's; start and stop count in it
 
     @property
     def decl(self) -> TensorDecl:
@@ -155,6 +156,7 @@ class Manifest:
         """SHA-256 of the content (see the module's docstring)."""
         slices = [
             [unit.name, slot.name, kind, piece.start, piece.stop, piece.dtype, piece.sha256]
+            + ([] if piece.own_shape is None else [list(piece.own_shape)])
             for unit, slot in slots_of(self.spec.layout)
             for kind in self.kinds(slot.name)
             for piece in self.pieces[slot.name, kind]
@@ -190,6 +192,8 @@ class Manifest:
         dtype = dtype_name(unit.dtype if kind == COMPUTE else torch.float32)
         cuts = [(piece.start, piece.stop) for piece in pieces]
         grid = grid_of(self.spec.layout, unit, slot, at_most=len(cuts))
+        if pieces and (own := pieces[0].own_shape) is not None and kind not in (COMPUTE, MASTER):
+            grid = [(0, math.prod(own))]  # whole, with a parameter that no shard cuts
         if cuts != grid:
             raise CheckpointError(
                 f"step {self.step}: {kind} of {slot.name!r} is not complete: "

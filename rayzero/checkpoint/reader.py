@@ -88,6 +88,16 @@ class CheckpointReader:
             return parts[0]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")
 
+    def read_whole(self, param: str, kind: str) -> Tensor:
+        """All elements of a kind, as ``read_slice`` gives some; of a state in its own shape (``own_shapes``) those."""
+        pieces = self.manifest.pieces.get((param, kind), ())
+        return self.read_slice(param, kind, 0, pieces[-1].stop if pieces else 1)
+
+    def own_shapes(self, param: str) -> dict[str, tuple[int, ...]]:
+        """The kinds of optimizer states that have another shape than ``param``, and these shapes."""
+        of_kinds = {kind: self.manifest.pieces[param, kind][0].own_shape for kind in self.kinds(param)}
+        return {kind: shape for kind, shape in of_kinds.items() if shape is not None}
+
     def _parts(self, param: str, kind: str, start: int, stop: int) -> Iterator[Tensor]:
         at = start
         for piece in self.manifest.pieces.get((param, kind), ()):

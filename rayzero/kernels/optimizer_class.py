@@ -1,30 +1,27 @@
-"""Works with any torch optimizer class: makes an instance over given groups, steps it, and reads and writes the states
-that it keeps. ``optimizer_trial`` finds out what a class can do."""
+"""Works with any torch optimizer class: makes an instance over given groups, steps it, and sets its options.
+``optimizer_trial`` finds out what a class can do, ``optimizer_states`` what it keeps."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from rayzero.errors import UnsupportedError
 from rayzero.modes import outside_modes
-from rayzero.protocol.messages import STEP, Hyper
+from rayzero.protocol.messages import Hyper
 
-State = dict[str, Any]  # of one parameter, as torch has it: name -> tensor or number
+State = dict[str, Any]  # of one parameter, as torch has it: name -> tensor or number, or some of them
 
 _BY_SCHEDULERS = "initial_lr"  # the entry that every torch scheduler writes into each group
 _INTEGER = "integer"  # the key of a counter's value in JSON. [Note: counters]
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_KEPT_EXACTLY = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.bool)  # by fp32
 
 
 # ---- instances ---------------------------------------------------------------------------------------------------
@@ -174,134 +171,3 @@ def plain_value(value: Any, name: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UnsupportedError(f"option {name!r} of a parameter group is {value!r}; pass a plain number, flag or text")
-
-
-# ---- states ------------------------------------------------------------------------------------------------------
-
-
-def is_scalar(value: object) -> bool:
-    """Whether a state is a single number, as a 0-dim tensor or as a Python number."""
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
-
-
-def is_long(value: object) -> bool:
-    """Whether a state is a finite number that fp32, in which owners keep states, would round."""
-    if not is_scalar(value):
-        return False
-    number = float(value)  # type: ignore[arg-type]
-    return math.isfinite(number) and number != float(torch.tensor(number, dtype=torch.float32, device="cpu"))
-
-
-def scalar_like(template: object, value: float) -> object:
-    """``value`` in the form of ``template``."""
-    if isinstance(template, Tensor):
-        return torch.tensor(value, dtype=template.dtype, device="cpu")
-    kind: Any = type(template)
-    made: object = kind(value)
-    return made
-
-
-@outside_modes
-def stepped_once(optimizer: torch.optim.Optimizer) -> State:
-    """Step an optimizer of one parameter with a zero gradient. Returns what it keeps for the parameter."""
-    (param,) = optimizer.param_groups[0]["params"]
-    param.grad = torch.zeros_like(param)
-    step_alone(optimizer)
-    return dict(optimizer.state[param])
-
-
-@outside_modes
-def state_template(make: OptimizerMaker, hyper: Hyper, *, stepped: bool = True) -> State:
-    """What the class keeps for an fp32 matrix of 64 elements after one update, or before any with ``stepped=False``:
-    name -> tensor or number. (A class may take matrices only; one whose states depend on the shape is not run.)"""
-    param = Parameter(torch.zeros(8, 8, dtype=torch.float32, device="cpu"))
-    optimizer = make.build([hyper], [[param]])
-    return stepped_once(optimizer) if stepped else dict(optimizer.state.get(param, {}))
-
-
-@outside_modes
-def zero_state(make: OptimizerMaker, options: Hyper, like: Tensor) -> State:
-    """The state that the class makes for a parameter with the shape, dtype and device of ``like``, after a step with a
-    zero gradient. The step count is set back to zero."""
-    state = stepped_once(make.build([options], [[Parameter(like.detach().clone())]]))
-    if STEP in state:
-        state[STEP] = scalar_like(state[STEP], 0.0)
-    return state
-
-
-def state_names(make: OptimizerMaker, options: Hyper) -> set[str]:
-    """The names of what the class keeps for a parameter."""
-    return set(zero_state(make, options, torch.ones(2, 2, dtype=torch.float32, device="cpu")))
-
-
-def state_bytes(make: OptimizerMaker, options: Hyper, dtype: torch.dtype) -> int:
-    """The bytes of state that the class keeps for an element of ``dtype``, measured on 4,096 elements and rounded
-    up."""
-    numel = 4096
-    state = zero_state(make, on_cpu(options), torch.ones(64, 64, dtype=dtype, device="cpu"))
-    return -(-sum(value.nbytes for value in state.values() if isinstance(value, Tensor) and value.dim()) // numel)
-
-
-def load_into(optimizer: torch.optim.Optimizer, states: Sequence[State]) -> None:
-    """Give an optimizer copies of its parameters' states, in the order of its parameters. Its groups stay."""
-    copies = {
-        at: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-        for at, state in enumerate(states)
-        if state
-    }
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": copies, "param_groups": groups})
-
-
-@torch.no_grad()
-@outside_modes
-def prepare_states(optimizer: torch.optim.Optimizer) -> None:
-    """Make the states that parameters lack, from copies that are stepped once with zero gradients; the step count is
-    zero."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if not optimizer.state.get(param):
-                optimizer.state[param] = zero_state(OptimizerMaker(type(optimizer)), options_of(group), param)
-
-
-# ---- states as owners and checkpoints keep them --------------------------------------------------------------------
-
-
-def unkept(state: Mapping[str, Any], shape: Sequence[int]) -> str:
-    """A description of the first state that neither is one number nor has the parameter's ``shape`` and a dtype that
-    fp32 holds exactly; "" if there is none."""
-    for name, value in state.items():
-        if value is None or is_scalar(value):
-            continue
-        if not isinstance(value, Tensor):
-            return f"{name!r}, which is a {type(value).__name__}"
-        if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            return f"{name!r}, which is a {type(value).__name__} and not a plain tensor"
-        if tuple(value.shape) != tuple(shape):
-            return f"{name!r} of shape {tuple(value.shape)} for a parameter of shape {tuple(shape)}"
-        if value.dtype not in _KEPT_EXACTLY:
-            return f"{name!r} in {value.dtype}"
-    return ""
-
-
-def flat_states(state: Mapping[str, Any], numel: int, steps: int) -> dict[str, Tensor]:
-    """A parameter's states as 1D fp32 CPU tensors of its first ``numel`` elements, which a number fills. The step count
-    is left out where it is ``steps``, the number of the parameter's updates."""
-    found = {}
-    for name, value in state.items():
-        if is_scalar(value) and not (name == STEP and float(value) == steps):
-            found[name] = torch.full((numel,), float(value), dtype=torch.float32, device="cpu")
-        elif isinstance(value, Tensor) and not is_scalar(value):
-            found[name] = value.detach().reshape(-1)[:numel].float().cpu()
-    return found
-
-
-def restored_state(alone: torch.optim.Optimizer, values: Mapping[str, Tensor], steps: int) -> State:
-    """The inverse of ``flat_states``. ``alone``: an instance of one parameter, a copy, which has not stepped."""
-    template = stepped_once(alone)
-    for name, value in template.items():
-        if name in values and isinstance(value, Tensor) and not is_scalar(value):
-            value.zero_().reshape(-1)[: values[name].numel()].copy_(values[name])
-        elif is_scalar(value):
-            template[name] = scalar_like(value, float(values[name][0]) if name in values else float(steps))
-    return template

@@ -29,15 +29,21 @@ from rayzero.kernels.optimizer_class import (
     OptimizerMaker,
     State,
     as_options,
-    flat_states,
-    is_long,
-    is_scalar,
     options_of,
     own_option,
     plain_value,
-    restored_state,
     set_options,
     step_alone,
+)
+from rayzero.kernels.optimizer_states import (
+    StateForms,
+    described,
+    flat_states,
+    has_shapes,
+    is_long,
+    is_scalar,
+    leaves,
+    restored_state,
     unkept,
 )
 from rayzero.kernels.optimizers import maker_of_group, own_options
@@ -57,7 +63,6 @@ _FEWER_BITS = re.compile(r"[48]-?bit|fp8", re.IGNORECASE)  # in names of classes
 _REFUSED = {  # reasons that are clearer than the trial's
     "LBFGS": "it needs a closure and a line search over all parameters",
     "SparseAdam": "it takes sparse gradients only",
-    "Adafactor": "it factors whole matrices and scales by their norm",
 }
 
 
@@ -182,7 +187,12 @@ def try_class(make: OptimizerMaker, hyper: Hyper) -> TrialVerdict:
 def _try(make: OptimizerMaker, hyper: Hyper) -> TrialVerdict:
     _require_numbers(make, hyper)
     verdict = TrialVerdict(Scope.ELEMENT)
-    for shapes in _SHAPES:
+    forms = StateForms(make, hyper)
+    for every in _SHAPES:
+        affordable = {
+            shape: ends for shape, ends in every.cut.items() if every is _SHAPES[0] or not forms.is_dear(shape)
+        }
+        shapes = every if len(affordable) == len(every.cut) else _Shapes(affordable)
         plain = _plain_course(make, hyper, shapes)
         if plain.zeroed:
             raise _refusal(make, f"its zero_grad() changes {', '.join(plain.zeroed)} of its parameter groups")
@@ -198,7 +208,9 @@ def _try(make: OptimizerMaker, hyper: Hyper) -> TrialVerdict:
 def _trains_pieces(make: OptimizerMaker, plain: _Course) -> bool:
     """Whether instances over flat pieces of parameters get the bits of a course."""
     try:
-        return not (plain.odd_state or plain.moved) and plain.followed(make, plain.shapes.pieces(), made_again=True)
+        return not (plain.odd_state or plain.shaped or plain.moved) and plain.followed(
+            make, plain.shapes.pieces(), made_again=True
+        )
     except Exception:  # it takes no flat pieces
         return False
 
@@ -232,16 +244,13 @@ def _in_whole(make: OptimizerMaker, plain: _Course) -> TrialVerdict:
     verdict = partial(TrialVerdict, Scope.PARAMETER, writes=_written(make, plain), matrices=matrices)
     if plain.odd_state:
         return verdict(
-            f"it keeps {plain.odd_state}, not one number or one value for each element; {_INSTEAD}, or for fewer bytes "
-            f"{_IN_8_BITS}"
+            f"it keeps {plain.odd_state}, not tensors and numbers that a checkpoint keeps exactly; {_INSTEAD}, or for "
+            f"fewer bytes {_IN_8_BITS}"
         )
     if plain.long_numbers:
-        return verdict(
-            f"it keeps {', '.join(plain.long_numbers)} as a number in fp64, of which owners keep fp32; {_INSTEAD}"
-        )
-    if len(plain.state_names) > 1:
-        by_shape = " or ".join(sorted(", ".join(sorted(names)) or "nothing" for names in plain.state_names))
-        return verdict(f"it keeps {by_shape}, as a parameter's shape is; {_INSTEAD}")
+        return verdict(f"it keeps {', '.join(plain.long_numbers)} as an integer that fp32 would round; {_INSTEAD}")
+    if plain.late:
+        return verdict(f"{plain.late} of what it keeps have another form after a parameter's first update; {_INSTEAD}")
     if plain.followed(make, plain.shapes.whole(), made_again=True):
         return verdict()
     changes = f", and step() changes its attributes {', '.join(plain.changed)}" if plain.changed else ""
@@ -316,13 +325,15 @@ class _Course:
                 self.moved = not _same_values(was, (without.detach(), optimizer.state.get(without, {})))
         states = [optimizer.state.get(param, {}) for param in params]
         others = (f"{key!r} beside the states of parameters" for key in optimizer.state if not isinstance(key, Tensor))
-        self.odd_state = next((odd for odd in (*map(unkept, states, shapes), *others) if odd), "")
+        self.odd_state = next((odd for odd in (*map(unkept, states), *others) if odd), "")
+        self.shaped = not self.odd_state and any(map(has_shapes, states, shapes))
         self.kept = [
-            _kept(param, {} if self.odd_state else state, self.updates(index))
+            _kept(param, {} if self.odd_state else state, self._shape_of[index], self.updates(index))
             for index, (param, state) in enumerate(zip(params, states, strict=True))
         ]
-        self.state_names = {frozenset(state) for state in states}
-        self.long_numbers = sorted({name for state in states for name, value in state.items() if is_long(value)})
+        self.forms = StateForms(make, hyper)
+        self.late = "" if self.odd_state else _late(self.forms, self._shape_of, states)
+        self.long_numbers = sorted({name for state in states for name, v in leaves(state).items() if is_long(v)})
         self.changed = sorted(name for name, value in vars(optimizer).items() if _changed(attributes.get(name), value))
         optimizer.zero_grad()
         now = _told(group, at_first, hyper)
@@ -370,7 +381,8 @@ class _Course:
             _step(optimizer, params, fitting)
         states = [{} if self.odd_state else optimizer.state.get(param, {}) for param in params]
         return [
-            _kept(param, state, self.updates(part[0])) for param, state, part in zip(params, states, parts, strict=True)
+            _kept(param, state, param.shape, self.updates(part[0]))
+            for param, state, part in zip(params, states, parts, strict=True)
         ]
 
     def _made_again(
@@ -379,9 +391,8 @@ class _Course:
         again = make.build([self.hyper], [params])
         for param, part in zip(params, parts, strict=True):
             updates = self.updates(part[0], _MADE_AGAIN)
-            alone = make.build([self.hyper], [[Parameter(param.detach().clone())]])
-            states = flat_states(optimizer.state.get(param, {}), param.numel(), updates)
-            again.state[param] = restored_state(alone, states, updates)
+            states = flat_states(optimizer.state.get(param, {}), param.shape, param.numel(), updates)
+            again.state[param] = restored_state(self.forms.of(param.shape), states, updates)
         return again
 
     def _fit(self, values: Tensor, part: Part, flat: bool) -> Tensor:
@@ -398,7 +409,10 @@ class _Course:
         ours, small = self.kept[index], tuple(self._shape_of[index]) in self.shapes.small
         same = partial(torch.allclose, rtol=1e-4, atol=1e-6, equal_nan=True) if small else _same_bits
         return ours.keys() == kept.keys() and all(
-            same(value[start:stop], kept[name][: stop - start]) for name, value in ours.items()
+            same(value[start:stop], kept[name][: stop - start])
+            if value.numel() == self.first[index].numel()
+            else same(value, kept[name])
+            for name, value in ours.items()
         )
 
 
@@ -456,9 +470,19 @@ def _told(group: Hyper, at_first: Hyper, hyper: Hyper) -> Hyper:
     }
 
 
-def _kept(param: Tensor, state: State, updates: int) -> dict[str, Tensor]:
+def _kept(param: Tensor, state: State, shape: Sequence[int], updates: int) -> dict[str, Tensor]:
     """The weights, and the states as a checkpoint keeps them."""
-    return {"": param.detach().reshape(-1)} | flat_states(state, param.numel(), updates)
+    return {"": param.detach().reshape(-1)} | flat_states(state, shape, param.numel(), updates)
+
+
+def _late(forms: StateForms, shapes: Sequence[Sequence[int]], states: Sequence[State]) -> str:
+    """The leaves whose dtype or shape is not yet there, or another, after a parameter's first update; "" if there are
+    none."""
+    for shape, state in zip(shapes, states, strict=True):
+        ours, now = (described(each, strides=False) for each in (forms.of(shape), state))
+        if differing := sorted(name for name in ours.keys() | now.keys() if ours.get(name) != now.get(name)):
+            return ", ".join(differing)
+    return ""
 
 
 def _changed(was: Any, now: Any) -> bool:

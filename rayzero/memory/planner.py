@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 
 from rayzero.codecs.record import kept_bytes
 from rayzero.errors import MemoryPlanError
-from rayzero.layout.model_layout import ModelLayout
+from rayzero.layout.model_layout import ModelLayout, Shard
 from rayzero.layout.shard_map import ShardMap
 from rayzero.memory.process_memory import HostLimits, host_limits, ray_memory_threshold
 from rayzero.protocol.gradient_sum import adds_up, gradient_dtype, has_totals, pool_bytes
@@ -34,6 +34,7 @@ class OwnerPlan:
     moments: int  # optimizer states
     gradients: int  # totals and the ranks' pools, or each rank's own gradients; of all ranks, in any process
     staging: int  # of all ranks: pushes that have landed and are not yet added to earlier ones
+    undo: int = 0  # what a torch class's update is about to overwrite: the largest shard, [Note: undo copy]
     norms: int = 0  # to measure norms by layer group: the largest shard in fp32; in no slab
     copies: int = 0  # of shards that change while a checkpoint is written, at most; in no slab
     on_device: int = 0  # masters and states of an owner beside a rank, in that rank's device memory
@@ -46,7 +47,7 @@ class OwnerPlan:
     @property
     def total(self) -> int:
         """All bytes on the host; ``on_device`` does not count."""
-        return self.params + self.master + self.moments + self.gradients + self.staging + self.private
+        return self.params + self.master + self.moments + self.gradients + self.staging + self.undo + self.private
 
     @property
     def steady(self) -> int:
@@ -66,6 +67,7 @@ class OwnerPlan:
             "moments": self.moments,
             f"gradients of {count(self.world_size, 'rank')}": self.gradients,
             "staging": self.staging,
+            "undo": self.undo,
             "norms": self.norms,
             "checkpoint copies": self.copies,
         }
@@ -79,18 +81,18 @@ def plan_owner(
     world_size: int,
     accumulation_steps: int,
     *,
-    state_bytes: float = 8.0,
+    state_bytes: float | Callable[[Shard], int] = 8.0,
     own_gradients: bool = False,
     measures_norms: bool = False,
     copies: int = 0,
 ) -> OwnerPlan:
     """Sum up what the host keeps for ``owner``'s shards.
 
-    state_bytes: of the optimizer's states, per element (8 for Adam in fp32). own_gradients: this host's ranks keep
-    their gradients themselves, so no staging is needed. measures_norms: the owner measures norms by layer group
-    (owner/updates.py). copies: ``ZeroConfig.checkpoint_copies``, of which no more is
-    planned than masters and states take."""
-    params = master = frozen = gradients = largest = 0
+    state_bytes: of the optimizer's states, per element (8 for Adam in fp32) or of a trained shard. own_gradients: this
+    host's ranks keep their gradients themselves, so no staging is needed. measures_norms: the owner measures norms by
+    layer group (owner/updates.py). copies: ``ZeroConfig.checkpoint_copies``, of which no more is planned than masters
+    and states take."""
+    params = master = frozen = gradients = largest = of_class = 0
     on_device = shard_map.on_device(owner)
     for index in shard_map.shards_of(owner):
         shard = layout.shards[index]
@@ -100,8 +102,9 @@ def plan_owner(
         master += trained * FP32
         frozen += shard.numel * FP32 if unit.frozen_master else 0
         largest = max(largest, trained)
+        of_class += state_bytes(shard) if callable(state_bytes) and trained else 0
         gradients += trained * gradient_dtype(unit, adds_up(world_size, accumulation_steps)).itemsize
-    states = int(master // FP32 * state_bytes)
+    states = of_class if callable(state_bytes) else int(master // FP32 * state_bytes)
     totals = has_totals(world_size)
     if totals:
         everything = sum(unit.numel * unit.dtype.itemsize for unit in layout.units if unit.trainable)
@@ -117,10 +120,21 @@ def plan_owner(
         moments=0 if on_device else states,
         gradients=gradients,
         staging=0 if own_gradients or totals else staging_bytes(layout, shard_map, owner, accumulation_steps),
+        undo=undo_bytes(layout, shard_map, owner, state_bytes) if callable(state_bytes) else 0,
         norms=largest * FP32 if measures_norms else 0,
         copies=min(copies, master + states),
         on_device=master + states if on_device else 0,
     )
+
+
+def undo_bytes(layout: ModelLayout, shard_map: ShardMap, owner: int, state_bytes: Callable[[Shard], int] | None) -> int:
+    """What a torch class's update is about to overwrite, at most: masters and states of the largest shard. 0 for the
+    kernels (``state_bytes`` None), which have a log, and on a device, whose memory ends with the process."""
+    if state_bytes is None or shard_map.on_device(owner):
+        return 0
+    shards = [layout.shards[index] for index in shard_map.shards_of(owner)]
+    trained = [shard for shard in shards if layout.units[shard.unit].trainable]
+    return max((FP32 * shard.numel + state_bytes(shard) for shard in trained), default=0)
 
 
 def staging_bytes(layout: ModelLayout, shard_map: ShardMap, owner: int, accumulation_steps: int) -> int:

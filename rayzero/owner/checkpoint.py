@@ -11,6 +11,7 @@ parallel programs", 1990.)
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -364,9 +365,12 @@ def _entries(owned: OwnedShard, rule: UpdateRule, decoded: Callable[[SlotSlice],
         if owned.trainable:
             described["step"] = owned.steps[index]
             kinds |= rule.slice_states(owned, index)
+        own = rule.own_shapes(owned, index) if owned.trainable else {}
         for kind, tensor in kinds.items():
-            packed = {"moments": rule.packs} if rule.packs and tensor.dtype is torch.uint8 else {}
-            yield f"{slot.name}/{kind}/{part.param_start}", tensor, described | packed | {"kind": kind}
+            more: dict[str, Any] = {"moments": rule.packs} if rule.packs and tensor.dtype is torch.uint8 else {}
+            if kind in own:
+                more = {"start": 0, "stop": math.prod(own[kind]), "own_shape": list(own[kind])}
+            yield f"{slot.name}/{kind}/{part.param_start}", tensor, described | more | {"kind": kind}
 
 
 def restore_checkpoint(path: str, shards: Mapping[int, OwnedShard], rule: UpdateRule, optimizer: str) -> int:
@@ -432,7 +436,15 @@ def _restore_slice(reader: CheckpointReader, owned: OwnedShard, index: int, rule
         states = set(reader.kinds(slot.name)) - {MASTER}
         if rule.state_kinds:
             _check_states(reader, slot.name, states, rule.state_kinds)
-        rule.restore(owned, index, {kind: reader.read_slice(slot.name, kind, start, stop) for kind in states})
+        own, ours = reader.own_shapes(slot.name), rule.own_shapes(owned, index)
+        if differing := sorted(kind for kind in states & {*own, *ours} if own.get(kind) != ours.get(kind)):
+            raise CheckpointError(
+                f"{reader.directory} has {differing[0]} of {slot.name!r} in shape {own.get(differing[0], slot.shape)}, "
+                f"but this run keeps it in {ours.get(differing[0], slot.shape)}; use the same options"
+            )
+        saved = {k: reader.read_whole(slot.name, k) for k in states & own.keys()}
+        saved |= {k: reader.read_slice(slot.name, k, start, stop) for k in states - own.keys()}
+        rule.restore(owned, index, saved)
         if not rule.state_kinds:  # the class creates these states itself, so they are known only now
             _check_states(reader, slot.name, states, rule.slice_states(owned, index))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from rayzero.errors import HandshakeError, StateLostError, UnsupportedError
+from rayzero.errors import HandshakeError
 from rayzero.kernels import ADAMS, check_moments
 from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout
@@ -90,12 +90,14 @@ def build_model(
         rule.state_kinds,
         memory,
         spec.moments,
+        room=rule.room,
         totals=has_totals(spec.world_size),
     )
     former = {index: found for index in shards if (found := memory.former(index)) is not None}
     version = 0
     if former:
-        _take_over(shards, former, rule, spec.classes)
+        for index, found in former.items():
+            shards[index].take_over(found)
         version = min(found.published for found in former.values())
     elif spec.restore_from is not None:
         version = restore_checkpoint(spec.restore_from, shards, rule, spec.classes)
@@ -128,7 +130,7 @@ def _plan(
         owner,
         spec.world_size,
         spec.accumulation_steps,
-        state_bytes=len(rule.state_kinds) * moment_bytes(spec.moments),
+        state_bytes=rule.room or len(rule.state_kinds) * moment_bytes(spec.moments),
         own_gradients=own_gradients,
         measures_norms=measures_norms,
         copies=spec.checkpoint_copies,
@@ -136,30 +138,10 @@ def _plan(
 
 
 def plan_change(spec: ModelSpec, owner: int, ownership: Ownership, *, measures_norms: bool) -> OwnerPlan:
-    """What an owner needs in another epoch, if the owners can change. Raises UnsupportedError if they cannot."""
+    """What an owner needs in another epoch."""
     rule = choose_rule(spec)
-    if not rule.state_kinds and any(unit.trainable for unit in spec.layout.units):
-        raise UnsupportedError(
-            f"the owners of a run with {spec.classes} cannot change: its states are objects of their processes; only "
-            "those of Adam and AdamW are in memory that others can take over"
-        )
     shard_map = owner_map(spec, ownership.num_owners, ownership)
     return _plan(spec, shard_map, owner, rule, own_gradients=True, measures_norms=measures_norms)
-
-
-def _take_over(
-    shards: Mapping[int, OwnedShard], former: Mapping[int, FormerShard], rule: UpdateRule, optimizer: str
-) -> None:
-    """Continue shards whose memory is a former life's. Raises StateLostError if the optimizer's states ended with
-    it."""
-    trained = [index for index, owned in shards.items() if owned.trainable]
-    if trained and not rule.state_kinds:
-        raise StateLostError(
-            f"the states of {optimizer} ended with the process that died; only those of Adam and AdamW are where a "
-            "successor finds them: resume from a checkpoint"
-        )
-    for index, left in former.items():
-        shards[index].take_over(left)
 
 
 def choose_rule(spec: ModelSpec, device: torch.device | None = None) -> UpdateRule:

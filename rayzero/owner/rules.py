@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,23 +17,23 @@ from rayzero.checkpoint.files.tensor_file import DeferredTensor
 from rayzero.errors import StoreError, UnsupportedError
 from rayzero.kernels import AdamMemory, AdamOptions, adam_states, choose_kernel, segments_of
 from rayzero.kernels.moments import CODED, CodedMoment, packed_bytes
-from rayzero.kernels.optimizer_class import (
-    OptimizerMaker,
-    by_group,
+from rayzero.kernels.optimizer_class import OptimizerMaker, by_group, set_options, step_alone
+from rayzero.kernels.optimizer_states import (
+    fill_leaf,
     flat_states,
+    in_pieces,
     is_scalar,
-    restored_state,
+    kinds_of,
+    leaves,
     scalar_like,
-    set_options,
-    state_template,
-    step_alone,
-    unkept,
+    with_leaves,
 )
 from rayzero.kernels.optimizer_trial import require_owned
 from rayzero.kernels.optimizers import maker_of_group
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.torch_kernel import DEVICE_TILE, TorchKernel
-from rayzero.layout.model_layout import aligned
+from rayzero.layout.model_layout import Shard, aligned
+from rayzero.owner.class_states import ShardStates, StateRoom
 from rayzero.owner.shard import OwnedShard, ShardWork
 from rayzero.protocol.hyper import require_numbers
 from rayzero.protocol.messages import STEP, Hyper, ModelSpec
@@ -48,7 +48,12 @@ class UpdateRule(Protocol):
 
     kernel: str  # name of the kernel, for handshakes and reports
     packs: str  # how moments are kept, if checkpoints get them so (``ModelSpec.checkpoint_moments``); "": as fp32
-    state_kinds: tuple[str, ...]  # fp32 states that live in the owner's planned memory
+    state_kinds: tuple[str, ...]  # fp32 states with a value for each element
+
+    @property
+    def room(self) -> Callable[[Shard], int] | None:
+        """Bytes of other states that a trained shard has; None: there are none."""
+        ...
 
     def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
         """Update master, states and published parameters; slices without contributors stay as they are."""
@@ -60,6 +65,10 @@ class UpdateRule(Protocol):
 
     def slice_states(self, owned: OwnedShard, index: int) -> Mapping[str, Tensor | DeferredTensor]:
         """Kind -> 1D fp32 state of slice ``index``, for a checkpoint."""
+        ...
+
+    def own_shapes(self, owned: OwnedShard, index: int) -> Mapping[str, tuple[int, ...]]:
+        """Those of these states that have another shape than the parameter, whatever it is that they have."""
         ...
 
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
@@ -79,6 +88,8 @@ class UpdateRule(Protocol):
 
 class AdamRule:
     """Adam or AdamW by a tile kernel."""
+
+    room = None
 
     def __init__(self, spec: ModelSpec, *, decoupled: bool, device: torch.device | None = None) -> None:
         """``decoupled``: AdamW's weight decay. ``device``: where masters and moments lie; None: the host.
@@ -128,6 +139,10 @@ class AdamRule:
             for kind, state in owned.states.items()
         }
 
+    def own_shapes(self, owned: OwnedShard, index: int) -> dict[str, tuple[int, ...]]:
+        """None."""
+        return {}
+
     def _deferred(self, state: CodedMoment, start: int, stop: int, *, copied: bool = False) -> DeferredTensor:
         """Elements start..stop of a moment in codes as a checkpoint gets them. ``copied``: nobody overwrites them."""
         numel = stop - start
@@ -165,8 +180,8 @@ def _name_of(state: CodedMoment) -> str:
 class ClassRule:
     """Runs one instance of the class per shard, on fp32 parameters that are views of the shard's master.
 
-    Knows the class and each shard's instance; nothing about what the class computes. The class creates its states
-    itself at a parameter's first update, as in torch, so they are outside the planned memory."""
+    Knows the class and each shard's instance; nothing about what the class computes. What it keeps is in the shard's
+    memory: [Note: states in place] in class_states.py."""
 
     kernel = "torch class"
     packs = ""
@@ -174,37 +189,53 @@ class ClassRule:
 
     def __init__(self, spec: ModelSpec, cls: type[torch.optim.Optimizer]) -> None:
         """Raises UnsupportedError when owners cannot run ``cls`` with the options of one of the parameter groups."""
-        self._make, self._whole = OptimizerMaker(cls, spec.attributes), spec.layout.whole_parameters
+        self._make = OptimizerMaker(cls, spec.attributes)
         for group in spec.hyper:
-            require_owned(self._make, group, whole=self._whole)
-        self._hyper = spec.hyper
-        self._kinds = {kind for group in spec.hyper for kind in state_template(self._make, group)} - {STEP}
+            require_owned(self._make, group, whole=spec.layout.whole_parameters)
+        self.room = StateRoom(self._make, spec)
         self._shards: dict[int, _ShardOptimizer] = {}
 
     def _of(self, owned: OwnedShard) -> _ShardOptimizer:
         if owned.shard.index not in self._shards:
-            self._shards[owned.shard.index] = _ShardOptimizer(self._make, self._hyper, owned, whole=self._whole)
+            self._shards[owned.shard.index] = _ShardOptimizer(self._make, owned, self.room)
         return self._shards[owned.shard.index]
 
     def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
-        """See ``UpdateRule.update``: one ``step()`` of the shard's instance."""
+        """See ``UpdateRule.update``: one ``step()`` of the shard's instance, unless a former life has made it."""
+        self.room.meet(work.hyper)
         stamps = owned.stamps(work.version)
-        with stamps.writing(0, owned.shard.numel) if stamps is not None else nullcontext():
-            self._of(owned).step(work)
-            assert owned.master is not None
+        assert owned.master is not None
+        assert owned.class_states is not None
+        tensors = (owned.master, owned.class_states)
+        undone = stamps is not None and stamps.undone(tensors)
+        done = stamps is not None and stamps.are_whole(0, owned.shard.numel)
+        if undone or done:
+            self._shards.pop(owned.shard.index, None)  # what it knows is not what the memory has
+        if not done:
+            with stamps.overwriting(tensors) if stamps is not None else nullcontext():
+                self._of(owned).step(work)
+                owned.publish(owned.master)
+        else:
             owned.publish(owned.master)
         on_tile(1, 1)
 
     def states(self, owned: OwnedShard) -> dict[str, Tensor]:
-        """Element-wise states of the whole shard; zero where a parameter was never updated."""
-        return {
-            kind: torch.zeros(owned.shard.numel, dtype=torch.float32, device="cpu") for kind in self._kinds
-        } | self._of(owned).gathered()
+        """States of the whole shard by kinds; zero where a parameter has none."""
+        kinds = self.room.kinds(owned.unit) - {STEP}
+        empty = {kind: torch.zeros(owned.shard.numel, dtype=torch.float32, device="cpu") for kind in kinds}
+        return empty | self._of(owned).gathered()
 
     def slice_states(self, owned: OwnedShard, index: int) -> dict[str, Tensor]:
         """Every tensor or number that the class keeps for the slice, except the step count; a number fills the
         slice."""
         return self._of(owned).states_of(index)
+
+    def own_shapes(self, owned: OwnedShard, index: int) -> dict[str, tuple[int, ...]]:
+        """See ``UpdateRule.own_shapes``."""
+        states = self._of(owned).states
+        shape, form = states.shapes[index], leaves(self.room.form(owned.groups[index], states.shapes[index]))
+        tensors = {name: tuple(value.shape) for name, value in form.items() if not is_scalar(value)}
+        return {name: own for name, own in tensors.items() if own != shape}
 
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
         """See ``UpdateRule.restore``. The step count is restored from the shard's."""
@@ -212,84 +243,78 @@ class ClassRule:
 
     def write(self, owned: OwnedShard, kind: str, values: Tensor) -> None:
         """See ``UpdateRule.write``."""
-        if kind not in self._kinds and kind != STEP:
-            raise StoreError(f"{self._make.name} keeps no {kind!r}; it keeps {', '.join(sorted(self._kinds))}")
+        if kind != STEP and kind not in (kinds := self.room.kinds(owned.unit)):
+            raise StoreError(f"{self._make.name} keeps no {kind!r}; it keeps {', '.join(sorted(kinds - {STEP}))}")
         self._of(owned).write(kind, values)
 
     def regroup(self, owned: OwnedShard) -> None:
-        """Create an instance over the new groups, which takes over the states."""
-        was = self._shards.pop(owned.shard.index, None)
-        if was is not None:
-            self._of(owned).take_states(was)
+        """Let an instance over the new groups go on with what is in the shard's memory."""
+        self._shards.pop(owned.shard.index, None)
 
 
 class _ShardOptimizer:
     """One shard's instance of the class."""
 
-    def __init__(self, make: OptimizerMaker, hyper: Sequence[Hyper], owned: OwnedShard, *, whole: bool) -> None:
-        """``hyper``: options to build the instance with; each step brings its own options, those of later groups
-        included. ``whole``: the slices are whole parameters."""
+    def __init__(self, make: OptimizerMaker, owned: OwnedShard, room: StateRoom) -> None:
+        """``room``: has options to build the instance with; each step brings its own."""
         assert owned.master is not None
-        self._make, self._owned = make, owned
-        self._begun: set[int] = set()  # slices whose first step has left states that can be kept
+        self._make, self._owned, self.states = make, owned, ShardStates(room, owned)
         self._ranges = [(part.start, part.start + aligned(part.numel)) for part in owned.slices]
-        shapes = [owned.unit.slots[part.slot].shape if whole else (aligned(part.numel),) for part in owned.slices]
         self.params = [
             Parameter(_shaped(owned.master[start:stop], shape))
-            for (start, stop), shape in zip(self._ranges, shapes, strict=True)
+            for (start, stop), shape in zip(self._ranges, self.states.shapes, strict=True)
         ]
         slices = by_group(owned.groups)  # groups without a slice here would be empty
         self._used = list(slices)
         members = [[self.params[index] for index in own] for own in slices.values()]
-        self._hyper = [hyper[group if group < len(hyper) else 0] for group in owned.groups]  # of each slice
+        self._hyper = [room.options(*at) for at in zip(owned.groups, self.states.shapes, strict=True)]  # of each slice
         self._optimizer = make.build([self._hyper[own[0]] for own in slices.values()], members)
+        for index, steps in enumerate(owned.steps):
+            if steps:
+                self._optimizer.state[self.params[index]] = self.states.state(index)
 
     def step(self, work: ShardWork) -> None:
+        """Update the slices that have a gradient. Raises UnsupportedError if what this leaves cannot be kept; at the
+        first update of a slice no value is changed then: a class may change its mind at sizes that no trial has."""
         set_options(self._optimizer, [work.hyper[used] for used in self._used])
         for param, ranks, (start, stop) in zip(self.params, work.contributors, self._ranges, strict=True):
             param.grad = _shaped(_gradient(work, ranks, start, stop), param.shape).to(param.device) if ranks else None
-        if first := {index for index, ranks in enumerate(work.contributors) if ranks} - self._begun:
-            self._first_step(first)
-        else:
-            step_alone(self._optimizer)
+        updated = [index for index, ranks in enumerate(work.contributors) if ranks]
+        master, first = self._owned.master, not all(self._owned.steps[index] for index in updated)
+        assert master is not None
+        before = master.clone() if first else None
+        step_alone(self._optimizer)
+        if odd := self.states.keep({index: self._optimizer.state.get(self.params[index], {}) for index in updated}):
+            if before is not None:
+                with torch.no_grad():
+                    master.copy_(before)
+            at_first = "; no value was changed" if before is not None else ""
+            names = sorted({maker_of_group(self._make, self._hyper[index]).name for index in updated})
+            raise UnsupportedError(
+                f"{' and '.join(names)} cannot run on shards: a step made {odd}{at_first}. Use an optimizer whose "
+                "options and parameters' shapes say what it keeps"
+            )
         for param in self.params:
             param.grad = None
 
-    def _first_step(self, slices: set[int]) -> None:
-        """Step slices that have not stepped before. Raises UnsupportedError, and changes nothing, if this leaves states
-        that cannot be kept: a class may change its mind at sizes that no trial has."""
-        master = self._owned.master
-        assert master is not None
-        before = master.clone()
-        step_alone(self._optimizer)
-        for index in sorted(slices):
-            param = self.params[index]
-            if odd := unkept(self._optimizer.state.get(param, {}), param.shape):
-                with torch.no_grad():
-                    master.copy_(before)
-                name = maker_of_group(self._make, self._hyper[index]).name
-                raise UnsupportedError(
-                    f"{name} cannot run on shards: at its first step it made {odd}; no value was changed. Use "
-                    "an optimizer that keeps numbers or one value for each element"
-                )
-        self._begun |= slices
-
     def states_of(self, index: int) -> dict[str, Tensor]:
-        state = self._optimizer.state.get(self.params[index], {})
-        return flat_states(state, self._owned.slices[index].numel, self._owned.steps[index])
+        state, part = self._optimizer.state.get(self.params[index], {}), self._owned.slices[index]
+        return flat_states(state, self.states.shapes[index], part.numel, self._owned.steps[index])
 
     def gathered(self) -> dict[str, Tensor]:
         whole: dict[str, Tensor] = {}
         for index, part in enumerate(self._owned.slices):
-            for name, value in self.states_of(index).items():
-                out = whole.setdefault(name, torch.zeros(self._owned.shard.numel, dtype=torch.float32, device="cpu"))
-                out[part.start : part.stop] = value
+            for name, flat in self.states_of(index).items():
+                for kind, value in in_pieces(name, flat, part.numel).items():
+                    out = whole.setdefault(
+                        kind, torch.zeros(self._owned.shard.numel, dtype=torch.float32, device="cpu")
+                    )
+                    out[part.start : part.start + value.numel()] = value
         return whole
 
     def restore(self, index: int, values: dict[str, Tensor], step: int) -> None:
-        if not step:
-            return
-        self._optimizer.state[self.params[index]] = restored_state(self._instance(index), values, step)
+        if step:
+            self._optimizer.state[self.params[index]] = self.states.restored(index, values, step)
 
     def write(self, kind: str, values: Tensor) -> None:
         for index, part in enumerate(self._owned.slices):
@@ -297,10 +322,25 @@ class _ShardOptimizer:
                 self._restart(index, self._owned.steps[index])
                 continue
             state, new = self._optimizer.state.get(self.params[index], {}), values[part.start : part.stop]
-            if kind in state and is_scalar(state[kind]):
-                state[kind] = scalar_like(state[kind], float(new[0]))
-            elif kind in state:
-                state[kind].reshape(-1)[: part.numel].copy_(new)
+            found, at = leaves(state), 0
+            for name, kinds in kinds_of(state, self.states.shapes[index]).items():
+                if kind in kinds:
+                    at = kinds.index(kind)
+                    self._write_leaf(index, name, found[name], at, new)
+        self.states.settle()
+
+    def _write_leaf(self, index: int, name: str, leaf: Any, at: int, new: Tensor) -> None:
+        """Write the kind number ``at`` of a leaf."""
+        if not is_scalar(leaf):
+            start = at * new.numel()
+            fill_leaf(leaf, new[: leaf.numel() - start], start)
+            return
+        parts = flat_states({name: leaf}, (), 1, steps=-1)
+        parts[f"{name}#{at}" if at else name] = new[:1]
+        number = scalar_like(leaf, sum(float(part) for part in parts.values()))
+        state = self._optimizer.state[self.params[index]]
+        state.update(with_leaves(state, {name: number}))
+        self.states.note(index, name, number)
 
     def _restart(self, index: int, step: int) -> None:
         """Set a parameter's state to that after ``step`` updates; its values are written later."""
@@ -312,11 +352,6 @@ class _ShardOptimizer:
         initial = self._instance(index)
         if initial.state:  # made before the first step
             self._optimizer.state[param] = dict(next(iter(initial.state.values())))
-
-    def take_states(self, other: _ShardOptimizer) -> None:
-        for ours, theirs in zip(self.params, other.params, strict=True):
-            if theirs in other._optimizer.state:
-                self._optimizer.state[ours] = other._optimizer.state[theirs]
 
     def _instance(self, index: int) -> torch.optim.Optimizer:
         """A new instance over a copy of one slice's parameter alone."""

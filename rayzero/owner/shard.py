@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -56,6 +56,7 @@ class OwnedShard:
     params: Tensor  # 1D, unit dtype: what COMPUTE reads; of a coded unit its record, uint8
     master: Tensor | None  # 1D fp32; the same memory as params in a trained fp32 unit on the host; frozen: may be None
     states: dict[str, Moment]  # by kind; on a device where the master is
+    class_states: Tensor | None = None  # 1D uint8: what a torch class keeps (class_states.py); where the master is
     total: Tensor | None = None  # 1D fp32: the ranks' gradients, added up; None: ranks' own memory is read
     total_line: TotalLine | None = None  # of a total in memory that outlives the process
     room: ShardRoom | None = None  # of a record whose memory can be given back
@@ -86,7 +87,8 @@ class OwnedShard:
         published = used_bytes(self.params) if self.unit.is_coded else self.params.nbytes
         apart = {} if self.params is self.master else {"param": published}
         master = {} if self.master is None else {"master": self.master.nbytes}
-        return {**apart, **master, **{kind: moment.nbytes for kind, moment in self.states.items()}}
+        of_class = {} if self.class_states is None else {"states": self.class_states.nbytes}
+        return {**apart, **master, **{kind: moment.nbytes for kind, moment in self.states.items()}, **of_class}
 
     @property
     def spare_bytes(self) -> int:
@@ -267,10 +269,11 @@ def allocate(
     memory: HostMemory,
     moments: str = "fp32",
     *,
+    room: Callable[[Shard], int] | None = None,
     totals: bool = False,
 ) -> dict[int, OwnedShard]:
     """Allocate the tensors of an owner's shards (ascending), one block per dtype and kind. ``moments``: how states are
-    kept. ``totals``: whether gradients are added up."""
+    kept. ``room``: ``UpdateRule.room``. ``totals``: whether gradients are added up."""
     owned = [layout.shards[index] for index in shards]
     trained = [shard for shard in owned if layout.units[shard.unit].trainable]
     params: dict[int, Tensor] = {}
@@ -286,11 +289,13 @@ def allocate(
     master = {shard.index: params[shard.index] for shard in mastered}  # what an fp32 unit publishes is its master
     master |= memory.state(_sizes(apart), torch.float32)
     states = {kind: _moments(kind, _sizes(trained), moments, memory) for kind in kinds}
+    of_class = {} if room is None else memory.state([(shard.index, room(shard)) for shard in trained], torch.uint8)
     found = {shard.index: _owned_shard(layout, shard, group_of, params[shard.index], master, states) for shard in owned}
     for shard in coded:
         found[shard.index].room = memory.room(shard.index)
     for shard in trained:
         found[shard.index].journal = memory.journal(shard.index)
+        found[shard.index].class_states = of_class.get(shard.index)
     for index, total in (memory.totals(_sizes(trained)) if totals else {}).items():
         found[index].total, found[index].total_line = total, memory.total_line(index)
     return found

@@ -216,7 +216,8 @@ def _name(first: OwnedShard, *others: OwnedShard) -> str:
 
 
 def _tell_update(recorder: Recorder, owned: OwnedShard, work: ShardWork) -> None:
-    kept = sum(state.nbytes for state in owned.states.values()) / owned.shard.numel
+    of_class = 0 if owned.class_states is None else owned.class_states.nbytes
+    kept = (of_class + sum(state.nbytes for state in owned.states.values())) / owned.shard.numel
     states = 2 * (4 + kept)  # master and states, read and written
     written = 0 if owned.params is owned.master else owned.params.itemsize
     updated = _elements(owned, work.contributors)

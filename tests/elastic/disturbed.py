@@ -7,7 +7,7 @@ import functools
 import multiprocessing
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
+from rayzero.kernels.optimizer_states import leaves
 from rayzero.protocol.messages import STEP
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.testing import Transport, run_ranks
@@ -30,19 +31,21 @@ from tests.support.waiting import until
 
 STEPS = 4
 RANKS = OWNERS = 2
-MOMENTS = ("exp_avg", "exp_avg_sq", STEP)
 DIED = " died and is started again"
 OWNERS_ELSEWHERE = ("optimizer 0", "optimizer 1")  # than the ranks
 
 
-def train(context: RankContext, base: nn.Module, folder: Path) -> Any:
+def train(
+    context: RankContext, base: nn.Module, folder: Path, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+) -> Any:
     """A loop with everything in it that can be cut: norms and clips, means, a write, a checkpoint."""
     torch.set_num_threads(1)  # the bits of a matrix product depend on it
     (folder / "run").write_text(context.run)
     model, loader, seen = copy.deepcopy(base), Batches(context.rank), Seen()
     config = ZeroConfig(units=["Block", "Embedding"])
-    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=STEPS + 1)
+    model, optimizer = rayzero.prepare(model, make(model.parameters(), lr=1e-2), config)
+    cycles = not {"betas", "momentum"}.isdisjoint(optimizer.param_groups[0])
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=STEPS + 1, cycle_momentum=cycles)
     rayzero.track(scheduler=scheduler, loader=loader, seen=seen)
     batches = iter(loader)
     for step in range(context.step, STEPS):
@@ -61,15 +64,19 @@ def train(context: RankContext, base: nn.Module, folder: Path) -> Any:
             with torch.no_grad():
                 model.head.bias.fill_(0.25)
                 model.embed.weight.mul_(0.5)  # of another unit
+    states = optimizer.state_dict()["state"]
+    moments = {
+        f"{key} {kind}": torch.as_tensor(v) for key, state in states.items() for kind, v in leaves(state).items()
+    }
     engine = optimizer.engine
-    moments = {f"{unit.name} {kind}": engine.cache.fetch_flat(unit, kind) for unit in engine.units for kind in MOMENTS}
+    moments |= {f"{unit.name} {STEP}": engine.cache.fetch_flat(unit, STEP) for unit in engine.units}
     losses = [float(loss) for loss in seen.losses]
     return context.life, rayzero.full_state_dict(model) | moments, losses, seen.means
 
 
-def undisturbed(folder: Path) -> Any:
-    """By rank, what a run ends with that nothing happens to."""
-    return run_ranks(functools.partial(train, base=seeded(Small, 3), folder=folder), RANKS, OWNERS)
+def undisturbed(folder: Path, **given: Any) -> Any:
+    """By rank, what a run ends with that nothing happens to. ``given``: to ``train``."""
+    return run_ranks(functools.partial(train, base=seeded(Small, 3), folder=folder, **given), RANKS, OWNERS)
 
 
 def differences(ours: Any, theirs: Any) -> list[str]:
@@ -94,8 +101,10 @@ class Disturbed:
         hosts: Mapping[str, Path] | None = None,
         tls: bool = False,
         config: ZeroConfig | None = None,
+        **given: Any,
     ) -> None:
-        """``config``: how bytes and messages travel."""
+        """``config``: how bytes and messages travel. ``given``: to ``train``."""
+        self.given = given
         self.tls, self.config = tls, config
         self.folder, self.faults, self.hosts = folder, Faults(folder, faults), dict(hosts or {})
         self.transport: Transport = transport
@@ -104,7 +113,7 @@ class Disturbed:
 
     def results(self) -> Any:
         """By rank."""
-        one = functools.partial(train, base=seeded(Small, 3), folder=self.folder)
+        one = functools.partial(train, base=seeded(Small, 3), folder=self.folder, **self.given)
         found = run_ranks(
             one,
             RANKS,

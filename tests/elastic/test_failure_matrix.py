@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine.models import seeded
 from engine.test_comeback import Small
+from owner.test_class_rule import Muons
 from torch import nn
 
 import rayzero
@@ -22,7 +25,7 @@ from rayzero.testing import Transport, run_ranks
 from tests.support import needs
 from tests.support.faults import Fault, FaultError, Faults
 
-from .disturbed import OWNERS, RANKS, Disturbed, another_host, differences, train
+from .disturbed import OWNERS, RANKS, Disturbed, another_host, differences, train, undisturbed
 
 pytestmark = needs.shared_memory
 
@@ -214,6 +217,43 @@ def test_a_fault_changes_no_bit(
     Disturbed(tmp_path, *faults, transport=transport, stall_timeout=3.0 if stopped else 30.0).changes_no_bit(
         expected, caplog
     )
+
+
+CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "muon": Muons,
+    "adafactor": torch.optim.Adafactor,
+}
+OF_CLASSES = {
+    "before-the-step": (OWNER["before-adam"],),
+    "mid-step": (killed("optimizer 1", "owner.step", 3),),
+    "mid-step-in-the-lead": (killed("optimizer 0", "owner.step", 2),),
+    "both-owners-mid-step": (killed("optimizer 0", "owner.step", 2), killed("optimizer 1", "owner.step", 2)),
+    "a-successor-mid-step-again": (killed("optimizer 1", "owner.step", 3), killed("optimizer 1", "owner.step", 1, 1)),
+    "updated": (OWNER["updated"],),
+    "writing": (OWNER["writing"],),
+}
+
+
+@pytest.fixture(scope="module")
+def expected_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    return functools.cache(lambda name: undisturbed(tmp_path_factory.mktemp(f"undisturbed-{name}"), make=CLASSES[name]))
+
+
+@pytest.mark.promise("recoverable", "optimizers")
+@pytest.mark.spread(5, second=60)
+@pytest.mark.parametrize("faults", OF_CLASSES.values(), ids=OF_CLASSES)
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_kill_changes_no_bit_of_another_class(
+    name: str,
+    faults: tuple[Fault, ...],
+    expected_of: Callable[[str], Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    disturbed = Disturbed(tmp_path, *faults, make=CLASSES[name])
+    assert differences(disturbed.results(), expected_of(name)) == []
+    disturbed.check(caplog.messages)
 
 
 BEFORE_ADAM, BEFORE_IT_PUSHES_AGAIN = killed("optimizer 1", "owner.decided", 2), killed("rank 1", "rank.rejoin")

@@ -125,6 +125,8 @@ CASES: dict[str, dict[str, Any]] = {
         "frozen": ("embed", "layers.0", "layers.1"),
     },
     "amsgrad": {"config": ZeroConfig(units=UNITS), "make": functools.partial(torch.optim.AdamW, amsgrad=True)},
+    "momentum": {"config": ZeroConfig(units=UNITS), "make": functools.partial(torch.optim.SGD, momentum=0.9)},
+    "factors": {"config": ZeroConfig(units=UNITS, precision="bf16"), "make": torch.optim.Adafactor},
     "two models": {"config": ZeroConfig(units=UNITS), "models": 2},
 }
 
@@ -176,22 +178,3 @@ def test_ranks_over_grpc_send_again_what_the_next_owners_lack(tmp_path: Path, fa
     plain = Training(base=seeded(Small, 3), folder=tmp_path, wanted={}, config=config)
     assert_same(found, run_ranks(plain, 2, 2))
     assert [slab.path for slab in list_slabs() if slab.header is not None and slab.header.facts.run == run] == []
-
-
-@pytest.mark.thorough
-def test_owners_of_an_optimizer_whose_states_are_objects_stay_and_say_why(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    make = functools.partial(torch.optim.SGD, momentum=0.9)
-    asks = Training(base=seeded(Small, 3), folder=tmp_path, wanted={}, make=make, config=ZeroConfig(units=UNITS))
-    loop = functools.partial(ask_in_vain, asks)
-    found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, run_dir=tmp_path)
-    assert_same(found, run_ranks(asks, 2, 2))
-    assert any("the owners of a run with torch.optim.sgd:SGD cannot change" in said for said in caplog.messages)
-
-
-def ask_in_vain(training: Training, context: RankContext) -> Any:
-    """Train, and ask for owners that cannot be."""
-    if context.rank == 0:
-        ask(training.folder, ScaleRequest(num_optimizers=3))
-    return training(context)

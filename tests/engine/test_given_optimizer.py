@@ -215,7 +215,7 @@ def test_states_that_cannot_be_kept_fail_the_first_step_and_no_value_changes() -
     before = copy.deepcopy(model.weight.detach())
     model, optimizer = rayzero.prepare(model, Large(model.parameters()))
     model(torch.ones(1, 512)).sum().backward()
-    with pytest.raises(RayZeroError, match=r"at its first step it made 'kept' of shape \(\d+,\).*no value was changed"):
+    with pytest.raises(RayZeroError, match=r"a step made 'kept' of shape \(\d+,\).*no value was changed"):
         optimizer.step()
     assert all(torch.equal(owned.master, before.view(-1)) for owned in _shards(optimizer))
 

@@ -217,7 +217,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(alone: RankCon
         (
             shaped,
             ConfigError,
-            r"exp_avg of 'embed.weight' has shape \(3,\) in .*, but the parameter has shape \(32, 64",
+            r"exp_avg of 'embed.weight' has shape \(3,\) in .*, as the parameter has shape \(32, 64",
         ),
     ):
         state["param_groups"][0]["lr"] = 9.0

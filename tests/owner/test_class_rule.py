@@ -248,7 +248,6 @@ def test_a_layout_that_may_cut_parameters_is_refused_for_such_a_class() -> None:
     ("cls", "reason"),
     [
         (torch.optim.LBFGS, r"torch.optim.lbfgs.LBFGS cannot run on shards: it needs a closure"),
-        (torch.optim.Adafactor, "Adafactor cannot run on shards: it factors"),
         (torch.optim.SparseAdam, "SparseAdam cannot run on shards: it takes sparse gradients"),
         (Noisy, "Noisy cannot be offloaded: two equal trials gave different weights: it draws random numbers"),
         (NeedsClosure, "NeedsClosure cannot be offloaded: a trial step without a closure.* raised .*give me a closure"),
@@ -260,7 +259,7 @@ def test_what_owners_cannot_run_is_refused_by_name(cls: type[torch.optim.Optimiz
         require_owned(OptimizerMaker(cls), {key: value for key, value in group.items() if key != "params"})
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "SparseAdam"])
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
 def test_the_trial_alone_would_refuse_them_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayzero.kernels.optimizer_trial._REFUSED", {})
     monkeypatch.setattr("rayzero.kernels.optimizer_trial._verdicts", {})

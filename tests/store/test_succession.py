@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayzero.errors import HandshakeError, StoreError
+from rayzero.errors import HandshakeError
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.owner.service import ShardService
 from rayzero.owner.terms import OwnerTerms
@@ -253,14 +253,6 @@ def test_what_a_successor_cannot_continue_it_refuses_and_leaves(slab_dir: Path) 
     left = states_in(slab_dir)
     for fields, message in REFUSED:
         refuse(slab_dir, replace(spec, **fields), HandshakeError, message)
-    assert states_in(slab_dir) == left
-
-
-def test_states_that_ended_with_the_process_are_refused(slab_dir: Path) -> None:
-    spec = spec_of("sgd", optimizer="torch.optim.sgd:SGD", hyper=({"lr": 0.1, "momentum": 0.9},))
-    killed(slab_dir, spec, 1, after=2, seed=0)
-    left = states_in(slab_dir)
-    refuse(slab_dir, spec, StoreError, "the states of torch.optim.sgd:SGD ended with the process")
     assert states_in(slab_dir) == left
 
 

@@ -113,6 +113,12 @@ POINTS = {
         inside=strikes.die_in_the_update,
         counts=strikes.middle_page,
     ),
+    "owner.step": Point(
+        "rayzero.owner.rules:ClassRule.update",
+        _INSIDE,
+        inside=strikes.die_in_the_update,
+        counts=strikes.middle_page,
+    ),
     "owner.updated": Point("rayzero.owner.shard:OwnedShard.applied", _BEFORE),
     "owner.publish": Point("rayzero.store.shm.shard_lines:ShardLines.publish", _AFTER),
     "owner.between-shards": Point(f"{_UPDATES}._publish", _AFTER),

@@ -54,8 +54,13 @@ class Param:
     decl: WeightDecl
     trained: bool = True
     opaque: bool = False  # its bytes need not be its values: it is never cast
-    states: tuple[str, ...] = ()  # optimizer states of the parameter's shape, in fp32, sorted
+    states: tuple[str, ...] = ()  # optimizer states, in fp32, sorted
+    own_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of states without the parameter's shape
     updates: int = 0  # how many it has had
+
+    def shape_of(self, kind: str) -> tuple[int, ...]:
+        """The shape of a state, or of the parameter itself."""
+        return self.own_shapes.get(kind, self.decl.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +134,11 @@ class Reader(ABC):
 
     def parts(self, name: str, kind: str = WEIGHT) -> Iterator[Tensor]:
         """All values of a tensor by any of its names, at most ``PART`` elements at a time."""
-        numel = math.prod(self.content.decls[name].shape)
+        own = self.content.tied.get(name, name)
+        is_state = kind != WEIGHT and own in self.content.params
+        numel = math.prod(self.content.params[own].shape_of(kind) if is_state else self.content.decls[name].shape)
         for start in range(0, numel, PART):
-            yield self.read(self.content.tied.get(name, name), kind, start, min(start + PART, numel))
+            yield self.read(own, kind, start, min(start + PART, numel))
 
 
 def cut_into_files(items: Iterable[T], size_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:

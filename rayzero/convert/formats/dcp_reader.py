@@ -270,14 +270,16 @@ class DcpReader(Reader):
         return tuple(sorted({".".join(map(str, keys)) for keys in shortest}))
 
     def _param(self, name: str, decl: WeightDecl, kinds: Mapping[str, str]) -> Param:
-        held = []
+        held, own = [], {}
         for kind, entry in sorted(kinds.items()):
             if kind == "step":
                 continue
             stored = self._tensors.get(entry)
             if stored is None:
                 raise UnsupportedError(f"{self._folder}: the optimizer state {kind!r} of {name!r} is not a tensor")
-            require_states(name, decl, kind, stored.decl, self)
+            require_states(name, WeightDecl(stored.decl.shape, decl.dtype), kind, stored.decl, self)
+            if stored.decl.shape != decl.shape:
+                own[kind] = stored.decl.shape
             self._entry[name, kind] = entry
             held.append(kind)
         step = kinds.get("step")
@@ -285,7 +287,7 @@ class DcpReader(Reader):
             updates = 0 if step is None else step_count(self._value(step), repr(step))
         except ValueError as exc:
             raise damaged(self, f"the step count {exc}") from exc
-        return Param(decl=decl, states=tuple(held), updates=updates)
+        return Param(decl=decl, states=tuple(held), own_shapes=own, updates=updates)
 
     def _groups(self, roles: Roles) -> tuple[OptimizerGroup, ...]:
         numbered = sorted(roles.groups.items(), key=lambda found: found[0][-1])

@@ -80,7 +80,7 @@ def _entries(reader: Reader, dtype: torch.dtype | None) -> Iterator[tuple[tuple[
         for kind in param.states:
             yield (
                 (_OPTIM, "state", name, kind),
-                _Values(param.decl.shape, torch.float32, partial(reader.read, name, kind)),
+                _Values(param.shape_of(kind), torch.float32, partial(reader.read, name, kind)),
             )
         if param.states:
             yield (_OPTIM, "state", name, "step"), _Values((), torch.float32, partial(_number, param.updates))

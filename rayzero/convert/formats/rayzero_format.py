@@ -80,6 +80,7 @@ class RayZeroReader(Reader):
             trained=unit.trainable,
             opaque=unit.opaque,
             states=tuple(sorted(held)) if states else (),
+            own_shapes=self._reader.own_shapes(slot.name) if states else {},
             updates=self._reader.slot_step(slot.name),
         )
 
@@ -118,7 +119,8 @@ def write_rayzero(reader: Reader, directory: Path, *, optimizer: str = "", max_b
     check_target(directory)
     spec, kinds = _plan_of(reader.content, optimizer, directory.name)
     try:
-        owners, entries = list[FileEntry](), _entries(reader, spec.layout, kinds)
+        zeros = sorted(set().union(*kinds.values())) if spec.optimizer in _ADAMS else ()  # what a parameter lacks
+        owners, entries = list[FileEntry](), _entries(reader, spec.layout, kinds, zeros)
         for held in cut_into_files(entries, lambda one: one[1].numel * one[1].dtype.itemsize, max_bytes):
             tensors = {name: values for name, values, _ in held}
             content = {name: described for name, _, described in held}
@@ -215,25 +217,37 @@ def _layout_of(content: Content) -> ModelLayout:
 _Entry = tuple[str, DeferredTensor, dict[str, Any]]  # name in the file, values, description
 
 
-def _entries(reader: Reader, layout: ModelLayout, kinds: Mapping[str, Sequence[str]]) -> Iterator[_Entry]:
-    """A parameter's values of one kind follow each other, because a source may hold them in one place."""
+def _entries(
+    reader: Reader, layout: ModelLayout, kinds: Mapping[str, Sequence[str]], zeros: Sequence[str]
+) -> Iterator[_Entry]:
+    """A parameter's values of one kind follow each other, because a source may hold them in one place. ``kinds``: by
+    parameter. ``zeros``: the states that a parameter without them begins with."""
     for unit in layout.units:
         for slot in unit.slots:
             param = reader.content.params[slot.name]
-            for kind in (WEIGHT, *(kinds[slot.name] if unit.trainable else ())):
-                for start, stop in grid_of(layout, unit, slot):
+            wanted = kinds[slot.name] if unit.trainable else ()
+            for kind in (WEIGHT, *(each for each in wanted if each in param.states or each in zeros)):
+                own = param.own_shapes.get(kind)
+                for start, stop in [(0, math.prod(own))] if own else grid_of(layout, unit, slot):
                     yield _entry(reader, unit, slot, param, kind, start, stop)
 
 
 def _entry(reader: Reader, unit: UnitLayout, slot: ParamSlot, param: Param, kind: str, start: int, stop: int) -> _Entry:
     written = kind if kind != WEIGHT else MASTER if unit.has_master else COMPUTE
     described = {"param": slot.name, "kind": written, "start": start, "stop": stop, "shape": list(slot.shape)}
-    if kind == WEIGHT or kind in param.states:
+    if (own := param.own_shapes.get(kind)) == ():  # a number fills the parameter
+        make = partial(_filled, reader, slot.name, kind, stop - start)
+    elif kind == WEIGHT or kind in param.states:
+        described |= {"own_shape": list(own)} if own else {}
         make = partial(lambda *part: reader.read(*part).to(unit.initial_dtype), slot.name, kind, start, stop)
     else:
         make = partial(torch.zeros, stop - start, dtype=torch.float32, device="cpu")
     values = DeferredTensor(numel=stop - start, dtype=unit.initial_dtype, make=make)
     return f"{slot.name}/{written}/{start}", values, described
+
+
+def _filled(reader: Reader, name: str, kind: str, numel: int) -> Tensor:
+    return torch.full((numel,), float(reader.read(name, kind, 0, 1)), dtype=torch.float32, device="cpu")
 
 
 def _write_rank(reader: Reader, directory: Path) -> FileEntry:

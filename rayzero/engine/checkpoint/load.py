@@ -24,8 +24,9 @@ from rayzero.engine.start.buffers import fill_buffers
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.errors import CheckpointError
 from rayzero.kernels.optimizer_class import State
+from rayzero.kernels.optimizer_states import is_scalar, leaves, restored_state
 from rayzero.layout.model_layout import ParamSlot
-from rayzero.protocol.messages import STEP
+from rayzero.protocol.messages import COMPUTE, MASTER
 
 
 def load_checkpoint(optimizer: ZeroOptimizer, directory: Path | str) -> None:
@@ -101,9 +102,11 @@ class _SavedStates(Mapping[int, State]):
     def __getitem__(self, param: int) -> State:
         slot, group = self._slots[param]
         steps = self._reader.slot_step(slot.name)
-        kinds = self._form.of(group, steps).keys() - {STEP}
-        state = {k: self._reader.read_slice(slot.name, k, 0, slot.numel).view(slot.shape) for k in sorted(kinds)}
-        return state | ({STEP: steps} if STEP in self._form.of(group, steps) else {})
+        form = self._form.of(group, steps, slot.shape)
+        kinds = {name for name, like in leaves(form).items() if not is_scalar(like)}
+        kinds |= set(self._reader.kinds(slot.name)) - {MASTER, COMPUTE} if form else set()
+        values = {kind: self._reader.read_whole(slot.name, kind) for kind in sorted(kinds)}
+        return restored_state(form, values, steps)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._slots)

@@ -1,8 +1,7 @@
 """Reads the optimizer's state from the owners, and writes it to them, in torch's own format.
 
-To find out what state a class keeps, we step it once on a small parameter (kernels/optimizer_class.py). Tensors of the
-parameter's shape are flat vectors of the same name at the owners; a number fills its parameter's range there. ``step``
-is the owners' own count of a parameter's updates.
+What a class keeps for a parameter's shape, we learn from the class; owners give and take it as kinds, flat vectors of
+a unit ([Note: leaves] in kernels/optimizer_states.py). ``step`` is the owners' own count of a parameter's updates.
 """
 
 from __future__ import annotations
@@ -17,44 +16,57 @@ from rayzero.engine.engine import Engine
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS
-from rayzero.kernels.optimizer_class import OptimizerMaker, State, is_scalar, on_cpu, scalar_like, state_template
+from rayzero.kernels.optimizer_class import OptimizerMaker, State
+from rayzero.kernels.optimizer_states import (
+    StateForms,
+    flat_states,
+    in_pieces,
+    is_scalar,
+    kinds_of,
+    leaves,
+    read_leaf,
+    with_leaves,
+)
 from rayzero.kernels.optimizer_trial import refuse_vectors, require_owned
+from rayzero.layout.model_layout import ParamSlot, Shape
 from rayzero.modes import outside_modes
 from rayzero.protocol.messages import STEP, Hyper
 
+_ANY_SHAPE = (8, 8)  # every class takes a matrix
+
 
 class StateFormat:
-    """What an optimizer class keeps for the parameters of each group.
+    """What an optimizer class keeps for the parameters of each group, by their shapes.
 
     Knows names and kinds of values; not owners or units."""
 
     def __init__(self, make: OptimizerMaker, hyper: Sequence[Hyper]) -> None:
         """``hyper``: each group's options."""
         self._make = make
-        self._initial = [state_template(make, on_cpu(options), stepped=False) for options in hyper]
-        self._stepped = [state_template(make, on_cpu(options)) for options in hyper]
+        self._forms = [StateForms(make, options) for options in hyper]
 
-    def of(self, group: int, steps: int) -> State:
-        """A template of the state of a parameter that was updated ``steps`` times."""
-        return self._stepped[group] if steps else self._initial[group]
+    def of(self, group: int, steps: int, shape: Shape) -> State:
+        """The form of the state of a parameter that was updated ``steps`` times."""
+        return self._forms[group].of(shape, stepped=steps > 0)
 
-    def kinds(self, groups: Sequence[int]) -> list[str]:
-        """Names of the states that the owners keep, without the step count."""
-        return sorted({name for group in groups for name in self._stepped[group]} - {STEP})
+    def kinds(self, group: int, shape: Shape) -> list[str]:
+        """The kinds in which the owners keep the state of such a parameter, without the step count."""
+        return [kind for kinds in kinds_of(self.of(group, 1, shape), shape).values() for kind in kinds if kind != STEP]
 
     def check(self, name: str, group: int, state: Mapping[str, Any], shape: tuple[int, ...]) -> None:
         """Raise ConfigError, naming the parameter, if a state is not of this class and options, or has another
         shape."""
-        if sorted(state) not in (sorted(self._initial[group]), sorted(self._stepped[group])):
+        given, ours = leaves(state), leaves(self.of(group, 1, shape))
+        if sorted(given) not in (sorted(leaves(self.of(group, 0, shape))), sorted(ours)):
             raise ConfigError(
-                f"the optimizer state of {name!r} has {sorted(state)}, but {self._make.cls.__name__} with this group's "
-                f"options keeps {sorted(self._stepped[group])}; load a state of the same class and options"
+                f"the optimizer state of {name!r} has {sorted(given)}, but {self._make.cls.__name__} with this group's "
+                f"options keeps {sorted(ours)}; load a state of the same class and options"
             )
-        for kind, value in state.items():
-            if not is_scalar(self._stepped[group][kind]) and tuple(value.shape) != shape:
+        for kind, value in given.items():
+            if not is_scalar(ours[kind]) and value.shape != ours[kind].shape:
                 raise ConfigError(
-                    f"{kind} of {name!r} has shape {tuple(value.shape)} in the optimizer state, but the parameter "
-                    f"has shape {shape}"
+                    f"{kind} of {name!r} has shape {tuple(value.shape)} in the optimizer state, but must have "
+                    f"{tuple(ours[kind].shape)}, as the parameter has shape {shape}"
                 )
 
 
@@ -65,12 +77,18 @@ def read_states(engine: Engine, form: StateFormat) -> dict[nn.Parameter, State]:
     found: dict[nn.Parameter, State] = {}
     for unit, groups in _trained(engine):
         counts = engine.cache.fetch_flat(unit, STEP)
-        states = {slot: form.of(group, _steps(counts, unit, slot)) for slot, group in groups.items()}
-        kinds = {kind for state in states.values() for kind in state} - {STEP}
-        flats = {STEP: counts} | {kind: engine.cache.fetch_flat(unit, kind) for kind in sorted(kinds)}
+        slots = unit.layout.slots
+        states = {slot: form.of(g, _steps(counts, unit, slot), slots[slot].shape) for slot, g in groups.items()}
+        kinds = {slot: kinds_of(like, slots[slot].shape) for slot, like in states.items()}
+        wanted = {kind for each in kinds.values() for names in each.values() for kind in names} - {STEP}
+        flats = {STEP: counts} | {kind: engine.cache.fetch_flat(unit, kind) for kind in sorted(wanted)}
         for slot, like in states.items():
+            at, of = slice(slots[slot].start, slots[slot].stop), leaves(like)
+            values = {
+                name: read_leaf(of[name], [flats[kind][at] for kind in names]) for name, names in kinds[slot].items()
+            }
             if like:
-                found[unit.params[slot]] = {k: _piece(flats[k], unit, slot, value) for k, value in like.items()}
+                found[unit.params[slot]] = with_leaves(like, values)
     return found
 
 
@@ -99,9 +117,11 @@ def write_states(engine: Engine, form: StateFormat, states: Mapping[int, State])
     for unit, groups in _trained(engine):
         mine = {slot: states.get(id(unit.params[slot]), {}) for slot in groups}
         engine.values.write(unit, STEP, _filled(unit, {slot: _step_count(state) for slot, state in mine.items()}))
-        for kind in form.kinds(list(groups.values())):
-            values = {slot: state[kind] for slot, state in mine.items() if kind in state}
-            engine.values.write(unit, kind, _filled(unit, values))
+        values = {slot: _flat_kinds(state, unit.layout.slots[slot]) for slot, state in mine.items()}
+        slots = unit.layout.slots
+        for kind in sorted({kind for slot, group in groups.items() for kind in form.kinds(group, slots[slot].shape)}):
+            given = {slot: kinds[kind] for slot, kinds in values.items() if kind in kinds}
+            engine.values.write(unit, kind, _filled(unit, given))
 
 
 def check_group(
@@ -109,8 +129,8 @@ def check_group(
 ) -> None:
     """Raise UnsupportedError if a group added after prepare keeps states that the owners have no memory for, or the
     class cannot run there with its options (``added``) and parameters (of ``group``)."""
-    known = {name for group in range(len(prepared)) for name in StateFormat(make, prepared).of(group, 1)}
-    new = sorted(set(StateFormat(make, [added]).of(0, 1)) - known)
+    known = {name for options in prepared for name in leaves(StateForms(make, options).of(_ANY_SHAPE))}
+    new = sorted(leaves(StateForms(make, added).of(_ANY_SHAPE)).keys() - known)
     if new:
         raise UnsupportedError(
             f"a parameter group added after rayzero.prepare() keeps {', '.join(new)}, which no group at prepare() "
@@ -136,11 +156,12 @@ def _steps(counts: Tensor, unit: ParamUnit, slot: int) -> int:
     return int(counts[layout.start]) if layout.numel else 0  # a parameter without elements has no count of updates
 
 
-def _piece(flat: Tensor, unit: ParamUnit, slot: int, like: Any) -> Any:
-    layout = unit.layout.slots[slot]
-    if is_scalar(like):
-        return scalar_like(like, float(flat[layout.start]))
-    return flat[layout.start : layout.stop].view(layout.shape).clone()
+def _flat_kinds(state: State, slot: ParamSlot) -> dict[str, Tensor]:
+    """A parameter's state by kinds: 1D fp32, one value or at most as many as the parameter has elements."""
+    found: dict[str, Tensor] = {}
+    for name, flat in flat_states(state, slot.shape, slot.numel, steps=-1).items():
+        found |= in_pieces(name, flat, max(1, slot.numel))
+    return found
 
 
 def _step_count(state: State) -> float:
@@ -149,11 +170,10 @@ def _step_count(state: State) -> float:
 
 
 def _filled(unit: ParamUnit, values: Mapping[int, Any]) -> Tensor:
-    """A unit's flat vector (1D, fp32) with a tensor or a number in each slot's range, and zero between them."""
+    """A unit's flat vector (1D, fp32) with values or a number at the start of each slot's range, and zero behind."""
     flat = torch.zeros(unit.layout.numel, dtype=torch.float32, device="cpu")
     for slot, value in values.items():
         layout = unit.layout.slots[slot]
-        flat[layout.start : layout.stop].view(layout.shape).copy_(
-            torch.as_tensor(value, dtype=torch.float32, device="cpu")
-        )
+        numel = value.numel() if isinstance(value, Tensor) else layout.numel
+        flat[layout.start : layout.start + numel] = value
     return flat

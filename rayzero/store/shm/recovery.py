@@ -23,7 +23,7 @@ from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import FoundSlab
 from rayzero.store.shm.loop_slab import LoopSlab
-from rayzero.store.shm.shard_lines import APPLIED, DECIDED, INDEX, PUBLISHED, TILES, tile_stamps
+from rayzero.store.shm.shard_lines import APPLIED, DECIDED, INDEX, PUBLISHED, TILES, tile_stamps, undo_copy
 from rayzero.store.shm.shared_plan import ON_DEVICE, RANK, life_of
 from rayzero.store.shm.signals import load_acquire_64
 from rayzero.store.shm.words import leads, read_ownership, read_records, region, stands
@@ -229,10 +229,13 @@ def _read_lines(slab: Slab) -> Iterator[DeadShard]:
     """What an owner's control slab says of its shards. A dead owner's slab no longer changes."""
     found, undo = region(slab, "versions"), region(slab, "undo")
     words = slab.tensor(undo.offset, undo.bytes // 8, torch.int64).view(-1, undo.stride // 8)
+    copy = undo_copy(slab)
     entries = {(tile, stamp) for tile, stamp in words[:, :2].tolist()}
     for line in range(slab.address(found.offset), slab.address(found.offset) + found.bytes, found.stride):
         first = load_acquire_64(line + TILES) - 1
         tiles = tuple(tile_stamps(slab, line, first).tolist()) if 0 <= first < ON_DEVICE else ()
+        cut = torn(tiles)
+        kept = copy is not None and any(copy.words.tolist() == [tiles[tile] + 1, first] for tile in cut)
         yield DeadShard(
             shard=load_acquire_64(line + INDEX),
             owner=slab.header.facts.index,
@@ -240,6 +243,6 @@ def _read_lines(slab: Slab) -> Iterator[DeadShard]:
             decided=load_acquire_64(line + DECIDED) - 1,
             applied=load_acquire_64(line + APPLIED) // 2 - 1,
             tiles=tiles,
-            undone=frozenset(tile for tile in torn(tiles) if (first + tile, tiles[tile]) in entries),
+            undone=frozenset(tile for tile in cut if kept or (first + tile, tiles[tile]) in entries),
             on_device=first == ON_DEVICE,
         )

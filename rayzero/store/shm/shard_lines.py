@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rayzero.errors import HandshakeError
-from rayzero.kernels.stamps import STAMP, TileStamps
+from rayzero.kernels.stamps import STAMP, TileStamps, UndoCopy
 from rayzero.layout.model_layout import Shard
 from rayzero.protocol.messages import FormerShard, Published, Pushed
 from rayzero.protocol.totals import MOST_ROUNDS, WORD_STEP, KeptTotal, Total, has_pushed
@@ -112,19 +112,29 @@ class ShardLines:
         )
         undo = region(self._slab, "undo")
         log = self._slab.tensor(undo.offset, undo.bytes, torch.uint8).view(-1, undo.stride)
-        return LineJournal(line, tile_stamps(self._slab, line, first), first, log, slices.view(2, num_slices, 2))
+        stamps, copies = tile_stamps(self._slab, line, first), slices.view(2, num_slices, 2)
+        return LineJournal(line, stamps, first, log, undo_copy(self._slab), copies)
 
 
 class LineJournal:
     """A ``ShardJournal`` (owner/memory.py) in a shard's line."""
 
-    def __init__(self, line: int, stamps: torch.Tensor, first: int, undo: torch.Tensor, slices: torch.Tensor) -> None:
+    def __init__(
+        self,
+        line: int,
+        stamps: torch.Tensor,
+        first: int,
+        undo: torch.Tensor,
+        copy: UndoCopy | None,
+        slices: torch.Tensor,
+    ) -> None:
         """``line``: its address. ``slices``: int64, (2, slices, 2): two copies, of which the line says which holds."""
         self._line, self._stamps, self._first, self._undo, self._slices = line, stamps, first, undo, slices
+        self._copy = copy
 
     def stamps(self, version: int) -> TileStamps:
         """See ``ShardJournal.stamps``."""
-        return TileStamps(self._stamps, version, self._first, self._undo)
+        return TileStamps(self._stamps, version, self._first, self._undo, self._copy)
 
     def decided(self, version: int) -> None:
         """See ``ShardJournal.decided``."""
@@ -149,6 +159,15 @@ class LineJournal:
     @property
     def _holds(self) -> int:
         return load_acquire_64(self._line + APPLIED) % 2
+
+
+def undo_copy(slab: Slab) -> UndoCopy | None:
+    """Where an owner keeps what an update of a whole shard is about to overwrite; None: its kernel has a log."""
+    found = region(slab, "before")
+    if not found.bytes:
+        return None
+    words = slab.tensor(found.offset, 2, torch.int64)
+    return UndoCopy(words, slab.tensor(found.offset + KEPT_BYTES, found.bytes - KEPT_BYTES, torch.uint8))
 
 
 def tile_stamps(slab: Slab, line: int, first: int) -> torch.Tensor:

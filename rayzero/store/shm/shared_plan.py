@@ -193,8 +193,9 @@ class SharedPlan:
 
     # ---- control
 
-    def owner_control(self, owner: int, threads: int) -> Sequence[Wanted]:
-        """The regions of an owner's control slab. ``threads``: how many update its shards."""
+    def owner_control(self, owner: int, threads: int, undo: int = 0) -> Sequence[Wanted]:
+        """The regions of an owner's control slab. ``threads``: how many update its shards. ``undo``: bytes of an undo
+        copy (``OwnerPlan.undo``)."""
         lines = len(self.shard_map.shards_of(owner)) * LINE_BYTES
         record = (
             (("record", RECORDS * self._record_bytes, self._record_bytes),) if owner == self.shard_map.owner(0) else ()
@@ -204,6 +205,7 @@ class SharedPlan:
             ("versions", lines, LINE_BYTES),
             ("tiles", self._tiles(owner)[1] * STAMP_BYTES, STAMP_BYTES),
             ("undo", threads * UNDO_BYTES, UNDO_BYTES),
+            ("before", KEPT_BYTES + undo if undo else 0, 0),
             ("slices", self._slices(owner)[1] * SLICE_BYTES, SLICE_BYTES),
             ("totals", lines, LINE_BYTES),
             ("present", 2 * self._slices(owner)[1], 1),

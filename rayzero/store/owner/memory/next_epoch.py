@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rayzero.errors import HandshakeError, StateLostError, StoreError
 from rayzero.layout.model_layout import Shard
-from rayzero.memory.planner import check_shared
+from rayzero.memory.planner import check_shared, undo_bytes
 from rayzero.owner.owned_model import choose_rule
 from rayzero.owner.shard import OwnedShard, allocate
 from rayzero.protocol.gradient_sum import has_totals
@@ -98,11 +98,13 @@ def prepare(
     Raises StoreError if a shard's owner cannot be reached, HandshakeError if it computes with another kernel,
     MemoryPlanError if there is no room."""
     former, plan = (SharedPlan.of(spec, each.num_owners, each) for each in (before, after))
-    facts = plan.facts("control", owner, choose_rule(spec).kernel, secrets.randbits(63))
+    rule = choose_rule(spec)
+    facts = plan.facts("control", owner, rule.kernel, secrets.randbits(63))
+    undo = undo_bytes(spec.layout, plan.shard_map, owner, rule.room)
     with ExitStack() as stack:
         _remove_abandoned(spec, owner, after.epoch, directory)
         there = _controls(stack, spec, former, directory)
-        header = lay_out_slab(facts, plan.owner_control(owner, threads))
+        header = lay_out_slab(facts, plan.owner_control(owner, threads, undo))
         check_shared(sum(size for _, size in header.spans(LATER)), directory)
         slab, arrived = Slab.create(header, directory, later=LATER), None
         try:
@@ -130,7 +132,7 @@ def carried(control: ControlSlab, owned: OwnedShard) -> list[Tensor]:
     memory."""
     own = [owned.params] if owned.master is None or owned.master is owned.params else [owned.params, owned.master]
     tensors = [*own, *(tensor for moment in owned.states.values() for tensor in moment.tensors)]
-    tensors += [] if owned.total is None else [owned.total]
+    tensors += [each for each in (owned.class_states, owned.total) if each is not None]
     noted = [control.line(owned.shard), *control.progress(owned.shard)]
     return [each.view(torch.uint8) for each in (*noted, *tensors)]
 
@@ -168,15 +170,16 @@ def _take_in(
     tensors = replace(facts, epoch=plan.ownership.epoch)  # says what to remove if this process dies before it stands
     memory = OwnerSlabs(plan, tensors, directory, places=places, shards=shards)
     try:
-        kinds = choose_rule(spec).state_kinds
+        rule = choose_rule(spec)
         numbers = [each.index for each in shards]
         owned = allocate(
             spec.layout,
             numbers,
             spec.group_of,
-            kinds,
+            rule.state_kinds,
             memory,
             spec.moments,
+            room=rule.room,
             totals=has_totals(spec.world_size),
         )
         for source, theirs in away.items():

@@ -118,7 +118,7 @@ class SharedOwner:
 
         Raises MemoryPlanError, before anything is allocated, if they and the ranks' gradients do not fit."""
         self._plan = SharedPlan.of(spec, self._num_owners, self._ownership)
-        regions = self._plan.owner_control(self.owner, self._threads)
+        regions = self._plan.owner_control(self.owner, self._threads, plan.undo)
         former = self._take_over(self._plan, regions) if self.takes_over else None
         swept = sweep(self.directory)  # not before the run has a living process again
         if swept:

@@ -1,0 +1,254 @@
+"""Where an owner keeps what a torch optimizer class keeps of its parameters: in planned memory, beside the masters.
+
+[Note: states in place] A class makes its states itself, at a parameter's first update, and may put others in their
+place at any later one. After each update every tensor that is not in its place is copied there, and the class goes on
+with that memory; numbers are noted there. So the memory has all that the class knows of a shard, for a successor and
+for the owner of the next epoch. What has no place is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayzero.kernels.optimizer_class import OptimizerMaker, State
+from rayzero.kernels.optimizer_states import (
+    StateForms,
+    is_scalar,
+    kinds_of,
+    leaves,
+    restored_state,
+    scalar_like,
+    unkept,
+    with_leaves,
+)
+from rayzero.layout.model_layout import Shard, SlotSlice, UnitLayout, aligned
+from rayzero.owner.shard import OwnedShard
+from rayzero.protocol.messages import CLASS, Hyper, ModelSpec
+
+log = logging.getLogger(__name__)
+
+_NUMBER_BYTES, _ALIGN = 8, 64
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the leaves of a parameter's state are."""
+
+    numbers: tuple[str, ...]  # in fp64, one after the other
+    tensors: Mapping[str, tuple[int, int]]  # first byte, and how many there are
+    size: int  # bytes of the tensors
+
+
+class StateRoom:
+    """The room that a class's states take in the memory of each shard.
+
+    Knows shapes and what the class keeps for them, with the options of all groups of the parameter's class; not
+    values. A parameter that no group had at ``prepare()`` has room for what any class keeps."""
+
+    def __init__(self, make: OptimizerMaker, spec: ModelSpec) -> None:
+        self._make, self._options, self._spec = make, list(spec.hyper), spec
+        self._forms, self._layout = [StateForms(make, options) for options in spec.hyper], spec.layout
+        self.whole = spec.layout.whole_parameters  # each slice is a parameter in its shape
+        self._places_of = cache(self._places)
+
+    def meet(self, hyper: Sequence[Hyper]) -> None:
+        """Groups may have come later. ``hyper``: the options of all."""
+        for options in hyper[len(self._options) :]:
+            self._options.append(options)
+            self._forms.append(StateForms(self._make, options))
+
+    def __call__(self, shard: Shard) -> int:
+        """Bytes."""
+        unit = self._layout.units[shard.unit]
+        places = [self.places(unit, part) for part in self._layout.slices(shard)]
+        return max(_ALIGN, numbers_bytes(places) + sum(each.size for each in places))
+
+    def places(self, unit: UnitLayout, part: SlotSlice) -> Places:
+        """Of a slice's state: the same in each life of an owner."""
+        return self._places_of(self.shape(unit, part), self._group(unit, part.slot))
+
+    def _group(self, unit: UnitLayout, slot: int) -> int:
+        """Of a parameter at ``prepare()``; -1: none."""
+        return self._spec.group_of[unit.index][slot]
+
+    def shape(self, unit: UnitLayout, part: SlotSlice) -> tuple[int, ...]:
+        """What the class sees of a parameter: all of it in its shape, or a piece with its padding."""
+        return tuple(unit.slots[part.slot].shape) if self.whole else (aligned(part.numel),)
+
+    def form(self, group: int, shape: tuple[int, ...], *, stepped: bool = True) -> State:
+        """What it keeps for such a parameter of a group."""
+        return self._forms[self._like(group, shape)].of(shape, stepped=stepped)
+
+    def options(self, group: int, shape: tuple[int, ...]) -> Hyper:
+        """With which a class can be made that updates such a parameter of a group."""
+        return self._options[self._like(group, shape)]
+
+    def _like(self, group: int, shape: tuple[int, ...]) -> int:
+        """A group itself; before a later one is met, the first that takes such a parameter."""
+        if group < len(self._options):
+            return group
+        return next(at for at, forms in enumerate(self._forms) if _taken(forms, shape))
+
+    def kinds(self, unit: UnitLayout) -> set[str]:
+        """All kinds of a unit's states. See [Note: leaves] in kernels/optimizer_states.py."""
+        found = set[str]()
+        for index, slot in enumerate(unit.slots):
+            shape = tuple(slot.shape) if self.whole else (aligned(slot.numel),)
+            for form in self._possible(shape, self._group(unit, index)) if slot.numel else ():
+                found.update(kind for kinds in kinds_of(form, shape).values() for kind in kinds)
+        return found
+
+    def _possible(self, shape: tuple[int, ...], group: int) -> list[State]:
+        """What may be kept for a parameter that was in this group at ``prepare()``."""
+        of = None if group < 0 else self._options[group].get(CLASS)
+        return [
+            forms.of(shape)
+            for at, forms in enumerate(self._forms[: len(self._spec.hyper)])
+            if at == group or (of in (None, self._options[at].get(CLASS)) and _taken(forms, shape))
+        ]
+
+    def _places(self, shape: tuple[int, ...], group: int) -> Places:
+        numbers, sizes = set[str](), dict[str, int]()
+        for form in self._possible(shape, group):
+            for name, value in leaves(form).items():
+                if is_scalar(value):
+                    numbers.add(name)
+                else:
+                    sizes[name] = max(sizes.get(name, 0), _rounded(value.nbytes))
+        tensors, at = {}, 0
+        for name, size in sorted(sizes.items()):
+            tensors[name], at = (at, size), at + size
+        return Places(tuple(sorted(numbers)), tensors, at)
+
+
+def _taken(forms: StateForms, shape: tuple[int, ...]) -> bool:
+    """Whether a class takes a parameter of this shape: some take matrices only, and raise what they like."""
+    try:
+        forms.of(shape)
+    except Exception as error:
+        log.debug("a class takes no parameter of shape %s: %s", shape, error)
+        return False
+    return True
+
+
+def numbers_bytes(places: Sequence[Places]) -> int:
+    """Bytes before a shard's first tensor."""
+    return _rounded(_NUMBER_BYTES * sum(len(each.numbers) for each in places))
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+class ShardStates:
+    """What a class keeps of one shard, in the shard's memory.
+
+    Knows places and bytes; not the class."""
+
+    def __init__(self, room: StateRoom, owned: OwnedShard) -> None:
+        assert owned.class_states is not None
+        self._room, self._owned, self._memory = room, owned, owned.class_states
+        self.shapes = [room.shape(owned.unit, part) for part in owned.slices]
+        self._places = [room.places(owned.unit, part) for part in owned.slices]
+        at, self._first = numbers_bytes(self._places), list[int]()
+        for each in self._places:
+            self._first.append(at)
+            at += each.size
+        count = sum(len(each.numbers) for each in self._places)
+        self._table = self._memory[: _NUMBER_BYTES * count].view(torch.float64)
+        self._numbers = [dict.fromkeys(each.numbers, 0.0) for each in self._places]
+        read = iter(self._table.tolist())
+        for numbers in self._numbers:
+            numbers.update({name: next(read) for name in numbers})
+
+    def state(self, index: int) -> State:
+        """The state of slice ``index``, whose parameter has been updated before: on the shard's memory."""
+        form, numbers = self._form(index), self._numbers[index]
+        return with_leaves(
+            form,
+            {
+                name: scalar_like(like, numbers[name]) if is_scalar(like) else self._place(index, name, like)
+                for name, like in leaves(form).items()
+            },
+        )
+
+    def restored(self, index: int, values: Mapping[str, Tensor], steps: int) -> State:
+        """The state of a slice from what a checkpoint keeps, on the shard's memory. Raises StoreError as
+        ``restored_state`` does."""
+        state = restored_state(self._form(index), values, steps, lambda name, like: self._place(index, name, like))
+        self._note(index, state)
+        self.settle()
+        return state
+
+    def _form(self, index: int) -> State:
+        return self._room.form(self._owned.groups[index], self.shapes[index])
+
+    def _place(self, index: int, name: str, like: Tensor) -> Tensor:
+        """The memory of a tensor, in its strides if these leave no gaps."""
+        start = self._first[index] + self._places[index].tensors[name][0]
+        flat = self._memory[start : start + like.numel() * like.itemsize].view(like.dtype)
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+        dense = reach == like.numel()
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset()) if dense else flat.view(like.shape)
+
+    def keep(self, states: Mapping[int, State]) -> str:
+        """Bring to its place what an update has left of slices (by index) elsewhere. Returns a description of the first
+        leaf that cannot be kept, and then changes nothing; "" if there is none."""
+        moved: list[tuple[State, dict[str, tuple[Tensor, Tensor]]]] = []
+        for index, state in states.items():
+            if odd := self._misfit(index, state):
+                return odd
+            tensors = {name: value for name, value in leaves(state).items() if not is_scalar(value)}
+            places = {name: self._place(index, name, value) for name, value in tensors.items()}
+            away = {name: (value, places[name]) for name, value in tensors.items() if not _is_at(value, places[name])}
+            moved += [(state, away)] if away else []
+        ours = self._memory.untyped_storage().data_ptr()
+        for _, away in moved:  # what was exchanged is read before it is overwritten
+            for name, (value, place) in away.items():
+                away[name] = value.clone() if value.untyped_storage().data_ptr() == ours else value, place
+        for state, away in moved:
+            for value, place in away.values():
+                place.copy_(value)
+            state.update(with_leaves(state, {name: place for name, (_, place) in away.items()}))
+        for index, state in states.items():
+            self._note(index, state)
+        self.settle()
+        return ""
+
+    def _misfit(self, index: int, state: State) -> str:
+        places = self._places[index]
+        if odd := unkept(state):
+            return odd
+        for name, value in leaves(state).items():
+            if name not in (places.numbers if is_scalar(value) else places.tensors):
+                return f"{name!r}, which its options at rayzero.prepare() did not make"
+            if is_scalar(value):
+                continue
+            cut = not self._room.whole and tuple(value.shape) != self.shapes[index]  # of pieces, it knows elements only
+            if cut or value.nbytes > places.tensors[name][1]:
+                return f"{name!r} of shape {tuple(value.shape)} for a parameter of shape {self.shapes[index]}"
+        return ""
+
+    def _note(self, index: int, state: State) -> None:
+        self._numbers[index].update({name: float(value) for name, value in leaves(state).items() if is_scalar(value)})
+
+    def note(self, index: int, name: str, value: Any) -> None:
+        """A number was written; ``settle`` follows."""
+        self._numbers[index][name] = float(value)
+
+    def settle(self) -> None:
+        """Write the numbers into the memory."""
+        if self._table.numel():
+            numbers = [number for each in self._numbers for number in each.values()]
+            self._table.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+
+
+def _is_at(value: Tensor, place: Tensor) -> bool:
+    return (value.data_ptr(), value.dtype, value.stride()) == (place.data_ptr(), place.dtype, place.stride())
