@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from rayzero.codecs.record import kept_bytes
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.errors import MemoryPlanError
 from rayzero.kernels.rank_sum import summed_with
-from rayzero.layout.model_layout import ModelLayout
+from rayzero.layout.model_layout import ModelLayout, Shard
 from rayzero.layout.shard_map import ShardMap, shard_map_for
 from rayzero.memory.planner import OwnerPlan, check_budget, plan_owner
 from rayzero.memory.pool import buffer_bytes
@@ -162,13 +162,13 @@ def plan_bytes(
     scaling: ScalingConfig,
     hosts: Hosts,
     *,
-    state_bytes: float,
+    state_bytes: float | Callable[[Shard], int],
     programs: Programs,
     measures_norms: bool = False,
     outlives_owners: bool = False,
     update_work: Sequence[int] | None = None,
 ) -> RunBytes:
-    """Sum up a run on these hosts. state_bytes: of the optimizer's states, per element. update_work: by which shards
+    """Sum up a run on these hosts. state_bytes: see ``plan_owner``. update_work: by which shards
     are balanced, see layout/update_work.py. measures_norms: owners measure
     norms by layer group. outlives_owners: an owner that dies gets a successor. The coordinator is on the first host."""
     ranks = hosts_of_ranks(scaling, hosts)

@@ -18,7 +18,7 @@ from rayzero.engine.stats import ModelParameterStats
 from rayzero.engine.units.partition import ROOT
 from rayzero.kernels import adam_states
 from rayzero.kernels.moments import moment_bytes
-from rayzero.layout.model_layout import ModelLayout
+from rayzero.layout.model_layout import ModelLayout, Shard
 from rayzero.layout.update_work import shard_work
 from rayzero.memory.process_memory import process_memory
 from rayzero.plan.bound import StepBound, StepTraffic, bound_step, step_traffic
@@ -43,6 +43,10 @@ class RecipeWork:
     update_work: Sequence[int] | None  # operations of each shard's update; None: its bytes say it
     work: Work
     programs: Programs
+
+    def bytes_of_shard(self, shard: Shard) -> int:
+        """Of the states that torch classes keep of a shard: as if all were alike."""
+        return round(self.state_bytes * shard.numel)
 
     def with_optimizers(self, number: int) -> RecipeWork:
         """The same, with so many optimizer actors."""
@@ -164,7 +168,7 @@ def recipe_bytes(work: RecipeWork, hosts: Hosts) -> RunBytes:
         recipe.zero_config,
         recipe.scaling,
         hosts,
-        state_bytes=work.state_bytes,
+        state_bytes=work.state_bytes if work.update_work is None else work.bytes_of_shard,
         update_work=work.update_work,
         programs=work.programs,
         measures_norms=telemetry.enabled and telemetry.norms_every is not None,
