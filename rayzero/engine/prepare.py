@@ -52,9 +52,9 @@ from rayzero.engine.units.transfers import make_transfers
 from rayzero.engine.values import hook_state_dict_loads
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS, check_moments
-from rayzero.kernels.optimizer_class import OptimizerMaker
-from rayzero.kernels.optimizer_trial import Scope, refuse_vectors, require_owned
-from rayzero.kernels.optimizers import Optimizers, parts_of, path_of
+from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker
+from rayzero.kernels.torch_classes.optimizer_trial import Scope, refuse_vectors, require_owned
+from rayzero.kernels.torch_classes.optimizers import Optimizers, parts_of, path_of
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.memory.malloc import give_back_freed, keep_some_buffers
 from rayzero.protocol.messages import Hyper, ModelSpec

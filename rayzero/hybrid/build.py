@@ -16,10 +16,10 @@ from rayzero.hybrid.placement import Targets, check_param, decide, the_device
 from rayzero.hybrid.sides import DeviceSide, Sides
 from rayzero.hybrid.split import Piece
 from rayzero.kernels import ADAMS, Kernel
-from rayzero.kernels.optimizer_class import OptimizerMaker, on_cpu, options_of
-from rayzero.kernels.optimizer_states import state_bytes, state_names
-from rayzero.kernels.optimizer_trial import Scope, try_class
-from rayzero.kernels.parameter_reads import refuse_reads
+from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, on_cpu, options_of
+from rayzero.kernels.torch_classes.optimizer_states import state_bytes, state_names
+from rayzero.kernels.torch_classes.optimizer_trial import Scope, try_class
+from rayzero.kernels.torch_classes.parameter_reads import refuse_reads
 from rayzero.lanes import Lane, make_lane
 
 _TILED = (torch.float32, torch.bfloat16, torch.float16)

@@ -26,7 +26,7 @@ from rayzero.hybrid.placement import FractionSearch, Placement, Targets, the_dev
 from rayzero.hybrid.sides import Sides
 from rayzero.hybrid.split import Order
 from rayzero.kernels import choose_kernel
-from rayzero.kernels.optimizer_class import State, options_of
+from rayzero.kernels.torch_classes.optimizer_class import State, options_of
 from rayzero.lanes import Lane
 from rayzero.modes import outside_modes
 

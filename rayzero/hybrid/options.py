@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS
-from rayzero.kernels.optimizer_class import is_counter, options_of, own_option
+from rayzero.kernels.torch_classes.optimizer_class import is_counter, options_of, own_option
 
 OptimizerClass = type[torch.optim.Optimizer]
 Group = dict[str, Any]

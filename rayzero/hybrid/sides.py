@@ -16,7 +16,7 @@ from rayzero.hybrid.host.side import BucketRun, HostSide, gradient_of
 from rayzero.hybrid.options import Group, HyperLink
 from rayzero.hybrid.placement import Placement
 from rayzero.hybrid.split import Piece
-from rayzero.kernels.optimizer_class import State, step_alone
+from rayzero.kernels.torch_classes.optimizer_class import State, step_alone
 
 MASTER = "master_param"  # key of a parameter's fp32 master in its state
 _CPU = torch.device("cpu")

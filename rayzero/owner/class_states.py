@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.kernels.optimizer_class import OptimizerMaker, State
-from rayzero.kernels.optimizer_states import (
+from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, State
+from rayzero.kernels.torch_classes.optimizer_states import (
     StateForms,
     is_scalar,
     kinds_of,
@@ -97,7 +97,7 @@ class StateRoom:
         return next(at for at, forms in enumerate(self._forms) if _taken(forms, shape))
 
     def kinds(self, unit: UnitLayout) -> set[str]:
-        """All kinds of a unit's states. See [Note: leaves] in kernels/optimizer_states.py."""
+        """All kinds of a unit's states. See [Note: leaves] in kernels/torch_classes/optimizer_states.py."""
         found = set[str]()
         for index, slot in enumerate(unit.slots):
             shape = tuple(slot.shape) if self.whole else (aligned(slot.numel),)

@@ -17,8 +17,9 @@ from rayzero.checkpoint.files.tensor_file import DeferredTensor
 from rayzero.errors import StoreError, UnsupportedError
 from rayzero.kernels import AdamMemory, AdamOptions, adam_states, choose_kernel, segments_of
 from rayzero.kernels.moments import CODED, CodedMoment, packed_bytes
-from rayzero.kernels.optimizer_class import OptimizerMaker, by_group, set_options, step_alone
-from rayzero.kernels.optimizer_states import (
+from rayzero.kernels.rank_sum import RankSum
+from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, by_group, set_options, step_alone
+from rayzero.kernels.torch_classes.optimizer_states import (
     fill_leaf,
     flat_states,
     in_pieces,
@@ -28,9 +29,8 @@ from rayzero.kernels.optimizer_states import (
     scalar_like,
     with_leaves,
 )
-from rayzero.kernels.optimizer_trial import require_owned
-from rayzero.kernels.optimizers import maker_of_group
-from rayzero.kernels.rank_sum import RankSum
+from rayzero.kernels.torch_classes.optimizer_trial import require_owned
+from rayzero.kernels.torch_classes.optimizers import maker_of_group
 from rayzero.kernels.torch_kernel import DEVICE_TILE, TorchKernel
 from rayzero.layout.model_layout import Shard, aligned
 from rayzero.owner.class_states import ShardStates, StateRoom

@@ -21,10 +21,10 @@ from torch.optim import lr_scheduler
 
 from rayzero.errors import UnsupportedError
 from rayzero.kernels import ADAMS
-from rayzero.kernels.optimizer_class import OptimizerMaker
-from rayzero.kernels.optimizer_trial import refuse_known, stand_in
-from rayzero.kernels.optimizers import HOOKS, Optimizers, maker_of_several, own_options
-from rayzero.kernels.parameter_reads import refuse_reads
+from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker
+from rayzero.kernels.torch_classes.optimizer_trial import refuse_known, stand_in
+from rayzero.kernels.torch_classes.optimizers import HOOKS, Optimizers, maker_of_several, own_options
+from rayzero.kernels.torch_classes.parameter_reads import refuse_reads
 from rayzero.protocol.messages import Hyper
 
 _BY_TORCH = {  # attributes that torch sets, or reads on the instance that the loop holds

@@ -23,7 +23,7 @@ from torch import Tensor
 from rayzero.checkpoint.state_values import is_packable
 from rayzero.errors import CheckpointError
 from rayzero.kernels import ADAMS
-from rayzero.kernels.optimizer_class import options_of, plain_value
+from rayzero.kernels.torch_classes.optimizer_class import options_of, plain_value
 from rayzero.protocol.messages import CLASS, Hyper
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from rayzero.hybrid.host.buckets import Bucket
 from rayzero.hybrid.options import Group
 from rayzero.hybrid.split import Piece
 from rayzero.kernels import AdamMemory, AdamOptions, Kernel, adam_states, segments_of
-from rayzero.kernels.optimizer_class import OptimizerMaker, State, by_group, step_alone
-from rayzero.kernels.optimizer_states import load_into, prepare_states
+from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, State, by_group, step_alone
+from rayzero.kernels.torch_classes.optimizer_states import load_into, prepare_states
 from rayzero.kernels.torch_kernel import fused_adam
 from rayzero.layout.model_layout import ALIGN
 

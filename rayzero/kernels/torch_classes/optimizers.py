@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.kernels.optimizer_class import OptimizerMaker, options_of, plain_value, step_alone
+from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, options_of, plain_value, step_alone
 from rayzero.protocol.hyper import resolve_optimizer
 from rayzero.protocol.messages import CLASS, Hyper
 

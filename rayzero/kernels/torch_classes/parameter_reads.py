@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from rayzero.errors import UnsupportedError
-from rayzero.kernels.optimizer_class import OptimizerMaker, step_alone
+from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, step_alone
 from rayzero.modes import outside_modes
 from rayzero.protocol.messages import Hyper
 

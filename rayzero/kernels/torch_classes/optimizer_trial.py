@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rayzero.errors import UnsupportedError
-from rayzero.kernels.group_entries import GroupEntries
-from rayzero.kernels.optimizer_class import (
+from rayzero.kernels.torch_classes.group_entries import GroupEntries
+from rayzero.kernels.torch_classes.optimizer_class import (
     OptimizerMaker,
     State,
     as_options,
@@ -35,7 +35,7 @@ from rayzero.kernels.optimizer_class import (
     set_options,
     step_alone,
 )
-from rayzero.kernels.optimizer_states import (
+from rayzero.kernels.torch_classes.optimizer_states import (
     StateForms,
     described,
     flat_states,
@@ -46,7 +46,7 @@ from rayzero.kernels.optimizer_states import (
     restored_state,
     unkept,
 )
-from rayzero.kernels.optimizers import maker_of_group, own_options
+from rayzero.kernels.torch_classes.optimizers import maker_of_group, own_options
 from rayzero.layout.model_layout import aligned
 from rayzero.modes import outside_modes
 from rayzero.protocol.messages import Hyper, canonical_json

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch.nn import Parameter
 
-from rayzero.kernels.optimizer_class import OptimizerMaker, as_options, options_of, plain_value, set_options, step_alone
+from rayzero.kernels.torch_classes.optimizer_class import (
+    OptimizerMaker,
+    as_options,
+    options_of,
+    plain_value,
+    set_options,
+    step_alone,
+)
 from rayzero.protocol.messages import Hyper
 
 _SHAPE = (8, 8)  # of a stand-in: some classes take matrices only
