@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -510,6 +512,33 @@ with lobby(pathlib.Path(sys.argv[1]), Calls()):
     assert Lobby.find(slab_dir, ADDRESS, TOKEN) is None
     with lobby(slab_dir, calls), closing(channel_to(slab_dir)) as channel:
         assert next(channel.messages(channel.notices)).process.pid == 17
+
+
+def test_the_lobby_of_a_dead_owner_is_not_found_while_a_process_lives_that_it_forked(slab_dir: Path) -> None:
+    program = """
+import os, pathlib, signal, sys
+from store.test_lines import Calls, lobby
+with lobby(pathlib.Path(sys.argv[1]), Calls()):
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    print(child, flush=True)
+    signal.pause()
+"""
+    with forked(program, slab_dir) as process:
+        child = int(process.said())
+        process.kill()
+        process.wait(WAIT)
+        try:
+            assert Lobby.find(slab_dir, ADDRESS, TOKEN) is None
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_what_cannot_be_read_breaks_the_line(channel: LineChannel) -> None:
+    channel._line.answers.cells()[0].write(b"?")
+    with pytest.raises(BrokenLinkError, match="its line could not be read"):
+        list(channel.messages(channel.notices))
 
 
 def test_an_owner_of_another_host_is_not_found_in_a_directory_that_both_have(

@@ -5,6 +5,7 @@ calls without an answer are repeated over the next channel."""
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -33,6 +34,8 @@ from rayzero.store.shm.words import key_digest
 from rayzero.store.wire import translate
 from rayzero.store.wire.failures import from_failure
 from rayzero.store.wire.rpc import TOKEN_KEY, LinkNumber, Metadata, methods
+
+log = logging.getLogger(__name__)
 
 _DIED = "the owner's process has died"
 _REST = "Rest"  # asks for an answer that was too long
@@ -227,6 +230,13 @@ class LineChannel:
     # ---- the listener
 
     def _look(self) -> None:
+        try:
+            self._look_now()
+        except Exception as error:
+            log.exception("%s: a line could not be read", self.peer)
+            self._end(f"its line could not be read: {error!r}")
+
+    def _look_now(self) -> None:
         over = self._line.is_over
         said = self._line.heard(self._heard)  # in this order: the last word comes before the end
         if said is not None:

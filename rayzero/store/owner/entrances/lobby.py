@@ -314,6 +314,7 @@ class CallsInMemory:
         self._lines.discard(each)
         if each.unwatch is not None:
             each.unwatch()
+            each.unwatch = None  # which holds this line
         for task in each.tasks:
             if task is not asyncio.current_task():
                 task.cancel()

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from rayzero.concurrency.processes import ProcessIdentity
+from rayzero.concurrency.processes import ProcessIdentity, SeenProcess
 from rayzero.errors import HandshakeError
 from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.hold import is_free
@@ -108,8 +108,16 @@ class Lobby:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the owner's process has ended, as far as its lock tells."""
-        return is_free(self._slab.fileno())
+        """Whether the owner serves here no more, or its process has ended: its lock tells, unless a process has it that
+        the owner has forked. Then only the death of a process that can be seen tells."""
+        if is_free(self._slab.fileno()):
+            return True
+        seen = SeenProcess.open(self.process)
+        if seen is None:
+            return False
+        dead = seen.has_died
+        seen.close()
+        return dead
 
     def come(self, number: int) -> None:
         """A caller has made a line: let the owner look for it."""
