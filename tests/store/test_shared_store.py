@@ -31,6 +31,7 @@ from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.owner_table import OwnerTable, connect_store
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
+from rayzero.store.shm.lines.line import Line
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.words import Stamps
 from rayzero.telemetry.names import TRANSFER_BYTES
@@ -39,7 +40,7 @@ from rayzero.testing import run_ranks
 from tests.support import needs
 
 from .stores import TOKEN
-from .toy import WAIT, Rank, initial_values, make_spec, random_grads, start, take_step
+from .toy import WAIT, Rank, initial_values, make_spec, masters, random_grads, start, take_step
 
 pytestmark = needs.signals_between_processes
 
@@ -122,6 +123,19 @@ with ExitStack() as stack:
 """
     with forked(program, *served(stack, 2)) as process:
         assert process.said() == "0"
+
+
+@pytest.mark.parametrize("error", [MemoryPlanError("no room"), OSError("too many files")])
+def test_a_rank_that_gets_no_line_calls_over_grpc(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def no_line(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Line, "make", no_line)
+    (rank,) = ranks_of(stack, served(stack, 1), 1)
+    take_step([rank], [random_grads(rank.spec, 0)])
+    assert masters(rank)
 
 
 def test_what_a_rank_said_before_it_left_is_heard_by_owners_that_were_slow_to_look(

@@ -17,9 +17,11 @@ from rayzero.concurrency.futures import fail, settle
 from rayzero.errors import RayZeroError, StoreError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.shm.signals import Bell, Cell, changed, load_acquire_64
-from rayzero.store.wire.failures import from_failure, to_failure
+from rayzero.store.wire.failures import failure_within, from_failure
 
 SLOTS = 8  # questions that may be open at once between two processes
+
+GIVEN_UP = ""  # the method of what is asked in place of a question that nobody waits for any more
 
 _ASKED = struct.Struct("<B")  # length of the method's name, which follows
 _ANSWERED = struct.Struct("<QB")  # number of the question, 1 if the answer is an error
@@ -136,6 +138,17 @@ class Asker:
                 self._write(slot)
         self._bell.ring()
 
+    def give_up(self, answer: Future[bytes]) -> None:
+        """Nobody waits any more for the answer to a question: the other side may stop. Its cell stays taken until that
+        answers ``GIVEN_UP``. No effect on a question that has an answer."""
+        with self._lock:
+            slot = next((slot for slot, asked in self._open.items() if asked.answer is answer), None)
+            if slot is None:
+                return
+            self._open[slot] = _Open(GIVEN_UP, b"")
+            self._write(slot)
+        self._bell.ring()
+
     @property
     def open(self) -> list[tuple[str, bytes]]:
         """(method, request) of each question that has no answer."""
@@ -197,15 +210,15 @@ class Answerer:
 
     def answer(self, slot: int, number: int, response: bytes | RayZeroError) -> None:
         """Answer a question with a response or an error, unless another one has taken its place. A response that is too
-        long becomes a StoreError."""
+        long becomes a StoreError, an error that is too long loses the end of its text."""
         if isinstance(response, bytes) and len(response) > self._capacity - _ANSWERED.size:
             response = StoreError(f"an answer of {len(response):,} bytes does not fit a mailbox of {self._capacity:,}")
-        is_error = isinstance(response, RayZeroError)
-        body = bytes(to_failure(response).SerializeToString()) if isinstance(response, RayZeroError) else response
+        is_error, room = isinstance(response, RayZeroError), self._capacity - _ANSWERED.size
+        body = failure_within(response, room) if isinstance(response, RayZeroError) else response
         with self._locks[slot]:
             if self._closed or self._news.taken[slot] != number:
                 return
-            self._cells[slot].write(_ANSWERED.pack(number, is_error) + body[: self._capacity - _ANSWERED.size])
+            self._cells[slot].write(_ANSWERED.pack(number, is_error) + body)
         self._bell.ring()
 
     def close(self) -> None:

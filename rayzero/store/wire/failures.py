@@ -25,6 +25,16 @@ def to_failure(error: RayZeroError) -> pb.Failure:
     return pb.Failure(error=type(error).__name__, message=str(error)[:MAX_MESSAGE_CHARS])
 
 
+def failure_within(error: RayZeroError, most_bytes: int) -> bytes:
+    """An error as a message of so many bytes at most: its text may be cut."""
+    failure = to_failure(error)
+    over = failure.ByteSize() - most_bytes
+    if over > 0:
+        text = failure.message.encode()
+        failure.message = text[: max(0, len(text) - over)].decode(errors="ignore")
+    return bytes(failure.SerializeToString())
+
+
 def from_failure(failure: pb.Failure) -> RayZeroError:
     """The inverse of :func:`to_failure`."""
     return named_error(failure.error, failure.message)

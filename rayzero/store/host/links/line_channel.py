@@ -5,6 +5,7 @@ calls without an answer are repeated over the next channel."""
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -17,9 +18,11 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from rayzero.concurrency.futures import fail, settle
+from google.protobuf.message import DecodeError
+
+from rayzero.concurrency.futures import fail, failed, settle
 from rayzero.concurrency.processes import SeenProcess, this_process
-from rayzero.errors import RayZeroError, StoreClosedError
+from rayzero.errors import RayZeroError, StoreClosedError, StoreError, TransferError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.caller import Caller
 from rayzero.store.host.links.channel import BrokenLinkError, NoAnswerError
@@ -32,8 +35,9 @@ from rayzero.store.wire import translate
 from rayzero.store.wire.failures import from_failure
 from rayzero.store.wire.rpc import TOKEN_KEY, LinkNumber, Metadata, methods
 
+log = logging.getLogger(__name__)
+
 _DIED = "the owner's process has died"
-_MARGIN = 256  # of a question beside its requests: the method's name, parcels' paths
 _REST = "Rest"  # asks for an answer that was too long
 _LATE_S = 2.5  # after a call's deadline: the listener tells of it sooner, unless the whole process is stopped
 
@@ -47,6 +51,8 @@ class _Call:
     until: float  # monotonic seconds
     answer: Future[Any]
     read: Callable[[bytes], Any]
+    asked: Future[bytes] | None = None  # None: it waits for a free place
+    failed: bool = False  # its answer is an error, which was too long
     parcels: list[Parcel] = field(default_factory=list)  # freed by: its answer
 
 
@@ -67,7 +73,8 @@ class LineChannel:
         token: str,
         awaited: Sequence[int] = (),
     ) -> None:
-        """``peer``, ``awaited``: see ``Channel``. ``lobby``: the owner's; freed by: close()."""
+        """``peer``, ``awaited``: see ``Channel``. ``lobby``: the owner's; freed by: close(). Raises MemoryPlanError if
+        there is no room for the line, OSError if this process has too many files."""
         self.link, self.peer = link, f"{caller.name}, {peer}"
         self.met = False
         self._lobby, self._methods = lobby, methods(caller.service)
@@ -85,8 +92,13 @@ class LineChannel:
         self._heard, self._ended = 0, False
         self._line = Line.make(lobby, caller.number, opening)
         self._asker = Asker(self._line.questions, self._line.answers, lobby.bell)
+        try:
+            self._wake = os.eventfd(0)  # readable when there are notices. freed by: close()
+        except OSError:
+            self._line.end()
+            self._line.close()
+            raise
         self._seen = SeenProcess.open(lobby.process)  # None: only its lobby tells of its death. freed by: close()
-        self._wake = os.eventfd(0)  # readable when there are notices. freed by: close()
         self._listener = Listener(self._line.bell, self._look, f"rayzero-{caller.name.replace(' ', '')}-line")
 
     # ---- calls
@@ -97,80 +109,112 @@ class LineChannel:
 
     def start_with(self, method: str, requests: Sequence[Any], timeout_s: float, parcel: Parcel | None) -> Future[Any]:
         """Start a call with its requests, which moves the bytes in ``parcel``, or takes them there. Raises
-        BrokenLinkError if the channel is closed."""
-        question = pb.LineQuestion(timeout_s=timeout_s, parcel="" if parcel is None else parcel.path)
+        BrokenLinkError if the channel is closed. Cancelling the future ends the call at the owner too."""
+        question = pb.LineQuestion(timeout_s=timeout_s, parcel="" if parcel is None else parcel.name)
         contents = [request.SerializeToString() for request in requests]
         call = _Call(
             method, question, time.monotonic() + timeout_s, Future(), self._methods[method].response.FromString
         )
-        if sum(map(len, contents)) + _MARGIN + len(question.parcel) > QUESTION_BYTES:
-            spilled = self.parcel(room_for([4, *map(len, contents)]))
+        question.requests.extend(contents)
+        if 1 + len(method) + question.ByteSize() > QUESTION_BYTES:
+            try:
+                spilled = self.parcel(room_for([4, *map(len, contents)]))
+            except RayZeroError as error:  # the call's, as if the owner had said it
+                return failed(error)
+            call.parcels.append(spilled)
             spilled.put(0, memoryview(len(contents).to_bytes(4, "little")))
             for number, content in enumerate(contents):
                 spilled.put(number, memoryview(content))
-            question.spilled = spilled.path
-            call.parcels.append(spilled)
-        else:
-            question.requests.extend(contents)
+            question.ClearField("requests")
+            question.spilled = spilled.name
+        call.answer.add_done_callback(lambda _: self._give_up_call(call))
         self._ask(call)
         return call.answer
 
     def parcel(self, size_bytes: int) -> Parcel:
-        """Memory for the bytes of a call. Freed by: the caller, once the call has ended."""
-        return Parcel.make(self._line.facts, self._lobby.directory, size_bytes)
+        """Memory for the bytes of a call. Freed by: the caller, once the call has ended. Raises MemoryPlanError if
+        there is no room, StoreError if this process has too many files."""
+        try:
+            return Parcel.make(self._line.facts, self._lobby.directory, size_bytes)
+        except OSError as error:
+            raise StoreError(f"{self.peer}: no memory can be made for {size_bytes:,} bytes: {error}") from error
 
     def _ask(self, call: _Call) -> None:
         with self._lock:
-            if not self._ended:
+            ended = self._ended
+            if not ended:
                 self._open.add(call)
                 self._waiting.append(call)
-        if self._ended:
-            raise BrokenLinkError(f"{self.peer}: the connection was closed")
+        if ended:
+            error = BrokenLinkError(f"{self.peer}: the connection was closed")
+            self._over(call, error)
+            raise error
         self._ask_waiting()
 
     def _ask_waiting(self) -> None:
         """Ask what waits, as far as there are places."""
         while True:
             with self._lock:
+                while self._waiting and self._waiting[0].answer.done():  # nobody waits for it any more
+                    self._waiting.popleft()
                 asked = self._asker.ask(*_said(self._waiting[0])) if self._waiting else None
                 if asked is None:
                     return
                 call = self._waiting.popleft()
+                call.asked = asked
+            if call.answer.done():  # just now
+                self._asker.give_up(asked)
             asked.add_done_callback(partial(self._answered, call))
 
-    def _answered(self, call: _Call, asked: Future[bytes]) -> None:
-        """Runs in the listener's thread, or where the channel ends."""
-        error = asked.exception()
-        if error is not None:
-            self._over(call, error)
-            return
-        answer = pb.LineAnswer.FromString(asked.result())
-        if answer.rest_bytes:
-            self._fetch_rest(call, answer)
-        elif call.question.rest:
-            rest = call.parcels[-1]
-            rest.rewind()
-            self._over(call, None, bytes(rest.take(0)))
-        else:
-            self._over(call, None, answer.response)
-
-    def _fetch_rest(self, call: _Call, answer: pb.LineAnswer) -> None:
-        try:
-            room = self.parcel(room_for([answer.rest_bytes]))
-        except RayZeroError as error:
-            self._over(call, error)
-            return
-        call.parcels.append(room)
-        call.method = _REST
-        call.question = pb.LineQuestion(timeout_s=call.question.timeout_s, parcel=room.path, rest=answer.rest)
-        with self._lock:
-            self._waiting.append(call)  # the listener asks next
-
-    def _over(self, call: _Call, error: BaseException | None, response: bytes = b"") -> None:
+    def _give_up_call(self, call: _Call) -> None:
+        """Its future is done. If the owner has not ended it, it was cancelled, or its time is up."""
         with self._lock:
             self._open.discard(call)
+            asked = call.asked
         for parcel in call.parcels:
             parcel.close()
+        if asked is not None and not asked.done():
+            self._asker.give_up(asked)
+
+    def _answered(self, call: _Call, asked: Future[bytes]) -> None:
+        """Runs in the listener's thread."""
+        if call.answer.done():
+            return
+        try:
+            answer = pb.LineAnswer.FromString(asked.result())
+            if answer.rest_bytes:
+                self._fetch_rest(call, answer)
+            elif call.question.rest:
+                rest = call.parcels[-1]
+                rest.rewind()
+                self._over(call, None, bytes(rest.take(0)))
+            else:
+                self._over(call, None, answer.response)
+        except TransferError as error:
+            if not call.question.rest:
+                self._over(call, error)
+            else:  # this process stood still, and the owner does not have the answer any more: repeat the call
+                self._over(call, BrokenLinkError(f"{self.peer}: {error}"))
+        except DecodeError as error:
+            self._over(call, TransferError(f"{self.peer}: an answer cannot be read: {error}"))
+        except RayZeroError as error:
+            self._over(call, error)
+
+    def _fetch_rest(self, call: _Call, answer: pb.LineAnswer) -> None:
+        room = self.parcel(room_for([answer.rest_bytes]))
+        call.parcels.append(room)
+        call.method, call.failed = _REST, answer.failed
+        call.question = pb.LineQuestion(parcel=room.name, rest=answer.rest)
+        with self._lock:
+            call.asked = None
+            self._waiting.appendleft(call)  # the listener asks next
+        if call.answer.done():  # meanwhile
+            room.close()
+
+    def _over(self, call: _Call, error: BaseException | None, response: bytes = b"") -> None:
+        """Its parcels are closed once its future is done."""
+        if error is None and call.failed:
+            error = from_failure(pb.Failure.FromString(response))
         if error is not None:
             fail(call.answer, error)
         else:
@@ -186,8 +230,16 @@ class LineChannel:
     # ---- the listener
 
     def _look(self) -> None:
-        over, said = self._line.is_over, self._line.heard()  # in this order: the last word comes before the end
-        if said is not None and said[0] != self._heard:
+        try:
+            self._look_now()
+        except Exception as error:
+            log.exception("%s: a line could not be read", self.peer)
+            self._end(f"its line could not be read: {error!r}")
+
+    def _look_now(self) -> None:
+        over = self._line.is_over
+        said = self._line.heard(self._heard)  # in this order: the last word comes before the end
+        if said is not None:
             self._heard = said[0]
             self._tell(said[1].notice)
             if said[1].HasField("ended"):
@@ -197,8 +249,10 @@ class LineChannel:
         self._end_late()
         if over:
             self._end("the owner serves no more")
-        elif self._lobby.is_abandoned if self._seen is None else self._seen.has_died:
+        elif self._seen is not None and self._seen.has_died:
             self._end(_DIED)
+        elif (self._seen is None or not self._heard) and self._lobby.is_abandoned:  # perhaps it never saw this line
+            self._end(_DIED if self._seen is None else "the owner serves no more")
 
     def _end_late(self) -> None:
         now = time.monotonic()
@@ -267,4 +321,5 @@ class LineChannel:
 
 
 def _said(call: _Call) -> tuple[str, bytes]:
+    call.question.timeout_s = max(0.0, call.until - time.monotonic())  # it may have waited for a free place
     return call.method, call.question.SerializeToString()

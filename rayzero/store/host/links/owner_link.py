@@ -146,10 +146,7 @@ class OwnerLink:
     def _follow(self) -> RayZeroError:
         """Open the link and follow the owner's notices until they end; why they did."""
         self._number = self._number.next()
-        try:
-            channel = self._channel()
-        except RayZeroError as error:
-            return error
+        channel = self._channel()
         channel.met = self._openings > 0 or self._user.succeeds
         with self._lock:
             self._trying = channel
@@ -173,17 +170,17 @@ class OwnerLink:
             channel.close()  # calls under way end, and are repeated over the next one
 
     def _channel(self) -> AnyChannel:
-        """A channel to the owner where it is now: over a line if that is this host. Raises MemoryPlanError if there is
-        no room for one."""
-        terms, address = self._terms, self._address
-        lobby = None if terms.memory is None else Lobby.find(terms.memory, address, terms.token)
+        """A channel to the owner where it is now: over a line if that is this host, and has room for one."""
+        terms, address, lobby = self._terms, self._address, None
         named = self.caller, self.name
-        if lobby is not None:
-            try:
+        try:
+            lobby = None if terms.memory is None else Lobby.find(terms.memory, address, terms.token)
+            if lobby is not None:
                 return LineChannel(*named, lobby, self._number, self._metadata, terms.token, self._user.awaited)
-            except RayZeroError:
+        except (RayZeroError, OSError) as error:
+            log.warning("%s calls %s over gRPC, because it gets no line: %s", self.caller.name, self.name, error)
+            if lobby is not None:
                 lobby.close()
-                raise
         return Channel(*named, address, self._number, self._metadata, terms.tls, self._user.awaited)
 
     def _opened(self, channel: AnyChannel) -> None:

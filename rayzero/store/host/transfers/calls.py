@@ -42,9 +42,23 @@ def upload(move: Move, method: str, parts: Iterator[Sending]) -> None:
     """Send parts, of which each is made when its turn comes; blocks until the owner has them. Raises as
     ``Channel.answer`` and ``Channel.beside`` do."""
     if isinstance(move.channel, LineChannel):
-        _upload_in_memory(move, move.channel, method, list(parts))
+        for together in _neighbours(parts):
+            _upload_in_memory(move, move.channel, method, together)
     else:
         _upload_beside(move, move.channel, method, parts)
+
+
+def _neighbours(parts: Iterator[Sending]) -> Iterator[list[Sending]]:
+    """Those that travel together: up to ``_PARCEL_BYTES``, and one at least. All parts at once, and a parcel for
+    them, may be more than fits."""
+    together: list[Sending] = []
+    for part in parts:
+        if together and sum(each.size for each in together) + part.size > _PARCEL_BYTES:
+            yield together
+            together = []
+        together.append(part)
+    if together:
+        yield together
 
 
 def _upload_in_memory(move: Move, channel: LineChannel, method: str, parts: list[Sending]) -> None:

@@ -10,6 +10,7 @@ import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -28,7 +29,7 @@ from rayzero.store.owner.tensor_port import ShardDestination
 from rayzero.store.shm.lines.line import ANSWER_BYTES, Line, Lobby
 from rayzero.store.shm.lines.parcel import Parcel
 from rayzero.store.shm.listener import Listener
-from rayzero.store.shm.mailbox import Answerer
+from rayzero.store.shm.mailbox import GIVEN_UP, Answerer
 from rayzero.store.shm.words import key_digest
 from rayzero.store.wire import translate
 from rayzero.store.wire.failures import to_failure
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 FindModel = Callable[[int, int], Awaitable[ModelCalls]]  # by its number and the epoch of the call
 _MARGIN = 64  # of an answer beside its response
+_HELD_S = 30.0  # how long an error is held that is too long for a mailbox
 
 
 class ParcelStream:
@@ -46,13 +48,29 @@ class ParcelStream:
 
     def __init__(self, parcel: Parcel, pool: ThreadPoolExecutor) -> None:
         self._parcel, self._pool = parcel, pool
+        self._ends = False  # the call was cancelled
+
+    async def _in_thread(self, work: Callable[[], None]) -> None:
+        """Cancelling this waits until the thread has let go of the memory, which a repeat of the push gets next."""
+        moving = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        try:
+            await asyncio.shield(moving)
+        except asyncio.CancelledError:
+            self._ends = True
+            while not moving.done():
+                with suppress(asyncio.CancelledError):  # once more: a newer link, and then the end of this one
+                    await asyncio.wait([moving])
+            moving.exception()  # that it ended is what was wanted
+            raise
 
     async def receive(self, landings: Iterable[ShardDestination]) -> None:
         """Copy shards, in this order. Raises TransferError if they are others."""
-        await asyncio.get_running_loop().run_in_executor(self._pool, self._take, list(landings))
+        await self._in_thread(partial(self._take, list(landings)))
 
     def _take(self, landings: Sequence[ShardDestination]) -> None:
         for landing in landings:
+            if self._ends:
+                return
             content = self._parcel.take(landing.shard)
             if len(content) != landing.size_bytes:
                 raise TransferError(
@@ -64,10 +82,12 @@ class ParcelStream:
 
     async def send(self, shards: Iterable[tuple[int, memoryview]]) -> None:
         """Copy shards into the caller's memory, in this order. Raises TransferError if it has no room for them."""
-        await asyncio.get_running_loop().run_in_executor(self._pool, self._put, list(shards))
+        await self._in_thread(partial(self._put, list(shards)))
 
     def _put(self, shards: Sequence[tuple[int, memoryview]]) -> None:
         for shard, content in shards:
+            if self._ends:
+                return
             self._parcel.put(shard, content)
 
 
@@ -109,6 +129,7 @@ class _Line:
         self.answerer = Answerer(line.questions, line.answers, line.bell, resumes=True)
         self.methods = methods(opening.service)
         self.tasks: set[asyncio.Task[None]] = set()
+        self.calls: dict[int, asyncio.Task[None]] = {}  # the last one, by its place
         self.held: dict[int, bytes] = {}  # answers that are too long, by number
         self.unwatch: Callable[[], None] | None = None  # ends the watch over its caller
         self.closed = False
@@ -129,23 +150,32 @@ class CallsInMemory:
         self._lines: set[_Line] = set()
         self._pool = ThreadPoolExecutor(2, "rayzero-owner-parcels", initializer=use_torch_threads, initargs=(1,))
         self._lobby = Lobby.make(directory, address, token, lineage, this_process())  # freed by: close()
+        self._came = False  # a line may wait
         self._listener = Listener(self._lobby.bell, self._look, f"lobby of {address}")
 
     # ---- the listener
 
     def _look(self) -> None:
         try:
-            if self._lobby.has_arrivals():
+            self._came = self._lobby.has_arrivals() or self._came
+            if self._came:
                 for line in self._lobby.lines():
                     self._take_in(line)
-            for each in list(self._lines):
-                if each.line.is_over:
-                    self._loop.loop.call_soon_threadsafe(self._drop, each)
-                    continue
+                self._came = False
+        except Exception:
+            log.exception("the lobby could not take in a process of this host now; it looks again in a moment")
+        for each in list(self._lines):
+            if each.line.is_over:
+                self._loop.loop.call_soon_threadsafe(self._drop, each)
+                continue
+            try:
                 for question in each.answerer.take_questions():
                     self._loop.loop.call_soon_threadsafe(self._begin, each, *question)
-        except Exception:
-            log.exception("the lobby could not read what a process of this host has written")
+            except Exception:  # its caller's mistake, which ends no other's calls
+                log.exception("the lobby could not read what a process of this host has written")
+                self._loop.loop.call_soon_threadsafe(self._drop, each)
+            if each.unwatch is None:
+                self._loop.loop.call_soon_threadsafe(self._look_after, each)
 
     def _take_in(self, line: Line) -> None:
         opening = line.opening
@@ -153,9 +183,7 @@ class CallsInMemory:
         if opening is None or not is_ours or opening.service != STORE_SERVICE:
             why = "it calls what optimizer actors call" if is_ours else "it does not show the run's token"
             self._refusals.note("role" if is_ours else "token", "shared memory", why)
-            line.end()
-            line.bell.ring()
-            line.close()
+            _refuse(line)
             return
         each = _Line(line, opening)
         self._lines.add(each)
@@ -168,10 +196,16 @@ class CallsInMemory:
         each.unwatch = watch_process(process, partial(self._drop, each))
         self._run(each, self._notify(each))
 
-    def _run(self, each: _Line, work: Any) -> None:
+    def _look_after(self, each: _Line) -> None:
+        """This process cannot see the death of its caller, which is in another pid namespace: its lock tells."""
+        if not each.closed and each.unwatch is None and each.line.is_abandoned:
+            self._drop(each)
+
+    def _run(self, each: _Line, work: Any) -> asyncio.Task[None]:
         task = self._loop.loop.create_task(work)
         each.tasks.add(task)
         task.add_done_callback(each.tasks.discard)
+        return task
 
     async def _notify(self, each: _Line) -> None:
         """Tell the caller what it is told unasked, until the line is over."""
@@ -181,16 +215,29 @@ class CallsInMemory:
             await calls.answer(each.opening.service, "Notices", each.opening.notices, context)
         except RayZeroError as error:
             context.end(error)
+        except Exception as error:
+            log.exception("Notices failed")
+            context.end(StoreError(f"an owner failed: {error!r}"))
         finally:
             self._drop(each)
 
     def _begin(self, each: _Line, slot: int, number: int, method: str, request: bytes) -> None:
         if not each.closed:
-            self._run(each, self._answer(each, slot, number, method, request))
+            before = each.calls.get(slot)
+            each.calls[slot] = self._run(each, self._answer(each, slot, number, method, request, before))
 
-    async def _answer(self, each: _Line, slot: int, number: int, method: str, request: bytes) -> None:
+    async def _answer(
+        self, each: _Line, slot: int, number: int, method: str, request: bytes, before: asyncio.Task[None] | None
+    ) -> None:
+        """``before``: the call that had its place; if it has no answer, its caller has given it up."""
         answer: bytes | RayZeroError
         try:
+            if before is not None and not before.done():
+                before.cancel()
+                await asyncio.wait([before])
+            if method == GIVEN_UP:
+                each.answerer.answer(slot, number, b"")
+                return
             question = pb.LineQuestion.FromString(request)
             answer = self._rest(each, question) if question.rest else await self._call(each, method, question)
         except RayZeroError as error:
@@ -200,6 +247,10 @@ class CallsInMemory:
         except Exception as error:
             log.exception("%s failed", method)
             answer = StoreError(f"an owner failed: {error!r}")
+        if isinstance(answer, RayZeroError):
+            failure = bytes(to_failure(answer).SerializeToString())
+            if len(failure) + _MARGIN > ANSWER_BYTES:
+                answer = self._hold(each, failure, _HELD_S, failed=True)
         if not each.closed:
             each.answerer.answer(slot, number, answer)
 
@@ -209,7 +260,7 @@ class CallsInMemory:
             raise HandshakeError(f"a process of this host calls {name!r}: install the same rayzero in every process")
         requests = [method.request.FromString(content) for content in self._contents(each, question)]
         until = asyncio.get_running_loop().time() + question.timeout_s
-        parcel = Parcel.open(question.parcel, each.line.facts) if question.parcel else None
+        parcel = self._open_parcel(each, question.parcel) if question.parcel else None
         try:
             context = LineContext(each, until, None if parcel is None else ParcelStream(parcel, self._pool))
             calls = await self._find(model_of(each.metadata), epoch_of(each.metadata))
@@ -220,14 +271,23 @@ class CallsInMemory:
                 parcel.close()
         if len(response) + _MARGIN <= ANSWER_BYTES:
             return bytes(pb.LineAnswer(response=response).SerializeToString())
+        return self._hold(each, response, question.timeout_s)
+
+    def _hold(self, each: _Line, content: bytes, held_s: float, *, failed: bool = False) -> bytes:
+        """Hold an answer that is too long until its caller has made room for it, or waits no longer."""
         rest = next(self._numbers)
-        each.held[rest] = response
-        return bytes(pb.LineAnswer(rest_bytes=len(response), rest=rest).SerializeToString())
+        if not each.closed:
+            each.held[rest] = content
+            self._loop.loop.call_later(held_s, each.held.pop, rest, None)
+        return bytes(pb.LineAnswer(rest_bytes=len(content), rest=rest, failed=failed).SerializeToString())
+
+    def _open_parcel(self, each: _Line, name: str) -> Parcel:
+        return Parcel.open(name, each.line.facts, self._lobby.directory)
 
     def _contents(self, each: _Line, question: pb.LineQuestion) -> Sequence[bytes]:
         if not question.spilled:
             return question.requests
-        parcel = Parcel.open(question.spilled, each.line.facts)
+        parcel = self._open_parcel(each, question.spilled)
         try:
             number = int.from_bytes(parcel.take(0), "little")
             return [bytes(parcel.take(place)) for place in range(number)]
@@ -239,7 +299,7 @@ class CallsInMemory:
         response = each.held.pop(question.rest, None)
         if response is None:
             raise TransferError(f"answer {question.rest} is not here any more")
-        parcel = Parcel.open(question.parcel, each.line.facts)
+        parcel = self._open_parcel(each, question.parcel)
         try:
             parcel.put(0, memoryview(response))
         finally:
@@ -254,6 +314,7 @@ class CallsInMemory:
         self._lines.discard(each)
         if each.unwatch is not None:
             each.unwatch()
+            each.unwatch = None  # which holds this line
         for task in each.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
@@ -261,6 +322,8 @@ class CallsInMemory:
         each.line.bell.ring()
         each.answerer.close()
         each.line.close()
+        each.held.clear()
+        self._lobby.remove_parcels(each.line)
 
     # ---- the end
 
@@ -269,6 +332,9 @@ class CallsInMemory:
         Idempotent."""
         self._listener.close()
         self._lobby.close()
+        with suppress(OSError):  # such a caller sees that the lobby is closed
+            for line in self._lobby.lines():
+                _refuse(line)
         self._loop.run(self._end(timeout_s / 2), timeout_s)
         self._pool.shutdown(wait=True)
 
@@ -279,6 +345,12 @@ class CallsInMemory:
         for each in list(self._lines):
             self._drop(each)
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _refuse(line: Line) -> None:
+    line.end()
+    line.bell.ring()
+    line.close()
 
 
 async def _each(requests: Sequence[Any]) -> AsyncIterator[Any]:

@@ -21,13 +21,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from rayzero.concurrency.processes import ProcessIdentity
+from rayzero.concurrency.processes import ProcessIdentity, SeenProcess
 from rayzero.errors import HandshakeError
 from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.hold import is_free
 from rayzero.slabs.slab import Slab
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.shm.mailbox import Cells
+from rayzero.store.shm.same_host import host_identity
 from rayzero.store.shm.signals import BELL_BYTES, Cell, changed, load_acquire_64, store_release_64
 from rayzero.store.shm.words import bell_of, cell_of, region
 from rayzero.store.wire import translate
@@ -37,15 +38,16 @@ log = logging.getLogger(__name__)
 _ARRIVALS = 4096
 _PROCESS_BYTES = 512
 _OPENING_BYTES = 2 << 10
-_NOTICE_BYTES = 12 << 10  # an error's text has at most 8 KiB
+_NOTICE_BYTES = 72 << 10  # two errors, whose text has at most 8192 characters of 4 bytes
 QUESTION_BYTES = 1 << 10
 ANSWER_BYTES = 2 << 10
 _OPEN, _OVER = 0, 1
 
 
-def _name(address: str, token: str) -> str:
-    """What lobby and lines of an address have as their run. Who does not know the token finds none."""
-    return hashlib.sha256(f"{address}\n{token}".encode()).hexdigest()[:32]
+def _name(directory: Path, address: str, token: str) -> str:
+    """What lobby and lines of an address have as their run. Who does not know the token finds none, and on another host
+    the same address is another one's: the directory may be on a file system that several hosts have."""
+    return hashlib.sha256(f"{host_identity(directory)}\n{address}\n{token}".encode()).hexdigest()[:32]
 
 
 class Lobby:
@@ -65,7 +67,7 @@ class Lobby:
     def make(cls, directory: Path, address: str, token: str, lineage: str, process: ProcessIdentity) -> Lobby:
         """The owner's. ``lineage``: of the run's states. Freed by: close()."""
         facts = SlabFacts(
-            run=_name(address, token),
+            run=_name(directory, address, token),
             role="lobby",
             index=0,
             incarnation=secrets.randbits(63),
@@ -84,15 +86,16 @@ class Lobby:
 
     @classmethod
     def find(cls, directory: Path, address: str, token: str) -> Lobby | None:
-        """The lobby of an owner of this host; None: there is no such owner, or it has ended. Freed by: close()."""
-        name = _name(address, token)
+        """The lobby of an owner of this host; None: there is no such owner, or it has ended. Freed by: close(). Raises
+        OSError if it cannot be mapped."""
+        name = _name(directory, address, token)
         for path in directory.glob(f"rayzero-{name}-lobby-*.slab"):
             try:
                 found = cls(Slab.attach(path, writable=True, run=name, layout_digest=""))
             except HandshakeError:  # it has just ended
                 continue
-            if cell_of(found._slab, "process").read() is not None:
-                return found
+            if cell_of(found._slab, "process").read() is not None and not found.is_abandoned:
+                return found  # beside it may be that of a dead one, which had the same address
             found.close()
         return None
 
@@ -105,8 +108,16 @@ class Lobby:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the owner's process has ended, as far as its lock tells."""
-        return is_free(self._slab.fileno())
+        """Whether the owner serves here no more, or its process has ended: its lock tells, unless a process has it that
+        the owner has forked. Then only the death of a process that can be seen tells."""
+        if is_free(self._slab.fileno()):
+            return True
+        seen = SeenProcess.open(self.process)
+        if seen is None:
+            return False
+        dead = seen.has_died
+        seen.close()
+        return dead
 
     def come(self, number: int) -> None:
         """A caller has made a line: let the owner look for it."""
@@ -118,7 +129,8 @@ class Lobby:
         return bool(changed(self._arrivals, 8, self._seen, _ARRIVALS))
 
     def lines(self) -> Iterator[Line]:
-        """The lines that nobody has taken yet. They lose their names, so that none stays behind. Freed by: close()."""
+        """The lines that nobody has taken yet. They lose their names, so that none stays behind. Freed by: close().
+        Raises OSError if one cannot be mapped now."""
         for path in self.directory.glob(f"rayzero-{self.facts.run}-line-*.slab"):
             try:
                 line = Line(Slab.attach(path, writable=True, run=self.facts.run, layout_digest=""))
@@ -131,8 +143,14 @@ class Lobby:
             path.unlink(missing_ok=True)
             yield line
 
+    def remove_parcels(self, line: Line) -> None:
+        """Remove the memory for the bytes of calls over a line that is over: its caller may be dead."""
+        facts = line.facts
+        for path in self.directory.glob(f"rayzero-{facts.run}-parcel-{facts.index}.{facts.number}-*.slab"):
+            path.unlink(missing_ok=True)
+
     def close(self) -> None:
-        """Idempotent."""
+        """Callers see it. Idempotent."""
         self._slab.close()
 
 
@@ -145,6 +163,7 @@ class Line:
         self._slab = slab
         self.facts, self.bell = slab.header.facts, bell_of(slab)
         self._opening, self._notice = cell_of(slab, "opening"), cell_of(slab, "notice")
+        self._said = slab.address(region(slab, "notice").offset)  # the cell's number, twice
         self._keeper = slab.keeper
         self._over = slab.address(region(slab, "bell").offset) + 8
         self.questions = Cells(slab.address(region(slab, "questions").offset), slab.keeper, QUESTION_BYTES)
@@ -153,7 +172,8 @@ class Line:
     @classmethod
     def make(cls, lobby: Lobby, number: int, opening: pb.LineOpening) -> Line:
         """The caller's. ``number``: of the caller. Freed by: close()."""
-        facts = replace(lobby.facts, role="line", index=number, incarnation=secrets.randbits(63))
+        own = secrets.randbits(32)
+        facts = replace(lobby.facts, role="line", index=number, number=own, incarnation=secrets.randbits(63))
         regions = [
             ("opening", Cell.bytes_for(_OPENING_BYTES), 0),
             ("bell", 16, 0),  # and whether the line is over
@@ -177,10 +197,17 @@ class Line:
         self._notice.write(notice.SerializeToString())
         self.bell.ring()
 
-    def heard(self) -> tuple[int, pb.LineNotice] | None:
-        """The number of what was said last, and that; None: nothing yet."""
+    def heard(self, after: int = 0) -> tuple[int, pb.LineNotice] | None:
+        """The number of what was said last, and that; None: nothing since that with the number ``after``."""
+        if load_acquire_64(self._said) // 2 == after:  # a read takes as long as its cell is large
+            return None
         read = self._notice.read()
         return None if read is None else (read[0], pb.LineNotice.FromString(read[1]))
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the caller's process has ended, as far as its lock tells. Not after ``close``."""
+        return is_free(self._slab.fileno())
 
     def end(self) -> None:
         """One end says nothing more. It rings the other end's bell afterwards."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from rayzero.errors import TransferError
+from rayzero.errors import HandshakeError, TransferError
 from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.slab import Slab
 
@@ -45,15 +45,21 @@ class Parcel:
         return cls(Slab.create(lay_out_slab(own, [("pieces", max(1, size_bytes), 0)]), directory))
 
     @classmethod
-    def open(cls, path: str, facts: SlabFacts) -> Parcel:
-        """Map what another process has made for the line with these ``facts``. Raises HandshakeError if it is gone, or
-        of another line. Freed by: close()."""
-        return cls(Slab.attach(Path(path), writable=True, run=facts.run, layout_digest=facts.layout_digest))
+    def open(cls, name: str, facts: SlabFacts, directory: Path) -> Parcel:
+        """Map what another process has made in ``directory`` for the line with these ``facts``. Raises HandshakeError
+        if it is gone, or of another line. Freed by: close()."""
+        path = directory / Path(name).name
+        slab = Slab.attach(path, writable=True, run=facts.run, layout_digest=facts.layout_digest)
+        if slab.header.facts != replace(facts, role="parcel"):
+            slab.close()
+            raise HandshakeError(f"{path} is not of the line over which it was named")
+        return cls(slab)
 
     @property
-    def path(self) -> str:
-        """Its file."""
-        return str(self._slab.path)
+    def name(self) -> str:
+        """Its file's."""
+        assert self._slab.path is not None
+        return self._slab.path.name
 
     def put(self, number: int, content: memoryview) -> None:
         """Add a piece. Raises TransferError if there is no room left."""
@@ -66,8 +72,10 @@ class Parcel:
 
     def take(self, number: int) -> memoryview:
         """The bytes of the next piece, valid until ``close``. Raises TransferError if that is another one."""
-        came, size = _HEAD.unpack_from(self._memory, self._at)
         begin = self._at + _HEAD.size
+        if begin > len(self._memory):
+            raise TransferError(f"nothing came where piece {number} had to")
+        came, size = _HEAD.unpack_from(self._memory, self._at)
         if came != number or begin + size > self._size:
             raise TransferError(f"piece {came} of {size:,} bytes came where piece {number} had to")
         self._at = begin + size

@@ -915,11 +915,13 @@ class LineNotice(_message.Message):
     def __init__(self, notice: _Optional[_Union[NoticesResponse, _Mapping]] = ..., ended: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class LineAnswer(_message.Message):
-    __slots__ = ("response", "rest_bytes", "rest")
+    __slots__ = ("response", "rest_bytes", "rest", "failed")
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
     REST_BYTES_FIELD_NUMBER: _ClassVar[int]
     REST_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
     response: bytes
     rest_bytes: int
     rest: int
-    def __init__(self, response: _Optional[bytes] = ..., rest_bytes: _Optional[int] = ..., rest: _Optional[int] = ...) -> None: ...
+    failed: bool
+    def __init__(self, response: _Optional[bytes] = ..., rest_bytes: _Optional[int] = ..., rest: _Optional[int] = ..., failed: bool = ...) -> None: ...
