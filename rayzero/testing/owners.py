@@ -132,6 +132,7 @@ class Service:
     beside: int = 0  # of them beside ranks, the last ones
     doors: tuple[Path, ...] = ()  # where the owners before those make their slabs, which have no shards
     threads: int
+    lineage: str  # of the run's states in shared memory
     share: Path | None  # where they make their slabs; None: they have private memory
     hosts: Mapping[str, Path] = field(default_factory=dict)  # see ``run_ranks``
     replaces_ranks: bool = False
@@ -172,6 +173,7 @@ class Service:
             tls=self.tls,
             replaces_ranks=self.replaces_ranks,
             replaces_owners=replaces_owners,
+            lineage=self.lineage,
         )
 
 

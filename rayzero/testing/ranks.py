@@ -139,6 +139,7 @@ def run_ranks(
         threads=threads,
         share=share,
         hosts=homes,
+        lineage=run,
         replaces_ranks=replaces,
         tls=shown,
     )

@@ -26,6 +26,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.elastic.requests import ScaleRequest, ask
 from rayzero.engine.context import RankContext
+from rayzero.protocol.messages import STEP
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.memory.slabs import TENSORS
 from rayzero.testing import run_ranks
@@ -33,12 +34,13 @@ from tests.support import needs
 from tests.support.faults import Fault, Faults
 from tests.support.waiting import until
 
-from .disturbed import MOMENTS, another_host, differences
+from .disturbed import another_host, differences
 from .test_scaling_cases import wait_for_epoch
 
 pytestmark = needs.shared_memory
 
 PAUSE_S = 0.03
+MOMENTS = ("exp_avg", "exp_avg_sq", STEP)
 
 
 def train(

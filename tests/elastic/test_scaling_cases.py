@@ -162,7 +162,7 @@ class MixedReach:
 def test_ranks_over_grpc_send_again_what_the_next_owners_lack(tmp_path: Path, far: set[int], steps: int) -> None:
     config = ZeroConfig(units=UNITS, gradient_accumulation_steps=steps)
     loop = Training(base=seeded(Small, 3), folder=tmp_path, wanted={2: 4, 5: 1, 8: 3}, config=config)
-    service = Service(num_owners=2, threads=1, share=SHARED_MEMORY, replaces_ranks=True)
+    service = Service(num_owners=2, threads=1, lineage="", share=SHARED_MEMORY, replaces_ranks=True)
     reaches = [
         ServedReach(token=service.token, stall_timeout=30.0, share=share, config=config, outlives_owners=True)
         for share in (SHARED_MEMORY, None)

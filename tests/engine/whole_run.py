@@ -28,7 +28,8 @@ LINEAGE = "one"
 def serve_all(directory: Path, num_owners: int, succeeds: bool, told: Connection) -> None:
     """All owners of a run, until they are told to stop."""
     made = [HostedModels(owner, num_owners, share=directory, succeeds=succeeds) for owner in range(num_owners)]
-    servers = [serve_models(models, token=TOKEN, replaces_ranks=True, replaces_owners=True) for models in made]
+    terms = {"token": TOKEN, "replaces_ranks": True, "replaces_owners": True, "lineage": LINEAGE}
+    servers = [serve_models(models, **terms) for models in made]
     addresses = [server.address for server in servers]
     for server in servers:
         server.connect_peers(addresses)
