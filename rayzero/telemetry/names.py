@@ -218,7 +218,7 @@ LINK_DOWN_SECONDS = _counter(
 )
 GRPC_REQUESTS = _owner_counter(
     "rayzero_grpc_requests_total{method, code}",
-    "gRPC calls that this owner answered; a stream is one call, counted at its end.",
+    "gRPC calls that this owner answered, from other hosts; a stream is one call, counted at its end.",
     unit="calls",
 )
 REFUSED = _counter(

@@ -178,7 +178,8 @@ def test_the_coordinator_has_heard_of_everyone(seen) -> None:
     assert len(ages) == 4
 
 
-BETWEEN_HOSTS = (names.TRANSFER_BYTES, names.TRANSFER_RAW_BYTES)  # what optimizers count: tests/hosts/test_training.py
+# What optimizers count of other hosts (tests/store/test_mirrors.py, tests/plan/test_host_settings.py): here are lines.
+BETWEEN_HOSTS = (names.TRANSFER_BYTES, names.TRANSFER_RAW_BYTES, names.GRPC_REQUESTS, names.GRPC_REQUEST_SECONDS)
 
 
 @pytest.mark.promise("observable", "jobs")
