@@ -46,11 +46,12 @@ def test_a_rank_and_an_owner_on_each_host(two_hosts: TwoHosts, undisturbed: str,
     assert [sorted(who[:-2] for who in training.members(host)) for host in (a, b)] == [["optimizer", "rank"]] * 2
     for sent, earlier in zip((a.sent_to(b), b.sent_to(a)), before, strict=True):
         assert sent - earlier > 0.9 * PUSHED, "half a rank's gradients one way, and half of the weights for the other's"
-    assert bytes_moved(training.folder) == {
-        ("shm", "push"): PUSHED,  # half of each rank's gradients, to the owner of its host
-        ("grpc", "push"): PUSHED,
-        ("grpc", "load"): MODEL_BYTES,
-    }
+    moved = bytes_moved(training.folder)
+    loaded = moved.pop(("shm", "load")), moved.pop(("grpc", "load"))
+    assert sum(loaded) == MODEL_BYTES
+    assert all(loaded), "rank 0 has an owner on its host, and one elsewhere"
+    # half of each rank's gradients go to the owner of its host
+    assert moved == {("shm", "push"): PUSHED, ("grpc", "push"): PUSHED}
     assert bytes_moved(training.folder, "optimizer") == {("grpc", "fetch"): FETCHED}
     assert training.digest() == undisturbed
 
