@@ -110,11 +110,11 @@ def test_its_plan_was_held_against_what_it_measured(whole):
 
 def test_the_bytes_that_moved_are_those_of_the_arithmetic(whole):
     """On one host every rank pushes each unit once a step, into memory that owners read, and fetches none: it reads
-    parameters where the owners write them. Only the initial weights go over gRPC."""
+    parameters where the owners write them. Nothing goes over gRPC."""
     model_bytes = layout_bytes(load_recipe(whole / "runs" / "a" / "config.yaml"))
     assert bytes_moved(whole / "runs" / "a") == {
         ("shm", "push"): 2 * STEPS * model_bytes,
-        ("grpc", "load"): model_bytes,
+        ("shm", "load"): model_bytes,
     }
 
 
