@@ -241,7 +241,7 @@ def expected_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any
 
 
 @pytest.mark.promise("recoverable", "optimizers")
-@pytest.mark.spread(5, second=60)
+@pytest.mark.spread(1, second=60)
 @pytest.mark.parametrize("faults", OF_CLASSES.values(), ids=OF_CLASSES)
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_kill_changes_no_bit_of_another_class(

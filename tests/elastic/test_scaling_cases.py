@@ -132,7 +132,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.promise("scalable", "precisions", "moments", "accumulation", "codecs")
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("there", [(), ("optimizer 1", "optimizer 3", "rank 1")], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_no_bit_changes(case: dict[str, Any], there: tuple[str, ...], tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ def loop(
 
 
 @pytest.mark.promise("exact", "optimizers")
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("make", [muon_and_adamw, fused, sgd_and_adagrad])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("backwards", [1, 2])
@@ -135,6 +136,7 @@ def test_several_optimizers_have_the_bits_of_each_in_plain_torch(
         assert same_bits(state, expected)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("owners", "transport"), [(1, "shm"), (3, "shm"), (2, "grpc")])
 def test_every_transport_gives_these_bits(precision: str, owners: int, transport: Transport) -> None:
@@ -143,6 +145,7 @@ def test_every_transport_gives_these_bits(precision: str, owners: int, transport
         assert same_bits(state, expected)
 
 
+@pytest.mark.thorough
 def test_a_clip_is_of_the_norm_of_all_and_gives_the_same_bits_everywhere() -> None:
     """Not those of torch's clip, which rounds its norm otherwise: Newton-Schulz in bf16 makes more of it."""
     each = functools.partial(loop, max_norm=0.05)
