@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TypeVar
 
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import HandshakeError, StoreError
@@ -47,6 +48,8 @@ TICKET_S = 10.0  # in which a client must show its ticket, and for which it is g
 _LOOK_S = 5.0  # between two looks whether a connection with bytes that nobody has asked for has ended
 _PAUSE_S = 0.1  # after a connection could not be accepted: the process may be out of files
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 
@@ -67,6 +70,21 @@ class _OnlyLookedError(StreamEndedError):
 
 def _nothing() -> None:
     return
+
+
+async def in_thread(pool: ThreadPoolExecutor, work: Callable[[], T], stop: Callable[[], object]) -> T:
+    """Run ``work``, which moves bytes. Cancelling this calls ``stop``, which has the work end soon, and waits until the
+    thread has let go of the memory."""
+    moving = asyncio.get_running_loop().run_in_executor(pool, work)
+    try:
+        return await asyncio.shield(moving)
+    except asyncio.CancelledError:
+        stop()
+        while not moving.done():
+            with suppress(asyncio.CancelledError):  # once more: a newer link, and then the end of this one
+                await asyncio.wait([moving])
+        moving.exception()  # that it ended is what was wanted
+        raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,16 +157,7 @@ class OwnerStream:
     async def _advance(self, work: StreamWork) -> bool:
         """Move bytes in a thread. Cancelling this ends the connection, and waits until the thread has let go of the
         memory, which a repeat of the push gets next."""
-        moving = asyncio.get_running_loop().run_in_executor(self._pool, work.advance)
-        try:
-            return await asyncio.shield(moving)
-        except asyncio.CancelledError:
-            self._stream.abort()
-            while not moving.done():
-                with suppress(asyncio.CancelledError):  # once more: a newer link, and then the end of this one
-                    await asyncio.wait([moving])
-            moving.exception()  # that it ended is what was wanted
-            raise
+        return await in_thread(self._pool, work.advance, self._stream.abort)
 
     def _watch(self) -> None:
         """Notice when the peer ends a connection that nobody uses."""

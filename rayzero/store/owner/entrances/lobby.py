@@ -25,7 +25,7 @@ from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferErr
 from rayzero.security.refusals import Refusals
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.handlers import ModelCalls
-from rayzero.store.owner.tensor_port import ShardDestination
+from rayzero.store.owner.tensor_port import ShardDestination, in_thread
 from rayzero.store.shm.lines.line import ANSWER_BYTES, Line, Lobby
 from rayzero.store.shm.lines.parcel import Parcel
 from rayzero.store.shm.listener import Listener
@@ -50,22 +50,12 @@ class ParcelStream:
         self._parcel, self._pool = parcel, pool
         self._ends = False  # the call was cancelled
 
-    async def _in_thread(self, work: Callable[[], None]) -> None:
-        """Cancelling this waits until the thread has let go of the memory, which a repeat of the push gets next."""
-        moving = asyncio.get_running_loop().run_in_executor(self._pool, work)
-        try:
-            await asyncio.shield(moving)
-        except asyncio.CancelledError:
-            self._ends = True
-            while not moving.done():
-                with suppress(asyncio.CancelledError):  # once more: a newer link, and then the end of this one
-                    await asyncio.wait([moving])
-            moving.exception()  # that it ended is what was wanted
-            raise
+    def _stop(self) -> None:
+        self._ends = True
 
     async def receive(self, landings: Iterable[ShardDestination]) -> None:
         """Copy shards, in this order. Raises TransferError if they are others."""
-        await self._in_thread(partial(self._take, list(landings)))
+        await in_thread(self._pool, partial(self._take, list(landings)), self._stop)
 
     def _take(self, landings: Sequence[ShardDestination]) -> None:
         for landing in landings:
@@ -82,7 +72,7 @@ class ParcelStream:
 
     async def send(self, shards: Iterable[tuple[int, memoryview]]) -> None:
         """Copy shards into the caller's memory, in this order. Raises TransferError if it has no room for them."""
-        await self._in_thread(partial(self._put, list(shards)))
+        await in_thread(self._pool, partial(self._put, list(shards)), self._stop)
 
     def _put(self, shards: Sequence[tuple[int, memoryview]]) -> None:
         for shard, content in shards:
