@@ -482,5 +482,8 @@ class ModelCalls:
         return getattr(self._services[service], _function_name(method))  # type: ignore[no-any-return]
 
 
+FindModel = Callable[[int, int], Awaitable[ModelCalls]]  # by its number and the epoch of the call
+
+
 def _function_name(method: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", method).lower()

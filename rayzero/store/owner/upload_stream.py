@@ -43,9 +43,8 @@ def open_connection(port: TensorPort, client: str, host: str, context: Any) -> p
 async def connection_of(port: TensorPort, client: str, context: Any) -> AsyncIterator[OwnerStream]:
     """A context in which a client's call has the connection that it names. Raises StoreError if it names none,
     TransferError if the connection has ended, HandshakeError if it is another client's."""
-    if (
-        parcel := getattr(context, "parcel_stream", None)
-    ) is not None:  # a call over a line (store/owner/entrances/lobby.py)
+    parcel = getattr(context, "parcel_stream", None)  # of a call over a line (store/owner/entrances/lobby.py)
+    if parcel is not None:
         yield parcel
         return
     number = stream_of(context.invocation_metadata() or ())

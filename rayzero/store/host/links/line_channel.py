@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 _DIED = "the owner's process has died"
 _REST = "Rest"  # asks for an answer that was too long
-_LATE_S = 2.5  # after a call's deadline: the listener tells of it sooner, unless the whole process is stopped
+_LATE_S = 2.5  # after a call's deadline: the listener ends the call sooner, unless the whole process is stopped
 
 
 @dataclass(eq=False, slots=True)
@@ -98,7 +98,7 @@ class LineChannel:
             self._line.end()
             self._line.close()
             raise
-        self._seen = SeenProcess.open(lobby.process)  # None: only its lobby tells of its death. freed by: close()
+        self._seen = SeenProcess.open(lobby.process)  # None: the lobby alone shows its death. freed by: close()
         self._listener = Listener(self._line.bell, self._look, f"rayzero-{caller.name.replace(' ', '')}-line")
 
     # ---- calls

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from rayzero.security.credentials import names_shown, require_role
 from rayzero.security.refusals import Refusals
 from rayzero.store.owner.calls.allowance import Allowances
 from rayzero.store.owner.calls.refused import reason_to_refuse
-from rayzero.store.owner.handlers import Context, ModelCalls, Requests
+from rayzero.store.owner.handlers import Context, FindModel, Requests
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
@@ -32,8 +32,6 @@ from rayzero.store.wire.rpc import (
 from rayzero.store.wire.tensor_stream import StreamEndedError
 from rayzero.telemetry.names import GRPC_REQUEST_SECONDS, GRPC_REQUESTS
 from rayzero.telemetry.recorder import Recorder
-
-FindModel = Callable[[int, int], Awaitable[ModelCalls]]  # by its number and the epoch of the call
 
 _NOTHING: Metadata = ()
 

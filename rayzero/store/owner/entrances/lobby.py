@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -24,7 +24,7 @@ from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
 from rayzero.security.refusals import Refusals
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.owner.handlers import ModelCalls
+from rayzero.store.owner.handlers import FindModel
 from rayzero.store.owner.tensor_port import ShardDestination, in_thread
 from rayzero.store.shm.lines.line import ANSWER_BYTES, Line, Lobby
 from rayzero.store.shm.lines.parcel import Parcel
@@ -38,7 +38,6 @@ from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
-FindModel = Callable[[int, int], Awaitable[ModelCalls]]  # by its number and the epoch of the call
 _MARGIN = 64  # of an answer beside its response
 _HELD_S = 30.0  # how long an error is held that is too long for a mailbox
 
@@ -198,7 +197,7 @@ class CallsInMemory:
         return task
 
     async def _notify(self, each: _Line) -> None:
-        """Tell the caller what it is told unasked, until the line is over."""
+        """Send the caller the owner's notices until the line is over."""
         context = LineContext(each, float("inf"))
         try:
             calls = await self._find(model_of(each.metadata), epoch_of(each.metadata))

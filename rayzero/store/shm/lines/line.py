@@ -41,7 +41,7 @@ _OPENING_BYTES = 2 << 10
 _NOTICE_BYTES = 72 << 10  # two errors, whose text has at most 8192 characters of 4 bytes
 QUESTION_BYTES = 1 << 10
 ANSWER_BYTES = 2 << 10
-_OPEN, _OVER = 0, 1
+_OVER = 1
 
 
 def _name(directory: Path, address: str, token: str) -> str:
