@@ -199,8 +199,8 @@ class ShardStates:
         return flat.as_strided(like.shape, like.stride(), flat.storage_offset()) if dense else flat.view(like.shape)
 
     def keep(self, states: Mapping[int, State]) -> str:
-        """Bring to its place what an update has left of slices (by index) elsewhere. Returns a description of the first
-        leaf that cannot be kept, and then changes nothing; "" if there is none."""
+        """Copy to their places the tensors that an update of slices (by index) has left in other memory. Returns a
+        description of the first leaf that cannot be kept, and then changes nothing; "" if there is none."""
         moved: list[tuple[State, dict[str, tuple[Tensor, Tensor]]]] = []
         for index, state in states.items():
             if odd := self._misfit(index, state):

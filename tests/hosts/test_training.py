@@ -49,7 +49,7 @@ def test_a_rank_and_an_owner_on_each_host(two_hosts: TwoHosts, undisturbed: str,
     moved = bytes_moved(training.folder)
     loaded = moved.pop(("shm", "load")), moved.pop(("grpc", "load"))
     assert sum(loaded) == MODEL_BYTES
-    assert all(loaded), "rank 0 has an owner on its host, and one elsewhere"
+    assert all(loaded), "one owner is on rank 0's host, the other is not"
     # half of each rank's gradients go to the owner of its host
     assert moved == {("shm", "push"): PUSHED, ("grpc", "push"): PUSHED}
     assert bytes_moved(training.folder, "optimizer") == {("grpc", "fetch"): FETCHED}
