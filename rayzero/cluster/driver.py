@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ray
 
+from rayzero.cluster.actors.actor_calls import STOP_S
 from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.actors.named_coordinator import refuse_name_in_use
 from rayzero.cluster.actors.owner_roster import plan_owners
@@ -225,6 +226,7 @@ def _see_storage(request: RunRequest, actors: RunActors) -> None:
         "run.storage_path to a folder that all hosts share, the driver's too"
     )
     if request.saves_checkpoints:
+        actors.stop_owners(STOP_S)  # killed, they would leave their lobbies in other hosts' memory for a while
         raise ConfigError(why)
     request.on_phase(why)
 

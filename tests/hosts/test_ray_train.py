@@ -31,7 +31,7 @@ def test_workers_of_ray_train_have_a_door_that_is_replaced_and_another_one_where
         for host in (b, c):
             join_ray(host, address)
         driver = a.start([PYTHON, ray_train_fit.__file__, str(tmp_path)], env=RAY_ENV | {"RAY_ADDRESS": address})
-        until(lambda: driver.poll() is not None or any(tmp_path.glob("host-*.json")), "the workers of the first host")
+        until(lambda: driver.poll() is not None or list(tmp_path.glob("host-*.json")), LONG_S, "no worker has a host")
         assert driver.poll() is None, driver.communicate()[0]
         [first] = tmp_path.glob("host-*.json")
         assert json.loads(first.read_text()) == [1]

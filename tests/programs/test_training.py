@@ -366,7 +366,6 @@ ELEMENTWISE: dict[str, Any] = {
 REFUSED = {
     "LBFGS": "LBFGS cannot run on shards: it needs a closure",
     "SparseAdam": "SparseAdam cannot run on shards: it takes sparse gradients only",
-    "Adafactor": "Adafactor cannot run on shards: it factors whole matrices",
 }
 
 
@@ -443,6 +442,7 @@ CASES: list[Case] = [
         Case(f"torch.optim.{name}", optimizer=partial(made, name, {}), refused=message, **ONCE)
         for name, message in REFUSED.items()
     ),
+    Case("torch.optim.Adafactor", train_three, optimizer=partial(made, "Adafactor", {"lr": 1e-2}), **ONCE),
     Case("torch.optim.Muon", train_three, build=Matrices, optimizer=partial(made, "Muon", {"lr": 1e-2}), **ONCE),
 ]
 
