@@ -37,7 +37,7 @@ def divide(
     """Files in ``number`` parts of about equal cost: the dearest first, each to the part that has least so far. The
     first part has those of ``together``."""
     parts: list[list[str]] = [[] for _ in range(number)]
-    parts[0] += [file for file in files if file in together]
+    parts[0] += sorted(file for file in files if file in together)  # sums of floats depend on their order
     sums = [sum(map(cost, part)) for part in parts]
     for file in sorted(set(files).difference(together), key=lambda name: (-cost(name), name)):
         least = sums.index(min(sums))
