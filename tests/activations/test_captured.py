@@ -78,7 +78,7 @@ def training(seed: int, **policy: Any) -> Iterator[Trained]:
         yield trained
 
 
-@pytest.mark.spread(3, second=28)
+@pytest.mark.spread(2, second=28)
 @pytest.mark.parametrize("order", ["fb", "f|b", "f|f|b|b", "fb|fb", "f|fb|b", "(fb)|f|b", "(fb)|f|b|(fb)"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_captured_passes_give_equal_gradients(policy: str, order: Order) -> None:

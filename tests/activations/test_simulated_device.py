@@ -43,6 +43,7 @@ def train(lane: SimulatedLane, seed: int, policy: str) -> None:
         assert offload.pool_status().in_use_bytes == 0
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(12))
 def test_any_schedule_of_copies_gives_equal_gradients(seed: int, policy: str) -> None:
@@ -64,6 +65,7 @@ def test_a_missing_wait_or_hold_is_found(change: Callable[[str, dict[str, Any]],
     assert found >= 3
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("max_in_flight", [0, 1, 3])
 def test_the_bound_of_activations_on_the_device_holds_at_every_operation(max_in_flight: int, prefetch: int) -> None:

@@ -278,6 +278,7 @@ def test_a_server_that_has_imported_ray_forks_no_worker_of_another_job(
     server.wait()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("others", "forked"), [({}, True), ({"env_vars": {"A": "1"}}, False), ({"command_prefix": ["A=1"]}, False)]
 )

@@ -36,6 +36,7 @@ def nothing(what: str, parameters: dict[str, str]) -> dict[str, Any]:
     return {"resultType": "matrix", "result": []}
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
 def test_every_panel_has_a_place_in_the_picture_with_its_title_and_no_two_share_one(path: Path) -> None:
     described = board(path)

@@ -127,6 +127,7 @@ def training_of(folder: Path, **wanted: int) -> Training:
 
 
 @needs_memory
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_host_of_ranks_has_a_door_and_owners_on_another_host_write_the_checkpoint(
     tmp_path: Path, processes: bool

@@ -204,7 +204,7 @@ CELLS = {
 
 
 @pytest.mark.promise("recoverable", "transports")
-@pytest.mark.spread(5, second=60)
+@pytest.mark.spread(3, second=60)
 @pytest.mark.parametrize(("faults", "transport"), CELLS.values(), ids=CELLS)
 def test_a_fault_changes_no_bit(
     faults: tuple[Fault, ...],
@@ -310,7 +310,7 @@ def test_members_of_several_hosts_come_back_over_tls(
         Disturbed(tmp_path, *faults, hosts=hosts, stall_timeout=20.0, tls=True).changes_no_bit(expected, caplog)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", ["finish-drop", "collect-drop", "apply-duplicate", "answer-to-save-drop"])
 def test_calls_that_are_lost_are_repeated_over_tls(
     fault: str, expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture

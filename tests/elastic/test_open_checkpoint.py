@@ -85,7 +85,7 @@ CASES = {
 
 
 @pytest.mark.promise("recoverable", "checkpoints")
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_is_complete_or_not_there_and_training_keeps_its_bits(
     case: str, expected: Any, tmp_path: Path

@@ -252,6 +252,7 @@ def undisturbed(what: str, world_size: int) -> Any:
     ],
     ids=["open, then decided", "decided, then open"],
 )
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("what", PARTS)
 def test_what_a_loop_does_before_its_forward_is_done_once(

@@ -186,6 +186,7 @@ def test_modes_see_what_they_see_of_plain_pytorch(setting: str, wrap: str) -> No
     assert [_own(mode.operations) for mode in ours] == [_own(mode.operations) for mode in theirs]
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_flops_and_debug_records_are_those_of_plain_pytorch(setting: str) -> None:
     build = SETTINGS[setting][0]

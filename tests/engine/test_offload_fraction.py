@@ -95,6 +95,7 @@ def test_any_element_wise_optimizer_and_a_skipped_step():
     assert same_states(got[0][2], want[0][2])
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
 @pytest.mark.parametrize("backwards", [1, 3])
 def test_bits_do_not_depend_on_the_transport(transport, backwards):
@@ -210,6 +211,7 @@ def test_what_stays_on_the_devices_is_told_and_nothing_at_all_is_a_warning(caplo
 # ---- checkpoints
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("first", "then"), [(0.5, 1.0), (1.0, 0.3), (0.0, 0.6)])
 def test_a_checkpoint_of_one_fraction_goes_on_with_another(first, then, tmp_path: Path):
     base = seeded(Net)

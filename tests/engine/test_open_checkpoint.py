@@ -80,6 +80,7 @@ def files_of(checkpoint: Path) -> dict[str, str]:
 TRANSPORTS = ["inproc", "grpc", pytest.param("shm", marks=pytest.mark.skipif(why_no_sharing() is not None, reason="-"))]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_it_is_the_checkpoint_that_training_would_have_waited_for(

@@ -154,6 +154,7 @@ def test_a_plain_run_goes_on_under_rayzero_bit_by_bit_and_back() -> None:
     assert same_bits(back.state_dict(), plain.state_dict())
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
 def test_states_reach_owners_in_other_places(transport: Transport) -> None:
     base = seeded(Net)

@@ -122,7 +122,7 @@ def loop(
 
 
 @pytest.mark.promise("exact", "optimizers")
-@pytest.mark.spread(6)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("make", [muon_and_adamw, fused, sgd_and_adagrad])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("backwards", [1, 2])
@@ -136,7 +136,7 @@ def test_several_optimizers_have_the_bits_of_each_in_plain_torch(
         assert same_bits(state, expected)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("owners", "transport"), [(1, "shm"), (3, "shm"), (2, "grpc")])
 def test_every_transport_gives_these_bits(precision: str, owners: int, transport: Transport) -> None:
@@ -403,6 +403,7 @@ def test_a_group_added_later_is_of_the_class_that_it_says(through: str, alone: R
 
 
 @pytest.mark.promise("recoverable", "optimizers")
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_interrupted_at_any_step_goes_on_with_the_same_bits(precision: str, tmp_path: Path) -> None:
     config = ZeroConfig(precision=precision, shard_bytes=16 << 10)
@@ -429,6 +430,7 @@ def test_a_run_interrupted_at_any_step_goes_on_with_the_same_bits(precision: str
 
 
 @pytest.mark.promise("recoverable", "optimizers")
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("transport", ["inproc", "grpc"])
 @pytest.mark.parametrize(("when", "at"), [("pushed", 0), ("pushed", 2), ("stepped", 1), ("stepped", 3)])
 def test_a_rank_that_dies_repeats_its_step(when: str, at: int, transport: Transport) -> None:

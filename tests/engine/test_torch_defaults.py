@@ -180,6 +180,7 @@ CASES = [("AdamW", setting, default) for setting in SETTINGS for default in DEFA
 ]
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("when", ["before prepare", "after prepare"])
 @pytest.mark.parametrize(("optimizer", "setting", "default"), CASES)
 def test_a_default_of_torch_changes_nothing(

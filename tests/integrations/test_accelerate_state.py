@@ -90,6 +90,7 @@ class Loop:
         }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_loop_interrupted_at_any_step_and_loaded_equals_one_that_was_not(name: str, tmp_path: Path) -> None:
     config = ZeroConfig(precision="bf16" if name == "StepLR" else "fp32", keep_fp32=("3",))

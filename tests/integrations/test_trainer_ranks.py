@@ -120,6 +120,7 @@ def metrics(entries: list[dict[str, Any]], key: str) -> list[float]:
     return [entry[key] for entry in entries if key in entry]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("forked_with_trainers")
 def test_two_ranks_learn_what_one_learns_from_batches_of_twice_the_size(tmp_path: Path) -> None:
     plain = trainer_of(transformers.Trainer, tmp_path / "plain", 4)

@@ -172,6 +172,7 @@ def plain_training(recipe: RecipeConfig) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("num_optimizers", [2, 3])
 @pytest.mark.parametrize(("optimizer", "precision"), [("adamw", "fp32"), ("adamw", "fp16"), ("muon", "bf16")])
 def test_a_resumed_run_ends_with_the_same_hash_as_one_that_never_stopped(

@@ -85,6 +85,7 @@ SAID = {
 }
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("said", SAID)
 @pytest.mark.parametrize("shown", [None, SHOWN], ids=["plain", "tls"])
 def test_clients_that_do_not_speak_the_protocol_are_cut(said: str, shown: Identity | None) -> None:

@@ -67,6 +67,7 @@ def test_a_rank_that_shares_memory_with_every_owner_keeps_nothing_apart(
 
 
 @pytest.mark.promise("recoverable", "accumulation", "hosts")
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("owner", [0, 1])
 @pytest.mark.parametrize(("host_push", "seed"), [("always", 0), ("always", 1), ("never", 0)])
 def test_rounds_go_on_with_the_successors_of_owners_on_two_hosts(

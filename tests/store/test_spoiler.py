@@ -51,7 +51,7 @@ def test_tls_records_that_are_spoilt_change_nothing(kind: str, tmp_path: Path) -
         assert not difference(outcome(ranks, tmp_path), expected)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_messages_that_are_spoilt_change_no_bit_or_end_the_run_by_name(kind: str, tmp_path: Path) -> None:
     """A checksum finds what is damaged. A frame more or less than was sent shifts all that follows on its stream: then
