@@ -65,8 +65,11 @@ class RankProducts:
             except RayZeroError as error:  # the loop's own wait for it raises, too
                 log.debug("rank %d: step %d was not decided: %s", self._rank, version - 1, error)
                 continue
-            if decision.action is Action.APPLY:
-                self._multiply_all(version, decision.hyper)
+            try:
+                if decision.action is Action.APPLY:
+                    self._multiply_all(version, decision.hyper)
+            except RuntimeError as error:  # its device's, full perhaps
+                log.warning("rank %d leaves products of step %d to their owners: %s", self._rank, version - 1, error)
 
     def _multiply_all(self, version: int, hyper: tuple[Hyper, ...]) -> None:
         options, left = [as_options(group) for group in hyper], deque(self._shards)

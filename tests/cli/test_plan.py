@@ -125,7 +125,7 @@ def test_what_muons_updates_cost_is_a_line() -> None:
 
 def test_what_ranks_multiply_is_a_line_and_bytes_of_owners_and_devices() -> None:
     options = ["optimizer=muon", "scaling.num_workers=2", "--host-flops", "0.0001"]
-    on_gpus = [*options, "--gpus", "2", "--gpu-memory", "80GiB", "--flops", "989", "--link", "55"]
+    on_gpus = [*options, "--gpus", "2", "--gpu-memory", "80GiB", "--flops", "989", "--link", "55", "--memory", "300"]
     said = CliRunner().invoke(app, ["plan", *SMALL, *on_gpus], catch_exceptions=False).stdout
     assert "these CPUs bound the step: let the ranks' GPUs multiply (zero.matrix_updates=rank), spread" in said
     assert "let the ranks' GPUs" not in CliRunner().invoke(app, ["plan", *SMALL, *options]).stdout

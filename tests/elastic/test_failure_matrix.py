@@ -293,7 +293,7 @@ def multiplied_by_owners(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_fault_while_ranks_multiply_changes_no_bit(
     faults: tuple[Fault, ...], multiplied_by_owners: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    disturbed = Disturbed(tmp_path, *faults, make=Divided, matrix_updates="rank")
+    disturbed = Disturbed(tmp_path, *faults, make=Divided, matrix_updates="rank", stall_timeout=90.0)
     disturbed.changes_no_bit(multiplied_by_owners, caplog)
 
 
