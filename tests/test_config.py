@@ -82,6 +82,7 @@ WORDS = [
     "packed",
     "native",
     "kept",
+    "rank",
     "push",
 ]  # a value of each choice
 

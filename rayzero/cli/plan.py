@@ -193,9 +193,13 @@ def format_plan(planned: RecipePlan) -> str:
 
 def _describe_products(planned: RecipePlan) -> list[str]:
     """What Muon's updates cost, for people."""
-    from rayzero.plan.bound import products_by_host
+    from rayzero.plan.bound import products_by_host, seconds_on_ranks
 
     products, speed, zero = planned.traffic.products, planned.hardware.host_flops, planned.of.recipe.zero_config
+    if planned.traffic.multiplied:
+        seconds = seconds_on_ranks(planned.traffic, zero, planned.of.recipe.scaling, planned.hardware)
+        most = planned.traffic.multiplied / 1e12
+        return [f"Muon's products: at most {most:.4g} TFLOP a rank, at least {seconds:.4g} s of its device"]
     if not products:
         return []
     by_host = products_by_host(planned.traffic, zero, planned.of.recipe.scaling, planned.hardware.hosts)
@@ -203,7 +207,8 @@ def _describe_products(planned: RecipePlan) -> list[str]:
     busiest = max(by_host.values()) / speed
     said += f", at least {busiest:.4g} s of the CPUs of the host with most"
     if planned.bound.binds == "update":
-        said += "; these CPUs bound the step: spread the optimizer actors over more hosts, or train with AdamW"
+        ranks = "let the ranks' GPUs multiply (zero.matrix_updates=rank), " if planned.hardware.hosts.on_gpu else ""
+        said += f"; these CPUs bound the step: {ranks}spread the optimizer actors over more hosts, or train with AdamW"
     return [said]
 
 

@@ -23,6 +23,7 @@ Placement = Literal["beside_rank", "packed", "cpu_nodes"]
 Kernel = Literal["auto", "native", "torch", "reference"]
 Moments = Literal["fp32", "bf16", "int8"]
 CheckpointMoments = Literal["fp32", "kept"]
+MatrixUpdates = Literal["owner", "rank"]
 WireCompression = Literal["none", "bf16", "int8"]
 HostPush = Literal["auto", "always", "never"]
 
@@ -182,6 +183,12 @@ class ZeroConfig(ZeroSetters):
     take. Once they are used up, the update of the next shard waits until the file has it: with slow storage, more
     copies mean shorter waits."""
 
+    matrix_updates: MatrixUpdates = "owner"
+    """Where Newton-Schulz of torch.optim.Muon is computed, in bf16 as torch does. "owner": by the owners' CPUs. "rank":
+    on the ranks' devices, each shard on one rank; owners send what goes in (2 bytes an element) and get back what comes
+    out, and keep masters and momentum. An owner computes itself what a rank does not answer in time. On CPU ranks both
+    give the same bits. Not run on a GPU yet."""
+
     wire_compression: WireCompression = "none"
     """How gradients travel between hosts. "none": unchanged, which exact results need. "bf16": fp32 in half
     the bytes, rounded to nearest even, and widened by the owner before they are added. The relative error of an element
@@ -226,6 +233,16 @@ class ZeroConfig(ZeroSetters):
             raise ValueError(
                 f"host_push='always' cannot be used with wire_compression={self.wire_compression!r}, which rounds each "
                 "push before ranks are added; set wire_compression='none' or host_push='never'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _products_have_a_place(self) -> Self:
+        if self.matrix_updates == "rank" and self.host_fraction < 1:
+            raise ValueError(
+                "matrix_updates='rank' is for owners on the host, but with offload_fraction below 1 some have their "
+                "states on the ranks' devices, where they multiply too; set matrix_updates='owner' or "
+                "offload_fraction=1"
             )
         return self
 

@@ -24,6 +24,7 @@ from rayzero.engine.autograd.pass_times import PassTimes
 from rayzero.engine.autograd.touch import Unfrozen
 from rayzero.engine.engine_memory import EngineMemory, HeapPeak, MemoryStrategy, make_strategy
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
+from rayzero.engine.rank_products import RankProducts
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.step_clock import LoopMoments
 from rayzero.engine.units.param_unit import ParamUnit
@@ -106,6 +107,7 @@ class Engine:
         self.saved: SavedWeights
         self.unfrozen: Unfrozen
         self.registered: Registered
+        self.products: RankProducts | None = None  # freed by: close()
         self.loop: LoopMoments | None = None  # of the model whose steps are the loop's
 
     def adopt(self, units: Sequence[ParamUnit], root: Sequence[int], groups: Sequence[Sequence[int]]) -> None:
@@ -396,6 +398,8 @@ class Engine:
             self.loop.committing(self.step_state.step)
         self.clock.committing()
         self.step_state.commit(hyper, self.config.max_grad_norm)
+        if self.products is not None:
+            self.products.begin(self.step_state.step, self.step_state.deciding)
         self.stepped_at = time.monotonic()
         self._note("finish")
         self._backwards = 0
@@ -536,3 +540,5 @@ class Engine:
         finally:
             self.store.close(reason)
             self.transfers.close()
+            if self.products is not None:
+                self.products.close()  # after the store, which ends its waits

@@ -37,6 +37,7 @@ from rayzero.engine.optimizer.given import maker_of
 from rayzero.engine.optimizer.param_groups import hyper_of
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.private_torch import has_memory, self_test
+from rayzero.engine.rank_products import RankProducts
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.start.buffers import refuse_buffers
 from rayzero.engine.start.initial_values import InitialValues
@@ -52,6 +53,7 @@ from rayzero.engine.units.transfers import make_transfers
 from rayzero.engine.values import hook_state_dict_loads
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS, check_moments
+from rayzero.kernels.torch_classes.newton_schulz import require_divided
 from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker
 from rayzero.kernels.torch_classes.optimizer_trial import Scope, refuse_vectors, require_owned
 from rayzero.kernels.torch_classes.optimizers import Optimizers, parts_of, path_of
@@ -131,6 +133,8 @@ def prepare(
     hyper = hyper_of(optimizer, kind)
     make = maker_of(optimizer, hyper)
     verdicts = [] if make.cls in ADAMS else [require_owned(make, options) for options in hyper]
+    if config.matrix_updates == "rank":
+        require_divided(make, hyper)
     number = context.prepared if context.connect is not None else 0  # without a run, each model has owners of its own
     chosen = chosen_resume(context, resume)
     began = None if chosen is None else of_model(chosen, number)
@@ -179,6 +183,8 @@ def prepare(
         start.bring(store.load if attached.needs_load and context.rank == 0 else None)
         engine = _engine(model, store, plan, spec, config, context, device, version, number, recorder)
         engine.adopt(_make_units(plan, params, engine, device), _root_units(plan), spec.group_of)
+        if config.matrix_updates == "rank":
+            engine.products = RankProducts(store, spec, context.rank, device)
         engine.activations = _offload_activations(model, engine, config, context, recorder)
         _hook(model, plan, engine, config)
         _engines[model] = ref(engine)
@@ -369,6 +375,7 @@ def _spec(
         moments=config.moments,
         checkpoint_moments=config.checkpoint_moments,
         checkpoint_copies=config.checkpoint_copies,
+        matrix_updates=config.matrix_updates,
         offload_fraction=config.host_fraction,
         restore_from=None if resume is None else str(resume),
         lineage=context.lineage,

@@ -279,6 +279,12 @@ class RankStep:
         """The decision of the last committed step."""
         return self._store.decision(self.step - 1)
 
+    @property
+    def deciding(self) -> Future[Any]:
+        """Of the last commit, until ``raise_if_failed`` or the next one: done when its step is decided."""
+        assert self._deciding is not None
+        return self._deciding
+
     def raise_if_failed(self) -> None:
         """Raise the last commit's error if it has failed by now."""
         if self._deciding is not None and self._deciding.done():

@@ -29,17 +29,40 @@ def shard_work(
 
     hyper: the options of each group. group_of: by unit and slot, its group; -1: none. A parameter of more than two
     dimensions counts as a matrix of its first one and all others."""
-    steps = [int(options.get(STEPS, 0)) for options in hyper]
-    if not layout.whole_parameters or not any(steps):
+    products = product_work(layout, hyper, group_of)
+    if not layout.whole_parameters or not any(int(options.get(STEPS, 0)) for options in hyper):
         return None
     return [
+        products[shard.index]
+        + sum(_ELEMENT * piece.numel for piece in layout.slices(shard) if group_of[shard.unit][piece.slot] >= 0)
+        for shard in layout.shards
+    ]
+
+
+def product_work(
+    layout: ModelLayout, hyper: Sequence[Mapping[str, Any]], group_of: Sequence[Sequence[int]]
+) -> list[int]:
+    """Of these, the operations of Newton-Schulz. Arguments as of ``shard_work``."""
+    steps = [int(options.get(STEPS, 0)) for options in hyper]
+    return [
         sum(
-            _ELEMENT * piece.numel + _matrix(layout.units[shard.unit].slots[piece.slot].shape, steps[group])
+            _matrix(layout.units[shard.unit].slots[piece.slot].shape, steps[group])
             for piece in layout.slices(shard)
             if (group := group_of[shard.unit][piece.slot]) >= 0
         )
         for shard in layout.shards
     ]
+
+
+def product_ranks(work: Sequence[int], num_ranks: int) -> dict[int, int]:
+    """Shard -> the rank that computes its products, of shards that have some: in forward order, the rank that has least
+    so far. work: see ``product_work``."""
+    found, has = dict[int, int](), [0] * num_ranks
+    for shard, operations in enumerate(work):
+        if operations:
+            found[shard] = rank = min(range(num_ranks), key=has.__getitem__)
+            has[rank] += operations
+    return found
 
 
 def _matrix(shape: Sequence[int], steps: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from rayzero.layout.model_layout import ModelLayout, Shard
 from rayzero.layout.shard_map import ShardMap
 from rayzero.memory.process_memory import HostLimits, host_limits, ray_memory_threshold
 from rayzero.protocol.gradient_sum import adds_up, gradient_dtype, has_totals, pool_bytes
+from rayzero.protocol.products import PRODUCT_DTYPE, shards_ahead
 from rayzero.quantities import count, format_bytes
 
 FP32 = 4  # bytes
@@ -36,6 +37,7 @@ class OwnerPlan:
     staging: int  # of all ranks: pushes that have landed and are not yet added to earlier ones
     undo: int = 0  # what a torch class's update is about to overwrite: the largest shard, [Note: undo copy]
     norms: int = 0  # to measure norms by layer group: the largest shard in fp32; in no slab
+    products: int = 0  # what ranks multiply for it, on its way to them and back; in no slab
     copies: int = 0  # of shards that change while a checkpoint is written, at most; in no slab
     on_device: int = 0  # masters and states of an owner beside a rank, in that rank's device memory
 
@@ -56,8 +58,8 @@ class OwnerPlan:
 
     @property
     def private(self) -> int:
-        """Bytes that the owner's process has alone and a checkpoint or a measurement needs for a while."""
-        return self.norms + self.copies
+        """Bytes that the owner's process has alone and products, a checkpoint or a measurement need for a while."""
+        return self.norms + self.products + self.copies
 
     def describe(self) -> str:
         """The sum, term by term, for messages."""
@@ -69,6 +71,7 @@ class OwnerPlan:
             "staging": self.staging,
             "undo": self.undo,
             "norms": self.norms,
+            "products": self.products,
             "checkpoint copies": self.copies,
         }
         return f"{format_bytes(self.total)} = " + " + ".join(f"{k} {format_bytes(v)}" for k, v in terms.items() if v)
@@ -85,13 +88,14 @@ def plan_owner(
     own_gradients: bool = False,
     measures_norms: bool = False,
     copies: int = 0,
+    products: Collection[int] = (),
 ) -> OwnerPlan:
     """Sum up what the host keeps for ``owner``'s shards.
 
     state_bytes: of the optimizer's states, per element (8 for Adam in fp32) or of a trained shard. own_gradients: this
     host's ranks keep their gradients themselves, so no staging is needed. measures_norms: the owner measures norms by
     layer group (owner/updates.py). copies: ``ZeroConfig.checkpoint_copies``, of which no more is planned than masters
-    and states take."""
+    and states take. products: shards whose matrices ranks multiply."""
     params = master = frozen = gradients = largest = of_class = 0
     on_device = shard_map.on_device(owner)
     for index in shard_map.shards_of(owner):
@@ -122,9 +126,17 @@ def plan_owner(
         staging=0 if own_gradients or totals else staging_bytes(layout, shard_map, owner, accumulation_steps),
         undo=undo_bytes(layout, shard_map, owner, state_bytes) if callable(state_bytes) else 0,
         norms=largest * FP32 if measures_norms else 0,
+        products=product_bytes(layout, set(products) & set(shard_map.shards_of(owner)), world_size),
         copies=min(copies, master + states),
         on_device=master + states if on_device else 0,
     )
+
+
+def product_bytes(layout: ModelLayout, shards: Collection[int], world_size: int) -> int:
+    """What goes in and what comes out, 2 bytes an element each, of as many of ``shards`` as ranks have at once, and a
+    momentum in fp32 of the largest."""
+    sizes = sorted((layout.shards[shard].numel for shard in shards), reverse=True)[: 1 + shards_ahead(world_size)]
+    return 2 * PRODUCT_DTYPE.itemsize * sum(sizes) + FP32 * max(sizes, default=0)
 
 
 def undo_bytes(layout: ModelLayout, shard_map: ShardMap, owner: int, state_bytes: Callable[[Shard], int] | None) -> int:

@@ -24,6 +24,7 @@ from rayzero.protocol.gradient_sum import has_totals
 from rayzero.protocol.hyper import resolve_optimizer
 from rayzero.protocol.messages import FormerShard, Hyper, ModelSpec, canonical_json
 from rayzero.protocol.ownership import Ownership, owner_map
+from rayzero.protocol.products import ProductPlan
 from rayzero.quantities import count
 
 
@@ -134,6 +135,7 @@ def _plan(
         own_gradients=own_gradients,
         measures_norms=measures_norms,
         copies=spec.checkpoint_copies,
+        products=ProductPlan.of(spec).rank_of,
     )
 
 

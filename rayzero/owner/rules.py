@@ -18,6 +18,7 @@ from rayzero.errors import StoreError, UnsupportedError
 from rayzero.kernels import AdamMemory, AdamOptions, adam_states, choose_kernel, segments_of
 from rayzero.kernels.moments import CODED, CodedMoment, packed_bytes
 from rayzero.kernels.rank_sum import RankSum
+from rayzero.kernels.torch_classes.newton_schulz import fed
 from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, by_group, set_options, step_alone
 from rayzero.kernels.torch_classes.optimizer_states import (
     fill_leaf,
@@ -33,7 +34,7 @@ from rayzero.kernels.torch_classes.optimizer_trial import require_owned
 from rayzero.kernels.torch_classes.optimizers import maker_of_group
 from rayzero.kernels.torch_kernel import DEVICE_TILE, TorchKernel
 from rayzero.layout.model_layout import Shard, aligned
-from rayzero.owner.class_states import ShardStates, StateRoom
+from rayzero.owner.classes.class_states import ShardStates, StateRoom
 from rayzero.owner.shard import OwnedShard, ShardWork
 from rayzero.protocol.hyper import require_numbers
 from rayzero.protocol.messages import STEP, Hyper, ModelSpec
@@ -181,7 +182,7 @@ class ClassRule:
     """Runs one instance of the class per shard, on fp32 parameters that are views of the shard's master.
 
     Knows the class and each shard's instance; nothing about what the class computes. What it keeps is in the shard's
-    memory: [Note: states in place] in class_states.py."""
+    memory: [Note: states in place] in classes/class_states.py."""
 
     kernel = "torch class"
     packs = ""
@@ -202,22 +203,32 @@ class ClassRule:
 
     def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
         """See ``UpdateRule.update``: one ``step()`` of the shard's instance, unless a former life has made it."""
-        self.room.meet(work.hyper)
-        stamps = owned.stamps(work.version)
+        done, stamps = self._is_done(owned, work), owned.stamps(work.version)
         assert owned.master is not None
         assert owned.class_states is not None
-        tensors = (owned.master, owned.class_states)
-        undone = stamps is not None and stamps.undone(tensors)
-        done = stamps is not None and stamps.are_whole(0, owned.shard.numel)
-        if undone or done:
-            self._shards.pop(owned.shard.index, None)  # what it knows is not what the memory has
         if not done:
-            with stamps.overwriting(tensors) if stamps is not None else nullcontext():
+            with stamps.overwriting((owned.master, owned.class_states)) if stamps is not None else nullcontext():
                 self._of(owned).step(work)
                 owned.publish(owned.master)
         else:
             owned.publish(owned.master)
         on_tile(1, 1)
+
+    def _is_done(self, owned: OwnedShard, work: ShardWork) -> bool:
+        """Whether a former life has made this update. One that it was making when it ended is undone."""
+        self.room.meet(work.hyper)
+        stamps = owned.stamps(work.version)
+        assert owned.master is not None
+        assert owned.class_states is not None
+        undone = stamps is not None and stamps.undone((owned.master, owned.class_states))
+        done = stamps is not None and stamps.are_whole(0, owned.shard.numel)
+        if undone or done:
+            self._shards.pop(owned.shard.index, None)  # what it knows is not what the memory has
+        return done
+
+    def fed(self, owned: OwnedShard, work: ShardWork, slices: Sequence[int]) -> dict[int, Tensor]:
+        """See ``DividedRule.fed``."""
+        return {} if self._is_done(owned, work) else self._of(owned).fed(work, slices)
 
     def states(self, owned: OwnedShard) -> dict[str, Tensor]:
         """States of the whole shard by kinds; zero where a parameter has none."""
@@ -296,6 +307,16 @@ class _ShardOptimizer:
             )
         for param in self.params:
             param.grad = None
+
+    def fed(self, work: ShardWork, slices: Sequence[int]) -> dict[int, Tensor]:
+        found = {}
+        for index in slices:
+            ranks, (start, stop), param = work.contributors[index], self._ranges[index], self.params[index]
+            if ranks:
+                grad, state = _shaped(_gradient(work, ranks, start, stop), param.shape), self._optimizer.state
+                matrix = fed(self._make, work.hyper[self._owned.groups[index]], grad, state.get(param, {}))
+                found.update({} if matrix is None else {index: matrix})
+        return found
 
     def states_of(self, index: int) -> dict[str, Tensor]:
         state, part = self._optimizer.state.get(self.params[index], {}), self._owned.slices[index]

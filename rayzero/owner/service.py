@@ -21,11 +21,13 @@ from rayzero.errors import (
     StoreError,
 )
 from rayzero.owner.checkpoint import CheckpointWriter
+from rayzero.owner.classes.products import ShardProducts
 from rayzero.owner.gradients.contributions import Contributions
 from rayzero.owner.gradients.shard_sums import TotalListener, nothing_heard
 from rayzero.owner.memory import DeviceMemory, LeftOnDevice, MemoryMaker, PrivateMemoryMaker
 from rayzero.owner.owned_model import OwnedModel, build_model, check_same
 from rayzero.owner.publisher import Listener, Publisher
+from rayzero.owner.rules import ClassRule
 from rayzero.owner.shard import OwnedShard, ShardState
 from rayzero.owner.staged_writes import StagedWrites
 from rayzero.owner.terms import OwnerTerms
@@ -33,6 +35,7 @@ from rayzero.owner.updater import Updater
 from rayzero.owner.updates import StepUpdates
 from rayzero.protocol.gradient_sum import GradientMemory
 from rayzero.protocol.messages import (
+    PRODUCT,
     Attached,
     Contribution,
     Decision,
@@ -110,6 +113,7 @@ class ShardService:
         self._updater = Updater(f"optimizer-{owner}", self._terms.threads, self._on_task_error)
         self._publisher = Publisher(self._updater)
         self._on_total: TotalListener = nothing_heard
+        self._products: ShardProducts | None = None  # after the first attach, if ranks compute some
 
     # ---- attach and initial values
 
@@ -173,7 +177,13 @@ class ShardService:
         checkpoints = CheckpointWriter(
             self.owner, shards, model.rule, updater, recorder, version=version, copies=model.plan.copies
         )
-        updates = StepUpdates(model, contributions, self._publisher, checkpoints, recorder, self._terms.norms_every)
+        rule, divided = model.rule, model.spec.matrix_updates == "rank"
+        self._products = (
+            ShardProducts(model.spec, shards, rule, version) if divided and isinstance(rule, ClassRule) else None
+        )
+        updates = StepUpdates(
+            model, contributions, self._publisher, checkpoints, recorder, self._terms.norms_every, self._products
+        )
         self._publisher.open(model.rule)
         self._parts = _Parts(
             model,
@@ -283,8 +293,10 @@ class ShardService:
             self._publisher.loaded([owned], 0)
 
     def left(self, rank: int, reason: str) -> None:
-        """A rank has left. If rank 0 leaves before it has loaded all values, everything that waits for them, now or
-        later, fails."""
+        """A rank has left: no product of it is waited for. If rank 0 leaves before it has loaded all values, everything
+        that waits for them, now or later, fails."""
+        if self._products is not None:
+            self._products.left(rank)
         if rank == 0 and not self.is_loaded:
             self._fail(
                 RankLeftError(f"rank 0 left before it had loaded all values of optimizer {self.owner} ({reason})"),
@@ -297,8 +309,10 @@ class ShardService:
         """The memory that holds ``kind`` of a shard at exactly ``version``: 1D, the shard's elements, padding included;
         the unit's dtype for COMPUTE, else fp32. The future waits for the version; the memory is stable until the
         reading rank's finish. States that a generic optimizer keeps itself come as a copy. Raises StoreError if the
-        version is gone."""
+        version is gone. PRODUCT: what the rank that asks is to multiply, for the update that makes ``version``."""
         try:
+            if kind == PRODUCT:
+                return self._divided(shard).read(shard, version)
             return self._publisher.read(self.shard(shard), version, kind)
         except StoreError as exc:
             return failed(exc)
@@ -418,7 +432,10 @@ class ShardService:
 
     def stage(self, shard: int, version: int, kind: str, values: Tensor) -> None:
         """Keep values (1D, the shard's elements; COMPUTE: the unit's dtype, else fp32) for a later write. The caller
-        must not change them until then."""
+        must not change them until then. PRODUCT: what came out, for the update that makes ``version``."""
+        if kind == PRODUCT:
+            self._divided(shard).take(shard, version, values)
+            return
         self._attached().writes.stage(self.shard(shard), version, kind, values)
 
     def write(self, number: int, write: Write) -> Future[None]:
@@ -518,6 +535,8 @@ class ShardService:
 
     def _fail(self, error: StoreError, last_version: int) -> None:
         """No version after ``last_version`` will be published."""
+        if self._products is not None:
+            self._products.close()
         settle(self.failed, error)  # first: parts that are being created now check it
         self._publisher.fail(error, last_version)
         if self._parts is not None:
@@ -550,6 +569,12 @@ class ShardService:
             self._parts.model.memory.close()
 
     # ---- lookups
+
+    def _divided(self, shard: int) -> ShardProducts:
+        self.shard(shard)
+        if self._products is None:
+            raise StoreError(f"optimizer {self.owner} multiplies its matrices itself: matrix_updates='owner'")
+        return self._products
 
     def _attached(self) -> _Parts:
         if self._parts is None:

@@ -56,7 +56,7 @@ class OwnedShard:
     params: Tensor  # 1D, unit dtype: what COMPUTE reads; of a coded unit its record, uint8
     master: Tensor | None  # 1D fp32; the same memory as params in a trained fp32 unit on the host; frozen: may be None
     states: dict[str, Moment]  # by kind; on a device where the master is
-    class_states: Tensor | None = None  # 1D uint8: what a torch class keeps (class_states.py); where the master is
+    class_states: Tensor | None = None  # 1D uint8: what a torch class keeps (classes/); where the master is
     total: Tensor | None = None  # 1D fp32: the ranks' gradients, added up; None: ranks' own memory is read
     total_line: TotalLine | None = None  # of a total in memory that outlives the process
     room: ShardRoom | None = None  # of a record whose memory can be given back

@@ -13,6 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from rayzero.layout.model_layout import layer_groups
 from rayzero.owner.checkpoint import CheckpointWriter
+from rayzero.owner.classes.products import ShardProducts
 from rayzero.owner.gradients.contributions import Contributions
 from rayzero.owner.gradients.squares import Squares
 from rayzero.owner.owned_model import OwnedModel
@@ -126,8 +128,11 @@ class StepUpdates:
         checkpoints: CheckpointWriter,
         recorder: Recorder,
         norms_every: int | None,
+        products: ShardProducts | None = None,
     ) -> None:
-        """``norms_every``: steps between measurements of norms by layer group; None: never."""
+        """``norms_every``: steps between measurements of norms by layer group; None: never. ``products``: that ranks
+        compute."""
+        self._products = products
         self._model, self._recorder = model, recorder
         self._contributions, self._publisher, self._checkpoints = contributions, publisher, checkpoints
         self._norms_every = norms_every
@@ -143,6 +148,8 @@ class StepUpdates:
         """Update and publish the shards; neighbours that do not change are published together."""
         started = time.perf_counter()
         norms = self._measured_norms(step)
+        if self._products is not None:
+            self._products.begin(step)
         for changes, group in groupby(
             self._model.shards.values(), key=lambda owned: step.shards[owned.shard.index] is not None
         ):
@@ -168,6 +175,8 @@ class StepUpdates:
 
     def _update(self, owned: OwnedShard, work: ShardWork | None, norms: GroupNorms | None) -> None:
         assert work is not None
+        if self._products is not None:
+            self._products.post()
         self._checkpoints.protect(owned)  # before nobody can read it: it may wait
         self._publisher.updating(owned)
 
@@ -178,7 +187,8 @@ class StepUpdates:
         if norms is not None:
             norms.before(owned)
         over = self._recorder.spans.begin("update", _name(owned), work.version - 1)
-        self._model.rule.update(owned, work, on_tile)
+        with nullcontext() if self._products is None else self._products.used(owned):
+            self._model.rule.update(owned, work, on_tile)
         over()
         if norms is not None:
             norms.after(owned)

@@ -17,6 +17,7 @@ import torch
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import shard_map_for
+from rayzero.layout.update_work import product_ranks
 from rayzero.memory.pool import buffer_bytes
 from rayzero.plan.hardware import Hardware, Hosts
 from rayzero.plan.tiers import FP32, hosts_of_owners, hosts_of_ranks, summed_groups
@@ -35,6 +36,7 @@ class StepTraffic:
     published: int  # parameters that change, once
     update: int  # of all owners: what the norm and the update read and write
     products: tuple[int, ...] = ()  # of each owner: operations of its updates, if these are more than that
+    multiplied: int = 0  # of the rank with most: operations that it makes for owners (matrix_updates="rank")
 
     @property
     def push(self) -> int:
@@ -82,10 +84,11 @@ def step_traffic(
     *,
     state_bytes: float,
     update_work: Sequence[int] | None = None,
+    product_work: Sequence[int] = (),
 ) -> StepTraffic:
     """Count one step's bytes and operations. Parameters beyond the budget are fetched in each forward and each
     backward; what fits stays. state_bytes: of the optimizer's states, per element. update_work: see
-    layout/update_work.py."""
+    layout/update_work.py. product_work: what ranks multiply of each shard."""
     backwards = zero.gradient_accumulation_steps
     sizes = [buffer_bytes(unit.size_bytes) for unit in layout.units]
     trained = [unit for unit in layout.units if unit.trainable]
@@ -99,6 +102,9 @@ def step_traffic(
     else:
         summed = 2 * ranks * gradients
     owned = shard_map_for(layout, scaling.num_optimizers, zero.shard_map, work=update_work)
+    on_ranks = Counter[int]()
+    for shard, rank in product_ranks(product_work, ranks).items():
+        on_ranks[rank] += product_work[shard]
     return StepTraffic(
         flops=(work.forward_flops + work.backward_flops) * backwards,
         fetch=gradients + (2 * backwards - 1) * beyond,
@@ -106,6 +112,7 @@ def step_traffic(
         published=gradients,
         update=summed + states + published,
         products=() if update_work is None else tuple(map(owned.work_of, range(owned.num_owners))),
+        multiplied=max(on_ranks.values(), default=0),
     )
 
 
@@ -116,6 +123,7 @@ def bound_step(traffic: StepTraffic, zero: ZeroConfig, scaling: ScalingConfig, h
     crowded = max(Counter(ranks).values())
     update = traffic.update * max(owners.values()) / scaling.num_optimizers / hardware.memory
     update += max(products_by_host(traffic, zero, scaling, hosts).values(), default=0) / hardware.host_flops
+    update += seconds_on_ranks(traffic, zero, scaling, hardware)
     return StepBound(
         compute=traffic.flops / hardware.flops * (1 if hosts.on_gpu else crowded),
         fetch=traffic.fetch / hardware.link,
@@ -124,6 +132,15 @@ def bound_step(traffic: StepTraffic, zero: ZeroConfig, scaling: ScalingConfig, h
         update=update,
         exposed=update if zero.overlap == "none" or not zero.overlap_computation else 0.0,
     )
+
+
+def seconds_on_ranks(traffic: StepTraffic, zero: ZeroConfig, scaling: ScalingConfig, hardware: Hardware) -> float:
+    """The least seconds of what the rank with most multiplies for owners, in bf16. On GPUs that were measured in fp32,
+    whose speed in bf16 is not known: 0."""
+    if not hardware.hosts.on_gpu:
+        crowded = max(Counter(hosts_of_ranks(scaling, hardware.hosts)).values())
+        return traffic.multiplied * crowded / hardware.host_flops
+    return traffic.multiplied / hardware.flops if zero.precision != "fp32" else 0.0
 
 
 def products_by_host(traffic: StepTraffic, zero: ZeroConfig, scaling: ScalingConfig, hosts: Hosts) -> dict[int, int]:

@@ -33,6 +33,8 @@ from rayzero.store.host.host_sums import AT_ONCE
 from rayzero.store.shm.settled import GradientBytes
 
 FP32 = 4  # bytes
+_PRODUCT = 10  # bytes an element of a shard: a device has a matrix, its product, two smaller ones and what is added; a
+# rank's host two shards, each in its memory and on its way, and one page-locked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,7 @@ class DeviceBytes:
     states: int  # offload_fraction < 1: its part of masters and optimizer states
     forward: int  # more than those, at the forward's peak
     backward: int
+    products: int = 0  # matrix_updates="rank": one shard's, beside the forward
 
     @property
     def resting(self) -> int:
@@ -55,7 +58,7 @@ class DeviceBytes:
     @property
     def peak(self) -> int:
         """At the highest point of a step."""
-        return self.resting + self.sums + self._computing
+        return self.resting + self.sums + self.products + self._computing
 
     @property
     def _computing(self) -> int:
@@ -69,6 +72,7 @@ class DeviceBytes:
             "buffers": self.buffers,
             "masters and states": self.states,
             "gradient sums": self.sums,
+            "products for owners": self.products,
             "activations and gradients": self._computing,
         }
         return f"{format_bytes(self.peak)} = " + " + ".join(f"{k} {format_bytes(v)}" for k, v in terms.items() if v)
@@ -167,10 +171,11 @@ def plan_bytes(
     measures_norms: bool = False,
     outlives_owners: bool = False,
     update_work: Sequence[int] | None = None,
+    products: Collection[int] = (),
 ) -> RunBytes:
-    """Sum up a run on these hosts. state_bytes: see ``plan_owner``. update_work: by which shards
-    are balanced, see layout/update_work.py. measures_norms: owners measure
-    norms by layer group. outlives_owners: an owner that dies gets a successor. The coordinator is on the first host."""
+    """Sum up a run on these hosts. state_bytes: see ``plan_owner``. update_work: by which shards are balanced, see
+    layout/update_work.py. products: shards whose matrices ranks multiply. measures_norms: owners measure norms by layer
+    group. outlives_owners: an owner that dies gets a successor. The coordinator is on the first host."""
     ranks = hosts_of_ranks(scaling, hosts)
     beside = device_owners(scaling.num_workers, zero.host_fraction)
     owners = hosts_of_owners(zero, scaling, hosts) + ranks[:beside]
@@ -196,11 +201,13 @@ def plan_bytes(
             own_gradients=shares_memory(zero) and with_ranks == {owners[owner]},
             measures_norms=measures_norms,
             copies=zero.checkpoint_copies,
+            products=products,
         )
         for owner in range(len(owners))
     )
     ranks_of, plans_of = Counter(ranks), defaultdict[int, list[OwnerPlan]](list)
-    device = _device_bytes(layout, work, zero, hosts, max(plan.on_device for plan in plans))
+    largest = max((layout.shards[shard].numel for shard in products), default=0)
+    device = _device_bytes(layout, work, zero, hosts, max(plan.on_device for plan in plans), _PRODUCT * largest)
     for plan, host in zip(plans, owners, strict=True):
         plans_of[host].append(plan)
     each = tuple(
@@ -290,7 +297,9 @@ def hosts_of_owners(zero: ZeroConfig, scaling: ScalingConfig, hosts: Hosts) -> l
     return [hosts.count - 1 - owner % spread for owner in range(scaling.num_optimizers)]
 
 
-def _device_bytes(layout: ModelLayout, work: Work, zero: ZeroConfig, hosts: Hosts, states: int) -> DeviceBytes:
+def _device_bytes(
+    layout: ModelLayout, work: Work, zero: ZeroConfig, hosts: Hosts, states: int, products: int
+) -> DeviceBytes:
     sizes = [buffer_bytes(unit.size_bytes) for unit in layout.units]
     trained = sum(unit.numel for unit in layout.units if unit.trainable)
     return DeviceBytes(
@@ -301,6 +310,7 @@ def _device_bytes(layout: ModelLayout, work: Work, zero: ZeroConfig, hosts: Host
         states=states,
         forward=work.forward_peak_bytes,
         backward=work.backward_peak_bytes,
+        products=products,
     )
 
 
@@ -362,7 +372,8 @@ def _host_bytes(
         owners=actors,
         shared=(sum(plan.total - plan.staging - plan.private for plan in own) if shared else 0) + copied,
         owner_bytes=sum(plan.total for plan in own),
-        staging=num_ranks * (_leaving(layout) + arriving) if apart else 0,  # pushes in flight, fetches for a device
+        staging=num_ranks * (device.products + (_leaving(layout) + arriving if apart else 0)),  # pushes in flight,
+        # fetches for a device, products of two shards
         activations=num_ranks * work.offloaded_host_bytes,
         compute=num_ranks * compute,
         beside=len(own) - actors,

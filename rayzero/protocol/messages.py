@@ -19,18 +19,19 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import ConfigDict, Field
 
 from rayzero.config.base import Share
-from rayzero.config.zero import CheckpointMoments, Moments, Nonfinite, Spread
+from rayzero.config.zero import CheckpointMoments, MatrixUpdates, Moments, Nonfinite, Spread
 from rayzero.errors import RayZeroError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.records import Sha256, Whole
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 
 # Tensor kinds to fetch or write; the name of an optimizer state, such as "exp_avg", is one too.
 COMPUTE = "compute"  # the published parameters, in the unit's dtype
 STORED = "stored"  # the records (codecs/record.py) of published parameters that owners keep encoded; only to fetch
 MASTER = "master"  # the fp32 masters
 STEP = "step"  # how many updates each parameter has had: fp32, one number repeated over its range
+PRODUCT = "product"  # bf16: what ranks multiply for owners, and what comes of it (protocol/products.py)
 GROUP = "group"  # only to write: each parameter's parameter group, fp32, one number repeated over its range
 
 CLASS = "optimizer"  # the entry of a parameter group that says which of several optimizer classes updates it: its path
@@ -71,6 +72,7 @@ class ModelSpec:
     moments: Moments = "fp32"  # kernels/moments.py: how Adam's moments are kept
     checkpoint_moments: CheckpointMoments = "fp32"  # how checkpoints hold them
     checkpoint_copies: Whole = 0  # bytes that an owner may copy while a checkpoint is written (owner/checkpoint.py)
+    matrix_updates: MatrixUpdates = "owner"  # where the products of Newton-Schulz are computed (protocol/products.py)
     offload_fraction: Share = 1.0  # below 1 each rank has an owner beside it, with states on its device (shard_map.py)
     restore_from: str | None = None  # the checkpoint directory that the owners start from
     lineage: str = ""  # of the states in shared memory: a later run that continues them has the same

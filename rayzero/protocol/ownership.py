@@ -94,7 +94,7 @@ def owner_map(spec: ModelSpec, num_owners: int, ownership: Ownership | None = No
         num_device_owners=beside,
         num_doors=0 if ownership is None else ownership.doors,
         offload_fraction=spec.offload_fraction,
-        work=shard_work(spec.layout, spec.hyper, spec.group_of),
+        work=None if spec.matrix_updates == "rank" else shard_work(spec.layout, spec.hyper, spec.group_of),
     )
     for change in ownership.changes if ownership is not None else ():
         shard_map = rescale(shard_map, change)

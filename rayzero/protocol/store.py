@@ -79,6 +79,16 @@ class ParameterStore(Protocol):
         """
         ...
 
+    def product(self, shard: int, version: int, out: Tensor) -> Future[None]:
+        """Fill the shard's range of ``out`` (1D, host memory, the unit's elements, bf16) with what this rank is to
+        multiply for the update that makes ``version`` (protocol/products.py). Ask once the step is decided. Fails with
+        StoreError if there is nothing, or its owner has gone on without this rank."""
+        ...
+
+    def multiplied(self, shard: int, version: int, values: Tensor) -> Future[None]:
+        """Send what has come out, in the same form; done when the owner has it. Too late, it is dropped."""
+        ...
+
     def published(self, unit: int, version: int) -> Future[int]:
         """Done once every shard of the unit has ``version``. The result is the version that its content is from: older
         than ``version`` if the last decisions changed nothing, so that a copy of that content is still valid.

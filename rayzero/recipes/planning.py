@@ -19,7 +19,7 @@ from rayzero.engine.units.partition import ROOT
 from rayzero.kernels import adam_states
 from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout, Shard
-from rayzero.layout.update_work import shard_work
+from rayzero.layout.update_work import product_work, shard_work
 from rayzero.memory.process_memory import process_memory
 from rayzero.plan.bound import StepBound, StepTraffic, bound_step, step_traffic
 from rayzero.plan.hardware import Hardware, Hosts, measure_here
@@ -41,6 +41,7 @@ class RecipeWork:
     root: frozenset[int]  # units of the root module
     state_bytes: float  # of the optimizer's states, per element
     update_work: Sequence[int] | None  # operations of each shard's update; None: its bytes say it
+    product_work: Sequence[int]  # operations of each shard that ranks multiply (matrix_updates="rank")
     work: Work
     programs: Programs
 
@@ -105,7 +106,7 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on
         parameters = ModelParameterStats.of(model)
         units = plan_units(model, recipe.zero_config, whole_parameters=recipe.optimizer == "muon")
         states = state_bytes(recipe, model)
-        updates = update_work(recipe, model, units.layout)
+        updates, products = update_work(recipe, model, units.layout)
     match_modules([model], recipe.zero_config.offload_activations, "offload_activations")
     offload, modules = None, recipe.zero_config.offload_activations
     if modules:
@@ -119,6 +120,7 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on
         root=frozenset(units.units_of_module.get(ROOT, ())),
         state_bytes=states,
         update_work=updates,
+        product_work=products,
         work=work,
         programs=programs,
     )
@@ -168,8 +170,9 @@ def recipe_bytes(work: RecipeWork, hosts: Hosts) -> RunBytes:
         recipe.zero_config,
         recipe.scaling,
         hosts,
-        state_bytes=work.state_bytes if work.update_work is None else work.bytes_of_shard,
+        state_bytes=work.state_bytes if recipe.optimizer == "adamw" else work.bytes_of_shard,
         update_work=work.update_work,
+        products=[shard for shard, operations in enumerate(work.product_work) if operations],
         programs=work.programs,
         measures_norms=telemetry.enabled and telemetry.norms_every is not None,
         outlives_owners=recipe.run.max_failures > 0 and shares_memory(recipe.zero_config),
@@ -185,14 +188,17 @@ def state_bytes(recipe: RecipeConfig, model: nn.Module) -> float:
     return 4 * share + adams * (1 - share)
 
 
-def update_work(recipe: RecipeConfig, model: nn.Module, layout: ModelLayout) -> list[int] | None:
-    """See ``shard_work``."""
+def update_work(recipe: RecipeConfig, model: nn.Module, layout: ModelLayout) -> tuple[list[int] | None, Sequence[int]]:
+    """See ``shard_work``; where ranks multiply, None, and ``product_work``."""
     if recipe.optimizer == "adamw":
-        return None
+        return None, ()
     groups = [group for each in optimizers(recipe, model) for group in each.param_groups]
     group_of = {id(param): at for at, group in enumerate(groups) for param in group["params"]}
     of_name = {name: group_of.get(id(param), -1) for name, param in model.named_parameters()}
-    return shard_work(layout, groups, [[of_name[slot.name] for slot in unit.slots] for unit in layout.units])
+    by_slot = [[of_name[slot.name] for slot in unit.slots] for unit in layout.units]
+    if recipe.zero.matrix_updates == "rank":
+        return None, product_work(layout, groups, by_slot)
+    return shard_work(layout, groups, by_slot), ()
 
 
 def _traffic(work: RecipeWork) -> StepTraffic:
@@ -204,4 +210,5 @@ def _traffic(work: RecipeWork) -> StepTraffic:
         recipe.scaling,
         state_bytes=work.state_bytes,
         update_work=work.update_work,
+        product_work=work.product_work,
     )

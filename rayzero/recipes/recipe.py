@@ -203,6 +203,8 @@ class RecipeConfig(ConfigModel):
         if self.model == GPT:
             self.gpt(vocab_size=1)
         clips = {self.clip, self.zero.max_grad_norm} - {None}
+        if self.optimizer != "muon" and self.zero.matrix_updates == "rank":
+            raise ValueError("zero.matrix_updates='rank' is for optimizer='muon'")
         if self.optimizer == "muon" and self.zero.moments != "fp32":
             raise ValueError(f"zero.moments is {self.zero.moments!r}, but optimizer=muon keeps its states in fp32")
         if len(clips) > 1:

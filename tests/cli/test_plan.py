@@ -123,6 +123,23 @@ def test_what_muons_updates_cost_is_a_line() -> None:
     assert "Muon" not in CliRunner().invoke(app, ["plan", *SMALL], catch_exceptions=False).stdout
 
 
+def test_what_ranks_multiply_is_a_line_and_bytes_of_owners_and_devices() -> None:
+    options = ["optimizer=muon", "scaling.num_workers=2", "--host-flops", "0.0001"]
+    on_gpus = [*options, "--gpus", "2", "--gpu-memory", "80GiB", "--flops", "989", "--link", "55", "--memory", "300"]
+    said = CliRunner().invoke(app, ["plan", *SMALL, *on_gpus], catch_exceptions=False).stdout
+    assert "these CPUs bound the step: let the ranks' GPUs multiply (zero.matrix_updates=rank), spread" in said
+    assert "let the ranks' GPUs" not in CliRunner().invoke(app, ["plan", *SMALL, *options]).stdout
+    assert "products" not in said.replace("products of", "")
+    for given in (options, [*on_gpus, "zero.precision=bf16"]):
+        said = CliRunner().invoke(app, ["plan", *SMALL, *given, "zero.matrix_updates=rank"]).stdout
+        assert re.search(
+            r"^Muon's products: at most \S+ TFLOP a rank, at least \S+ s of its device$", said, re.MULTILINE
+        )
+        assert "Muon's updates" not in said
+        assert re.search(r"^optimizer 0: .* \+ products [\d.]+ [KM]iB", said, re.MULTILINE)
+        assert re.search(r"^ +at most .* \+ products for owners [\d.]+ [KM]iB", said, re.MULTILINE)
+
+
 def test_more_hosts_than_processes_are_one_line() -> None:
     options = ["--hosts", "1000000", "--network", "10", "--memory", "10", "--flops", "1"]
     done = CliRunner().invoke(app, ["plan", *SMALL, *options], catch_exceptions=False)

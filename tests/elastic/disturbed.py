@@ -36,13 +36,17 @@ OWNERS_ELSEWHERE = ("optimizer 0", "optimizer 1")  # than the ranks
 
 
 def train(
-    context: RankContext, base: nn.Module, folder: Path, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    context: RankContext,
+    base: nn.Module,
+    folder: Path,
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    matrix_updates: Any = "owner",
 ) -> Any:
     """A loop with everything in it that can be cut: norms and clips, means, a write, a checkpoint."""
     torch.set_num_threads(1)  # the bits of a matrix product depend on it
     (folder / "run").write_text(context.run)
     model, loader, seen = copy.deepcopy(base), Batches(context.rank), Seen()
-    config = ZeroConfig(units=["Block", "Embedding"])
+    config = ZeroConfig(units=["Block", "Embedding"], matrix_updates=matrix_updates)
     model, optimizer = rayzero.prepare(model, make(model.parameters(), lr=1e-2), config)
     cycles = not {"betas", "momentum"}.isdisjoint(optimizer.param_groups[0])
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=STEPS + 1, cycle_momentum=cycles)

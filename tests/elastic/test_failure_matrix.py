@@ -14,7 +14,7 @@ import pytest
 import torch
 from engine.models import seeded
 from engine.test_comeback import Small
-from owner.test_class_rule import Muons
+from owner.test_class_rule import NEWTON, Muons
 from torch import nn
 
 import rayzero
@@ -254,6 +254,47 @@ def test_a_kill_changes_no_bit_of_another_class(
     disturbed = Disturbed(tmp_path, *faults, make=CLASSES[name])
     assert differences(disturbed.results(), expected_of(name)) == []
     disturbed.check(caplog.messages)
+
+
+class Divided(torch.optim.Optimizer):
+    """``Muons`` with the entries of torch's Muon, by which ranks know how to multiply."""
+
+    def __init__(self, params: Any, lr: float = 0.02, momentum: float = 0.95) -> None:
+        newton = {"ns_coefficients": NEWTON, "ns_steps": 5, "eps": 1e-7}
+        super().__init__(params, {"lr": lr, "momentum": momentum, **newton})
+
+    step = Muons.step
+
+
+ON_RANKS = {
+    "a-rank-that-asks": (killed("rank 1", "rank.asks-for-products", 3),),
+    "a-rank-that-has-multiplied": (killed("rank 1", "rank.has-multiplied", 2),),
+    "a-rank-that-answers-late": (Fault("rank 1", "rank.has-multiplied", "delay", 2, seconds=8.0),),
+    "an-owner-that-waits": (killed("optimizer 1", "owner.awaits-products", 3),),
+    "an-owner-with-the-answer": (killed("optimizer 1", "owner.has-products", 3),),
+    "an-owner-mid-step": (killed("optimizer 1", "owner.step", 3),),
+    "the-lead-mid-step": (killed("optimizer 0", "owner.step", 2),),
+    "a-successor-mid-step-again": (killed("optimizer 1", "owner.step", 3), killed("optimizer 1", "owner.step", 1, 1)),
+    "an-owner-and-a-rank": (
+        killed("optimizer 1", "owner.awaits-products", 2),
+        killed("rank 1", "rank.has-multiplied", 2),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def multiplied_by_owners(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return undisturbed(tmp_path_factory.mktemp("undisturbed"), make=Divided)
+
+
+@pytest.mark.promise("recoverable", "optimizers")
+@pytest.mark.spread(2, second=60)
+@pytest.mark.parametrize("faults", ON_RANKS.values(), ids=ON_RANKS)
+def test_a_fault_while_ranks_multiply_changes_no_bit(
+    faults: tuple[Fault, ...], multiplied_by_owners: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disturbed = Disturbed(tmp_path, *faults, make=Divided, matrix_updates="rank", stall_timeout=90.0)
+    disturbed.changes_no_bit(multiplied_by_owners, caplog)
 
 
 BEFORE_ADAM, BEFORE_IT_PUSHES_AGAIN = killed("optimizer 1", "owner.decided", 2), killed("rank 1", "rank.rejoin")

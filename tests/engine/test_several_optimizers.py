@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from elastic.disturbed import another_host
 from torch import Tensor, nn
 
 import rayzero
@@ -19,6 +20,7 @@ from rayzero.engine.checkpoint.load import load_checkpoint
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.testing import Killed, Transport, run_ranks
 
 from .models import Net, same_bits, seeded, tight, token_loss, tokens
@@ -108,11 +110,12 @@ def loop(
     backwards: int = 1,
     steps: int = 3,
     max_norm: float | None = None,
+    matrix_updates: Any = "owner",
 ) -> dict[str, Tensor]:
     torch.set_num_threads(1)
     model = copy.deepcopy(BASE)
     config = tight(model, precision=precision, prefetch_buffer_size=1, shard_bytes=16 << 10)
-    config = config.replace(gradient_accumulation_steps=backwards)
+    config = config.replace(gradient_accumulation_steps=backwards, matrix_updates=matrix_updates)
     model, optimizer = rayzero.prepare(model, make(model), config)
     train(model, optimizer, range(steps), context.rank, backwards=backwards, max_norm=max_norm)
     return {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
@@ -143,6 +146,58 @@ def test_every_transport_gives_these_bits(precision: str, owners: int, transport
     expected = plain(muon_and_adamw, 3, 2, precision, 2)
     for state in run_ranks(functools.partial(loop, precision=precision, backwards=2), 2, owners, transport, True):
         assert same_bits(state, expected)
+
+
+def on_ranks(context: RankContext, **given: Any) -> tuple[dict[str, Tensor], list[int]]:
+    """What a loop ends with whose ranks multiply, and the versions that this rank has multiplied for."""
+    versions, give = [], RankStore.multiplied
+
+    def multiplied(store: RankStore, shard: int, version: int, values: Tensor) -> Any:
+        if store.connection.rank == context.rank:
+            versions.append(version)
+        return give(store, shard, version, values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankStore, "multiplied", multiplied)
+        return loop(context, matrix_updates="rank", **given), sorted(set(versions))
+
+
+@pytest.mark.promise("exact", "optimizers")
+@pytest.mark.spread(3)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("world_size", "owners"), [(1, 1), (2, 3), (3, 2), (2, 1)])
+def test_matrices_that_ranks_multiply_have_the_bits_of_plain_torch(
+    precision: str, world_size: int, owners: int
+) -> None:
+    expected = plain(muon_and_adamw, 3, world_size, precision)
+    for state, _ in run_ranks(functools.partial(on_ranks, precision=precision), world_size, owners):
+        assert same_bits(state, expected)
+
+
+@pytest.mark.spread(2)
+@pytest.mark.parametrize(
+    ("world_size", "owners", "transport"), [(2, 1, "shm"), (1, 1, "shm"), (3, 2, "shm"), (2, 3, "shm"), (2, 2, "grpc")]
+)
+def test_every_rank_multiplies_over_every_transport(world_size: int, owners: int, transport: Transport) -> None:
+    expected = plain(muon_and_adamw, 3, world_size)
+    for state, versions in run_ranks(on_ranks, world_size, owners, transport, True):
+        assert same_bits(state, expected)
+        assert versions[-2:] == [2, 3], "an owner does not wait in its first step for a rank that has yet to ask"
+
+
+def test_ranks_multiply_for_owners_of_another_host() -> None:
+    with another_host("optimizer 1") as hosts:
+        for state, versions in run_ranks(on_ranks, 2, 2, "shm", True, hosts=hosts):
+            assert same_bits(state, plain(muon_and_adamw, 3, 2))
+            assert versions[-2:] == [2, 3]
+
+
+def test_where_ranks_would_multiply_and_nothing_is_to_be_multiplied_is_refused(alone: RankContext) -> None:
+    model = copy.deepcopy(BASE)
+    with pytest.raises(UnsupportedError, match=r"matrix_updates='rank' is for torch.optim.Muon, and .*AdamW has no"):
+        rayzero.prepare(model, torch.optim.AdamW(model.parameters()), ZeroConfig(matrix_updates="rank"))
+    with pytest.raises(ConfigError, match=r"matrix_updates='rank' is for owners on the host"):
+        ZeroConfig(matrix_updates="rank", offload_fraction=0.5)
 
 
 @pytest.mark.thorough

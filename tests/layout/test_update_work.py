@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.layout.rescale import Rescale, rescale
 from rayzero.layout.shard_map import ShardMap, shard_map_for
-from rayzero.layout.update_work import newton_schulz, shard_work
+from rayzero.layout.update_work import newton_schulz, product_ranks, product_work, shard_work
 
 MUON, ADAMW = {"lr": 0.1, "ns_steps": 5}, {"lr": 0.1}
 
@@ -80,3 +80,17 @@ def test_dear_matrices_are_spread_though_an_embedding_has_most_bytes() -> None:
     )
     assert sorted(by_work.num_shards_of(owner) for owner in range(2)) == [2, 3]
     assert by_work.sizes == by_bytes.sizes
+
+
+def test_products_go_to_the_rank_that_has_least_and_neighbours_to_different_ones() -> None:
+    assert product_ranks([5, 0, 5, 5, 5], 2) == {0: 0, 2: 1, 3: 0, 4: 1}
+    assert product_ranks([9, 2, 2, 2, 2], 2) == {0: 0, 1: 1, 2: 1, 3: 1, 4: 1}
+    assert product_ranks([0, 0], 3) == {}
+
+
+def test_products_are_the_part_of_the_work_that_is_no_pass_over_memory() -> None:
+    layout = of((64, 32))
+    hyper, groups = [MUON, ADAMW], [(0, 1)]
+    products, work = product_work(layout, hyper, groups), shard_work(layout, hyper, groups)
+    assert products == [newton_schulz(64, 32, 5)]
+    assert work == [products[0] + 100 * (64 * 32 + 8)]

@@ -68,6 +68,19 @@ def test_muons_products_are_made_by_the_cpus_of_the_host_that_has_most() -> None
     assert bound.binds == "update"
 
 
+def test_what_ranks_multiply_is_made_by_their_devices() -> None:
+    work, ranks = [100, 100, 200, 100], BF16.replace(matrix_updates="rank")
+    traffic = step_traffic(four_layers(), WORK, ranks, FOUR, state_bytes=4, product_work=work)
+    assert (traffic.products, traffic.multiplied) == ((), 200), "of four ranks, one has the largest alone"
+    bound, without = (
+        bound_step(traffic, zero, FOUR, GPU_HOSTS).update for zero in (ranks, ranks.replace(precision="fp32"))
+    )
+    assert bound - without == pytest.approx(200 / GPU_HOSTS.flops), "what GPUs do in bf16 is not known from fp32"
+    slow = replace(CPU_HOST, host_flops=10.0)
+    on_cpus = bound_step(traffic, ranks, FOUR.replace(use_gpu=False), slow)
+    assert on_cpus.update > 4 * 200 / 10.0, "four ranks share a host's CPUs"
+
+
 def test_eight_ranks_of_a_host_push_one_fp32_sum() -> None:
     many = FOUR.replace(num_workers=16, num_optimizers=16)
     hosts = replace(GPU_HOSTS, hosts=Hosts(count=2, gpus_each=8))

@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from rayzero.concurrency.futures import settle
 from rayzero.concurrency.processes import this_process
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
@@ -24,7 +22,8 @@ from rayzero.lead.lead import StepLead
 from rayzero.memory.malloc import give_back_freed
 from rayzero.owner.service import ShardService
 from rayzero.protocol.lives import require_life
-from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, Published
+from rayzero.protocol.messages import PROTOCOL_VERSION, Published
+from rayzero.protocol.products import dtype_of
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.long_polls import LEAD_CALLS, Repeats, answers_to, begin_questions, ended, result_of
 from rayzero.store.owner.known_specs import KnownSpecs
@@ -243,7 +242,7 @@ class RankCalls:
             async for request in upload.announced():
                 for index in request.shards:
                     shard, unit = self._model.shard(index, request.unit)
-                    values = upload.values(shard, unit.dtype if request.kind == COMPUTE else torch.float32)
+                    values = upload.values(shard, dtype_of(unit, request.kind))
                     self._model.service.stage(index, request.version, request.kind, await values)
         return pb.StageResponse(announced=upload.came)
 

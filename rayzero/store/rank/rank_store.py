@@ -27,6 +27,7 @@ from rayzero.protocol.bits import digest_of
 from rayzero.protocol.messages import (
     COMPUTE,
     MASTER,
+    PRODUCT,
     Attached,
     CheckpointInfo,
     Contribution,
@@ -288,6 +289,34 @@ class RankStore:
     @property
     def _windows(self) -> UnitWindows | None:
         return self._joined.windows if self._joined is not None else None
+
+    def product(self, shard: int, version: int, out: Tensor) -> Future[None]:
+        """Fetch what this rank multiplies; see ``ParameterStore.product``."""
+
+        def fetch() -> Future[None]:
+            way, unit, part = self._way(shard)
+            gather = Gather(1)
+            way.fetch(gather, unit, [part], version, PRODUCT, out)
+            return gather.future
+
+        return self._epochs.make(fetch)
+
+    def multiplied(self, shard: int, version: int, values: Tensor) -> Future[None]:
+        """Send what has come out; see ``ParameterStore.multiplied``."""
+
+        def stage() -> Future[None]:
+            way, unit, part = self._way(shard)
+            gather = Gather(1)
+            way.stage(gather, unit.index, [part], version, PRODUCT, values, DONE)
+            return gather.future
+
+        return self._epochs.make(stage)
+
+    def _way(self, shard: int) -> tuple[Transfers, UnitLayout, Shard]:
+        """The way to a shard's owner."""
+        cut = self._require_attached().spec.layout.shards[shard]
+        route = self._route(cut.unit)
+        return next(way for way, shards in route.parts if cut in shards), route.unit, cut
 
     # ---- gradients
 

@@ -20,7 +20,7 @@ from rayzero.concurrency.futures import DONE, fail, settle, when_all
 from rayzero.concurrency.gather import Gather
 from rayzero.errors import TransferError
 from rayzero.layout.model_layout import Shard, UnitLayout
-from rayzero.protocol.messages import COMPUTE, STORED, Contribution
+from rayzero.protocol.messages import COMPUTE, PRODUCT, STORED, Contribution
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.channel import BrokenLinkError
 from rayzero.store.host.links.owner_link import AnyChannel, LinkDownError, OwnerLink
@@ -80,6 +80,7 @@ class WireTransfers(WireFetches):
             Batches[Sending](threads.pushes, partial(self._run, partial(self._upload, way)), at_once=threads.streams)
             for way in ("Push", "Load", "Stage")
         )
+        self._products = Batches[Download](threads.pushes, partial(self._run, self._download))  # nothing is pushed then
         self._staged: Sending | None = None  # the values of the last write, until it is made
 
     # ---- verbs
@@ -103,7 +104,8 @@ class WireTransfers(WireFetches):
         """See ``Transfers.stage``."""
         request = pb.StageRequest(unit=unit, shards=indices(shards), version=version, kind=kind)
         part = Sending(gather=gather, shards=shards, values=values, codec=RAW, request=request)
-        self._staged = part
+        if kind != PRODUCT:
+            self._staged = part
         made.add_done_callback(lambda _: self._forget_staged(part))
         self._when(DONE, part, lambda: self._stages.add(part))
 
@@ -212,6 +214,9 @@ class WireTransfers(WireFetches):
             place=lambda shard: out[shard.start : shard.stop],
             kept=kept,
         )
+        if kind == PRODUCT:  # it is there before the version is published
+            self._when(DONE, part, lambda: self._products.add(part))
+            return
         published = self.published(awaited, shards, version)
         self._when(published, part, lambda: self._fetches.add(part))
 
