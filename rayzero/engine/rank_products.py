@@ -3,6 +3,7 @@ protocol/products.py"""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections import deque
@@ -43,6 +44,7 @@ class RankProducts:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"rayzero-rank{rank}-products", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a program may end without closing anything, and no thread may be in torch then
 
     def begin(self, version: int, deciding: Future[Any]) -> None:
         """A step is committed, which makes ``version`` once it is decided."""
@@ -50,7 +52,8 @@ class RankProducts:
             self._steps.put((version, deciding))
 
     def close(self) -> None:
-        """End the thread, after the store's calls have ended."""
+        """End the thread, after the store's calls have ended. Idempotent."""
+        atexit.unregister(self.close)
         self._closed = True
         self._steps.put(None)
         self._thread.join()
@@ -75,7 +78,7 @@ class RankProducts:
         options, left = [as_options(group) for group in hyper], deque(self._shards)
         coming: _Asked | None = self._ask(left.popleft(), version)
         sent: tuple[int, Future[None]] | None = None
-        while coming is not None:
+        while coming is not None and not self._closed:
             asked, coming = coming, self._ask(left.popleft(), version) if left else None
             sent, before = self._multiplied(asked, version, options), sent
             self._settle(before, version)  # so that no more than two are on their way

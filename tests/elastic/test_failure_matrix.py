@@ -14,7 +14,8 @@ import pytest
 import torch
 from engine.models import seeded
 from engine.test_comeback import Small
-from owner.test_class_rule import NEWTON, Muons
+from owner.test_class_rule import Muons
+from owner.test_products import Divided
 from torch import nn
 
 import rayzero
@@ -254,16 +255,6 @@ def test_a_kill_changes_no_bit_of_another_class(
     disturbed = Disturbed(tmp_path, *faults, make=CLASSES[name])
     assert differences(disturbed.results(), expected_of(name)) == []
     disturbed.check(caplog.messages)
-
-
-class Divided(torch.optim.Optimizer):
-    """``Muons`` with the entries of torch's Muon, by which ranks know how to multiply."""
-
-    def __init__(self, params: Any, lr: float = 0.02, momentum: float = 0.95) -> None:
-        newton = {"ns_coefficients": NEWTON, "ns_steps": 5, "eps": 1e-7}
-        super().__init__(params, {"lr": lr, "momentum": momentum, **newton})
-
-    step = Muons.step
 
 
 ON_RANKS = {

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 import torch
 from engine.models import Batches, seeded
 from engine.test_comeback import Seen, Small
+from owner.test_products import Divided
 from torch import nn
 from torch.nn import functional as F
 
@@ -51,6 +52,8 @@ def train(
     steps: int,
     avoid: tuple[str, ...] = (),
     on_host: float = 1.0,
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    matrix_updates: Any = "owner",
 ) -> Any:
     """``wanted``: by step, how many owners there are to be from about then on; before the last three steps, they
     are. ``avoid``: owners whose places other processes take with the first change. ``on_host``: the part of the
@@ -60,9 +63,9 @@ def train(
     (folder / f"rank-{context.rank}").write_text(str(os.getpid()))
     model, loader, seen = copy.deepcopy(base), Batches(context.rank), Seen()
     config = ZeroConfig(  # each unit has shards of all owners
-        units=["Block"], shard_bytes="8KiB", offload_fraction=on_host
+        units=["Block"], shard_bytes="8KiB", offload_fraction=on_host, matrix_updates=matrix_updates
     )
-    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+    model, optimizer = rayzero.prepare(model, make(model.parameters(), lr=1e-2), config)
     rayzero.track(loader=loader, seen=seen)
     batches = iter(loader)
     for step in range(context.step, steps):
@@ -88,7 +91,8 @@ def train(
         if wanted:
             time.sleep(PAUSE_S)
     engine = optimizer.engine
-    moments = {f"{unit.name} {kind}": engine.cache.fetch_flat(unit, kind) for unit in engine.units for kind in MOMENTS}
+    kinds = MOMENTS if make is torch.optim.AdamW else ("momentum_buffer", STEP)
+    moments = {f"{unit.name} {kind}": engine.cache.fetch_flat(unit, kind) for unit in engine.units for kind in kinds}
     epoch = engine.store.connection.epochs.number
     return epoch, rayzero.full_state_dict(model) | moments, [float(loss) for loss in seen.losses], seen.means
 
@@ -136,6 +140,14 @@ def test_owners_come_and_go_and_no_bit_changes(
     tmp_path: Path, undisturbed: Any, wanted: dict[int, int], steps: int
 ) -> None:
     assert differences(scaled(tmp_path, wanted, steps, max_failures=1), undisturbed(steps)) == []
+
+
+@pytest.mark.thorough
+def test_owners_come_and_go_while_ranks_multiply_for_them_and_no_bit_changes(tmp_path: Path) -> None:
+    one = functools.partial(train, make=Divided)
+    alone = functools.partial(one, base=seeded(Small, 3), folder=tmp_path, wanted={}, steps=9)
+    found = scaled(tmp_path, {2: 3}, 9, loop=functools.partial(one, matrix_updates="rank"), max_failures=1)
+    assert differences(found, run_ranks(alone, 2, 2)) == []
 
 
 @pytest.mark.promise("scalable", "optimizers")
