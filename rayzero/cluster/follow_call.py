@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from rayzero.cluster.files.run_record import RECORD, run_status
+from rayzero.cluster.files.run_record import LOST, RECORD, run_status
 from rayzero.cluster.run import RunState
 from rayzero.config import ZeroConfig
 from rayzero.errors import ConfigError, UnsupportedError
@@ -18,6 +18,7 @@ from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.shm.same_host import host_identity
 
 _CONFIG = "config.json"  # of transformers, which the recipe puts into a run's folder
+_GOES_ON = RunState.STARTING, RunState.RUNNING
 
 
 def follow(
@@ -45,7 +46,8 @@ def follow(
     elif folder.is_absolute() or folder.name != os.fspath(run):
         raise ConfigError(f"{folder} holds no run, because it has no {RECORD}")
     else:
-        name, directory, elsewhere = os.fspath(run), Path(slab_dir or SHARED_MEMORY), False
+        record, elsewhere = None, False
+        name, directory = os.fspath(run), Path(slab_dir or SHARED_MEMORY)
     if not directory.is_dir():
         raise ConfigError(f"slab_dir is {str(directory)!r}, which is not a directory here: name the run's")
     if named is not None and not Path(named).is_file():
@@ -56,17 +58,17 @@ def follow(
             f"{found.missing}: a follower reads in the memory of the host that has all of a run's optimizers, and does "
             "not follow from another host yet"
         )
-    return Follower(found, None if named is None else Path(named))
+    over = (lambda: True) if record is None else (lambda: run_status(folder)["state"] not in _GOES_ON)
+    return Follower(found, None if named is None else Path(named), over)
 
 
 def _memory_of(record: Mapping[str, Any], folder: Path) -> Path:
     """The directory of a run's shared memory."""
-    if record["state"] not in (RunState.STARTING, RunState.RUNNING):
+    if record["state"] not in _GOES_ON:
         newest = record["checkpoint"]
         instead = f"its newest checkpoint is {newest}" if newest else "it has no checkpoint"
-        raise ConfigError(
-            f"run {record['run']!r} publishes nothing any more, because it has {record['state']}: {instead}"
-        )
+        why = "its driver is gone" if record["state"] == LOST else f"it has {record['state']}"
+        raise ConfigError(f"run {record['run']!r} publishes nothing any more, because {why}: {instead}")
     try:
         directory = ZeroConfig.from_mapping(record["config"]["zero"]).shared_directory
     except (KeyError, TypeError, ConfigError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -67,9 +67,10 @@ class Follower:
     Knows versions, and one of them in its own memory; not who publishes. Nobody waits for it, and it writes nothing
     that the run has."""
 
-    def __init__(self, run: HostRun, config: Path | None) -> None:
-        """``rayzero.follow`` calls it. config: transformers' config of the model; None: there is none."""
-        self._run, self._config = run, config
+    def __init__(self, run: HostRun, config: Path | None, is_over: Callable[[], bool]) -> None:
+        """``rayzero.follow`` calls it. config: transformers' config of the model; None: there is none. is_over: whether
+        a run without memory is not to begin again."""
+        self._run, self._config, self._is_over = run, config, is_over
         self._lock = threading.RLock()
         self._shards: HostShards | None = None  # those seen last
         self._gone_s: float | None = None  # since when there are none
@@ -193,17 +194,22 @@ class Follower:
         found = self._run.shards()
         if found is None:
             self._gone_s = self._gone_s or time.monotonic()
-        else:
-            self._shards, self._gone_s = found, None
-        return self._shards
+            return self._shards
+        if self._shards is not None and self._shards.lineage != found.lineage:  # it began again: versions do, too
+            self._held, self._last = None, -1
+        self._shards, self._gone_s = found, None
+        return found
 
     def _pause(self, what: str, newest: int, began: float, timeout_s: float) -> None:
         """Wait a little. Raises StallError if time is up, StoreClosedError if the run has ended."""
         waited, gone_s = time.monotonic() - began, self._gone_s
         if self._shards is not None and gone_s is not None and time.monotonic() - gone_s > _ENDED_S:
-            raise StoreClosedError(
-                f"run {self._run.run!r} has ended, or its optimizers are on other hosts: v{newest} was the last here"
-            )
+            if self._is_over():
+                raise StoreClosedError(
+                    f"run {self._run.run!r} has ended, or has no optimizers on this host any more: v{newest} was the "
+                    "last here"
+                )
+            self._gone_s = time.monotonic()
         if waited >= timeout_s:
             state = self._run.missing or (f"v{newest} is published" if newest >= 0 else "it has no values yet")
             raise StallError(f"{what} of run {self._run.run!r} did not come in {timeout_s:g} s: {state}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from rayzero import ZeroConfig
 from rayzero.convert.conversion import export_full
 from rayzero.engine.context import RankContext
 from rayzero.errors import ConfigError, StallError, StoreClosedError, UnsupportedError, VersionGoneError
+from rayzero.followers import host_shards
 from rayzero.followers.follower import Follower
+from rayzero.slabs.sweep import SHARED_MEMORY
+from rayzero.store.shm.signals import fence_acquire
 from rayzero.testing import run_ranks
 from tests.support import needs
 
@@ -265,3 +269,54 @@ def test_each_of_several_models_is_followed() -> None:
         assert rayzero.follow(run).read(1).version == 1
 
     alone(loop)
+
+
+def test_what_changes_while_it_is_copied_is_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
+        begun = follower_of_all(run)
+        meanwhile: list[Callable[[], object]] = []
+
+        def fence() -> None:
+            if meanwhile:
+                meanwhile.pop()()
+            fence_acquire()
+
+        monkeypatch.setattr(host_shards, "fence_acquire", fence)
+        for step in range(2):
+            meanwhile.append(lambda step=step: (take_step(model, optimizer, step, 0), rayzero.full_state_dict(model)))
+            reading = rayzero.follow(run).read()  # its first shard is overwritten before it is whole
+            assert (reading.version, meanwhile) == (step + 1, [])
+            assert same(reading, exported(optimizer, tmp_path / f"step {step}"))
+        meanwhile.append(lambda: (take_step(model, optimizer, 2, 0), rayzero.full_state_dict(model)))
+        with pytest.raises(VersionGoneError, match="v2 is overwritten: v3 is published"):
+            begun.read(2)
+
+        def write() -> None:
+            with torch.no_grad():
+                model.embed.weight.mul_(0.5)
+            written.update(exported(optimizer, tmp_path / "write"))
+
+        written: dict[str, Tensor] = {}
+        meanwhile.append(write)
+        fresh = rayzero.follow(run)
+        assert same(fresh.read(3), written)
+
+    alone(loop)
+
+
+def follower_of_all(run: str) -> Follower:
+    """One that has read a version before."""
+    follower = rayzero.follow(run)
+    follower.read().close()
+    return follower
+
+
+def test_a_host_that_has_not_all_optimizers_is_named() -> None:
+    def train(context: RankContext) -> None:
+        model = seeded(Several, 1)
+        rayzero.prepare(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]), ZeroConfig())
+        with pytest.raises(StallError, match=r"only 1 of 2 optimizers of run .* can be read on this host"):
+            rayzero.follow(context.run).read(timeout_s=0.2)
+
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-") as other:
+        run_ranks(train, 1, 2, "shm", hosts={"optimizer 1": Path(other)})
