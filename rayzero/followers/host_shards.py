@@ -9,6 +9,8 @@ as the ranks' forward and backward; a copy reads a fraction of what the owners' 
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -31,6 +33,8 @@ from rayzero.store.shm.shard_lines import CONTENT, DECIDED, INDEX, PUBLISHED, ST
 from rayzero.store.shm.shared_plan import LINE_BYTES, ON_DEVICE, RANK
 from rayzero.store.shm.signals import fence_acquire, load_acquire_64
 from rayzero.store.shm.words import read_layout, region
+
+_TICK_NS = 50_000_000  # more than a tick of the clock of files
 
 Content = tuple[str, int, int]  # what bytes are: lineage, version at which an update last changed them, users' writes
 
@@ -171,10 +175,11 @@ class HostRun:
     def shards(self) -> HostShards | None:
         """Those of the epoch that stands; None: the owners are not there (yet, or any more), or not all of them. Raises
         UnsupportedError for shards that followers cannot read."""
-        changed_ns = self._directory.stat().st_mtime_ns  # read before the names
+        changed_ns, now_ns = self._directory.stat().st_mtime_ns, time.time_ns()  # read before the names
         if changed_ns != self._changed_ns or self._changes:
             self._look()
-            self._changed_ns = changed_ns
+            # a file that comes within the same tick of the kernel's clock gives the directory no later time
+            self._changed_ns = changed_ns if changed_ns < now_ns - _TICK_NS else -1
         return self._shards
 
     def has(self, shards: HostShards) -> bool:
@@ -183,7 +188,8 @@ class HostRun:
         return self.shards() is shards or (self._shards is None and self._gone)
 
     def _look(self) -> None:
-        found = [slab for slab in list_slabs(self._directory) if slab.header and slab.header.facts.run == self.run]
+        there = [slab for slab in list_slabs(self._directory) if slab.header and slab.header.facts.run == self.run]
+        found = [slab for slab in there if _is_of_this_user(slab)]
         controls = [slab for slab in found if _of(slab).role == "control" and _of(slab).kernel != RANK]
         lineage = max(map(_newest, controls), default=(False, 0, ""))[-1]  # a run may start again from a checkpoint
         with ExitStack() as stack:
@@ -222,6 +228,13 @@ class HostRun:
 def _of(slab: FoundSlab) -> SlabFacts:
     assert slab.header is not None
     return slab.header.facts
+
+
+def _is_of_this_user(found: FoundSlab) -> bool:
+    """Anybody may put a file there, and root sees everybody's."""
+    with suppress(OSError):  # it is gone
+        return found.path.lstat().st_uid == os.geteuid()
+    return False
 
 
 def _newest(control: FoundSlab) -> tuple[bool, int, str]:

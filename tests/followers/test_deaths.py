@@ -27,7 +27,7 @@ from tests.support.waiting import until
 from .test_follower import BF16, Net, take_step
 from .watcher import digest, note, noted, watch
 
-pytestmark = needs.shared_memory
+pytestmark = [needs.shared_memory, pytest.mark.timeout(300)]
 
 STEPS, PAUSE_S = 50, 0.05
 GATES = 3, 31  # versions at which the run waits until all followers have read something
@@ -50,7 +50,7 @@ def train(context: RankContext, folder: Path) -> None:
             )
         time.sleep(PAUSE_S)
         if step + 1 in GATES:  # a process that imports torch takes seconds
-            until(lambda gate=folder / f"gate-{step + 1}": gate.exists(), 60)
+            until(lambda gate=folder / f"gate-{step + 1}": gate.exists(), 120)
 
 
 class Disturber(threading.Thread):
@@ -64,12 +64,12 @@ class Disturber(threading.Thread):
 
     def run(self) -> None:
         try:
-            until(lambda: (self._folder / "run").exists(), 60)
+            until(lambda: (self._folder / "run").exists(), 120)
             self._run = (self._folder / "run").read_text()
             for pause_s in (0.0, 0.0, 0.01):
                 self._follow(pause_s)
             for version, act in self._acts().items():
-                until(lambda version=version: version <= max(noted(self._folder / "published"), default=0), 60)
+                until(lambda version=version: version <= max(noted(self._folder / "published"), default=0), 120)
                 act()
         except BaseException as error:
             self.error = error
@@ -95,12 +95,12 @@ class Disturber(threading.Thread):
 
     def _open(self, gate: int) -> None:
         for number in range(len(self.followers)):
-            until(lambda number=number: noted(self._folder / f"read-{number}"), 60)
+            until(lambda number=number: noted(self._folder / f"read-{number}"), 120)
         (self._folder / f"gate-{gate}").touch()
 
     def _scale(self, owners: int) -> None:
         ask(self._folder, ScaleRequest(num_optimizers=owners))
-        until(lambda: self._owners().keys() == set(range(owners)), 60)
+        until(lambda: self._owners().keys() == set(range(owners)), 120)
 
     def _kill_owner(self, number: int) -> None:
         os.kill(self._owners()[number], signal.SIGKILL)

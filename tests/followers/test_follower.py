@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from rayzero.engine.context import RankContext
 from rayzero.errors import ConfigError, StallError, StoreClosedError, UnsupportedError, VersionGoneError
 from rayzero.followers import host_shards
 from rayzero.followers.follower import Follower
-from rayzero.slabs.sweep import SHARED_MEMORY
+from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.shm.signals import fence_acquire
 from rayzero.testing import run_ranks
 from tests.support import needs
@@ -195,6 +196,7 @@ class Several(nn.Module):
         return self.head(self.frozen(self.embed(x % 37)) * self.scale)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "config",
     [
@@ -320,3 +322,15 @@ def test_a_host_that_has_not_all_optimizers_is_named() -> None:
 
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-") as other:
         run_ranks(train, 1, 2, "shm", hosts={"optimizer 1": Path(other)})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="files of another user can only be made by root")
+def test_root_follows_no_files_of_another_user() -> None:
+    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
+        for slab in list_slabs():
+            if slab.header is not None and slab.header.facts.run == run:
+                os.chown(slab.path, 4711, -1)
+        with pytest.raises(StallError, match="has no optimizers in /dev/shm"):
+            rayzero.follow(run).read(timeout_s=0.05)
+
+    alone(loop)
