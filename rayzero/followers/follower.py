@@ -92,12 +92,14 @@ class Follower:
     def wait(self, version: int | None = None, *, timeout_s: float = _WAIT_S) -> int:
         """Wait until ``version`` or a later one is published; None: one that is newer than what was read last. Returns
         the newest. Raises StallError if none comes in time, StoreClosedError if the run ended without one."""
-        with self._lock:
-            wanted = self._last + 1 if version is None else version
         began = time.monotonic()
-        while (newest := self.version) < wanted:
+        while True:
+            with self._lock:
+                newest = self.version
+                wanted = self._last + 1 if version is None else version  # also of a run that has begun again
+            if newest >= wanted:
+                return newest
             self._pause(f"v{wanted}", newest, began, timeout_s)
-        return newest
 
     # ---- values
 
