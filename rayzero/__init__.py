@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rayzero.cluster.follow_call import follow
     from rayzero.cluster.scale_call import scale
     from rayzero.cluster.trainer import Result, ZeroTrainer
     from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
@@ -46,6 +47,7 @@ __all__ = [
     "begin_checkpoint",
     "count_tokens",
     "empty_parameters",
+    "follow",
     "full_parameters",
     "full_state_dict",
     "get_context",
@@ -74,6 +76,7 @@ _HOMES = {
     "ZeroTrainer": "rayzero.cluster.trainer",
     "count_tokens": "rayzero.engine.stats",
     "empty_parameters": "rayzero.engine.start.meta",
+    "follow": "rayzero.cluster.follow_call",
     "full_parameters": "rayzero.engine.full_values",
     "full_state_dict": "rayzero.engine.full_values",
     "get_context": "rayzero.engine.context",

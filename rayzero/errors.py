@@ -21,6 +21,7 @@
     │   ├── StateLostError       a process has died, and nobody else had what only it knew: a checkpoint brings it back
     │   │   └── UntrackedError   it was a rank, and its loop tracks nothing
     │   ├── TransferError        a checksum failed or a stream broke
+    │   ├── VersionGoneError     a follower asked for weights that are overwritten, or read another version meanwhile
     │   └── StoreClosedError     the store was used after close()
     └── RunFailedError           an actor or a training loop failed: which rank, cause, traceback
 
@@ -111,6 +112,10 @@ class UntrackedError(StateLostError):
 
 class TransferError(StoreError):
     """Bytes arrived damaged, or a stream ended too early."""
+
+
+class VersionGoneError(StoreError):
+    """A follower asked for a version that newer ones have overwritten, or held one while it read another."""
 
 
 class StoreClosedError(StoreError):

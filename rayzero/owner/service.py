@@ -29,7 +29,7 @@ from rayzero.owner.owned_model import OwnedModel, build_model, check_same
 from rayzero.owner.publisher import Listener, Publisher
 from rayzero.owner.rules import ClassRule
 from rayzero.owner.shard import OwnedShard, ShardState
-from rayzero.owner.staged_writes import StagedWrites
+from rayzero.owner.staged_writes import StagedWrites, WriteListener, nothing_written
 from rayzero.owner.terms import OwnerTerms
 from rayzero.owner.updater import Updater
 from rayzero.owner.updates import StepUpdates
@@ -113,6 +113,7 @@ class ShardService:
         self._updater = Updater(f"optimizer-{owner}", self._terms.threads, self._on_task_error)
         self._publisher = Publisher(self._updater)
         self._on_total: TotalListener = nothing_heard
+        self._on_write: WriteListener = nothing_written
         self._products: ShardProducts | None = None  # after the first attach, if ranks compute some
 
     # ---- attach and initial values
@@ -190,7 +191,14 @@ class ShardService:
             contributions,
             updates,
             checkpoints,
-            StagedWrites(shards, model.rule, updater, checkpoints, restaged=bool(model.former)),
+            StagedWrites(
+                shards,
+                model.rule,
+                updater,
+                checkpoints,
+                restaged=bool(model.former),
+                on_write=lambda shard, begins: self._on_write(shard, begins),
+            ),
         )
         if self.failed.done():  # before the first attach
             self._parts.fail(self.failed.result(), -1)
@@ -333,6 +341,10 @@ class ShardService:
     def on_total(self, listener: TotalListener) -> None:
         """Call ``listener`` whenever a round of several is in a total, in the updater's thread."""
         self._on_total = listener
+
+    def on_write(self, listener: WriteListener) -> None:
+        """Call ``listener`` before and after a user's write changes a shard, in the updater's thread."""
+        self._on_write = listener
 
     # ---- contributions
 

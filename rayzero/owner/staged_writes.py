@@ -4,7 +4,7 @@ shards."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 
@@ -19,6 +19,12 @@ from rayzero.owner.shard import OwnedShard
 from rayzero.owner.updater import Updater
 from rayzero.protocol.bits import same_bits
 from rayzero.protocol.messages import COMPUTE, GROUP, MASTER, STEP, Write
+
+WriteListener = Callable[[int, bool], None]  # the shard, and whether a write of it begins or has ended
+
+
+def nothing_written(shard: int, begins: bool) -> None:
+    """A ``WriteListener`` that does nothing."""
 
 
 class StagedWrites:
@@ -35,10 +41,11 @@ class StagedWrites:
         checkpoints: CheckpointWriter,
         *,
         restaged: bool = False,
+        on_write: WriteListener = nothing_written,
     ) -> None:
         """``checkpoints``: keeps what a checkpoint still needs, before a shard changes. ``restaged``: a former life of
         this owner may have had values, which rank 0 stages again."""
-        self._restaged, self._checkpoints = restaged, checkpoints
+        self._restaged, self._checkpoints, self._on_write = restaged, checkpoints, on_write
         self._waiting: tuple[Write, Future[None]] | None = None  # the last write, until its values are here
         self._shards, self._rule, self._updater = shards, rule, updater
         self._lock = threading.Lock()
@@ -106,9 +113,13 @@ class StagedWrites:
             )
         self._checkpoints.protect(owned)
         stamps = owned.stamps(version)
-        with stamps.writing(0, owned.shard.numel) if stamps is not None else nullcontext():
-            overwrite(owned, self._rule, kind, values)
-            owned.keep_slices()
+        self._on_write(owned.shard.index, True)
+        try:
+            with stamps.writing(0, owned.shard.numel) if stamps is not None else nullcontext():
+                overwrite(owned, self._rule, kind, values)
+                owned.keep_slices()
+        finally:
+            self._on_write(owned.shard.index, False)
 
     def fail(self, error: StoreError) -> None:
         """Refuse further writes with ``error``; queued ones are still made."""

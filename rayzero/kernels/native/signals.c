@@ -31,6 +31,9 @@ EXPORT void rz_store_release_64(uint64_t *flag, uint64_t value) { __atomic_store
 EXPORT uint32_t rz_load_acquire_32(const uint32_t *flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
 EXPORT uint64_t rz_load_acquire_64(const uint64_t *flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
 
+/* What was loaded before this was loaded before what is loaded after it: the end of a seqlock's read. */
+EXPORT void rz_fence_acquire(void) { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
+
 /* Write the indices of the words that differ from `seen`, and put the new words into `seen`. Returns how many differ. */
 EXPORT int64_t rz_changed(const char *words, int64_t stride, uint64_t *seen, int64_t count, int64_t *indices) {
     int64_t found = 0;

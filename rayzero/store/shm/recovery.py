@@ -178,7 +178,7 @@ def read_run(run: str, found: Sequence[FoundSlab]) -> DeadRun | None:
             entry for entry in found if entry.header is not None and entry.header.facts.role in ("control", "loop")
         ]
         slabs = [slab for entry in small if (slab := _opened(stack, entry)) is not None]
-        owners = _standing([slab for slab in slabs if slab.header.regions_of("versions")])
+        owners = standing([slab for slab in slabs if slab.header.regions_of("versions")])
         if not owners:
             return None
         orders = region(owners[0], "orders")
@@ -199,7 +199,7 @@ def read_run(run: str, found: Sequence[FoundSlab]) -> DeadRun | None:
         )
 
 
-def _standing(owners: Sequence[Slab]) -> list[Slab]:
+def standing(owners: Sequence[Slab]) -> list[Slab]:
     """The control slabs of the epoch that stands: those of the one before are removed later, and those of the next one
     are made before it does."""
     epochs = [slab.header.facts.epoch for slab in owners if leads(slab) and stands(slab)]

@@ -7,9 +7,10 @@ version that never was, a shard without tiles. The owner writes all of them. The
 once it is dead (store/shm/recovery.py), or by its successor.
 
 Another cache line says what is in the shard's total. Ranks read there which gradients they may give back; a successor,
-what it need not add up again. Three 64-bit words: WHOLE, 0 while there is no whole total, else its ``total_word``
+what it need not add up again. Four 64-bit words: WHOLE, 0 while there is no whole total, else its ``total_word``
 (protocol/totals.py), + 1 if ranks keep their gradients all the same; two digests of summands, of which the one with the
-number rounds mod 2 holds. So do two copies of which slices have a gradient, in another region, a byte each.
+number rounds mod 2 holds; WRITES, which a user's write to the shard raises as it begins, to an odd number, and as it
+ends, for followers. So do two copies of which slices have a gradient, in another region, a byte each.
 
 [Note: a total is kept] A round is added to a total in place, and ranks have given back what is in it. So the owner
 notes the total's WHOLE, copies each part of the total before it changes it, and says how far it has come. If it dies
@@ -42,7 +43,7 @@ from rayzero.store.shm.signals import changed, load_acquire_64, store_release_64
 from rayzero.store.shm.words import region
 
 PUBLISHED, CONTENT, INDEX, START, STOP, DECIDED, APPLIED, TILES = range(0, 64, 8)  # bytes from a line's start
-WHOLE, *DIGESTS = range(0, 24, 8)  # bytes from the start of a total's line
+WHOLE, *DIGESTS, WRITES = range(0, 32, 8)  # bytes from the start of a total's line
 
 
 class ShardLines:
@@ -265,6 +266,11 @@ class TotalLines:
         offset = region(self._slab, "present").offset + 2 * self._slices[shard]
         present = self._slab.tensor(offset, 2 * slices, torch.uint8).view(2, slices)
         return SlabTotalLine(self._line[shard], present, self._kept, self._keeper)
+
+    def note_write(self, shard: int, *, begins: bool) -> None:
+        """A user's write to a shard begins, or has ended. The owner that makes a killed one anew goes on counting."""
+        word = self._line[shard] + WRITES
+        store_release_64(word, (load_acquire_64(word) | 1) + (not begins))
 
     def has(self, shard: int, pushed: Pushed) -> bool:
         """Whether what a rank has pushed is in a shard's total, and nowhere else needed; False for a shard of another

@@ -7,7 +7,8 @@ maps) and one ``control`` slab; a rank has ``grads`` slabs (its gradients, mappe
                           shards | lines of totals, one a shard | which slices totals have, twice | a total before
                           a round is added | places of their tensors | answers, for each rank | the lives of the
                           ranks that joined | the run's first version | whether the epoch stands | who owns what |
-                          orders, for each owner | replies | of the lead: records of decisions
+                          the layout, for followers | orders, for each owner | replies | of the lead: records of
+                          decisions
     control of a rank     bell | stamps, one a unit | questions | its last finishes | what ranks of this start of the
                           run have in common
 
@@ -216,6 +217,7 @@ class SharedPlan:
             ("began", 8, 0),
             ("stands", 8, 0),
             ("ownership", len(canonical_json(self.ownership.to_json())), 0),
+            ("layout", len(canonical_json(self.spec.layout.to_json())), 0),
             ("orders", *_cells(self.order_bytes, self.shard_map.num_owners)),
             ("replies", *_cells(self.reply_bytes, 1)),
             *record,

@@ -23,6 +23,7 @@ __all__ = [
     "Cell",
     "available",
     "changed",
+    "fence_acquire",
     "load_acquire_32",
     "load_acquire_64",
     "store_release_32",
@@ -60,6 +61,11 @@ def load_acquire_32(address: int) -> int:
 def load_acquire_64(address: int) -> int:
     """Load a 64-bit word, and see everything written before it was stored."""
     return int(_signals().load_acquire_64(address))
+
+
+def fence_acquire() -> None:
+    """Order every load before this call, also those of a copy, before every one after it."""
+    _signals().fence_acquire()
 
 
 def changed(address: int, stride: int, seen: array[int], count: int) -> list[int]:
@@ -167,6 +173,7 @@ class _Signals:
         self.store_release_64 = typed(quick.rz_store_release_64, None, c_void_p, c_uint64)
         self.load_acquire_32 = typed(quick.rz_load_acquire_32, c_uint32, c_void_p)
         self.load_acquire_64 = typed(quick.rz_load_acquire_64, c_uint64, c_void_p)
+        self.fence_acquire = typed(quick.rz_fence_acquire, None)
         self.changed = typed(quick.rz_changed, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p)
         self.ring = typed(quick.rz_ring, None, c_void_p)
         self.wait = typed(slow.rz_wait, c_uint32, c_void_p, c_uint32, c_int64)

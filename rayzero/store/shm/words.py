@@ -11,8 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from rayzero.errors import HandshakeError
+from rayzero.layout.model_layout import ModelLayout
 from rayzero.protocol.messages import IN_TOTAL, FinishReport, Pushed, Record, canonical_json
 from rayzero.protocol.ownership import Ownership
+from rayzero.records import parse_record
 from rayzero.slabs.header import Region
 from rayzero.slabs.slab import Slab
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -45,20 +47,33 @@ def check_regions(slab: Slab, wanted: Sequence[Wanted], *, but: str) -> None:
         )
 
 
-def write_ownership(slab: Slab, ownership: Ownership) -> None:
-    """Record who owns what in the epoch of an owner's control slab."""
-    found, text = region(slab, "ownership"), canonical_json(ownership.to_json()).encode()
-    slab.tensor(found.offset, len(text), torch.uint8).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+def write_terms(slab: Slab, plan: SharedPlan) -> None:
+    """Record in an owner's control slab who owns what in its epoch, and what the model's parameters are."""
+    for kind, value in (("ownership", plan.ownership.to_json()), ("layout", plan.spec.layout.to_json())):
+        found, text = region(slab, kind), canonical_json(value).encode()
+        slab.tensor(found.offset, len(text), torch.uint8).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
 
 
 def read_ownership(slab: Slab) -> Ownership:
-    """What ``write_ownership`` recorded. Raises HandshakeError if that cannot be read."""
-    found = region(slab, "ownership")
-    text = bytes(slab.tensor(found.offset, found.bytes, torch.uint8).tolist())
+    """Who owns what, as ``write_terms`` recorded it. Raises HandshakeError if that cannot be read."""
+    text = _text(slab, "ownership")
     try:
         return Ownership.from_json(json.loads(text))
     except (ValueError, TypeError) as error:
         raise HandshakeError(f"{slab.path} does not say who owns what: {text[:80]!r}") from error
+
+
+def read_layout(slab: Slab) -> ModelLayout:
+    """What the parameters are, as ``write_terms`` recorded it. Raises HandshakeError if that cannot be read."""
+    try:
+        return parse_record(_text(slab, "layout"), ModelLayout)
+    except ValueError as error:
+        raise HandshakeError(f"{slab.path} does not say what parameters there are: {error}") from error
+
+
+def _text(slab: Slab, kind: str) -> bytes:
+    found = region(slab, kind)
+    return slab.tensor(found.offset, found.bytes, torch.uint8).numpy().tobytes()
 
 
 def leads(slab: Slab) -> bool:

@@ -119,7 +119,7 @@ def prepare(
             _fill(new, [(shard, there.get(here[shard.index])) for shard in plan.shards_of(owner)])
             _note_epoch(new, plan, owner, former.shard_map.owner(0), there, source)
             ShardLines(slab, plan.shards_of(owner)).describe(plan.first_tiles(owner))
-            words.write_ownership(slab, after)
+            words.write_terms(slab, plan)
         except BaseException:
             PreparedMemory(slab, arrived).close()
             raise

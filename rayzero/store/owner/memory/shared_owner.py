@@ -46,8 +46,8 @@ from rayzero.store.shm.words import (
     let_stand,
     read_records,
     region,
-    write_ownership,
     write_record,
+    write_terms,
 )
 
 log = logging.getLogger(__name__)
@@ -130,13 +130,13 @@ class SharedOwner:
             self._control = Slab.create(lay_out_slab(facts, regions), self.directory, later=LATER)
             self._lines = ShardLines(self._control, self._plan.shards_of(self.owner))
             self._lines.describe(self._plan.first_tiles(self.owner))
-            write_ownership(self._control, self._plan.ownership)
+            write_terms(self._control, self._plan)
             let_stand(self._control)  # a later epoch stands once its lead is asked to let it (Step.LET_STAND)
         control = self._own_control()
         places = Places(control, self._plan.shards_of(self.owner))
-        totals = TotalLines(control, self._plan, self.owner)
+        self._totals = TotalLines(control, self._plan, self.owner)
         self._memory = OwnerSlabs(
-            self._plan, control.header.facts, self.directory, self._lines, places, former, totals=totals
+            self._plan, control.header.facts, self.directory, self._lines, places, former, totals=self._totals
         )
         self._bell = bell_of(control)
         return self._memory
@@ -205,6 +205,7 @@ class SharedOwner:
         """Publish the versions of ``service``; ``steps`` answers questions from mailboxes."""
         self._service, self._steps = service, steps
         service.on_publish(self._publish)
+        service.on_write(lambda shard, begins: self._totals.note_write(shard, begins=begins))
 
     def record(self, record: Record) -> None:
         """On the lead: record a decision where it outlives this process."""

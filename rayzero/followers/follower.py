@@ -1,0 +1,257 @@
+"""The weights of a run, version by version, for a process that takes no part in it."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from rayzero.errors import ConfigError, StallError, StoreClosedError, VersionGoneError
+from rayzero.followers.held_version import HeldVersion
+from rayzero.followers.host_shards import HostRun, HostShards
+from rayzero.followers.names import Declared, Names, OwnNames
+from rayzero.layout.model_layout import ModelLayout, loses_bits
+
+_WAIT_S = 600.0
+_QUICKEST_S, _SLOWEST_S = 0.001, 0.02  # between two looks
+_ENDED_S = 5.0  # how long a run's memory is gone before the run counts as ended: it may begin again
+
+
+class Reading(Iterator[tuple[str, Tensor]]):
+    """One version, tensor by tensor. It is held in this process until the last tensor, or ``close``.
+
+    A tensor is the follower's memory: do not write to it, and copy what is needed after the loop. If the follower reads
+    another version meanwhile, the next tensor raises VersionGoneError; those that are out stay as they are."""
+
+    def __init__(self, held: HeldVersion, names: Names) -> None:
+        self.version = held.version
+        self._held: HeldVersion | None = held
+        self._tensors = names.tensors(held)
+        self._lost: VersionGoneError | None = None
+
+    def __next__(self) -> tuple[str, Tensor]:
+        if self._lost is not None:
+            raise self._lost
+        try:
+            return next(self._tensors)
+        except StopIteration:
+            self.close()
+            raise
+
+    def holds(self, held: HeldVersion | None) -> bool:
+        """Whether it still needs this memory."""
+        return held is not None and self._held is held
+
+    def lose(self, newer: int) -> None:
+        """The follower reads another version: this one is held no more."""
+        self._lost = VersionGoneError(
+            f"v{self.version} was held for a reader until the follower began to read v{newer}: end one reading, or "
+            "close it, before the next, or follow the run twice"
+        )
+        self.close()
+
+    def close(self) -> None:
+        """Hold the version no more. Idempotent."""
+        self._held, self._tensors = None, iter(())
+
+
+class Follower:
+    """Reads a run's published weights. Several threads may use it.
+
+    Knows versions, and one of them in its own memory; not who publishes. Nobody waits for it, and it writes nothing
+    that the run has."""
+
+    def __init__(self, run: HostRun, config: Path | None, is_over: Callable[[], bool]) -> None:
+        """``rayzero.follow`` calls it. config: transformers' config of the model; None: there is none. is_over: whether
+        a run without memory is not to begin again."""
+        self._run, self._config, self._is_over = run, config, is_over
+        self._lock = threading.RLock()
+        self._shards: HostShards | None = None  # those seen last
+        self._gone_s: float | None = None  # since when there are none
+        self._held: HeldVersion | None = None  # freed by: close()
+        self._names: tuple[str, Names] | None = None  # with the digest of the layout
+        self._readings = weakref.WeakSet[Reading]()
+        self._last = -1  # the version that was read last
+        self._closed = False
+
+    # ---- versions
+
+    @property
+    def version(self) -> int:
+        """The newest version that is published as a whole; -1: none is yet. Version v is the weights after v steps."""
+        with self._lock:
+            shards = self._present()
+            return -1 if shards is None else shards.version
+
+    def wait(self, version: int | None = None, *, timeout_s: float = _WAIT_S) -> int:
+        """Wait until ``version`` or a later one is published; None: one that is newer than what was read last. Returns
+        the newest. Raises StallError if none comes in time, StoreClosedError if the run ended without one."""
+        began = time.monotonic()
+        while True:
+            with self._lock:
+                newest = self.version
+                wanted = self._last + 1 if version is None else version  # also of a run that has begun again
+            if newest >= wanted:
+                return newest
+            self._pause(f"v{wanted}", newest, began, timeout_s)
+
+    # ---- values
+
+    def read(self, version: int | None = None, *, timeout_s: float = _WAIT_S) -> Reading:
+        """A version's tensors as (name, tensor), with the names, shapes and dtypes of a folder that is exported in the
+        dtype of training. None: the newest. A version that is not published yet is waited for.
+
+        Raises VersionGoneError if newer ones have overwritten it, else as ``wait``."""
+        began = time.monotonic()
+        while True:
+            with self._lock:
+                newest, held = self._bring(version)
+                if held is not None:
+                    return self._read(held, self._names_of(held.layout))
+            self._pause("any version" if version is None else f"v{version}", newest, began, timeout_s)
+
+    def into(self, model: nn.Module, version: int | None = None, *, timeout_s: float = _WAIT_S) -> int:
+        """Copy a version into a model's parameters, in place; returns it. The model has the parameters of the model in
+        training, under those names or published ones; buffers stay as they are.
+
+        Raises ConfigError that names what differs, before anything is copied, else as ``read``."""
+        began = time.monotonic()
+        while True:
+            with self._lock:  # so that no other thread makes this one lose the version
+                newest, held = self._bring(version)
+                if held is not None:
+                    own = OwnNames(held.layout)
+                    fits = own.declared.keys() <= dict(model.named_parameters(remove_duplicate=False)).keys()
+                    names = own if fits else self._names_of(held.layout)
+                    targets = _targets(model, names.declared)
+                    with torch.no_grad():
+                        for name, tensor in self._read(held, names):
+                            targets[name].copy_(tensor)
+                    return held.version
+            self._pause("any version" if version is None else f"v{version}", newest, began, timeout_s)
+
+    @property
+    def declared(self) -> Declared:
+        """Dtype and shape of every tensor by name, as ``read`` gives them. Raises as ``wait``, for any version."""
+        self.wait(0)
+        with self._lock:
+            assert self._shards is not None
+            return self._names_of(self._shards.layout).declared
+
+    def _read(self, held: HeldVersion, names: Names) -> Reading:
+        reading = Reading(held, names)
+        self._readings.add(reading)
+        self._last = held.version
+        return reading
+
+    def _bring(self, version: int | None) -> tuple[int, HeldVersion | None]:
+        """The newest version, and the one that is asked for, in this process's memory; None: not now."""
+        shards = self._present()
+        newest = -1 if shards is None else shards.version
+        wanted, held = newest if version is None else version, self._held
+        if (
+            held is not None
+            and held.version == wanted
+            and (wanted < newest or (shards is not None and held.is_still(shards)))
+        ):
+            return newest, held
+        if wanted < newest:
+            raise VersionGoneError(f"v{wanted} is overwritten: v{newest} is published")
+        if shards is None or not 0 <= wanted == newest:
+            return newest, None
+        taken = self._memory_for(shards.layout, wanted)
+        if not taken.take(shards, wanted):
+            return newest, None
+        if not self._run.has(shards):  # other owners may be changing the memory, and say so in other lines
+            taken.version = -1
+            return newest, None
+        return newest, taken
+
+    def _memory_for(self, layout: ModelLayout, version: int) -> HeldVersion:
+        """Where a version is copied to: over the one that is held, unless a reader needs that."""
+        needed = [reading for reading in self._readings if reading.holds(self._held)]
+        for reading in needed:
+            reading.lose(version)
+        if self._held is None or needed or self._held.layout.digest != layout.digest:
+            self._held = HeldVersion(layout)
+        return self._held
+
+    def _names_of(self, layout: ModelLayout) -> Names:
+        if self._names is None or self._names[0] != layout.digest:
+            self._names = layout.digest, _names_of(layout, self._config)
+        return self._names[1]
+
+    # ---- the run
+
+    def _present(self) -> HostShards | None:
+        """The owners' shards; of a run that has ended, those that it had last. None: there have been none."""
+        if self._closed:
+            raise StoreClosedError("the follower was used after close()")
+        found = self._run.shards()
+        if found is None:
+            self._gone_s = self._gone_s or time.monotonic()
+            return self._shards
+        if self._shards is not None and self._shards.lineage != found.lineage:  # it began again: versions do, too
+            self._held, self._last = None, -1
+        self._shards, self._gone_s = found, None
+        return found
+
+    def _pause(self, what: str, newest: int, began: float, timeout_s: float) -> None:
+        """Wait a little. Raises StallError if time is up, StoreClosedError if the run has ended."""
+        waited, gone_s = time.monotonic() - began, self._gone_s
+        if self._shards is not None and gone_s is not None and time.monotonic() - gone_s > _ENDED_S:
+            if self._is_over():
+                raise StoreClosedError(
+                    f"run {self._run.run!r} has ended, or has no optimizers on this host any more: v{newest} was the "
+                    "last here"
+                )
+            self._gone_s = time.monotonic()
+        if waited >= timeout_s:
+            state = self._run.missing or (f"v{newest} is published" if newest >= 0 else "it has no values yet")
+            raise StallError(f"{what} of run {self._run.run!r} did not come in {timeout_s:g} s: {state}")
+        time.sleep(min(max(_QUICKEST_S, waited / 10), _SLOWEST_S, timeout_s - waited))
+
+    def close(self) -> None:
+        """Let the run's memory and the held version go. Idempotent."""
+        with self._lock:
+            self._closed, self._shards, self._held = True, None, None
+
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _names_of(layout: ModelLayout, config: Path | None) -> Names:
+    """The published names, if ``config`` is of a model of transformers with these parameters and transformers is
+    installed; else the model's own."""
+    if config is None:
+        return OwnNames(layout)
+    from rayzero.followers.published_names import published_names  # brings the formats of checkpoints with it
+
+    return published_names(layout, config) or OwnNames(layout)
+
+
+def _targets(model: nn.Module, declared: Declared) -> dict[str, Tensor]:
+    """A model's parameters by the names of what is to be copied into them. Raises ConfigError if something differs."""
+    targets: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    if unknown := sorted(declared.keys() - targets.keys()):
+        raise ConfigError(f"the model has no parameter {unknown[0]!r}, which the run publishes ({len(unknown)} such)")
+    filled = {id(targets[name]) for name in declared}
+    if lacking := sorted(name for name, tensor in targets.items() if id(tensor) not in filled):
+        raise ConfigError(f"the run publishes no {lacking[0]!r}, which the model has ({len(lacking)} such)")
+    for name, (dtype, shape) in declared.items():
+        target = targets[name]
+        if tuple(target.shape) != shape or target.is_meta:
+            there = "without memory" if target.is_meta else f"of shape {tuple(target.shape)}"
+            raise ConfigError(f"{name!r} is {there} in the model and of shape {shape} in the run")
+        if loses_bits(dtype, target.dtype):
+            raise ConfigError(f"{name!r} is {target.dtype} in the model, which cannot hold the run's {dtype}")
+    return targets

@@ -1,0 +1,336 @@
+"""A follower has, of every version that it reads, the bits of its export."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.models import Critic, Net, seeded, tokens
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rayzero
+from rayzero import ZeroConfig
+from rayzero.convert.conversion import export_full
+from rayzero.engine.context import RankContext
+from rayzero.errors import ConfigError, StallError, StoreClosedError, UnsupportedError, VersionGoneError
+from rayzero.followers import host_shards
+from rayzero.followers.follower import Follower
+from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
+from rayzero.store.shm.signals import fence_acquire
+from rayzero.testing import run_ranks
+from tests.support import needs
+
+from .watcher import digest
+
+pytestmark = needs.shared_memory
+
+STEPS = 50
+BF16 = ZeroConfig(units=["Block"], precision="bf16", shard_bytes="16KiB")
+
+
+def take_step(model: nn.Module, optimizer: Any, step: int, rank: int) -> None:
+    x, y = tokens(step, rank)
+    F.cross_entropy(model(x).float().flatten(0, 1), y.flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def exported(optimizer: Any, folder: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """The export of the present version, tied weights once."""
+    rayzero.save_checkpoint(optimizer, folder / "checkpoint")
+    weights = load_file(export_full(folder / "checkpoint", folder / "export", dtype=dtype))
+    return {name: tensor for name, tensor in weights.items() if name != "head.weight"}
+
+
+def same(reading: Iterator[tuple[str, Tensor]], wanted: dict[str, Tensor]) -> bool:
+    return digest(reading) == digest(wanted.items())
+
+
+class AllKinds:
+    """Followers that read every version, skip some, come late, are slow, and stop."""
+
+    def __init__(self, run: str) -> None:
+        self.run, self.every, self.skips, self.slow = run, *(rayzero.follow(run) for _ in range(3))
+        self.late: Follower | None = None
+        self.begun: Any = None
+
+    def look(self, version: int, wanted: dict[str, Tensor]) -> None:
+        assert self.every.wait() == version
+        assert same(self.every.read(), wanted)
+        if version % 7 == 0:
+            assert same(self.skips.read(version), wanted)
+        if version == 10:
+            self.begun = self.slow.read(10), wanted
+            next(self.begun[0])
+        if version == 40:
+            reading, before = self.begun
+            assert digest(reading) == digest(list(before.items())[1:])  # it held what is long overwritten
+        if version == 30:
+            self.late = rayzero.follow(self.run)
+            self.skips.close()
+            with pytest.raises(StoreClosedError):
+                self.skips.read()
+            self.skips = rayzero.follow(self.run)
+        if self.late is not None:
+            assert same(self.late.read(), wanted)
+
+
+def test_after_each_of_50_steps_every_follower_has_the_bits_of_the_export(tmp_path: Path) -> None:
+    base = seeded(Net, 3)
+
+    def train(context: RankContext) -> None:
+        torch.set_num_threads(1)
+        model = copy.deepcopy(base)
+        model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), BF16)
+        followers = AllKinds(context.run) if context.rank == 0 else None
+        for step in range(STEPS):
+            take_step(model, optimizer, step, context.rank)
+            folder = tmp_path / str(step)
+            wanted = exported(optimizer, folder) if context.rank == 0 else None
+            if wanted is None:
+                rayzero.save_checkpoint(optimizer, folder / "checkpoint")
+            if followers is not None and wanted is not None:
+                followers.look(step + 1, wanted)
+
+    run_ranks(train, 2, 3, "shm")
+
+
+def alone(loop: Any, config: ZeroConfig = BF16, base: nn.Module | None = None, owners: int = 2) -> Any:
+    """Let ``loop(run, model, optimizer)`` train on one rank; what it returns."""
+    plain = seeded(Net, 3) if base is None else base
+
+    def train(context: RankContext) -> Any:
+        torch.set_num_threads(1)
+        trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+        model, optimizer = rayzero.prepare(plain, torch.optim.AdamW(trained, lr=1e-2), config)
+        return loop(context.run, model, optimizer)
+
+    return run_ranks(train, 1, owners, "shm", config=config)[0]
+
+
+def test_a_reader_is_told_what_it_loses() -> None:
+    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
+        follower = rayzero.follow(run)
+        first = follower.read()
+        assert (first.version, follower.version) == (0, 0)
+        name, tensor = next(first)
+        before = tensor.clone()
+        take_step(model, optimizer, 0, 0)
+        assert follower.wait(1) == 1
+        assert dict(follower.read(0)).keys() == follower.declared.keys()  # it is held still
+        second = follower.read()
+        assert second.version == 1
+        with pytest.raises(VersionGoneError, match=r"v0 was held for a reader until the follower began to read v1"):
+            next(first)
+        assert torch.equal(tensor, before), name
+        with pytest.raises(VersionGoneError, match=r"v0 is overwritten: v1 is published"):
+            follower.read(0)
+        with pytest.raises(StallError, match=r"v3 of run .* did not come in 0.1 s: v1 is published"):
+            follower.read(3, timeout_s=0.1)
+
+    alone(loop)
+
+
+def test_what_a_follower_has_read_last_outlives_the_run() -> None:
+    followers = []
+
+    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
+        followers.append(rayzero.follow(run))
+        assert followers[0].wait(0) == 0
+        take_step(model, optimizer, 0, 0)
+        rayzero.full_state_dict(model)  # waits for the version
+
+    alone(loop)
+    assert followers[0].read().version == 1
+    with pytest.raises(StoreClosedError, match="v1 was the last here"):
+        followers[0].wait()
+
+
+def test_a_run_that_is_not_there_is_waited_for_and_named(tmp_path: Path) -> None:
+    with pytest.raises(StallError, match=r"run 'nobody' has no optimizers in /dev/shm"):
+        rayzero.follow("nobody").wait(0, timeout_s=0.05)
+    with pytest.raises(ConfigError, match="which is not a directory here"):
+        rayzero.follow("nobody", slab_dir=tmp_path / "none")
+    with pytest.raises(ConfigError, match="there is no such file"):
+        rayzero.follow("nobody", config=tmp_path / "none")
+
+
+def test_a_users_writes_are_published_too(tmp_path: Path) -> None:
+    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
+        follower = rayzero.follow(run)
+        for step in range(3):
+            take_step(model, optimizer, step, 0)
+            assert follower.wait(step + 1) == step + 1
+            dict(follower.read())  # what the write changes is held already
+            with torch.no_grad():
+                model.norm.bias.fill_(step)
+                model.layers[0].up.weight.mul_(0.5)
+            wanted = exported(optimizer, tmp_path / str(step))  # the writes are made before
+            assert same(follower.read(), wanted), step
+
+    alone(loop)
+
+
+class Several(nn.Module):
+    """Parameters of several kinds: frozen, 0-dim, empty, odd sizes; and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 24)
+        self.frozen = nn.Linear(24, 24)
+        self.frozen.requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.none = nn.Parameter(torch.zeros(0, 3))
+        self.head = nn.Linear(24, 37)
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.frozen(self.embed(x % 37)) * self.scale)
+
+
+@pytest.mark.spread(2)
+@pytest.mark.parametrize(
+    "config",
+    [
+        ZeroConfig(shard_bytes="4KiB"),
+        ZeroConfig(precision="fp16", units=["Linear"], keep_fp32=["embed"]),
+        ZeroConfig(precision="bf16", cpu_compression="lossless"),
+        ZeroConfig(precision="bf16", cpu_compression="int8"),
+    ],
+    ids=["fp32", "fp16, partly fp32", "a coded frozen part", "a frozen part with loss"],
+)
+def test_parameters_of_every_kind_are_followed(config: ZeroConfig) -> None:
+    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
+        follower = rayzero.follow(run)
+        for step in range(3):
+            take_step(model, optimizer, step, 0)
+            found = {name: tensor.clone() for name, tensor in follower.read(step + 1)}
+            wanted = rayzero.full_state_dict(model)
+            assert set(wanted) - set(found) == {"steps"}
+            for name, tensor in found.items():
+                assert torch.equal(tensor, wanted[name].to(tensor.dtype)), name
+                assert follower.declared[name] == (tensor.dtype, tuple(tensor.shape))
+
+    alone(loop, config, seeded(Several, 1))
+
+
+def test_a_version_goes_into_a_model_in_place() -> None:
+    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
+        follower = rayzero.follow(run)
+        take_step(model, optimizer, 0, 0)
+        wanted = rayzero.full_state_dict(model)
+        for dtype in (torch.bfloat16, torch.float32):
+            other = seeded(Net, 4).to(dtype)
+            parameters = list(other.parameters())
+            assert follower.into(other, 1) == 1
+            assert all(one is before for one, before in zip(other.parameters(), parameters, strict=True))
+            assert other.head.weight is other.embed.weight
+            for name, tensor in other.state_dict().items():
+                assert torch.equal(tensor, wanted[name].bfloat16().to(dtype)), name
+        before = copy.deepcopy(other)
+        with pytest.raises(ConfigError, match=r"the model has no parameter 'layers.2.down.bias'"):
+            follower.into(Net(2))
+        with pytest.raises(ConfigError, match=r"the run publishes no 'layers.3.down.bias'"):
+            follower.into(Net(4))
+        with pytest.raises(
+            ConfigError, match=r"is of shape \(32, 32\) in the model and of shape \(32, 64\) in the run"
+        ):
+            follower.into(Net(width=32))
+        with pytest.raises(ConfigError, match=r"which cannot hold the run's torch.bfloat16"):
+            follower.into(copy.deepcopy(other).half())
+        assert all(
+            torch.equal(a.float(), b.float()) for a, b in zip(before.parameters(), other.parameters(), strict=True)
+        )
+
+    alone(loop)
+
+
+def test_a_run_with_owners_on_devices_is_refused_by_name() -> None:
+    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
+        with pytest.raises(UnsupportedError, match="followers need offload_fraction=1"):
+            rayzero.follow(run).read()
+
+    alone(loop, ZeroConfig(units=["Block"], offload_fraction=0.5))
+
+
+def test_each_of_several_models_is_followed() -> None:
+    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
+        critic = seeded(Critic, 5)
+        critic, _ = rayzero.prepare(critic, torch.optim.AdamW(critic.parameters()), ZeroConfig(precision="bf16"))
+        take_step(model, optimizer, 0, 0)
+        wanted = {name: tensor.bfloat16() for name, tensor in rayzero.full_state_dict(critic).items()}
+        assert same(rayzero.follow(run, model=1).read(0), wanted)
+        assert rayzero.follow(run).read(1).version == 1
+
+    alone(loop)
+
+
+def test_what_changes_while_it_is_copied_is_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
+        begun = follower_of_all(run)
+        meanwhile: list[Callable[[], object]] = []
+
+        def fence() -> None:
+            if meanwhile:
+                meanwhile.pop()()
+            fence_acquire()
+
+        monkeypatch.setattr(host_shards, "fence_acquire", fence)
+        for step in range(2):
+            meanwhile.append(lambda step=step: (take_step(model, optimizer, step, 0), rayzero.full_state_dict(model)))
+            reading = rayzero.follow(run).read()  # its first shard is overwritten before it is whole
+            assert (reading.version, meanwhile) == (step + 1, [])
+            assert same(reading, exported(optimizer, tmp_path / f"step {step}"))
+        meanwhile.append(lambda: (take_step(model, optimizer, 2, 0), rayzero.full_state_dict(model)))
+        with pytest.raises(VersionGoneError, match="v2 is overwritten: v3 is published"):
+            begun.read(2)
+
+        def write() -> None:
+            with torch.no_grad():
+                model.embed.weight.mul_(0.5)
+            written.update(exported(optimizer, tmp_path / "write"))
+
+        written: dict[str, Tensor] = {}
+        meanwhile.append(write)
+        fresh = rayzero.follow(run)
+        assert same(fresh.read(3), written)
+
+    alone(loop)
+
+
+def follower_of_all(run: str) -> Follower:
+    """One that has read a version before."""
+    follower = rayzero.follow(run)
+    follower.read().close()
+    return follower
+
+
+def test_a_host_that_has_not_all_optimizers_is_named() -> None:
+    def train(context: RankContext) -> None:
+        model = seeded(Several, 1)
+        rayzero.prepare(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]), ZeroConfig())
+        with pytest.raises(StallError, match=r"only 1 of 2 optimizers of run .* can be read on this host"):
+            rayzero.follow(context.run).read(timeout_s=0.2)
+
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-") as other:
+        run_ranks(train, 1, 2, "shm", hosts={"optimizer 1": Path(other)})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="files of another user can only be made by root")
+def test_root_follows_no_files_of_another_user() -> None:
+    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
+        for slab in list_slabs():
+            if slab.header is not None and slab.header.facts.run == run:
+                os.chown(slab.path, 4711, -1)
+        with pytest.raises(StallError, match="has no optimizers in /dev/shm"):
+            rayzero.follow(run).read(timeout_s=0.05)
+
+    alone(loop)
