@@ -4,7 +4,7 @@ parameters if it is element-wise, else on whole parameters in their shapes (``Mo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -36,7 +36,7 @@ from rayzero.layout.model_layout import Shard, aligned
 from rayzero.owner.class_states import ShardStates, StateRoom
 from rayzero.owner.shard import OwnedShard, ShardWork
 from rayzero.protocol.hyper import require_numbers
-from rayzero.protocol.messages import STEP, Hyper, ModelSpec
+from rayzero.protocol.messages import STEP, Hyper, ModelSpec, group_and_like, group_number
 
 OnTile = Callable[[int, int], None]
 
@@ -69,6 +69,11 @@ class UpdateRule(Protocol):
 
     def own_shapes(self, owned: OwnedShard, index: int) -> Mapping[str, tuple[int, ...]]:
         """Those of these states that have another shape than the parameter, whatever it is that they have."""
+        ...
+
+    def adopt(self, owned: OwnedShard, index: int, kinds: Collection[str]) -> None:
+        """A checkpoint has states of these kinds for a slice, which may be in no group yet. ``own_shapes`` and
+        ``restore`` follow; ``owned.steps`` is already restored."""
         ...
 
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
@@ -119,7 +124,7 @@ class AdamRule:
         steps = (step + 1 for step in owned.steps)
         parts = zip(owned.slices, work.contributors, owned.groups, steps, strict=True)
         segments = segments_of(
-            ((part.start, aligned(part.numel), ranks, group, step) for part, ranks, group, step in parts),
+            ((part.start, aligned(part.numel), ranks, group_and_like(of)[0], step) for part, ranks, of, step in parts),
             self._options(work.hyper),
             apart=any(not isinstance(gradient, Tensor) for gradient in work.gradients),
         )
@@ -153,6 +158,9 @@ class AdamRule:
             keep=None if copied else lambda: self._deferred(state.copied(start, stop), 0, numel, copied=True),
             kept_bytes=packed_bytes(_name_of(state), numel),
         )
+
+    def adopt(self, owned: OwnedShard, index: int, kinds: Collection[str]) -> None:
+        """Nothing to do: every slice has the same moments."""
 
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
         """Copy the moments back."""
@@ -202,7 +210,8 @@ class ClassRule:
 
     def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
         """See ``UpdateRule.update``: one ``step()`` of the shard's instance, unless a former life has made it."""
-        self.room.meet(work.hyper)
+        if self.room.meet(work.hyper):
+            self._shards.clear()  # a class may make states of options when an instance is made
         stamps = owned.stamps(work.version)
         assert owned.master is not None
         assert owned.class_states is not None
@@ -237,6 +246,14 @@ class ClassRule:
         tensors = {name: tuple(value.shape) for name, value in form.items() if not is_scalar(value)}
         return {name: own for name, own in tensors.items() if own != shape}
 
+    def adopt(self, owned: OwnedShard, index: int, kinds: Collection[str]) -> None:
+        """See ``UpdateRule.adopt``."""
+        if owned.groups[index] < 0 and owned.steps[index]:
+            like = self.room.like(owned.unit, owned.slices[index], kinds)
+            numbers = list(owned.groups)
+            numbers[index] = group_number(-1, like)
+            owned.groups = tuple(numbers)
+
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
         """See ``UpdateRule.restore``. The step count is restored from the shard's."""
         self._of(owned).restore(index, values, owned.steps[index])
@@ -265,7 +282,7 @@ class _ShardOptimizer:
             for (start, stop), shape in zip(self._ranges, self.states.shapes, strict=True)
         ]
         slices = by_group(owned.groups)  # groups without a slice here would be empty
-        self._used = list(slices)
+        self._used = [group_and_like(number)[0] for number in slices]
         members = [[self.params[index] for index in own] for own in slices.values()]
         self._hyper = [room.options(*at) for at in zip(owned.groups, self.states.shapes, strict=True)]  # of each slice
         self._optimizer = make.build([self._hyper[own[0]] for own in slices.values()], members)
@@ -276,7 +293,7 @@ class _ShardOptimizer:
     def step(self, work: ShardWork) -> None:
         """Update the slices that have a gradient. Raises UnsupportedError if what this leaves cannot be kept; at the
         first update of a slice no value is changed then: a class may change its mind at sizes that no trial has."""
-        set_options(self._optimizer, [work.hyper[used] for used in self._used])
+        set_options(self._optimizer, [work.hyper[used] if used >= 0 else {} for used in self._used])
         for param, ranks, (start, stop) in zip(self.params, work.contributors, self._ranges, strict=True):
             param.grad = _shaped(_gradient(work, ranks, start, stop), param.shape).to(param.device) if ranks else None
         updated = [index for index, ranks in enumerate(work.contributors) if ranks]
