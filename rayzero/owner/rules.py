@@ -31,7 +31,7 @@ from rayzero.kernels.torch_classes.optimizer_states import (
 )
 from rayzero.kernels.torch_classes.optimizer_trial import require_owned
 from rayzero.kernels.torch_classes.optimizers import maker_of_group
-from rayzero.kernels.torch_kernel import DEVICE_TILE, TorchKernel
+from rayzero.kernels.torch_kernel import DEVICE_TILE, TILE, TorchKernel
 from rayzero.layout.model_layout import Shard, aligned
 from rayzero.owner.class_states import ShardStates, StateRoom
 from rayzero.owner.shard import OwnedShard, ShardWork
@@ -201,6 +201,7 @@ class ClassRule:
         for group in spec.hyper:
             require_owned(self._make, group, whole=spec.layout.whole_parameters)
         self.room = StateRoom(self._make, spec)
+        self._sums = RankSum(TILE)
         self._shards: dict[int, _ShardOptimizer] = {}
 
     def _of(self, owned: OwnedShard) -> _ShardOptimizer:
@@ -222,7 +223,7 @@ class ClassRule:
             self._shards.pop(owned.shard.index, None)  # what it knows is not what the memory has
         if not done:
             with stamps.overwriting(tensors) if stamps is not None else nullcontext():
-                self._of(owned).step(work)
+                self._of(owned).step(work, self._sums)
                 owned.publish(owned.master)
         else:
             owned.publish(owned.master)
@@ -290,12 +291,13 @@ class _ShardOptimizer:
             if steps:
                 self._optimizer.state[self.params[index]] = self.states.state(index)
 
-    def step(self, work: ShardWork) -> None:
+    def step(self, work: ShardWork, sums: RankSum) -> None:
         """Update the slices that have a gradient. Raises UnsupportedError if what this leaves cannot be kept; at the
         first update of a slice no value is changed then: a class may change its mind at sizes that no trial has."""
         set_options(self._optimizer, [work.hyper[used] if used >= 0 else {} for used in self._used])
         for param, ranks, (start, stop) in zip(self.params, work.contributors, self._ranges, strict=True):
-            param.grad = _shaped(_gradient(work, ranks, start, stop), param.shape).to(param.device) if ranks else None
+            grad = _gradient(work, sums, ranks, start, stop) if ranks else None
+            param.grad = None if grad is None else _shaped(grad, param.shape).to(param.device)
         updated = [index for index, ranks in enumerate(work.contributors) if ranks]
         master, first = self._owned.master, not all(self._owned.steps[index] for index in updated)
         assert master is not None
@@ -380,6 +382,10 @@ def _shaped(values: Tensor, shape: Sequence[int]) -> Tensor:
     return values[: math.prod(shape)].view(shape)
 
 
-def _gradient(work: ShardWork, ranks: Sequence[int], start: int, stop: int) -> Tensor:
-    summed = RankSum(stop - start).sum(work.gradients, ranks, start, stop)
-    return (summed * work.scale).clamp_(-work.limit, work.limit)
+def _gradient(work: ShardWork, sums: RankSum, ranks: Sequence[int], start: int, stop: int) -> Tensor:
+    """Summed in tiles that stay in cache."""
+    found = torch.empty(stop - start, dtype=torch.float32, device="cpu")
+    for at in range(start, stop, TILE):
+        end = min(at + TILE, stop)
+        torch.mul(sums.sum(work.gradients, ranks, at, end), work.scale, out=found[at - start : end - start])
+    return found.clamp_(-work.limit, work.limit) if work.limit < math.inf else found

@@ -7,7 +7,7 @@ import functools
 import multiprocessing
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,6 @@ RANKS = OWNERS = 2
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 DIED = " died and is started again"
 OWNERS_ELSEWHERE = ("optimizer 0", "optimizer 1")  # than the ranks
-
-
-def muon_and_adamw(params: Iterable[nn.Parameter], lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices between the embedding and the head, AdamW for everything else."""
-    params = list(params)
-    matrices = [param for param in params[1:-2] if param.dim() == 2]
-    known = set(map(id, matrices))
-    others = [param for param in params if id(param) not in known]
-    return [torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW(others, lr=lr)]
 
 
 def train(

@@ -31,11 +31,11 @@ from .disturbed import (
     Disturbed,
     another_host,
     differences,
-    muon_and_adamw,
     train,
     undisturbed,
     unsharded,
 )
+from .test_scaling_cases import momentum, muon_and_adamw
 
 pytestmark = needs.shared_memory
 
@@ -235,7 +235,7 @@ def test_a_fault_changes_no_bit(
 
 
 CLASSES: dict[str, Callable[..., Any]] = {
-    "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "momentum": momentum,
     "muon-and-adamw": muon_and_adamw,
     "adafactor": torch.optim.Adafactor,
 }
