@@ -13,7 +13,7 @@ __all__ = ["COMMANDS", "main"]
 
 HERE = Path(__file__).parent
 ROOMS = {
-    "bench": ("adam", "overlap", "step", "store"),
+    "bench": ("adam", "classes", "overlap", "step", "store"),
     "calibration": ("simulation",),
     "simulation": ("plan",),
     "costs": (

@@ -8,7 +8,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from docs.pictures import cluster, memory, recovery, shards, step  # noqa: E402
+from docs.pictures import cluster, memory, muon, recovery, shards, step  # noqa: E402
 
 PICTURES = {
     "cluster": cluster.draw,
@@ -16,6 +16,7 @@ PICTURES = {
     "step": step.draw,
     "memory": memory.draw,
     "recovery": recovery.draw,
+    "muon": muon.draw,
 }
 
 

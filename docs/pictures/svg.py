@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 STYLE = """
@@ -14,7 +15,8 @@ svg.rz .small{font-size:11px} svg.rz .strong{font-weight:600} svg.rz .on{fill:#f
 svg.rz .box{fill:var(--box);stroke:var(--line)} svg.rz .empty{fill:none;stroke:var(--line)}
 svg.rz .line{stroke:var(--soft);stroke-width:1.4;fill:none} svg.rz .dash{stroke-dasharray:4 3;stroke-width:0.6}
 svg.rz .head{fill:var(--soft)} svg.rz .a{fill:var(--a)} svg.rz .b{fill:var(--b)} svg.rz .c{fill:var(--c)}
-svg.rz .d{fill:var(--d)} svg.rz .e{fill:var(--e)}
+svg.rz .d{fill:var(--d)} svg.rz .e{fill:var(--e)} svg.rz .curve{fill:none} svg.rz .thin{stroke-width:0.8}
+svg.rz .thick{stroke-width:2.4} svg.rz .sa{stroke:var(--a)} svg.rz .sb{stroke:var(--b)}
 """
 """Colours a to e stand for things; the site's own style sheet sets the same variables by its palette."""
 
@@ -42,6 +44,11 @@ class Drawing:
         """A straight line, with a head at its end if it is an arrow."""
         end = ' marker-end="url(#head)"' if arrow else ""
         self._shapes.append(f'<line class="{kind}" x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}"{end}/>')
+
+    def curve(self, points: Sequence[tuple[float, float]], kind: str) -> None:
+        """Lines from point to point."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self._shapes.append(f'<polyline class="{kind}" points="{path}"/>')
 
     def svg(self) -> str:
         """The file's content."""

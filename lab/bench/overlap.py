@@ -1,10 +1,11 @@
 """Measures how much of the optimizer's time a training loop with clipping sees if its compute leaves the CPU idle.
 
-    python -m lab overlap [--mparams 64] [--units 16] [--rounds 5] [--steps 4] [--transport shm] [--json]
+    python -m lab overlap [--mparams 64] [--units 16] [--optimizer adamw] [--rounds 5] [--steps 4] [--json]
 
 The model's forward and backward sleep, like a loop whose GPU is busy, and its gradients are ready in memory. Backward
 sleeps twice as long as forward. T_adam is the time of ``step()`` under overlap="none" after the clip: decision, update,
-publish. For T_forward / T_adam of 0.5, 1 and 2, a round measures in turn
+publish; with ``--optimizer muon``, whose units must be square matrices, that of Muon's. For T_forward / T_adam of 0.5,
+1 and 2, a round measures in turn
 
     exposed   seconds a step beyond the sleep, for overlap="forward" and for overlap="none"
     floor     the same under a forward so long (4 x T_adam) that it hides the whole update: the last copy-out, norm,
@@ -19,13 +20,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +88,9 @@ class Sleeper(nn.Module):
 
     def __init__(self, numel: int, clock: Clock, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(numel, dtype=torch.float32, device="cpu"))
+        side = math.isqrt(numel)
+        shape = (side, side) if side * side == numel else (numel,)
+        self.weight = nn.Parameter(torch.randn(shape, dtype=torch.float32, device="cpu"))
         self.gradient = torch.randn(numel, dtype=torch.float32, device="cpu").to(dtype)
         self.clock = clock
 
@@ -103,6 +107,7 @@ class Shape:
     mparams: int = 64  # 2^20 parameters
     units: int = 16
     precision: Precision = "bf16"
+    optimizer: Literal["adamw", "muon"] = "adamw"
 
 
 class SleepingPlayer:
@@ -116,8 +121,12 @@ class SleepingPlayer:
         numel = (shape.mparams << 20) // shape.units
         model = nn.Sequential(*(Sleeper(numel, self._clock, dtype) for _ in range(shape.units)))
         config = ZeroConfig(precision=shape.precision, overlap=overlap, max_grad_norm=CLIP)
-        adam = torch.optim.AdamW(model.parameters(), **ADAMW)  # type: ignore[arg-type]
-        self._model, self._optimizer = prepare(model, adam, config)
+        optimizer = (
+            torch.optim.Muon(model.parameters(), lr=ADAMW["lr"])  # type: ignore[arg-type]
+            if shape.optimizer == "muon"
+            else torch.optim.AdamW(model.parameters(), **ADAMW)  # type: ignore[arg-type]
+        )
+        self._model, self._optimizer = prepare(model, optimizer, config)
 
     def play(self, turn: Turn) -> dict[str, Any]:
         """See the class."""
@@ -300,6 +309,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--mparams", type=at_least_one, default=Shape().mparams, help="2^20 parameters")
     found.add_argument("--units", type=at_least_one, default=Shape().units)
     found.add_argument("--precision", choices=get_args(Precision), default=Shape().precision)
+    found.add_argument("--optimizer", choices=("adamw", "muon"), default=Shape().optimizer)
     found.add_argument("--rounds", type=at_least_one, default=5)
     found.add_argument("--steps", type=at_least_one, default=4)
     found.add_argument("--threads", type=at_least_one, default=min(2, os.cpu_count() or 1), help="threads of the owner")
@@ -311,7 +321,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command: measure and print."""
     args = parser().parse_args(argv)
-    shape = Shape(mparams=args.mparams, units=args.units, precision=args.precision)
+    shape = Shape(mparams=args.mparams, units=args.units, precision=args.precision, optimizer=args.optimizer)
     transport = args.transport or best_transport(1)
     facts = about() | {"shape": as_plain(shape), "transport": transport, "threads": args.threads, "clip": CLIP}
     facts |= {"rounds": args.rounds, "steps": args.steps}

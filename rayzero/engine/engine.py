@@ -36,7 +36,7 @@ from rayzero.engine.values import Registered, StateDictLoad, UnitValues
 from rayzero.errors import GradientAccessError, UnsupportedError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.modes import outside_modes
-from rayzero.protocol.messages import GROUP, CheckpointInfo, FileEntry, Hyper, MeanInput
+from rayzero.protocol.messages import GROUP, CheckpointInfo, FileEntry, Hyper, MeanInput, group_number
 from rayzero.telemetry.names import LEARNING_RATE
 from rayzero.telemetry.recorder import End, Recorder, Since
 
@@ -486,15 +486,17 @@ class Engine:
     # ---- what the user adds and changes
 
     @outside_modes
-    def train(self, params: Sequence[nn.Parameter], group: int) -> None:
-        """Make the owners train parameters that were in no group as part of ``group``; every rank calls it.
+    def train(self, params: Sequence[nn.Parameter], group: int, like: int) -> None:
+        """Make the owners train parameters that were in no group as part of ``group``; every rank calls it. ``like``:
+        see [Note: group numbers].
 
         Raises UnsupportedError for a parameter that was not in the model at prepare, or frozen there, or is frozen
         now."""
         self.registered.refuse_added()
+        number = group_number(group, like)
         for index, slots in self.trained.find(params).items():
             unit = self.units[index]
-            self.values.write(unit, GROUP, self.trained.with_added(unit, slots, group))
+            self.values.write(unit, GROUP, self.trained.with_added(unit, slots, group, number))
             self.trained.add(index, slots, group)
             self.collector.watch([(unit, slots)])
             self.cache.train(index)

@@ -436,6 +436,7 @@ def _restore_slice(reader: CheckpointReader, owned: OwnedShard, index: int, rule
         states = set(reader.kinds(slot.name)) - {MASTER}
         if rule.state_kinds:
             _check_states(reader, slot.name, states, rule.state_kinds)
+        rule.adopt(owned, index, states)
         own, ours = reader.own_shapes(slot.name), rule.own_shapes(owned, index)
         if differing := sorted(kind for kind in states & {*own, *ours} if own.get(kind) != ours.get(kind)):
             raise CheckpointError(

@@ -4,7 +4,7 @@ parameters if it is element-wise, else on whole parameters in their shapes (``Mo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -32,12 +32,12 @@ from rayzero.kernels.torch_classes.optimizer_states import (
 )
 from rayzero.kernels.torch_classes.optimizer_trial import require_owned
 from rayzero.kernels.torch_classes.optimizers import maker_of_group
-from rayzero.kernels.torch_kernel import DEVICE_TILE, TorchKernel
+from rayzero.kernels.torch_kernel import DEVICE_TILE, TILE, TorchKernel
 from rayzero.layout.model_layout import Shard, aligned
 from rayzero.owner.classes.class_states import ShardStates, StateRoom
 from rayzero.owner.shard import OwnedShard, ShardWork
 from rayzero.protocol.hyper import require_numbers
-from rayzero.protocol.messages import STEP, Hyper, ModelSpec
+from rayzero.protocol.messages import STEP, Hyper, ModelSpec, group_and_like, group_number
 
 OnTile = Callable[[int, int], None]
 
@@ -70,6 +70,11 @@ class UpdateRule(Protocol):
 
     def own_shapes(self, owned: OwnedShard, index: int) -> Mapping[str, tuple[int, ...]]:
         """Those of these states that have another shape than the parameter, whatever it is that they have."""
+        ...
+
+    def adopt(self, owned: OwnedShard, index: int, kinds: Collection[str]) -> None:
+        """A checkpoint has states of these kinds for a slice, which may be in no group yet. ``own_shapes`` and
+        ``restore`` follow; ``owned.steps`` is already restored."""
         ...
 
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
@@ -120,7 +125,7 @@ class AdamRule:
         steps = (step + 1 for step in owned.steps)
         parts = zip(owned.slices, work.contributors, owned.groups, steps, strict=True)
         segments = segments_of(
-            ((part.start, aligned(part.numel), ranks, group, step) for part, ranks, group, step in parts),
+            ((part.start, aligned(part.numel), ranks, group_and_like(of)[0], step) for part, ranks, of, step in parts),
             self._options(work.hyper),
             apart=any(not isinstance(gradient, Tensor) for gradient in work.gradients),
         )
@@ -154,6 +159,9 @@ class AdamRule:
             keep=None if copied else lambda: self._deferred(state.copied(start, stop), 0, numel, copied=True),
             kept_bytes=packed_bytes(_name_of(state), numel),
         )
+
+    def adopt(self, owned: OwnedShard, index: int, kinds: Collection[str]) -> None:
+        """Nothing to do: every slice has the same moments."""
 
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
         """Copy the moments back."""
@@ -194,6 +202,7 @@ class ClassRule:
         for group in spec.hyper:
             require_owned(self._make, group, whole=spec.layout.whole_parameters)
         self.room = StateRoom(self._make, spec)
+        self._sums = RankSum(TILE)
         self._shards: dict[int, _ShardOptimizer] = {}
 
     def _of(self, owned: OwnedShard) -> _ShardOptimizer:
@@ -208,7 +217,7 @@ class ClassRule:
         assert owned.class_states is not None
         if not done:
             with stamps.overwriting((owned.master, owned.class_states)) if stamps is not None else nullcontext():
-                self._of(owned).step(work)
+                self._of(owned).step(work, self._sums)
                 owned.publish(owned.master)
         else:
             owned.publish(owned.master)
@@ -216,7 +225,8 @@ class ClassRule:
 
     def _is_done(self, owned: OwnedShard, work: ShardWork) -> bool:
         """Whether a former life has made this update. One that it was making when it ended is undone."""
-        self.room.meet(work.hyper)
+        if self.room.meet(work.hyper):
+            self._shards.clear()  # a class may make states of options when an instance is made
         stamps = owned.stamps(work.version)
         assert owned.master is not None
         assert owned.class_states is not None
@@ -228,7 +238,7 @@ class ClassRule:
 
     def fed(self, owned: OwnedShard, work: ShardWork, slices: Sequence[int]) -> dict[int, Tensor]:
         """See ``DividedRule.fed``."""
-        return {} if self._is_done(owned, work) else self._of(owned).fed(work, slices)
+        return {} if self._is_done(owned, work) else self._of(owned).fed(work, self._sums, slices)
 
     def states(self, owned: OwnedShard) -> dict[str, Tensor]:
         """States of the whole shard by kinds; zero where a parameter has none."""
@@ -247,6 +257,14 @@ class ClassRule:
         shape, form = states.shapes[index], leaves(self.room.form(owned.groups[index], states.shapes[index]))
         tensors = {name: tuple(value.shape) for name, value in form.items() if not is_scalar(value)}
         return {name: own for name, own in tensors.items() if own != shape}
+
+    def adopt(self, owned: OwnedShard, index: int, kinds: Collection[str]) -> None:
+        """See ``UpdateRule.adopt``."""
+        if owned.groups[index] < 0 and owned.steps[index]:
+            like = self.room.like(owned.unit, owned.slices[index], kinds)
+            numbers = list(owned.groups)
+            numbers[index] = group_number(-1, like)
+            owned.groups = tuple(numbers)
 
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
         """See ``UpdateRule.restore``. The step count is restored from the shard's."""
@@ -276,7 +294,7 @@ class _ShardOptimizer:
             for (start, stop), shape in zip(self._ranges, self.states.shapes, strict=True)
         ]
         slices = by_group(owned.groups)  # groups without a slice here would be empty
-        self._used = list(slices)
+        self._used = [group_and_like(number)[0] for number in slices]
         members = [[self.params[index] for index in own] for own in slices.values()]
         self._hyper = [room.options(*at) for at in zip(owned.groups, self.states.shapes, strict=True)]  # of each slice
         self._optimizer = make.build([self._hyper[own[0]] for own in slices.values()], members)
@@ -284,12 +302,13 @@ class _ShardOptimizer:
             if steps:
                 self._optimizer.state[self.params[index]] = self.states.state(index)
 
-    def step(self, work: ShardWork) -> None:
+    def step(self, work: ShardWork, sums: RankSum) -> None:
         """Update the slices that have a gradient. Raises UnsupportedError if what this leaves cannot be kept; at the
         first update of a slice no value is changed then: a class may change its mind at sizes that no trial has."""
-        set_options(self._optimizer, [work.hyper[used] for used in self._used])
+        set_options(self._optimizer, [work.hyper[used] if used >= 0 else {} for used in self._used])
         for param, ranks, (start, stop) in zip(self.params, work.contributors, self._ranges, strict=True):
-            param.grad = _shaped(_gradient(work, ranks, start, stop), param.shape).to(param.device) if ranks else None
+            grad = _gradient(work, sums, ranks, start, stop) if ranks else None
+            param.grad = None if grad is None else _shaped(grad, param.shape).to(param.device)
         updated = [index for index, ranks in enumerate(work.contributors) if ranks]
         master, first = self._owned.master, not all(self._owned.steps[index] for index in updated)
         assert master is not None
@@ -308,12 +327,12 @@ class _ShardOptimizer:
         for param in self.params:
             param.grad = None
 
-    def fed(self, work: ShardWork, slices: Sequence[int]) -> dict[int, Tensor]:
+    def fed(self, work: ShardWork, sums: RankSum, slices: Sequence[int]) -> dict[int, Tensor]:
         found = {}
         for index in slices:
             ranks, (start, stop), param = work.contributors[index], self._ranges[index], self.params[index]
             if ranks:
-                grad, state = _shaped(_gradient(work, ranks, start, stop), param.shape), self._optimizer.state
+                grad, state = _shaped(_gradient(work, sums, ranks, start, stop), param.shape), self._optimizer.state
                 matrix = fed(self._make, work.hyper[self._owned.groups[index]], grad, state.get(param, {}))
                 found.update({} if matrix is None else {index: matrix})
         return found
@@ -384,6 +403,10 @@ def _shaped(values: Tensor, shape: Sequence[int]) -> Tensor:
     return values[: math.prod(shape)].view(shape)
 
 
-def _gradient(work: ShardWork, ranks: Sequence[int], start: int, stop: int) -> Tensor:
-    summed = RankSum(stop - start).sum(work.gradients, ranks, start, stop)
-    return (summed * work.scale).clamp_(-work.limit, work.limit)
+def _gradient(work: ShardWork, sums: RankSum, ranks: Sequence[int], start: int, stop: int) -> Tensor:
+    """Summed in tiles that stay in cache."""
+    found = torch.empty(stop - start, dtype=torch.float32, device="cpu")
+    for at in range(start, stop, TILE):
+        end = min(at + TILE, stop)
+        torch.mul(sums.sum(work.gradients, ranks, at, end), work.scale, out=found[at - start : end - start])
+    return found.clamp_(-work.limit, work.limit) if work.limit < math.inf else found

@@ -52,7 +52,7 @@ class OwnedShard:
     shard: Shard
     unit: UnitLayout
     slices: tuple[SlotSlice, ...]
-    groups: tuple[int, ...]  # parameter group of each slice
+    groups: tuple[int, ...]  # group number of each slice: [Note: group numbers] in protocol/messages.py
     params: Tensor  # 1D, unit dtype: what COMPUTE reads; of a coded unit its record, uint8
     master: Tensor | None  # 1D fp32; the same memory as params in a trained fp32 unit on the host; frozen: may be None
     states: dict[str, Moment]  # by kind; on a device where the master is

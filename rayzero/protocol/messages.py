@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field
 
 from rayzero.config.base import Share
 from rayzero.config.zero import CheckpointMoments, MatrixUpdates, Moments, Nonfinite, Spread
-from rayzero.errors import RayZeroError
+from rayzero.errors import RayZeroError, UnsupportedError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.records import Sha256, Whole
 
@@ -32,7 +32,7 @@ STORED = "stored"  # the records (codecs/record.py) of published parameters that
 MASTER = "master"  # the fp32 masters
 STEP = "step"  # how many updates each parameter has had: fp32, one number repeated over its range
 PRODUCT = "product"  # bf16: what ranks multiply for owners, and what comes of it (protocol/products.py)
-GROUP = "group"  # only to write: each parameter's parameter group, fp32, one number repeated over its range
+GROUP = "group"  # only to write: each parameter's group number, fp32, repeated over its range. [Note: group numbers]
 
 CLASS = "optimizer"  # the entry of a parameter group that says which of several optimizer classes updates it: its path
 
@@ -46,6 +46,34 @@ Hyper = dict[str, Any]  # one parameter group's options, JSON-able: lr, betas, e
 def canonical_json(value: Any) -> str:
     """JSON with sorted keys and no blanks, so that equal values give equal text (floats print exactly)."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+_NO_GROUP, _LIKES = (1 << 14) - 1, 1 << 10  # so that fp32 has every number
+
+
+def group_number(group: int, like: int) -> int:
+    """What owners know a parameter group by that came after prepare(). Raises UnsupportedError if it is one of too
+    many.
+
+    [Note: group numbers] The number of a group at prepare() is its index; -1 is none. What a later one keeps of a
+    parameter, owners must know before a decision brings its options, also a successor whose parameters are being read
+    or loaded. So its number, which outlives processes, also says which group at prepare() keeps the same (``like``).
+    ``group`` is -1 for a parameter in no group yet of which a checkpoint has states."""
+    if group >= _NO_GROUP or like >= _LIKES:
+        raise UnsupportedError(
+            f"parameter group {group}, like group {like}, was added after rayzero.prepare(), where later groups have "
+            f"numbers below {_NO_GROUP:,} and are like one of the first {_LIKES:,}; give prepare() this group"
+        )
+    return -2 - ((group if group >= 0 else _NO_GROUP) + (_NO_GROUP + 1) * like)
+
+
+def group_and_like(number: int) -> tuple[int, int]:
+    """The index of a group, and that of the group at prepare() that keeps the same: itself, if it was there. -1 is
+    none."""
+    if number >= -1:
+        return number, number
+    like, group = divmod(-2 - number, _NO_GROUP + 1)
+    return (-1 if group == _NO_GROUP else group), like
 
 
 def classes_of(groups: Sequence[Hyper], optimizer: str) -> str:

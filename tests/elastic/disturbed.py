@@ -16,7 +16,7 @@ import pytest
 import torch
 from engine.models import Batches, seeded
 from engine.test_comeback import Seen, Small
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rayzero
@@ -29,8 +29,11 @@ from rayzero.testing import Transport, run_ranks
 from tests.support.faults import Fault, Faults
 from tests.support.waiting import until
 
+from .test_scaling_cases import Small as BufferlessSmall
+
 STEPS = 4
 RANKS = OWNERS = 2
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 DIED = " died and is started again"
 OWNERS_ELSEWHERE = ("optimizer 0", "optimizer 1")  # than the ranks
 
@@ -39,22 +42,23 @@ def train(
     context: RankContext,
     base: nn.Module,
     folder: Path,
-    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    make: Callable[..., Any] = torch.optim.AdamW,
+    precision: str = "fp32",
     matrix_updates: Any = "owner",
 ) -> Any:
-    """A loop with everything in it that can be cut: norms and clips, means, a write, a checkpoint."""
+    """A loop with everything in it that can be cut: norms and clips, means, a write, a checkpoint. ``make``: an
+    optimizer, or several, of Parameters and ``lr``."""
     torch.set_num_threads(1)  # the bits of a matrix product depend on it
     (folder / "run").write_text(context.run)
     model, loader, seen = copy.deepcopy(base), Batches(context.rank), Seen()
-    config = ZeroConfig(units=["Block", "Embedding"], matrix_updates=matrix_updates)
+    config = ZeroConfig(units=["Block", "Embedding"], precision=precision, matrix_updates=matrix_updates)
     model, optimizer = rayzero.prepare(model, make(model.parameters(), lr=1e-2), config)
-    cycles = not {"betas", "momentum"}.isdisjoint(optimizer.param_groups[0])
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=STEPS + 1, cycle_momentum=cycles)
+    scheduler = one_cycle(optimizer)
     rayzero.track(scheduler=scheduler, loader=loader, seen=seen)
     batches = iter(loader)
     for step in range(context.step, STEPS):
         x, y = next(batches)
-        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss = loss_of(model, x, y)
         loss.backward()
         seen.losses = [*seen.losses, loss.detach()]
         if step % 2:
@@ -68,19 +72,81 @@ def train(
             with torch.no_grad():
                 model.head.bias.fill_(0.25)
                 model.embed.weight.mul_(0.5)  # of another unit
-    states = optimizer.state_dict()["state"]
-    moments = {
-        f"{key} {kind}": torch.as_tensor(v) for key, state in states.items() for kind, v in leaves(state).items()
-    }
+    moments = named_leaves(optimizer.state_dict()["state"])
     engine = optimizer.engine
     moments |= {f"{unit.name} {STEP}": engine.cache.fetch_flat(unit, STEP) for unit in engine.units}
     losses = [float(loss) for loss in seen.losses]
     return context.life, rayzero.full_state_dict(model) | moments, losses, seen.means
 
 
-def undisturbed(folder: Path, **given: Any) -> Any:
+def one_cycle(optimizer: torch.optim.Optimizer, among: int = 1) -> Any:
+    """A schedule of rates, and of momenta if the optimizer has such and is not one of several (``among``)."""
+    cycles = not {"betas", "momentum"}.isdisjoint(optimizer.defaults) and among == 1
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=STEPS + 1, cycle_momentum=cycles)
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
+
+
+def named_leaves(states: Mapping[int, Any]) -> dict[str, Tensor]:
+    """What optimizers keep, by the number of the parameter and the name."""
+    return {f"{key} {kind}": torch.as_tensor(v) for key, state in states.items() for kind, v in leaves(state).items()}
+
+
+def unsharded(make: Callable[..., Any], precision: str) -> Any:
+    """By rank, what plain PyTorch ends with that trains one model on the batches of all ranks, as ``train`` does. The
+    norm that clips is in fp64, as owners compute it."""
+    torch.set_num_threads(1)
+    masters = base_of(precision)
+    ranks = [copy.deepcopy(masters).to(getattr(torch, DTYPES[precision])) for _ in range(RANKS)]
+    made = make(masters.parameters(), lr=1e-2)
+    optimizers = made if isinstance(made, list) else [made]
+    schedulers = [one_cycle(each, len(optimizers)) for each in optimizers]
+    batches = [iter(Batches(rank)) for rank in range(RANKS)]
+    losses, means = [[] for _ in ranks], []
+    for step in range(STEPS):
+        for model, each, lost in zip(ranks, batches, losses, strict=True):
+            model.zero_grad()
+            loss = loss_of(model, *next(each))
+            loss.backward()
+            lost.append(float(loss.detach()))
+        for param, *parts in zip(masters.parameters(), *(model.parameters() for model in ranks), strict=True):
+            param.grad = functools.reduce(torch.add, [part.grad.float() for part in parts])
+        square = sum(float(param.grad.double().square().sum()) for param in masters.parameters())
+        norm = square**0.5 / RANKS
+        scale = min(1.0, 0.5 / (norm + 1e-6)) / RANKS if step % 2 else 1.0 / RANKS
+        for param in masters.parameters():
+            param.grad *= scale
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+        with torch.no_grad():
+            if step == 1:  # writes are to rounded values
+                masters.head.bias.fill_(0.25)
+                masters.embed.weight.copy_(masters.embed.weight.to(ranks[0].embed.weight.dtype).mul_(0.5))
+            for model in ranks:
+                for param, master in zip(model.parameters(), masters.parameters(), strict=True):
+                    param.copy_(master)
+        means.append(sum(lost[-1] for lost in losses) / RANKS)
+    states: dict[int, Any] = {}
+    for optimizer in optimizers:
+        states |= {len(states) + key: state for key, state in optimizer.state_dict()["state"].items()}
+    return [
+        (0, dict(masters.state_dict()) | dict(model.named_buffers()) | named_leaves(states), lost, means)
+        for model, lost in zip(ranks, losses, strict=True)
+    ]
+
+
+def base_of(precision: str) -> nn.Module:
+    """A model that has buffers if it is not to compute in bf16, which batch norms with fp32 buffers do not."""
+    return seeded(Small if precision == "fp32" else BufferlessSmall, 3)
+
+
+def undisturbed(folder: Path, precision: str = "fp32", **given: Any) -> Any:
     """By rank, what a run ends with that nothing happens to. ``given``: to ``train``."""
-    return run_ranks(functools.partial(train, base=seeded(Small, 3), folder=folder, **given), RANKS, OWNERS)
+    loop = functools.partial(train, base=base_of(precision), folder=folder, precision=precision, **given)
+    return run_ranks(loop, RANKS, OWNERS)
 
 
 def differences(ours: Any, theirs: Any) -> list[str]:
@@ -105,10 +171,11 @@ class Disturbed:
         hosts: Mapping[str, Path] | None = None,
         tls: bool = False,
         config: ZeroConfig | None = None,
+        precision: str = "fp32",
         **given: Any,
     ) -> None:
         """``config``: how bytes and messages travel. ``given``: to ``train``."""
-        self.given = given
+        self.given = given | {"precision": precision, "base": base_of(precision), "folder": folder}
         self.tls, self.config = tls, config
         self.folder, self.faults, self.hosts = folder, Faults(folder, faults), dict(hosts or {})
         self.transport: Transport = transport
@@ -117,7 +184,7 @@ class Disturbed:
 
     def results(self) -> Any:
         """By rank."""
-        one = functools.partial(train, base=seeded(Small, 3), folder=self.folder, **self.given)
+        one = functools.partial(train, **self.given)
         found = run_ranks(
             one,
             RANKS,

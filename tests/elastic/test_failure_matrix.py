@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 import torch
 from engine.models import seeded
 from engine.test_comeback import Small
-from owner.test_class_rule import Muons
 from owner.test_products import Divided
 from torch import nn
 
@@ -26,13 +26,28 @@ from rayzero.testing import Transport, run_ranks
 from tests.support import needs
 from tests.support.faults import Fault, FaultError, Faults
 
-from .disturbed import OWNERS, RANKS, Disturbed, another_host, differences, train, undisturbed
+from .disturbed import (
+    OWNERS,
+    RANKS,
+    Disturbed,
+    another_host,
+    differences,
+    train,
+    undisturbed,
+    unsharded,
+)
+from .test_scaling_cases import momentum, muon_and_adamw
 
 pytestmark = needs.shared_memory
 
 
 def killed(member: str, point: str, nth: int = 1, life: int | None = None) -> Fault:
     return Fault(member, point, "kill", nth, life)
+
+
+def at_the_step(fault: Fault) -> Fault:
+    """The same in owners that run a torch class, whose update is no kernel's."""
+    return replace(fault, point="owner.step") if fault.point == "owner.adam" else fault
 
 
 OWNER = {
@@ -220,41 +235,62 @@ def test_a_fault_changes_no_bit(
     )
 
 
-CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
-    "muon": Muons,
+CLASSES: dict[str, Callable[..., Any]] = {
+    "momentum": momentum,
+    "muon-and-adamw": muon_and_adamw,
     "adafactor": torch.optim.Adafactor,
 }
 OF_CLASSES = {
-    "before-the-step": (OWNER["before-adam"],),
-    "mid-step": (killed("optimizer 1", "owner.step", 3),),
-    "mid-step-in-the-lead": (killed("optimizer 0", "owner.step", 2),),
-    "both-owners-mid-step": (killed("optimizer 0", "owner.step", 2), killed("optimizer 1", "owner.step", 2)),
-    "a-successor-mid-step-again": (killed("optimizer 1", "owner.step", 3), killed("optimizer 1", "owner.step", 1, 1)),
-    "updated": (OWNER["updated"],),
-    "writing": (OWNER["writing"],),
+    f"{row}-{cell}": tuple(at_the_step(fault) for fault in (faults if isinstance(faults, tuple) else (faults,)))
+    for row, cells in (
+        ("an-owner-killed", OWNER),
+        ("the-lead-killed", LEAD),
+        ("a-rank-killed", RANK),
+        ("killed", TOGETHER),
+    )
+    for cell, faults in cells.items()
 }
 
 
 @pytest.fixture(scope="module")
-def expected_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    return functools.cache(lambda name: undisturbed(tmp_path_factory.mktemp(f"undisturbed-{name}"), make=CLASSES[name]))
+def expected_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
+    """By class and precision, what runs end with that nothing happens to."""
+
+    @functools.cache
+    def results(name: str, precision: str) -> Any:
+        return undisturbed(tmp_path_factory.mktemp("undisturbed"), make=CLASSES[name], precision=precision)
+
+    return results
+
+
+@pytest.mark.promise("exact", "optimizers", "precisions")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_runs_of_other_classes_have_the_bits_of_plain_torch(
+    name: str, precision: str, expected_of: Callable[[str, str], Any]
+) -> None:
+    """All weights, losses and what the classes keep, so that the next test compares with these, too."""
+    plain = unsharded(CLASSES[name], precision)
+    (named,) = {tuple(tensors) for _, tensors, *_ in plain}  # not the owners' counts of updates
+    ours = [(life, {n: tensors[n] for n in named}, *rest) for life, tensors, *rest in expected_of(name, precision)]
+    assert differences(ours, plain) == []
 
 
 @pytest.mark.promise("recoverable", "optimizers")
 @pytest.mark.spread(1, second=60)
 @pytest.mark.parametrize("faults", OF_CLASSES.values(), ids=OF_CLASSES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_kill_changes_no_bit_of_another_class(
     name: str,
+    precision: str,
     faults: tuple[Fault, ...],
-    expected_of: Callable[[str], Any],
+    expected_of: Callable[[str, str], Any],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    disturbed = Disturbed(tmp_path, *faults, make=CLASSES[name])
-    assert differences(disturbed.results(), expected_of(name)) == []
-    disturbed.check(caplog.messages)
+    disturbed = Disturbed(tmp_path, *faults, make=CLASSES[name], precision=precision)
+    disturbed.changes_no_bit(expected_of(name, precision), caplog)
 
 
 ON_RANKS = {

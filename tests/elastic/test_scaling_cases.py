@@ -7,7 +7,7 @@ import copy
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,17 @@ def wait_for_epoch(optimizer: Any, number: int) -> None:
     until(lambda: epochs.number >= number, 60, f"epoch {number} has not begun")
 
 
+def muon_and_adamw(params: Iterable[nn.Parameter], lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices between the embedding and the head, AdamW for everything else."""
+    params = list(params)
+    matrices = [param for param in params[1:-2] if param.dim() == 2]
+    known = set(map(id, matrices))
+    return [torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW([p for p in params if id(p) not in known], lr=lr)]
+
+
+momentum = functools.partial(torch.optim.SGD, momentum=0.9)
+
+
 @dataclass(frozen=True)
 class Training:
     """A loop that asks for other owners on its way."""
@@ -70,9 +81,11 @@ class Training:
     wanted: Mapping[int, int]  # step -> owners
     folder: Path
     base: nn.Module
-    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    make: Callable[..., Any] = torch.optim.AdamW  # an optimizer, or several, of Parameters and ``lr``
     models: int = 1
     frozen: tuple[str, ...] = ()
+    saves: bool = False  # a checkpoint after each step
+    resume: Path | None = None
 
     def __call__(self, context: RankContext) -> Any:
         torch.set_num_threads(1)
@@ -82,7 +95,7 @@ class Training:
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(not name.startswith(self.frozen) if self.frozen else True)
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            made.append(rayzero.prepare(model, self.make(trained, lr=1e-2), self.config))
+            made.append(rayzero.prepare(model, self.make(trained, lr=1e-2), self.config, resume=self.resume))
         rayzero.track()
         for step in range(context.step, STEPS):
             if context.rank == 0 and step in self.wanted:
@@ -91,6 +104,8 @@ class Training:
             if step == STEPS - 2:
                 wait_for_epoch(made[0][1], len(self.wanted))
             self.take_step(made, step, context.rank)
+            if self.saves:
+                rayzero.save_checkpoint(made[0][1], self.folder / f"step-{step + 1}")
             if self.wanted:
                 time.sleep(0.02)
         return [rayzero.full_state_dict(model) for model, _ in made]
@@ -125,8 +140,12 @@ CASES: dict[str, dict[str, Any]] = {
         "frozen": ("embed", "layers.0", "layers.1"),
     },
     "amsgrad": {"config": ZeroConfig(units=UNITS), "make": functools.partial(torch.optim.AdamW, amsgrad=True)},
-    "momentum": {"config": ZeroConfig(units=UNITS), "make": functools.partial(torch.optim.SGD, momentum=0.9)},
-    "factors": {"config": ZeroConfig(units=UNITS, precision="bf16"), "make": torch.optim.Adafactor},
+    "momentum": {"config": ZeroConfig(units=UNITS), "make": momentum},
+    "momentum, bf16": {"config": ZeroConfig(units=UNITS, precision="bf16"), "make": momentum},
+    "factors": {"config": ZeroConfig(units=UNITS), "make": torch.optim.Adafactor},
+    "factors, bf16": {"config": ZeroConfig(units=UNITS, precision="bf16"), "make": torch.optim.Adafactor},
+    "muon and adamw": {"config": ZeroConfig(units=UNITS), "make": muon_and_adamw},
+    "muon and adamw, bf16": {"config": ZeroConfig(units=UNITS, precision="bf16"), "make": muon_and_adamw},
     "two models": {"config": ZeroConfig(units=UNITS), "models": 2},
 }
 
@@ -142,6 +161,18 @@ def test_no_bit_changes(case: dict[str, Any], there: tuple[str, ...], tmp_path: 
         hosts = dict.fromkeys(there, Path(other))
         found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, run_dir=tmp_path, stall_timeout=30.0, hosts=hosts)
     assert_same(found, run_ranks(plain, 2, 2))
+
+
+@pytest.mark.promise("scalable", "recoverable", "optimizers")
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", ["momentum", "factors", "muon and adamw", "muon and adamw, bf16"])
+def test_a_run_whose_owners_change_is_resumed_from_any_step(case: str, tmp_path: Path) -> None:
+    training = functools.partial(Training, base=seeded(Small, 3), folder=tmp_path, **CASES[case])
+    plain = run_ranks(training(wanted={}), 2, 2)
+    saved = training(wanted=UP_AND_DOWN, saves=True)
+    assert_same(run_ranks(saved, 2, 2, "shm", True, max_failures=1, run_dir=tmp_path, stall_timeout=30.0), plain)
+    for step in range(1, STEPS):
+        assert_same(run_ranks(training(wanted={}, resume=tmp_path / f"step-{step}"), 2, 1 + step % 4), plain)
 
 
 @dataclass(frozen=True)

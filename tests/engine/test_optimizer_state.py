@@ -268,6 +268,53 @@ def test_a_group_can_be_added_later_for_parameters_that_were_in_none(world_size:
         assert_alike(of_optimizer, reference.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("make", "option", "value", "says"),
+    [
+        (
+            torch.optim.SGD,
+            "momentum",
+            0.9,
+            r"group 0 has momentum=0.9 \(was 0\) since .* keeps momentum_buffer: owners",
+        ),
+        (
+            torch.optim.AdamW,
+            "amsgrad",
+            True,
+            r"group 0 has amsgrad=True \(was False\) since .* keeps max_exp_avg_sq: own",
+        ),
+        (
+            torch.optim.RMSprop,
+            "centered",
+            True,
+            r"group 0 has centered=True \(was False\) since .* keeps grad_avg: own",
+        ),
+    ],
+)
+def test_an_option_that_makes_new_states_is_refused_by_the_step_that_has_it(
+    make: Any, option: str, value: Any, says: str, alone: RankContext
+) -> None:
+    """Before anything is sent, so that the loop can set it back and go on; also if another group keeps such states."""
+    plain, model = seeded(Net), seeded(Net)
+
+    def made(of: nn.Module) -> Any:
+        return make([{"params": of.layers.parameters()}, {"params": of.embed.parameters(), option: value}], lr=1e-2)
+
+    reference = made(plain)
+    model, optimizer = rayzero.prepare(model, made(model))
+    train(model, optimizer, range(1))
+    was = optimizer.param_groups[0][option]
+    optimizer.param_groups[0][option] = value
+    part_loss(model, tokens(1)).backward()
+    with pytest.raises(UnsupportedError, match=says):
+        optimizer.step()
+    optimizer.param_groups[0][option] = was
+    optimizer.step()
+    optimizer.zero_grad()
+    plain_train(plain, reference, range(2), 1)
+    assert relative_difference(rayzero.full_state_dict(model), plain.state_dict()) <= 1e-5
+
+
 def test_groups_that_cannot_be_added_are_refused_by_name_and_leave_no_trace(alone: RankContext) -> None:
     model = seeded(Net)
     model.layers[0].requires_grad_(False)

@@ -250,17 +250,80 @@ class ByGroup(torch.optim.Optimizer):
                     p.addcdiv_(state["m"], state["v"].sqrt().add_(1e-8), value=-group["lr"])
 
 
+class BySize(torch.optim.Optimizer):
+    """As many have it: Muon for hidden matrices and Adam beside it, largest parameters first, in groups that have just
+    these entries."""
+
+    def __init__(self, params: Any) -> None:
+        for group in params:
+            group["params"] = sorted(group["params"], key=torch.numel, reverse=True)
+            group.setdefault("lr", 0.02 if group["use_muon"] else 3e-4)
+            group.setdefault("weight_decay", 0.01)
+            name, value = ("momentum", 0.95) if group["use_muon"] else ("betas", (0.9, 0.95))
+            group.setdefault(name, value)
+            assert set(group) == {"params", "lr", "weight_decay", name, "use_muon"}, set(group)
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (each for each in group["params"] if each.grad is not None):
+                state = self.state[p]
+                if not state:
+                    names = ["momentum_buffer"] if group["use_muon"] else ["exp_avg", "exp_avg_sq"]
+                    state.update({name: torch.zeros_like(p) for name in names}, step=0)
+                state["step"] += 1
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(self._direction(p.grad, state, group), alpha=-group["lr"])
+
+    def _direction(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        if group["use_muon"]:
+            kept = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
+            ahead = grad.lerp(kept, group["momentum"])
+            newton = torch.optim._muon._zeropower_via_newtonschulz
+            return newton(ahead, (3.4445, -4.775, 2.0315), 5, 1e-7) * max(1, grad.size(0) / grad.size(1)) ** 0.5
+        first, second = group["betas"]
+        mean, square = state["exp_avg"].lerp_(grad, 1 - first), state["exp_avg_sq"].lerp_(grad.square(), 1 - second)
+        scaled = (square / (1 - second ** state["step"])).sqrt() + 1e-10
+        return mean / (1 - first ** state["step"]) / scaled
+
+
 def by_group(model: nn.Module) -> Optimizers:
     matrices, others = divided(model)
     return [ByGroup([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False, "lr": 1e-3}])]
 
 
+def by_size(model: nn.Module) -> Optimizers:
+    matrices, others = divided(model)
+    return [BySize([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False, "lr": 1e-3}])]
+
+
 @pytest.mark.promise("exact", "optimizers")
+@pytest.mark.parametrize("make", [by_group, by_size])
 @pytest.mark.parametrize(("world_size", "owners"), [(1, 1), (2, 3)])
-def test_a_class_that_switches_by_group_has_its_bits(world_size: int, owners: int) -> None:
-    expected = plain(by_group, 3, world_size)
-    for state in run_ranks(functools.partial(loop, make=by_group), world_size, owners):
+def test_a_class_that_switches_by_group_has_its_bits(world_size: int, owners: int, make: Any) -> None:
+    expected = plain(make, 3, world_size)
+    for state in run_ranks(functools.partial(loop, make=make), world_size, owners):
         assert same_bits(state, expected)
+
+
+class Filling(BySize):
+    """The same with zeros for gradients that are missing, so that weights decay."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for p in (each for group in self.param_groups for each in group["params"] if each.grad is None):
+            p.grad = torch.zeros_like(p)
+        super().step()
+
+
+class Gathering(BySize):
+    """The same for several processes: each updates some parameters, and all gather them."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        torch.distributed.get_world_size()
+        super().step()
 
 
 def test_a_scheduler_of_such_a_class_and_its_checkpoint(tmp_path: Path) -> None:
@@ -631,6 +694,16 @@ REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
         lambda model: [Scaled(params, scale) for params, scale in zip(divided(model), (1.0, 2.0), strict=True)],
         UnsupportedError,
         "two optimizers of the class .*Scaled have different attributes",
+    ),
+    "filling": (
+        lambda model: Filling(by_size(model)[0].param_groups),
+        UnsupportedError,
+        "Filling cannot be offloaded: it changes parameters, or what it keeps of them, in steps without a gradient",
+    ),
+    "gathering": (
+        lambda model: Gathering(by_size(model)[0].param_groups),
+        UnsupportedError,
+        "Gathering cannot be offloaded: a trial step without a closure, on dense tensors, raised .*process group",
     ),
     "hybrid": (
         lambda model: [torch.optim.Muon(divided(model)[0]), rayzero.HybridDeviceOptimizer(divided(model)[1])],

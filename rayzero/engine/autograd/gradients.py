@@ -36,6 +36,7 @@ class TrainedSlots:
         """``groups``: [unit][slot] -> parameter group; < 0: no optimizer trains it."""
         self._units = units
         self._groups = [list(its) for its in groups]
+        self._numbers: dict[int, int] = {}  # of later groups, as owners know them
         self.of_unit: dict[int, list[int]] = {}  # unit -> its trained slots, for units that have some
         for unit in units:
             self._note(unit.index)
@@ -64,13 +65,14 @@ class TrainedSlots:
             found.setdefault(unit.index, []).append(slot)
         return dict(sorted(found.items()))
 
-    def with_added(self, unit: ParamUnit, slots: Sequence[int], group: int) -> Tensor:
-        """Each element's group once ``group`` has these slots: 1D, unit.numel elements, fp32, the form that owners
-        take."""
+    def with_added(self, unit: ParamUnit, slots: Sequence[int], group: int, number: int) -> Tensor:
+        """Each element's group number ([Note: group numbers]) once ``group``, whose is ``number``, has these slots: 1D,
+        unit.numel elements, fp32."""
+        self._numbers[group] = number
         flat = torch.full((unit.layout.numel,), -1.0, dtype=torch.float32, device="cpu")
         for slot, its in {**self.groups_of(unit.index), **dict.fromkeys(slots, group)}.items():
             place = unit.layout.slots[slot]
-            flat[place.start : place.stop] = its
+            flat[place.start : place.stop] = self._numbers.get(its, its)
         return flat
 
     def add(self, unit: int, slots: Sequence[int], group: int) -> None:

@@ -20,6 +20,7 @@ from rayzero.kernels import ADAMS
 from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, State
 from rayzero.kernels.torch_classes.optimizer_states import (
     StateForms,
+    described,
     flat_states,
     in_pieces,
     is_scalar,
@@ -31,7 +32,7 @@ from rayzero.kernels.torch_classes.optimizer_states import (
 from rayzero.kernels.torch_classes.optimizer_trial import refuse_vectors, require_owned
 from rayzero.layout.model_layout import ParamSlot, Shape
 from rayzero.modes import outside_modes
-from rayzero.protocol.messages import STEP, Hyper
+from rayzero.protocol.messages import CLASS, STEP, Hyper
 
 _ANY_SHAPE = (8, 8)  # every class takes a matrix
 
@@ -127,19 +128,41 @@ def write_states(engine: Engine, form: StateFormat, states: Mapping[int, State])
 
 def check_group(
     make: OptimizerMaker, prepared: Sequence[Hyper], added: Hyper, group: Mapping[str, Any], engine: Engine
-) -> None:
-    """Raise UnsupportedError if a group added after prepare keeps states that the owners have no memory for, or the
-    class cannot run there with its options (``added``) and parameters (of ``group``)."""
-    known = {name for options in prepared for name in leaves(StateForms(make, options).of(_ANY_SHAPE))}
-    new = sorted(leaves(StateForms(make, added).of(_ANY_SHAPE)).keys() - known)
-    if new:
-        raise UnsupportedError(
-            f"a parameter group added after rayzero.prepare() keeps {', '.join(new)}, which no group at prepare() "
-            f"did; use the same options (amsgrad, momentum, ...) or add the group before"
-        )
+) -> int:
+    """The group at prepare() (``prepared``: their options) that keeps the same as one added later, else the first that
+    keeps more. Raises UnsupportedError if there is none, so that the owners have no memory for it, or the class cannot
+    run there with its options (``added``) and parameters (of ``group``)."""
     if make.cls not in ADAMS:
         verdict = require_owned(make, added, whole=engine.layout.whole_parameters)
         refuse_vectors(make, [group], [verdict], {id(p): name for name, p in engine.model.named_parameters()})
+    ours = described(StateForms(make, added).of(_ANY_SHAPE))
+    known = [described(StateForms(make, options).of(_ANY_SHAPE)) for options in prepared]
+    of_class = [at for at, options in enumerate(prepared) if options.get(CLASS) == added.get(CLASS)]
+    if alike := [at for at in of_class if known[at] == ours] or [at for at in of_class if not ours.keys() - known[at]]:
+        return alike[0]
+    new = sorted(ours.keys() - {name for theirs in known for name in theirs}) or sorted(ours)
+    raise UnsupportedError(
+        f"a parameter group added after rayzero.prepare() keeps {', '.join(new)}, which no group at prepare() did; use "
+        "the same options (amsgrad, momentum, ...) or add the group before"
+    )
+
+
+def switched(then: Hyper, now: Hyper) -> list[str]:
+    """The options that are none, zero or False in one and not in the other, with which a class may keep other
+    states."""
+    return [name for name, value in now.items() if bool(value) != bool(then.get(name))]
+
+
+def refuse_new_states(make: OptimizerMaker, group: int, then: Hyper, now: Hyper) -> None:
+    """Raise UnsupportedError if the class keeps with options ``now`` what it did not with those at prepare (``then``):
+    the owners have no memory for it."""
+    kept = [leaves(StateForms(make, options).of(_ANY_SHAPE)).keys() for options in (then, now)]
+    if new := sorted(kept[1] - kept[0]):
+        changed = ", ".join(f"{name}={now[name]!r} (was {then.get(name)!r})" for name in switched(then, now))
+        raise UnsupportedError(
+            f"parameter group {group} has {changed} since rayzero.prepare(), with which the optimizer keeps "
+            f"{', '.join(new)}: owners have no memory for that; set it before prepare()"
+        )
 
 
 # ---- small parts ------------------------------------------------------------------------------------------------

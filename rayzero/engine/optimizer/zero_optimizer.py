@@ -18,6 +18,8 @@ from rayzero.engine.optimizer.states import (
     check_group,
     check_states,
     read_states,
+    refuse_new_states,
+    switched,
     write_states,
 )
 from rayzero.engine.private_torch import inverse_scale, route_scheduler_loads, route_unscaling
@@ -94,6 +96,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._part_of = [at for at, part in enumerate(self._parts) for _ in part.param_groups]  # of each group
         route_unscaling()
         self._members = list(map(_members, self.param_groups))
+        self._prepared = self.hyper()
+        self._kept_as = list(self._prepared)  # the options with which owners made room for each group's states
+        self._told = list(self._prepared)  # each group's options at the last step
         for plain in self._given():
             for hooks in HOOKS:  # the same dicts, so that those registered on either one run, and can be removed
                 setattr(plain if plain is not optimizer else self, hooks, getattr(optimizer, hooks))
@@ -193,7 +198,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for part, kept in zip(self._parts, self._attributes, strict=True):
             if changed := late_attribute(kept, part):
                 raise UnsupportedError(_late(changed, type(part).__name__))
-        self.engine.step(self.hyper())
+        hyper = self.hyper()
+        for at, (told, now) in enumerate(zip(self._told, hyper, strict=True)):
+            if switched(told, now):
+                refuse_new_states(self.make, at, self._kept_as[at], now)
+        self._told = list(hyper)
+        self.engine.step(hyper)
         if self._writes_groups and not float(getattr(self, "found_inf", 0.0)):  # set by a GradScaler
             self._write_groups()
         for plain in self._given():
@@ -257,12 +267,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         at = self._part_for(param_group)
         super().add_param_group(self._parts[at].defaults | param_group)
         try:
-            hyper = self.hyper()
-            check_group(self.make, hyper[:-1], hyper[-1], self.param_groups[-1], self.engine)
-            self.engine.train(self.param_groups[-1]["params"], len(self.param_groups) - 1)
+            group = self.param_groups[-1]
+            added = self.hyper()[-1]
+            like = check_group(self.make, self._prepared, added, group, self.engine)
+            self.engine.train(group["params"], len(self.param_groups) - 1, like)
         except BaseException:
             self.param_groups.pop()
             raise
+        self._kept_as.append(self._prepared[like])
+        self._told.append(added)
         self._part_of.append(at)
         self._members.append(_members(self.param_groups[-1]))
         self._share_groups()

@@ -9,7 +9,7 @@ for the owner of the next epoch. What has no place is refused.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -30,7 +30,7 @@ from rayzero.kernels.torch_classes.optimizer_states import (
 )
 from rayzero.layout.model_layout import Shard, SlotSlice, UnitLayout, aligned
 from rayzero.owner.shard import OwnedShard
-from rayzero.protocol.messages import CLASS, Hyper, ModelSpec
+from rayzero.protocol.messages import CLASS, STEP, Hyper, ModelSpec, group_and_like
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +58,11 @@ class StateRoom:
         self.whole = spec.layout.whole_parameters  # each slice is a parameter in its shape
         self._places_of = cache(self._places)
 
-    def meet(self, hyper: Sequence[Hyper]) -> None:
-        """Groups may have come later. ``hyper``: the options of all."""
-        for options in hyper[len(self._options) :]:
-            self._options.append(options)
-            self._forms.append(StateForms(self._make, options))
+    def meet(self, hyper: Sequence[Hyper]) -> bool:
+        """Groups may have come later. ``hyper``: the options of all. Returns whether some were not known."""
+        later = hyper[len(self._options) :]
+        self._options.extend(later)
+        return bool(later)
 
     def __call__(self, shard: Shard) -> int:
         """Bytes."""
@@ -82,19 +82,30 @@ class StateRoom:
         """What the class sees of a parameter: all of it in its shape, or a piece with its padding."""
         return tuple(unit.slots[part.slot].shape) if self.whole else (aligned(part.numel),)
 
-    def form(self, group: int, shape: tuple[int, ...], *, stepped: bool = True) -> State:
-        """What it keeps for such a parameter of a group."""
-        return self._forms[self._like(group, shape)].of(shape, stepped=stepped)
+    def form(self, number: int, shape: tuple[int, ...]) -> State:
+        """What it keeps for such a parameter of a group, which has this number."""
+        return self._forms[self._like(number, shape)].of(shape)
 
-    def options(self, group: int, shape: tuple[int, ...]) -> Hyper:
-        """With which a class can be made that updates such a parameter of a group."""
-        return self._options[self._like(group, shape)]
+    def options(self, number: int, shape: tuple[int, ...]) -> Hyper:
+        """With which a class can be made that updates such a parameter of a group; before a later one is met, those of
+        one like it."""
+        group, _ = group_and_like(number)
+        return self._options[group if 0 <= group < len(self._options) else self._like(number, shape)]
 
-    def _like(self, group: int, shape: tuple[int, ...]) -> int:
-        """A group itself; before a later one is met, the first that takes such a parameter."""
-        if group < len(self._options):
-            return group
-        return next(at for at, forms in enumerate(self._forms) if _taken(forms, shape))
+    def _like(self, number: int, shape: tuple[int, ...]) -> int:
+        """See [Note: group numbers] in protocol/messages.py; of no group, the first that takes such a parameter."""
+        _, like = group_and_like(number)
+        return like if like >= 0 else next(at for at, forms in enumerate(self._forms) if _taken(forms, shape))
+
+    def like(self, unit: UnitLayout, part: SlotSlice, kinds: Collection[str]) -> int:
+        """The first group that keeps these kinds for a slice in no group; if none does, the first that takes it."""
+        shape = self.shape(unit, part)
+        taking = [at for at, forms in enumerate(self._forms) if _taken(forms, shape)]
+        for at in taking:
+            keeps = {kind for each in kinds_of(self._forms[at].of(shape), shape).values() for kind in each}
+            if keeps - {STEP} == set(kinds) - {STEP}:
+                return at
+        return taking[0]
 
     def kinds(self, unit: UnitLayout) -> set[str]:
         """All kinds of a unit's states. See [Note: leaves] in kernels/torch_classes/optimizer_states.py."""
@@ -110,7 +121,7 @@ class StateRoom:
         of = None if group < 0 else self._options[group].get(CLASS)
         return [
             forms.of(shape)
-            for at, forms in enumerate(self._forms[: len(self._spec.hyper)])
+            for at, forms in enumerate(self._forms)
             if at == group or (of in (None, self._options[at].get(CLASS)) and _taken(forms, shape))
         ]
 
