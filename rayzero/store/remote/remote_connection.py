@@ -331,6 +331,10 @@ class RemoteConnection:
         """See ``LinkUser.awaited``."""
         return ()
 
+    def callers_here(self, link: OwnerLink) -> Sequence[str]:
+        """See ``LinkUser.callers_here``."""
+        return ()
+
     def succeed(self, owner: int, address: str) -> None:
         """An owner's process has died; its successor is at ``address``. Calls that were not answered are repeated."""
         if (link := self._links.get(owner)) is not None:
