@@ -203,7 +203,7 @@ class Door:
         if self._questions is not None:
             self._questions.leave(rank)
 
-    def callers_here(self, link: OwnerLink) -> Sequence[str]:
+    def callers_here(self, link: OwnerLink, missing_s: float) -> Sequence[str]:
         """See ``LinkUser.callers_here``."""
         return ()
 

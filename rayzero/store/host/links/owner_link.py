@@ -66,9 +66,10 @@ class LinkUser(Protocol):
         """The ranks without which a link does not open; see ``Channel``."""
         ...
 
-    def callers_here(self, link: OwnerLink) -> Sequence[str]:
+    def callers_here(self, link: OwnerLink, missing_s: float) -> Sequence[str]:
         """The addresses of optimizer actors of this host, of which the first one that serves makes the calls to the
-        owner if that is on another host; empty: this process calls it itself."""
+        owner if that is on another host; empty: this process calls it itself. ``missing_s``: for how many seconds none
+        of them has served."""
         ...
 
     def hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
@@ -112,6 +113,7 @@ class OwnerLink:
         self._waiting: list[Future[AnyChannel]] = []  # for it to open
         self._down_since, self._why = time.monotonic(), "never opened"
         self._openings = 0
+        self._missing_since: float | None = None  # no optimizer actor of this host that calls the owner serves
         self._closed = False
         self._end: RayZeroError | None = None  # why it will never open again
         self._ended = threading.Event()
@@ -180,13 +182,14 @@ class OwnerLink:
         """A channel to the owner where it is now: over a line if that is this host, and has room for one, or if an
         optimizer actor of this host calls the owner. ``met``: see ``Channel.met``. Raises BrokenLinkError if that is
         missing now."""
-        terms, address, callers, lobby = self._terms, self._address, self._user.callers_here(self), None
+        terms, address, lobby, now = self._terms, self._address, None, time.monotonic()
+        callers = self._user.callers_here(self, now - (self._missing_since or now))
         named, asked = (self.caller, self.name), self._user.awaited
         try:
             for at in (address, *callers):
                 lobby = self._lobby(at)
                 if lobby is not None:
-                    to = "" if at == address else address
+                    to, self._missing_since = "" if at == address else address, None
                     return LineChannel(*named, lobby, self._number, self._metadata, terms.token, asked, to=to, met=met)
         except (RayZeroError, OSError) as error:
             log.warning("%s calls %s over gRPC, because it gets no line: %s", self.caller.name, self.name, error)
@@ -194,6 +197,7 @@ class OwnerLink:
                 lobby.close()
         else:
             if callers:
+                self._missing_since = self._missing_since or now
                 self._why = "the optimizer actor of this host that calls it is gone"
                 raise BrokenLinkError(f"{self.caller.name}, {self.name}: {self._why}")
         channel = Channel(*named, address, self._number, self._metadata, terms.tls, asked)
@@ -292,12 +296,6 @@ class OwnerLink:
     def address(self) -> str:
         """Where the owner is now."""
         return self._address
-
-    @property
-    def down_s(self) -> float:
-        """For how many seconds the link has been down; 0: it is open."""
-        with self._lock:
-            return 0.0 if self._open is not None else time.monotonic() - self._down_since
 
     def _see(self, process: ProcessIdentity) -> None:
         """``process`` is the owner's. Its death breaks the link at once, so this thread looks for it between two tries;

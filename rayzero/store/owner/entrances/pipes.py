@@ -4,13 +4,16 @@
 ends at an optimizer actor of its own host, which makes each call there with the rank's own metadata. So the owner sees
 each rank, its life and its link, and what it does about deaths, repeats and late calls stays the same. A pipe breaks
 with the rank's line, with the channel, and with a message that was damaged on the way; then the rank opens another
-line, as it would open another channel. Nothing here waits for a rank, and a slow owner holds no thread.
+line, as it would open another channel. If no optimizer actor of its host serves for a quarter of ``stall_timeout``,
+well within its lease, the rank opens a channel of its own; so do ranks whose host has no room for a copy, to which a
+line does not say what is published. Bytes pass between the rank's parcel and a connection that is opened for one
+transfer. Nothing here waits for a rank, and a slow owner holds no thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -242,17 +245,21 @@ def _end_if_failed(stream: OwnerStream, answer: asyncio.Future[Any]) -> None:
         stream.close()
 
 
-def _landings(request: pb.FetchRequest, room: pb.LineRoom, parcel: Parcel) -> Iterable[ShardDestination]:
-    """Where the shards of a Fetch go: each into memory of its own, and from there into the caller's. Raises
-    TransferError if the caller has no room for them."""
-    if len(room.sizes) != len(request.shards) or room_for(room.sizes) > parcel.size_bytes:
+def _landings(request: pb.FetchRequest, room: pb.LineRoom, parcel: Parcel) -> Iterator[ShardDestination]:
+    """Where the shards of a Fetch go: into the caller's memory. Raises TransferError if that has no room for them."""
+    if len(room.sizes) != len(request.shards):
         wanted = count(len(request.shards), "shard")
-        raise TransferError(f"a Fetch of {wanted} has room for {len(room.sizes)} of them, {parcel.size_bytes:,} bytes")
+        raise TransferError(f"a Fetch of {wanted} has room for {len(room.sizes)}")
     records = set(room.records)
+    if records and room_for(room.sizes) > parcel.size_bytes:
+        raise TransferError(f"records of {sum(room.sizes):,} bytes do not fit a parcel of {parcel.size_bytes:,}")
     for shard, size in zip(request.shards, room.sizes, strict=True):
-        out, is_record = np.empty(size, np.uint8), shard in records
-        put = partial(_put, parcel, shard, out, is_record)
-        yield ShardDestination(shard=shard, size_bytes=size, out=out, landed=put, is_record=is_record)
+        if records:  # the next piece begins where a record ends
+            out, is_record = np.empty(size, np.uint8), shard in records
+            put = partial(_put, parcel, shard, out, is_record)
+            yield ShardDestination(shard=shard, size_bytes=size, out=out, landed=put, is_record=is_record)
+        else:
+            yield ShardDestination(shard=shard, size_bytes=size, out=np.frombuffer(parcel.room(shard, size), np.uint8))
 
 
 def _put(parcel: Parcel, shard: int, out: Bytes, is_record: bool) -> None:

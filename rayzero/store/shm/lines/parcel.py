@@ -63,14 +63,16 @@ class Parcel:
 
     def put(self, number: int, content: memoryview) -> None:
         """Add a piece. Raises TransferError if there is no room left."""
+        self.room(number, len(content))[:] = content
+
+    def room(self, number: int, size_bytes: int) -> memoryview:
+        """Add a piece whose bytes the caller puts in. Raises TransferError if there is no room left."""
         begin = self._at + _HEAD.size
-        if begin + len(content) > self.size_bytes:
-            raise TransferError(
-                f"piece {number} of {len(content):,} bytes does not fit a parcel of {self.size_bytes:,}"
-            )
-        _HEAD.pack_into(self._memory, self._at, number, len(content))
-        self._memory[begin : begin + len(content)] = content
-        self._at = begin + len(content)
+        if begin + size_bytes > self.size_bytes:
+            raise TransferError(f"piece {number} of {size_bytes:,} bytes does not fit a parcel of {self.size_bytes:,}")
+        _HEAD.pack_into(self._memory, self._at, number, size_bytes)
+        self._at = begin + size_bytes
+        return self._memory[begin : self._at]
 
     def take(self, number: int) -> memoryview:
         """The bytes of the next piece, valid until ``close``. Raises TransferError if that is another one."""
