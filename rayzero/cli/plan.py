@@ -220,6 +220,6 @@ def _describe_files(recipe: RecipeConfig, hosts: int, doors: int) -> str:
     ranks, alone = recipe.scaling.num_workers, recipe.scaling.num_optimizers + doors
     beside = device_owners(ranks, recipe.zero.host_fraction)
     neighbours = -(-(ranks + alone) // hosts) - 1
-    of_owner = files_of_owner(ranks, alone + beside, neighbours, doors)
+    of_owner = files_of_owner(ranks, alone + beside, neighbours, doors, -(-ranks // hosts))
     of_rank = files_of_rank(alone + beside, neighbours, doors) + (of_owner if beside else 0)
     return f"files and connections open at most (ulimit -n): {of_rank:,} of a rank, {of_owner:,} of an optimizer actor"

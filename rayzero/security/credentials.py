@@ -1,9 +1,9 @@
 """What a process of a run shows to others, and wants to see of them: mutual TLS with roles in the certificates.
 
 [Note: names in certificates] A certificate has DNS names. ``owner.rayzero`` serves shards, and may ask for what owners
-ask of each other. ``rank-3.rayzero`` may ask for what rank 3 asks of owners, ``rank.rayzero`` for what any rank does. A
-client talks only to a server that is an owner, whatever its address: so a rank cannot pose as an owner, and an owner
-may move to another host without another certificate.
+ask of each other and, as a rank, for what that asks. ``rank-3.rayzero`` may ask for what rank 3 asks of owners,
+``rank.rayzero`` for what any rank does. A client talks only to a server that is an owner, whatever its address: so a
+rank cannot pose as an owner, and an owner may move to another host without another certificate.
 """
 
 from __future__ import annotations
@@ -111,8 +111,13 @@ def names_shown(auth: Mapping[str, Iterable[bytes]]) -> frozenset[str] | None:
 
 def require_role(names: frozenset[str], method: str, *, of_owners: bool, rank: int | None) -> None:
     """Raise HandshakeError unless a caller whose certificate has ``names`` may call ``method``. ``of_owners``: only
-    owners call it. ``rank``: which rank the caller says that it is, if any."""
-    allowed = {OWNER} if of_owners else {ANY_RANK, *([] if rank is None else [name_of_rank(rank)])}
+    owners call it. ``rank``: which rank the caller says that it is, if any.
+
+    An owner may call as any rank that it names, as it does for those of its host (store/owner/entrances/pipes.py).
+    That gives it nothing: it may tell every other owner to apply a decision or to overwrite values, which is more than
+    a rank can do, and it holds states and the gradients of its host's ranks."""
+    of_ranks = {ANY_RANK} if rank is None else {ANY_RANK, name_of_rank(rank), OWNER}
+    allowed = {OWNER} if of_owners else of_ranks
     if not names & allowed:
         shown = ", ".join(sorted(names)) or "no name"
         said = "" if rank is None or of_owners else f" by rank {rank}"

@@ -140,6 +140,13 @@ def test_all_ranks_on_one_host_and_all_owners_on_the_other(
     assert training.digest() == undisturbed
 
 
+def _far_ends(host: Host, *pids: int) -> set[str]:
+    """The addresses to which processes have connections."""
+    program = "import psutil, sys\nfor pid in map(int, sys.argv[1:]):\n"
+    program += " for each in psutil.Process(pid).net_connections('inet'):\n  print(each.raddr.ip if each.raddr else '')"
+    return set(host.run([PYTHON, "-c", program, *map(str, pids)]).stdout.split())
+
+
 @pytest.mark.thorough
 def test_a_host_of_ranks_keeps_a_door_that_is_small_and_shown_also_after_its_death_and_a_change(
     two_hosts: TwoHosts, undisturbed: str, tmp_path: Path
@@ -154,6 +161,10 @@ def test_a_host_of_ranks_keeps_a_door_that_is_small_and_shown_also_after_its_dea
     memory = a.run(["cat", f"/proc/{door}/smaps_rollup"]).stdout
     kib = {kind: int(size) for kind, size in re.findall(r"^(Rss|Pss|Private_Dirty): +(\d+) kB", memory, re.MULTILINE)}
     assert kib["Rss"] <= 300 << 10, memory
+    assert _far_ends(a, members["rank 0"], members["rank 1"]) & {two_hosts.b.address} == set(), (
+        "the door calls for them"
+    )
+    assert two_hosts.b.address in _far_ends(a, door)
     rayzero = [PYTHON, "-m", "rayzero"]
     assert f"optimizer 2: pid {door} on {a.address}, without shards\n" in a.run([*rayzero, "status", folder]).stdout
     assert re.search(r"optimizer 2 .* 0 *$", a.run([*rayzero, "top", folder, "--once"]).stdout, re.MULTILINE)

@@ -64,7 +64,7 @@ class Place:
         doors = [host for host in dict.fromkeys(hosts) if host not in owners]
         self._ownership = Ownership(len(owners) + len(doors), doors=len(doors))
         self.of_doors = {host: MemoryRecorder() for host in hosts}
-        servers = []
+        self.servers = servers = []
         for owner, host in enumerate([*owners, *doors]):
             recorder = None if host is None else self.of_doors[host]
             models = HostedModels(

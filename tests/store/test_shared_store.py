@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -57,11 +57,12 @@ def served(
     *,
     sharing: bool = True,
     directory: Path = SHARED_MEMORY,
+    directories: Sequence[Path] = (),
 ) -> list[str]:
-    """Addresses of owners that share memory."""
+    """Addresses of owners that share memory. ``directories``: of each, on hosts of their own."""
     servers = []
-    for owner in range(num_owners):
-        shared = SharedOwner(owner, num_owners, directory) if sharing else None
+    for owner, place in enumerate(directories or [directory] * num_owners):
+        shared = SharedOwner(owner, num_owners, place) if sharing else None
         service = ShardService(owner, num_owners, memory=shared)
         stack.callback(service.close)
         servers.append(stack.enter_context(OwnerServer(service, ServerTerms(token=TOKEN), shared=shared)))
@@ -122,6 +123,36 @@ with ExitStack() as stack:
     print(len(psutil.Process().net_connections("inet")), flush=True)
 """
     with forked(program, *served(stack, 2)) as process:
+        assert process.said() == "0"
+
+
+def test_ranks_whose_gradients_are_summed_open_no_connection_to_owners_of_other_hosts(
+    stack: ExitStack, slab_dir: Path
+) -> None:
+    """Their calls and what moves within them go through the owner of their host."""
+    program = """
+import pathlib, sys
+from contextlib import ExitStack
+import psutil
+import torch
+from store.test_shared_store import ranks_of
+from store.toy import WAIT, masters, random_grads, take_step
+directory, *addresses = sys.argv[1:]
+with ExitStack() as stack:
+    how = dict(share=pathlib.Path(directory), host_push="always", ranks_here=range(2))
+    ranks = ranks_of(stack, addresses, 2, **how)
+    for seed in range(2):
+        take_step(ranks, [random_grads(rank.spec, 2 * seed + rank.rank) for rank in ranks])
+    unit = ranks[0].spec.layout.units[1]
+    values = torch.arange(unit.numel, dtype=torch.float32)
+    for write in [rank.store.write(unit.index, 2, "master", values.clone()) for rank in ranks]:
+        write.result(WAIT)
+    found = masters(ranks[0])  # states, which no memory shows
+    assert all(torch.equal(found[slot.name].flatten(), values[slot.start : slot.stop]) for slot in unit.slots)
+    print(len(psutil.Process().net_connections("inet")), flush=True)
+"""
+    addresses = served(stack, 3, directories=[slab_dir, SHARED_MEMORY, SHARED_MEMORY])
+    with forked(program, slab_dir, *addresses) as process:
         assert process.said() == "0"
 
 

@@ -134,11 +134,18 @@ def test_what_owners_ask_of_each_other_is_not_for_ranks(name: str | None) -> Non
 def test_what_a_rank_asks_is_for_that_rank_alone() -> None:
     metadata = (*token_metadata(TOKEN), *life_metadata(0, 0))
     with serving(tls=OWN) as servers, one_step_goes_on(servers):
-        for shown in (of_rank(1), OWN):
-            for name in methods(STORE_SERVICE):
-                said = refusal(servers[0], shown, STORE_SERVICE, name, metadata)
-                assert isinstance(said, HandshakeError), name
-                assert f"{name} was called by rank 0 with a certificate of" in str(said)
+        for name in methods(STORE_SERVICE):
+            said = refusal(servers[0], of_rank(1), STORE_SERVICE, name, metadata)
+            assert isinstance(said, HandshakeError), name
+            assert f"{name} was called by rank 0 with a certificate of" in str(said)
+
+
+def test_an_owner_asks_as_a_rank_that_it_names() -> None:
+    with serving(tls=OWN) as servers:
+        said = refusal(servers[0], OWN, STORE_SERVICE, "Describe", token_metadata(TOKEN))
+        assert "Describe was called with a certificate of owner.rayzero" in str(said)
+        said = refusal(servers[0], OWN, STORE_SERVICE, "Describe", (*token_metadata(TOKEN), *life_metadata(0, 0)))
+        assert "no rank has attached yet" in str(said)
 
 
 def test_a_message_of_a_rank_is_taken_from_that_rank_alone() -> None:

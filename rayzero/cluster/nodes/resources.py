@@ -331,15 +331,17 @@ def files_needed(
     owners = {optimizer_name(owner) for owner in range(num_owners)}
     doors = {optimizer_name(owner) for owner in range(num_owners - num_doors, num_owners)}
     here = Counter(member.node for who, member in members.items() if who in ranks | owners)
+    ranks_on = Counter(member.node for who, member in members.items() if who in ranks)
     unknown = len(ranks - set(members))  # started by another library, on any node
 
     def needed(who: str) -> int:
         if who not in ranks | owners:
             return PROCESS + _CALLS * (num_ranks + num_owners)
         neighbours = here[members[who].node] - 1
+        ranks_here = ranks_on[members[who].node] + unknown
         if who in doors:
-            return files_of_door(num_ranks, num_owners, neighbours + unknown, num_doors)
-        of_owner = files_of_owner(num_ranks, num_owners + num_beside, neighbours, num_doors)
+            return files_of_door(num_ranks, num_owners, neighbours + unknown, num_doors, ranks_here)
+        of_owner = files_of_owner(num_ranks, num_owners + num_beside, neighbours, num_doors, ranks_here)
         if who in owners:
             return of_owner
         return files_of_rank(num_owners + num_beside, neighbours, num_doors) + (of_owner if num_beside else 0)

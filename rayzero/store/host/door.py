@@ -203,6 +203,10 @@ class Door:
         if self._questions is not None:
             self._questions.leave(rank)
 
+    def callers_here(self, link: OwnerLink, missing_s: float) -> Sequence[str]:
+        """See ``LinkUser.callers_here``."""
+        return ()
+
     @property
     def awaited(self) -> list[int]:
         """Of each group of ranks whose gradients are added, the first one."""

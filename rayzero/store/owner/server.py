@@ -126,7 +126,9 @@ class OwnerServer:
         address: str = self._loop.run(self._listen(host, port), _QUICK_S)
         if self._share is not None:
             terms = self._terms
-            calls = CallsInMemory(self._share, address, terms.token, terms.lineage, self._find, self._recorder)
+            calls = CallsInMemory(
+                self._share, address, terms.token, terms.lineage, self._find, self._recorder, terms.tls
+            )
             self._in_memory.append(calls)
         if self._terms.tls is None and not is_loopback(host):
             log.warning("optimizer %d listens on %s without TLS", self._owner, address)

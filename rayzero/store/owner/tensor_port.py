@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import TypeVar
 
@@ -95,15 +96,18 @@ class ShardDestination:
     size_bytes: int
     out: Bytes | None  # None: nowhere
     landed: Callable[[], object] = _nothing  # what to do then
+    is_record: bool = False  # see ``Assembly``
 
 
 class OwnerStream:
-    """One connection, at the owner. Lives on the event loop; its bytes are moved in ``pool``."""
+    """One connection, at an optimizer actor. Lives on the event loop; its bytes are moved in ``pool``."""
 
-    def __init__(self, stream: TensorStream, expected: Expected, pool: ThreadPoolExecutor, port: TensorPort) -> None:
-        """``port`` drops it once the connection has ended."""
-        self.client = expected.client
-        self._stream, self._expected, self._pool, self._port = stream, expected, pool, port
+    def __init__(
+        self, stream: TensorStream, client: str, pool: ThreadPoolExecutor, ended: Callable[[], object] = _nothing
+    ) -> None:
+        """``client``: whose bytes are on it. ``ended``: called once the connection has ended."""
+        self.client = client
+        self._stream, self._pool, self._ended = stream, pool, ended
         self._turn = asyncio.Lock()
         self._closed = False
         self._watch()
@@ -127,7 +131,11 @@ class OwnerStream:
     async def receive(self, landings: Iterable[ShardDestination]) -> None:
         """Read shards, in this order. Raises TransferError if other bytes come, or none."""
         works = [
-            (Receiving(self._stream, Assembly(each.shard, each.size_bytes, each.out)), each.landed) for each in landings
+            (
+                Receiving(self._stream, Assembly(each.shard, each.size_bytes, each.out, is_record=each.is_record)),
+                each.landed,
+            )
+            for each in landings
         ]
         await self._move(InTurn(works), to_write=False)
 
@@ -191,7 +199,7 @@ class OwnerStream:
             self._unwatch()
             self._stream.abort()
             self._stream.close()
-            self._port.drop(self._expected)
+            self._ended()
 
 
 class TensorPort:
@@ -337,9 +345,10 @@ class TensorPort:
             self._keep(expected, TensorStream(connection, expected.keys))
 
     def _keep(self, expected: Expected, stream: TensorStream) -> None:
-        self._streams[expected.number] = OwnerStream(stream, expected, self._pool, self)
+        ended = partial(self._drop, expected)
+        self._streams[expected.number] = OwnerStream(stream, expected.client, self._pool, ended)
 
-    def drop(self, expected: Expected) -> None:
+    def _drop(self, expected: Expected) -> None:
         """A connection has ended. Idempotent."""
         if self._streams.pop(expected.number, None) is not None:
             self._free(expected.client)

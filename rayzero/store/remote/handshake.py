@@ -20,7 +20,7 @@ from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink, answers_o
 from rayzero.store.wire import translate
 from rayzero.store.wire.failures import from_failure
 
-_LEASE = 0.5
+LEASE = 0.5
 """Of ``stall_timeout``: how long a rank's link may be down before owners that cannot see its process take it for gone.
 So the others, who wait for that rank, hear the reason before their own wait counts as stalled, and by default (300 s)
 it is far longer than the 20 s after which either end notices a link that swallows everything."""
@@ -36,7 +36,7 @@ class Handshake:
         peer may last without progress. An owner allocates, or restores a checkpoint, before it answers: it has at least
         as long as any other call."""
         self._rank, self._links, self._num_owners = rank, links, num_owners
-        self._lease_s, self._deadline_s = stall_timeout * _LEASE, max(QUICK_S, stall_timeout)
+        self._lease_s, self._deadline_s = stall_timeout * LEASE, max(QUICK_S, stall_timeout)
         self._spec = b""  # the model's, as JSON; it is sent only where an owner needs it
         self._asked: pb.AttachRequest | None = None  # what every owner, and every successor, is asked
         self._sharing: dict[int, pb.ShareRequest] = {}  # by owner, the same of those that offer memory

@@ -28,7 +28,7 @@ from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.history import LoopHistory
 from rayzero.store.rank.memory.rank_memory import RankMemory
 from rayzero.store.rank.rank_store import closed_error
-from rayzero.store.remote.handshake import Handshake
+from rayzero.store.remote.handshake import LEASE, Handshake
 from rayzero.store.remote.lead_line import RemoteLead
 from rayzero.store.remote.repeated_pushes import RepeatedPushes
 from rayzero.store.remote.ways import Ways
@@ -113,6 +113,7 @@ class RemoteConnection:
         self._repeats: RepeatedPushes | None = None  # after attach, if this rank keeps what it pushes
         self._loop: LoopHistory | None = None  # after attach
         self._copied: tuple[int, ...] = ()  # the owners of which this host has a copy, after attach
+        self._callers: tuple[int, ...] = ()  # the owners of this host, if they call others for this rank
 
     # ---- handshake
 
@@ -120,11 +121,11 @@ class RemoteConnection:
         """Shake hands with every owner; see ``Connection.attach``."""
         plan = SharedPlan.of(spec, self._num_owners, self._ownership)
         if self._lead is None:
-            asks = self._memory.may_sum or self._doors
-            here = self._handshake.owners_on(self._memory.identity) if asks else []
+            here = self._owners_on(self._memory.identity) if self._memory.may_sum or self._doors else []
             self._part_with_doors(here)
             if self._memory.may_sum:
                 self._memory.choose_sums(plan, here)
+            self._callers = tuple(here) if self._memory.summed else ()
         self._shake_hands(plan, self._memory.identity)
         if self._lead is None:
             try:
@@ -137,6 +138,12 @@ class RemoteConnection:
             self._begin(plan)
             self._handshake.check_successors()
         return self._joined(plan, page_lock)
+
+    def _owners_on(self, host: str) -> list[int]:
+        """The owners that share the memory of this host; blocks. Those that serve now are found there; without any, all
+        are asked. Raises as ``Handshake.owners_on``."""
+        found = [owner for owner, link in self._links.items() if host and link.is_here()]
+        return found or self._handshake.owners_on(host)
 
     def _part_with_doors(self, here: Sequence[int]) -> None:
         """Leave the doors of other hosts alone: this rank has nothing to do with them. ``here``: the owners of this
@@ -197,6 +204,10 @@ class RemoteConnection:
             self._copied = tuple(away)
             for owner in away:
                 self._mute(self._links[owner])
+        elif self._callers:  # without a copy, this rank has to hear what those publish; a line does not say it
+            self._callers = ()
+            for owner in away:
+                self._links[owner].open_again()
 
     def _mute(self, link: OwnerLink) -> None:
         """Hear no more from an owner what it publishes: it is in the copy. Without an answer, its link is over."""
@@ -303,7 +314,9 @@ class RemoteConnection:
         self._lead.enter(self._links[lead], self._memory.shared, self._watch)  # first: its successor is told the same
         self._loop.enter(self._keeper)
         identity = self._memory.identity if self._memory.shares else ""
-        self._part_with_doors(self._handshake.owners_on(identity) if self._doors else [])
+        here = self._owners_on(identity) if self._memory.summed or self._doors else []
+        self._part_with_doors(here)
+        self._callers = tuple(here) if self._memory.summed else ()
         self._shake_hands(plan, identity, (lead, told))
         for owner, answer in self._handshake.answers.items():
             if answer.needs_load:
@@ -330,6 +343,14 @@ class RemoteConnection:
     def awaited(self) -> Sequence[int]:
         """See ``LinkUser.awaited``."""
         return ()
+
+    def callers_here(self, link: OwnerLink, missing_s: float) -> Sequence[str]:
+        """See ``LinkUser.callers_here``. None when they have been missing for so long that an owner may soon take this
+        rank for gone, too."""
+        callers = [self._links[owner] for owner in self._callers]
+        if link in callers or missing_s > self.stall_timeout * LEASE / 2:
+            return ()
+        return [each.address for each in callers]
 
     def succeed(self, owner: int, address: str) -> None:
         """An owner's process has died; its successor is at ``address``. Calls that were not answered are repeated."""

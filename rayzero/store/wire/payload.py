@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rayzero.codecs.record import LENGTH, used_bytes
 from rayzero.errors import StoreError, TransferError
 
 Bytes = npt.NDArray[np.uint8]
@@ -35,22 +36,16 @@ class Assembly:
 
     Knows which byte is next; not where chunks come from."""
 
-    def __init__(self, shard: int, size_bytes: int, out: Bytes | None) -> None:
-        """``out``: ``size_bytes`` bytes of memory; None: the bytes are dropped."""
-        self._shard, self._size, self._out = shard, size_bytes, out
+    def __init__(self, shard: int, size_bytes: int, out: Bytes | None, *, is_record: bool = False) -> None:
+        """``out``: ``size_bytes`` bytes of memory; None: the bytes are dropped. ``is_record``: a record comes
+        (codecs/record.py), which may be shorter than its memory."""
+        self._shard, self._size, self._out, self._is_record = shard, size_bytes, out, is_record
         self.filled = 0  # bytes
 
     @property
     def complete(self) -> bool:
         """True once every byte is there."""
         return self.filled == self._size
-
-    def end_at(self, size_bytes: int) -> None:
-        """The shard has that many bytes, which its first ones tell: the memory has room for more. Raises
-        ``TransferError`` if it has not, or if more have come already."""
-        if not self.filled <= size_bytes <= self._size:
-            raise TransferError(f"a shard of {size_bytes:,} bytes came {self._where()}")
-        self._size = size_bytes
 
     def room_for(self, shard: int, offset: int, size_bytes: int) -> memoryview:
         """The memory of a chunk whose bytes come next; ``add`` says that they are there. Raises ``TransferError`` if it
@@ -63,8 +58,14 @@ class Assembly:
         return memoryview(bytearray(size_bytes)) if self._out is None else self._out.data[offset:stop]
 
     def add(self, size_bytes: int) -> None:
-        """What ``room_for`` gave has its bytes, and they are what was sent."""
+        """What ``room_for`` gave has its bytes, and they are what was sent. Raises ``TransferError`` if a record says
+        that it has other bytes than can be."""
         self.filled += size_bytes
+        if self._is_record and self._out is not None and self.filled >= LENGTH:
+            used = used_bytes(torch.from_numpy(self._out))
+            if not self.filled <= used <= self._size:
+                raise TransferError(f"a shard of {used:,} bytes came {self._where()}")
+            self._size = used
 
     def _where(self) -> str:
         return f"after {self.filled:,} of {self._size:,} bytes of shard {self._shard}"

@@ -1,7 +1,8 @@
-"""One channel of a link to an owner of this host: calls and notices over a line in shared memory.
+"""One channel of a link to an owner: calls and notices over a line in shared memory. At its other end is the owner or,
+for one on another host, an optimizer actor of this host that calls it (store/owner/entrances/pipes.py).
 
-What ``Channel`` is over gRPC, for the same links: a line breaks when the owner's process dies or stops serving, and
-calls without an answer are repeated over the next channel."""
+What ``Channel`` is over gRPC, for the same links: a line breaks when the process at its other end dies or stops
+serving, and calls without an answer are repeated over the next channel."""
 
 from __future__ import annotations
 
@@ -37,7 +38,6 @@ from rayzero.store.wire.rpc import TOKEN_KEY, LinkNumber, Metadata, methods
 
 log = logging.getLogger(__name__)
 
-_DIED = "the owner's process has died"
 _REST = "Rest"  # asks for an answer that was too long
 _LATE_S = 2.5  # after a call's deadline: the listener ends the call sooner, unless the whole process is stopped
 
@@ -61,8 +61,6 @@ class LineChannel:
 
     Knows the line and open calls; not what is called. One thread listens."""
 
-    transport = "shm"
-
     def __init__(
         self,
         caller: Caller,
@@ -72,11 +70,17 @@ class LineChannel:
         metadata: Metadata,
         token: str,
         awaited: Sequence[int] = (),
+        *,
+        to: str = "",
+        met: bool = False,
     ) -> None:
-        """``peer``, ``awaited``: see ``Channel``. ``lobby``: the owner's; freed by: close(). Raises MemoryPlanError if
-        there is no room for the line, OSError if this process has too many files."""
+        """``peer``, ``awaited``: see ``Channel``. ``lobby``: the owner's, or of who calls it at ``to``; freed by:
+        close(). Raises MemoryPlanError if there is no room for the line, OSError if this process has too many files."""
         self.link, self.peer = link, f"{caller.name}, {peer}"
-        self.met = False
+        self.met, self.transport = met, "grpc" if to else "shm"
+        other_end = "the optimizer actor of this host that calls it" if to else "the owner"
+        self._died = f"{other_end} has died" if to else "the owner's process has died"
+        self._stopped = f"{other_end} serves no more"
         self._lobby, self._methods = lobby, methods(caller.service)
         opening = pb.LineOpening(
             key=key_digest(token),
@@ -84,6 +88,9 @@ class LineChannel:
             metadata={key: str(value) for key, value in (*metadata, *link.metadata) if key != TOKEN_KEY},
             process=translate.process_to_pb(this_process()),
             notices=pb.NoticesRequest(ranks=awaited, **caller.signature),
+            to=to,
+            peer=self.peer,
+            met=met,
         )
         self.notices: SimpleQueue[pb.NoticesResponse | RayZeroError] = SimpleQueue()
         self._lock = threading.Lock()
@@ -244,15 +251,17 @@ class LineChannel:
             self._tell(said[1].notice)
             if said[1].HasField("ended"):
                 self._tell(from_failure(said[1].ended))
+            if said[1].broken:
+                self._end(said[1].broken)
         self._asker.take_answers()
         self._ask_waiting()
         self._end_late()
         if over:
-            self._end("the owner serves no more")
+            self._end(self._stopped)
         elif self._seen is not None and self._seen.has_died:
-            self._end(_DIED)
+            self._end(self._died)
         elif (self._seen is None or not self._heard) and self._lobby.is_abandoned:  # perhaps it never saw this line
-            self._end(_DIED if self._seen is None else "the owner serves no more")
+            self._end(self._died if self._seen is None else self._stopped)
 
     def _end_late(self) -> None:
         now = time.monotonic()
@@ -286,14 +295,14 @@ class LineChannel:
             self._over(call, error)
 
     def messages(self, notices: SimpleQueue[pb.NoticesResponse | RayZeroError]) -> Iterator[pb.NoticesResponse]:
-        """The notices. Raises BrokenLinkError at their end; that of the owner's process is seen at once."""
+        """The notices. Raises BrokenLinkError at their end; that of the process at the other end is seen at once."""
         waiting, seen = select.poll(), None if self._seen is None else self._seen.file
         waiting.register(self._wake, select.POLLIN)
         if seen is not None:
             waiting.register(seen, select.POLLIN)
         while True:
             if seen in [file for file, _ in waiting.poll()]:
-                self._end(_DIED)
+                self._end(self._died)
             for _ in range(os.eventfd_read(self._wake)):
                 notice = notices.get()
                 if isinstance(notice, RayZeroError):

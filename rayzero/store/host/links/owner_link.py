@@ -66,6 +66,12 @@ class LinkUser(Protocol):
         """The ranks without which a link does not open; see ``Channel``."""
         ...
 
+    def callers_here(self, link: OwnerLink, missing_s: float) -> Sequence[str]:
+        """The addresses of optimizer actors of this host, of which the first one that serves makes the calls to the
+        owner if that is on another host; empty: this process calls it itself. ``missing_s``: for how many seconds none
+        of them has served."""
+        ...
+
     def hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
         """The owner says something unasked."""
         ...
@@ -107,6 +113,7 @@ class OwnerLink:
         self._waiting: list[Future[AnyChannel]] = []  # for it to open
         self._down_since, self._why = time.monotonic(), "never opened"
         self._openings = 0
+        self._missing_since: float | None = None  # no optimizer actor of this host that calls the owner serves
         self._closed = False
         self._end: RayZeroError | None = None  # why it will never open again
         self._ended = threading.Event()
@@ -146,8 +153,10 @@ class OwnerLink:
     def _follow(self) -> RayZeroError:
         """Open the link and follow the owner's notices until they end; why they did."""
         self._number = self._number.next()
-        channel = self._channel()
-        channel.met = self._openings > 0 or self._user.succeeds
+        try:
+            channel = self._channel(met=self._openings > 0 or self._user.succeeds)
+        except BrokenLinkError as error:
+            return error
         with self._lock:
             self._trying = channel
             if self._end is not None:
@@ -169,19 +178,45 @@ class OwnerLink:
         finally:
             channel.close()  # calls under way end, and are repeated over the next one
 
-    def _channel(self) -> AnyChannel:
-        """A channel to the owner where it is now: over a line if that is this host, and has room for one."""
-        terms, address, lobby = self._terms, self._address, None
-        named = self.caller, self.name
+    def _channel(self, *, met: bool) -> AnyChannel:
+        """A channel to the owner where it is now: over a line if that is this host, and has room for one, or if an
+        optimizer actor of this host calls the owner. ``met``: see ``Channel.met``. Raises BrokenLinkError if that is
+        missing now."""
+        terms, address, lobby, now = self._terms, self._address, None, time.monotonic()
+        callers = self._user.callers_here(self, now - (self._missing_since or now))
+        named, asked = (self.caller, self.name), self._user.awaited
         try:
-            lobby = None if terms.memory is None else Lobby.find(terms.memory, address, terms.token)
-            if lobby is not None:
-                return LineChannel(*named, lobby, self._number, self._metadata, terms.token, self._user.awaited)
+            for at in (address, *callers):
+                lobby = self._lobby(at)
+                if lobby is not None:
+                    to, self._missing_since = "" if at == address else address, None
+                    return LineChannel(*named, lobby, self._number, self._metadata, terms.token, asked, to=to, met=met)
         except (RayZeroError, OSError) as error:
             log.warning("%s calls %s over gRPC, because it gets no line: %s", self.caller.name, self.name, error)
             if lobby is not None:
                 lobby.close()
-        return Channel(*named, address, self._number, self._metadata, terms.tls, self._user.awaited)
+        else:
+            if callers:
+                self._missing_since = self._missing_since or now
+                self._why = "the optimizer actor of this host that calls it is gone"
+                raise BrokenLinkError(f"{self.caller.name}, {self.name}: {self._why}")
+        channel = Channel(*named, address, self._number, self._metadata, terms.tls, asked)
+        channel.met = met
+        return channel
+
+    def _lobby(self, address: str) -> Lobby | None:
+        memory = self._terms.memory
+        return None if memory is None else Lobby.find(memory, address, self._terms.token)
+
+    def is_here(self) -> bool:
+        """Whether the owner is on this host, and serves now."""
+        try:
+            lobby = self._lobby(self._address)
+        except OSError:  # whether it is shows when the link is opened
+            return False
+        if lobby is not None:
+            lobby.close()
+        return lobby is not None
 
     def _opened(self, channel: AnyChannel) -> None:
         with self._lock:
@@ -257,6 +292,11 @@ class OwnerLink:
             since = time.monotonic() - self._down_since
             return LinkDownError(f"{self.name}: its link is down since {since:.3g} s ({self._why})")
 
+    @property
+    def address(self) -> str:
+        """Where the owner is now."""
+        return self._address
+
     def _see(self, process: ProcessIdentity) -> None:
         """``process`` is the owner's. Its death breaks the link at once, so this thread looks for it between two tries;
         it needs no thread of its own for that."""
@@ -283,6 +323,13 @@ class OwnerLink:
             if self._end is not None:
                 return
             self._address = address
+        self.open_again()
+
+    def open_again(self) -> None:
+        """Open another channel, at once. No effect on a link that is over."""
+        with self._lock:
+            if self._end is not None:
+                return
             channel = self._trying
             os.eventfd_write(self._wake, 1)
         if channel is not None:

@@ -5,7 +5,7 @@ See [Note: beside gRPC] in store/wire/tensor_stream.py."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -52,11 +52,13 @@ def _neighbours(parts: Iterator[Sending]) -> Iterator[list[Sending]]:
     """Those that travel together: up to ``_PARCEL_BYTES``, and one at least. All parts at once, and a parcel for
     them, may be more than fits."""
     together: list[Sending] = []
+    size = 0
     for part in parts:
-        if together and sum(each.size for each in together) + part.size > _PARCEL_BYTES:
+        if together and size + part.size > _PARCEL_BYTES:
             yield together
-            together = []
+            together, size = [], 0
         together.append(part)
+        size += part.size
     if together:
         yield together
 
@@ -101,11 +103,13 @@ def _upload_beside(move: Move, channel: Channel, method: str, parts: Iterator[Se
 
 
 @contextmanager
-def download(move: Move, request: pb.FetchRequest, sizes: Sequence[int]) -> Iterator[Take]:
-    """A context in which a Fetch's bytes can be taken; blocks. ``sizes``: of each shard, at most. Raises as
-    ``Channel.answer`` and ``Channel.beside`` do."""
+def download(
+    move: Move, request: pb.FetchRequest, sizes: Sequence[int], records: Collection[int] = ()
+) -> Iterator[Take]:
+    """A context in which a Fetch's bytes can be taken; blocks. ``sizes``: of each shard, at most. ``records``: the
+    shards that come as records. Raises as ``Channel.answer`` and ``Channel.beside`` do."""
     if isinstance(move.channel, LineChannel):
-        with _download_in_memory(move, move.channel, request, sizes) as take:
+        with _download_in_memory(move, move.channel, request, sizes, records) as take:
             yield take
     else:
         with _download_beside(move, move.channel, request) as take:
@@ -114,7 +118,7 @@ def download(move: Move, request: pb.FetchRequest, sizes: Sequence[int]) -> Iter
 
 @contextmanager
 def _download_in_memory(
-    move: Move, channel: LineChannel, request: pb.FetchRequest, sizes: Sequence[int]
+    move: Move, channel: LineChannel, request: pb.FetchRequest, sizes: Sequence[int], records: Collection[int]
 ) -> Iterator[Take]:
     """A call after the other, with one parcel: it is small, and its pages are there."""
     groups = _grouped(sizes)
@@ -123,13 +127,15 @@ def _download_in_memory(
     with closing(channel.parcel(room)) as parcel:
 
         def fetch() -> None:
-            shards = [request.shards[at] for at in left.popleft()]
+            group = left.popleft()
+            shards = [request.shards[at] for at in group]
             asked = pb.FetchRequest(rank=request.rank, version=request.version, kind=request.kind, shards=shards)
-            call = channel.start_with("Fetch", [asked], move.deadline_s, parcel)
+            space = pb.LineRoom(sizes=[sizes[at] for at in group], records=[each for each in shards if each in records])
+            parcel.rewind()
+            call = channel.start_with("Fetch", [asked, space], move.deadline_s, parcel)
             move.moving.add_done_callback(lambda _: call.cancel())
             channel.answer(call)
             here.extend(shards)
-            parcel.rewind()
 
         def take(assembly: Assembly) -> None:
             if not here:

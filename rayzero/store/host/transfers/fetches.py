@@ -195,7 +195,9 @@ class WireFetches:
             if not left:  # all bytes were here when the link broke
                 return
             move = self._move(channel, sum(part.size for part in left), 0.0, moving, progress.moved)
-            with download(move, self._request(left), [size for part in left for size in part.sizes]) as take:
+            sizes = [size for part in left for size in part.sizes]
+            records = {index for part in left if part.kept is not None for index in indices(part.shards)}
+            with download(move, self._request(left), sizes, records) as take:
                 for part in left:
                     part.fill(take)
                     numel = sum(shard.numel for shard in part.shards)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rayzero.codecs import Codec
-from rayzero.codecs.record import LENGTH, kept_bytes, read_record, used_bytes
+from rayzero.codecs.record import kept_bytes, read_record
 from rayzero.concurrency.gather import Gather
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.store.wire.payload import Assembly, byte_view
@@ -66,11 +66,9 @@ class Download:
             self.filled += 1
 
     def _receive(self, take: Callable[[Assembly], None], shard: Shard, memory: Tensor) -> None:
-        assembly = Assembly(shard.index, memory.nbytes, byte_view(memory))
+        assembly = Assembly(shard.index, memory.nbytes, byte_view(memory), is_record=self.kept is not None)
         while not assembly.complete:
             take(assembly)
-            if self.kept is not None and assembly.filled >= LENGTH:
-                assembly.end_at(used_bytes(memory))
         self.received += assembly.filled
 
     def end(self, error: Exception | None) -> None:

@@ -1,6 +1,7 @@
 """Answers the calls of processes of this host, which come through shared memory (store/shm/lines/line.py).
 
-The same handlers as behind gRPC. Who has written a line knows the run's token and is this user; its certificate is not
+The same handlers as behind gRPC. What a line asks of an owner on another host is asked there, in the caller's name
+(store/owner/entrances/pipes.py). Who has written a line knows the run's token and is this user; its certificate is not
 asked for."""
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from rayzero.concurrency.event_loop import shared_loop
 from rayzero.concurrency.processes import this_process, watch_process
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
+from rayzero.security.credentials import Identity
 from rayzero.security.refusals import Refusals
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.owner.handlers import FindModel
+from rayzero.store.owner.entrances.pipes import Pipe, PipeBrokenError, Pipes
+from rayzero.store.owner.handlers import FindModel, ModelCalls
 from rayzero.store.owner.tensor_port import ShardDestination, in_thread
 from rayzero.store.shm.lines.line import ANSWER_BYTES, Line, Lobby
 from rayzero.store.shm.lines.parcel import Parcel
@@ -46,7 +49,7 @@ class ParcelStream:
     """The bytes of one call, in memory that its caller has made. What ``OwnerStream`` is over TCP."""
 
     def __init__(self, parcel: Parcel, pool: ThreadPoolExecutor) -> None:
-        self._parcel, self._pool = parcel, pool
+        self.parcel, self._pool = parcel, pool
         self._ends = False  # the call was cancelled
 
     def _stop(self) -> None:
@@ -60,7 +63,7 @@ class ParcelStream:
         for landing in landings:
             if self._ends:
                 return
-            content = self._parcel.take(landing.shard)
+            content = self.parcel.take(landing.shard)
             if len(content) != landing.size_bytes:
                 raise TransferError(
                     f"{len(content):,} bytes came of shard {landing.shard}, which has {landing.size_bytes:,}"
@@ -77,16 +80,17 @@ class ParcelStream:
         for shard, content in shards:
             if self._ends:
                 return
-            self._parcel.put(shard, content)
+            self.parcel.put(shard, content)
 
 
 class LineContext:
     """What a handler asks of its call: grpc.aio's context, as far as it is used."""
 
-    def __init__(self, line: _Line, until: float, stream: ParcelStream | None = None) -> None:
-        """``until``: when the caller gives up, on the loop's clock."""
-        self._line, self._until, self.parcel_stream = line, until, stream
-        self._said = pb.LineNotice()
+    def __init__(
+        self, line: _Line, until: float, stream: ParcelStream | None = None, room: pb.LineRoom | None = None
+    ) -> None:
+        """``until``: when the caller gives up, on the loop's clock. ``room``: that the caller of a Fetch has."""
+        self._line, self._until, self.parcel_stream, self.room = line, until, stream, room
 
     def invocation_metadata(self) -> Metadata:
         """Of the call."""
@@ -97,16 +101,11 @@ class LineContext:
         return max(0.0, self._until - asyncio.get_running_loop().time())
 
     async def write(self, notice: pb.NoticesResponse) -> None:
-        """Say something unasked. What is published, its host's ranks see in memory."""
+        """Say something unasked. What is published, its host's ranks see in memory: the owner's, or their copy."""
         notice.ClearField("published")
         if notice.ByteSize():
-            self._said.notice.MergeFrom(notice)
-            self._line.line.say(self._said)
-
-    def end(self, error: RayZeroError) -> None:
-        """Say why nothing more is said."""
-        self._said.ended.CopyFrom(to_failure(error))
-        self._line.line.say(self._said)
+            self._line.said.notice.MergeFrom(notice)
+            self._line.say()
 
 
 class _Line:
@@ -114,6 +113,8 @@ class _Line:
 
     def __init__(self, line: Line, opening: pb.LineOpening) -> None:
         self.line, self.opening = line, opening
+        self.pipe: Pipe | None = None  # to an owner on another host. freed by: _drop
+        self.said = pb.LineNotice()  # all that was said unasked
         self.metadata: Metadata = tuple(opening.metadata.items())
         self.answerer = Answerer(line.questions, line.answers, line.bell, resumes=True)
         self.methods = methods(opening.service)
@@ -123,6 +124,10 @@ class _Line:
         self.unwatch: Callable[[], None] | None = None  # ends the watch over its caller
         self.closed = False
 
+    def say(self) -> None:
+        if not self.closed:
+            self.line.say(self.said)
+
 
 class CallsInMemory:
     """The lobby of one address, and the lines of its callers.
@@ -130,13 +135,21 @@ class CallsInMemory:
     Knows lines and calls; not what a call does. One thread listens; all else runs on the event loop."""
 
     def __init__(
-        self, directory: Path, address: str, token: str, lineage: str, find: FindModel, recorder: Recorder
+        self,
+        directory: Path,
+        address: str,
+        token: str,
+        lineage: str,
+        find: FindModel,
+        recorder: Recorder,
+        tls: Identity | None = None,
     ) -> None:
-        """``find``: returns the calls of a prepared model, by its number, in an epoch. Raises MemoryPlanError if there
-        is no room."""
+        """``find``: returns the calls of a prepared model, by its number, in an epoch. ``tls``: what owners on other
+        hosts are shown. Raises MemoryPlanError if there is no room."""
         self._find, self._key, self._loop = find, key_digest(token), shared_loop()
         self._refusals, self._numbers = Refusals("owner", recorder), count(1)
         self._lines: set[_Line] = set()
+        self._pipes = Pipes(token, tls)
         self._pool = ThreadPoolExecutor(2, "rayzero-owner-parcels", initializer=use_torch_threads, initargs=(1,))
         self._lobby = Lobby.make(directory, address, token, lineage, this_process())  # freed by: close()
         self._came = False  # a line may wait
@@ -183,6 +196,8 @@ class CallsInMemory:
     def _open(self, each: _Line) -> None:
         process = translate.process_from_pb(each.opening.process)
         each.unwatch = watch_process(process, partial(self._drop, each))
+        if each.opening.to:
+            each.pipe = self._pipes.open(each.opening)
         self._run(each, self._notify(each))
 
     def _look_after(self, each: _Line) -> None:
@@ -196,18 +211,24 @@ class CallsInMemory:
         task.add_done_callback(each.tasks.discard)
         return task
 
+    async def _calls(self, each: _Line) -> ModelCalls | Pipe:
+        """What answers the calls of a line."""
+        return each.pipe or await self._find(model_of(each.metadata), epoch_of(each.metadata))
+
     async def _notify(self, each: _Line) -> None:
         """Send the caller the owner's notices until the line is over."""
-        context = LineContext(each, float("inf"))
         try:
-            calls = await self._find(model_of(each.metadata), epoch_of(each.metadata))
-            await calls.answer(each.opening.service, "Notices", each.opening.notices, context)
+            calls = await self._calls(each)
+            await calls.answer(each.opening.service, "Notices", each.opening.notices, LineContext(each, float("inf")))
+        except PipeBrokenError as broken:
+            each.said.broken = str(broken)
         except RayZeroError as error:
-            context.end(error)
+            each.said.ended.CopyFrom(to_failure(error))
         except Exception as error:
             log.exception("Notices failed")
-            context.end(StoreError(f"an owner failed: {error!r}"))
+            each.said.ended.CopyFrom(to_failure(StoreError(f"an owner failed: {error!r}")))
         finally:
+            each.say()
             self._drop(each)
 
     def _begin(self, each: _Line, slot: int, number: int, method: str, request: bytes) -> None:
@@ -229,6 +250,11 @@ class CallsInMemory:
                 return
             question = pb.LineQuestion.FromString(request)
             answer = self._rest(each, question) if question.rest else await self._call(each, method, question)
+        except PipeBrokenError as broken:
+            each.said.broken = str(broken)
+            each.say()
+            self._drop(each)
+            return
         except RayZeroError as error:
             answer = error
         except DecodeError as error:
@@ -247,12 +273,16 @@ class CallsInMemory:
         method = each.methods.get(name)
         if method is None:
             raise HandshakeError(f"a process of this host calls {name!r}: install the same rayzero in every process")
-        requests = [method.request.FromString(content) for content in self._contents(each, question)]
+        contents, room = self._contents(each, question), None
+        if name == "Fetch":
+            *contents, said = contents
+            room = pb.LineRoom.FromString(said)
+        requests = [method.request.FromString(content) for content in contents]
         until = asyncio.get_running_loop().time() + question.timeout_s
         parcel = self._open_parcel(each, question.parcel) if question.parcel else None
         try:
-            context = LineContext(each, until, None if parcel is None else ParcelStream(parcel, self._pool))
-            calls = await self._find(model_of(each.metadata), epoch_of(each.metadata))
+            context = LineContext(each, until, None if parcel is None else ParcelStream(parcel, self._pool), room)
+            calls = await self._calls(each)
             asked = _each(requests) if method.client_streaming else requests[0]
             response = (await calls.answer(each.opening.service, name, asked, context)).SerializeToString()
         finally:
@@ -304,6 +334,8 @@ class CallsInMemory:
         if each.unwatch is not None:
             each.unwatch()
             each.unwatch = None  # which holds this line
+        if each.pipe is not None:
+            each.pipe.close()
         for task in each.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
@@ -326,6 +358,7 @@ class CallsInMemory:
                 _refuse(line)
         self._loop.run(self._end(timeout_s / 2), timeout_s)
         self._pool.shutdown(wait=True)
+        self._pipes.close()
 
     async def _end(self, grace_s: float) -> None:
         tasks = [task for each in self._lines for task in each.tasks]
@@ -334,6 +367,7 @@ class CallsInMemory:
         for each in list(self._lines):
             self._drop(each)
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._pipes.end()
 
 
 def _refuse(line: Line) -> None:

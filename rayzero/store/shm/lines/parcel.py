@@ -33,8 +33,8 @@ class Parcel:
 
     def __init__(self, slab: Slab) -> None:
         self._slab = slab
-        self._size = slab.header.bytes - slab.header.header_bytes
-        self._memory = slab.tensor(slab.header.header_bytes, self._size, torch.uint8).numpy().data
+        self.size_bytes = slab.header.bytes - slab.header.header_bytes
+        self._memory = slab.tensor(slab.header.header_bytes, self.size_bytes, torch.uint8).numpy().data
         self._at = 0
 
     @classmethod
@@ -63,12 +63,16 @@ class Parcel:
 
     def put(self, number: int, content: memoryview) -> None:
         """Add a piece. Raises TransferError if there is no room left."""
+        self.room(number, len(content))[:] = content
+
+    def room(self, number: int, size_bytes: int) -> memoryview:
+        """Add a piece whose bytes the caller puts in. Raises TransferError if there is no room left."""
         begin = self._at + _HEAD.size
-        if begin + len(content) > self._size:
-            raise TransferError(f"piece {number} of {len(content):,} bytes does not fit a parcel of {self._size:,}")
-        _HEAD.pack_into(self._memory, self._at, number, len(content))
-        self._memory[begin : begin + len(content)] = content
-        self._at = begin + len(content)
+        if begin + size_bytes > self.size_bytes:
+            raise TransferError(f"piece {number} of {size_bytes:,} bytes does not fit a parcel of {self.size_bytes:,}")
+        _HEAD.pack_into(self._memory, self._at, number, size_bytes)
+        self._at = begin + size_bytes
+        return self._memory[begin : self._at]
 
     def take(self, number: int) -> memoryview:
         """The bytes of the next piece, valid until ``close``. Raises TransferError if that is another one."""
@@ -76,7 +80,7 @@ class Parcel:
         if begin > len(self._memory):
             raise TransferError(f"nothing came where piece {number} had to")
         came, size = _HEAD.unpack_from(self._memory, self._at)
-        if came != number or begin + size > self._size:
+        if came != number or begin + size > self.size_bytes:
             raise TransferError(f"piece {came} of {size:,} bytes came where piece {number} had to")
         self._at = begin + size
         return self._memory[begin : begin + size]

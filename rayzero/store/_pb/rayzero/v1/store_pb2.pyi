@@ -872,7 +872,7 @@ class GiveShardsResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LineOpening(_message.Message):
-    __slots__ = ("key", "service", "metadata", "process", "notices")
+    __slots__ = ("key", "service", "metadata", "process", "notices", "to", "peer", "met")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -885,12 +885,18 @@ class LineOpening(_message.Message):
     METADATA_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     NOTICES_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    MET_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     service: str
     metadata: _containers.ScalarMap[str, str]
     process: Process
     notices: NoticesRequest
-    def __init__(self, key: _Optional[bytes] = ..., service: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., notices: _Optional[_Union[NoticesRequest, _Mapping]] = ...) -> None: ...
+    to: str
+    peer: str
+    met: bool
+    def __init__(self, key: _Optional[bytes] = ..., service: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., notices: _Optional[_Union[NoticesRequest, _Mapping]] = ..., to: _Optional[str] = ..., peer: _Optional[str] = ..., met: bool = ...) -> None: ...
 
 class LineQuestion(_message.Message):
     __slots__ = ("requests", "timeout_s", "parcel", "spilled", "rest")
@@ -906,13 +912,23 @@ class LineQuestion(_message.Message):
     rest: int
     def __init__(self, requests: _Optional[_Iterable[bytes]] = ..., timeout_s: _Optional[float] = ..., parcel: _Optional[str] = ..., spilled: _Optional[str] = ..., rest: _Optional[int] = ...) -> None: ...
 
+class LineRoom(_message.Message):
+    __slots__ = ("sizes", "records")
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    records: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sizes: _Optional[_Iterable[int]] = ..., records: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class LineNotice(_message.Message):
-    __slots__ = ("notice", "ended")
+    __slots__ = ("notice", "ended", "broken")
     NOTICE_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_FIELD_NUMBER: _ClassVar[int]
     notice: NoticesResponse
     ended: Failure
-    def __init__(self, notice: _Optional[_Union[NoticesResponse, _Mapping]] = ..., ended: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    broken: str
+    def __init__(self, notice: _Optional[_Union[NoticesResponse, _Mapping]] = ..., ended: _Optional[_Union[Failure, _Mapping]] = ..., broken: _Optional[str] = ...) -> None: ...
 
 class LineAnswer(_message.Message):
     __slots__ = ("response", "rest_bytes", "rest", "failed")

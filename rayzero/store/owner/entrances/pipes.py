@@ -1,0 +1,266 @@
+"""Makes calls of this host's ranks to owners on other hosts, over one gRPC channel to each that all ranks share.
+
+[Note: a pipe] A rank whose gradients leave its host in sums opens no connection: its line to an owner on another host
+ends at an optimizer actor of its own host, which makes each call there with the rank's own metadata. So the owner sees
+each rank, its life and its link, and what it does about deaths, repeats and late calls stays the same. A pipe breaks
+with the rank's line, with the channel, and with a message that was damaged on the way; then the rank opens another
+line, as it would open another channel. If no optimizer actor of its host serves for a quarter of ``stall_timeout``,
+well within its lease, the rank opens a channel of its own; so do ranks whose host has no room for a copy, to which a
+line does not say what is published. Bytes pass between the rank's parcel and a connection that is opened for one
+transfer. Nothing here waits for a rank, and a slow owner holds no thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+import grpc
+import numpy as np
+import torch
+
+from rayzero.codecs.record import used_bytes
+from rayzero.concurrency.backoff import backoff
+from rayzero.concurrency.threads import use_torch_threads
+from rayzero.errors import StoreError, TransferError
+from rayzero.quantities import count
+from rayzero.security.addresses import host_of
+from rayzero.security.credentials import Identity
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner.tensor_port import OwnerStream, ShardDestination, in_thread
+from rayzero.store.shm.lines.parcel import Parcel, room_for
+from rayzero.store.wire.payload import Bytes
+from rayzero.store.wire.rpc import (
+    STORE_SERVICE,
+    TOKEN_KEY,
+    Metadata,
+    break_of,
+    caller_of,
+    from_status,
+    gave_no_answer,
+    is_broken_link,
+    methods,
+    open_channel,
+    stream_metadata,
+)
+from rayzero.store.wire.tensor_stream import StreamEndedError
+from rayzero.store.wire.tensor_streams import LET_THROUGH, Opening, TensorStreams, UnreachedPortError
+
+_QUICK_S = 30.0  # deadline of a call that lets a connection be opened
+_SHUT_S = 20.0  # how long an owner that answers calls may let no connection for tensors in; its caller waits longer
+_REASON_S = 5.0  # how long an owner may take to say why it has ended a connection
+_WHY_CHARS = 500  # of why a pipe broke
+_THREADS = 4  # that move bytes, for 0.1 s at a time, or open connections
+
+
+class PipeBrokenError(Exception):
+    """A call or its answer did not get through: its caller repeats it over another line."""
+
+
+class _Far:
+    """The channel to one owner on another host. Lives on the event loop."""
+
+    def __init__(self, address: str, shown: Identity | None) -> None:
+        self.address, self.users = address, 0
+        self.is_protected = shown is not None and shown.protects(address)
+        self._channel = open_channel(address, shown, grpc.aio)
+        self.calls = {name: method.bind(self._channel) for name, method in methods(STORE_SERVICE).items()}
+
+    async def close(self) -> None:
+        """End the connection."""
+        await self._channel.close(None)
+
+
+class Pipes:
+    """The channels to owners on other hosts that lines end at; each lasts as long as lines use it.
+
+    Knows addresses; not calls, ranks or models. Lives on the event loop, ``close`` apart."""
+
+    def __init__(self, token: str, shown: Identity | None) -> None:
+        """``shown``: to owners at addresses that it protects; None: no TLS."""
+        self._token, self._shown = token, shown
+        self._far: dict[str, _Far] = {}  # by address, those that are not broken
+        self._closing: set[asyncio.Task[None]] = set()
+        self._pool = ThreadPoolExecutor(
+            _THREADS, "rayzero-owner-pipes", initializer=use_torch_threads, initargs=(1,)
+        )  # freed by: close()
+
+    def open(self, opening: pb.LineOpening) -> Pipe:
+        """A pipe to where a line's caller says. Freed by: ``Pipe.close``."""
+        far = self._far.get(opening.to)
+        if far is None:
+            far = self._far[opening.to] = _Far(opening.to, self._shown)
+        far.users += 1
+        metadata = ((TOKEN_KEY, self._token), *opening.metadata.items())
+        return Pipe(far, opening, metadata, self._pool, partial(self._leave, far), partial(self._forget, far))
+
+    def _forget(self, far: _Far) -> None:
+        """It is broken: who comes now gets another one."""
+        if self._far.get(far.address) is far:
+            del self._far[far.address]
+
+    def _leave(self, far: _Far) -> None:
+        far.users -= 1
+        if not far.users:
+            self._forget(far)
+            task = asyncio.get_running_loop().create_task(far.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def end(self) -> None:
+        """Wait until the channels of closed pipes have ended."""
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def close(self) -> None:
+        """End the threads, after ``end``. Off the event loop."""
+        self._pool.shutdown(wait=True)
+
+
+class Pipe:
+    """The calls of one line to one owner on another host: what ``ModelCalls`` is for an owner of this host.
+
+    Knows messages and bytes; not what is called."""
+
+    def __init__(
+        self,
+        far: _Far,
+        opening: pb.LineOpening,
+        metadata: Metadata,
+        pool: ThreadPoolExecutor,
+        close: Callable[[], None],
+        forget: Callable[[], None],
+    ) -> None:
+        """``close``: called once its line is over. ``forget``: called when the channel is broken."""
+        self._far, self._peer, self._met = far, opening.peer, opening.met
+        self._metadata, self._pool = metadata, pool
+        self.close, self._forget = close, forget
+
+    async def answer(self, service: str, method: str, request: Any, context: Any) -> Any:
+        """Make a call; see ``ModelCalls.answer``. Raises the owner's error, or PipeBrokenError."""
+        try:
+            if method == "Notices":
+                return await self._follow(request, context)
+            if context.parcel_stream is None:
+                return await self._call(method, request, context.time_remaining())
+            parcel: Parcel = context.parcel_stream.parcel
+            async with self._connection() as (number, stream):
+                if method == "Fetch":
+                    receive = partial(stream.receive, _landings(request, context.room, parcel))
+                    call = self._call(method, request, context.time_remaining(), stream_metadata(number))
+                    return await self._beside(stream, call, receive)
+                requests = [each async for each in request]
+                pieces = [(shard, parcel.take(shard)) for each in requests for shard in each.shards]
+                call = self._call(method, requests, context.time_remaining(), stream_metadata(number))
+                response = await self._beside(stream, call, partial(stream.send, pieces))
+                if response.announced != len(requests):  # a message was lost as a whole
+                    taken = f"{response.announced} of {count(len(requests), 'unit')}"
+                    raise TransferError(f"{self._peer} took {taken} of a {method}")
+                return response
+        except grpc.RpcError as error:
+            if is_broken_link(error, met=self._met):
+                raise self._broken(break_of(error)) from error
+            if gave_no_answer(error):
+                await asyncio.get_running_loop().create_future()  # its caller's own deadline ends this
+            raise from_status(error, self._peer) from error
+
+    def _broken(self, why: str) -> PipeBrokenError:
+        self._forget()
+        return PipeBrokenError(why[:_WHY_CHARS])
+
+    async def _call(self, method: str, request: Any, timeout_s: float, more: Metadata = ()) -> Any:
+        answer = await self._far.calls[method](request, timeout=timeout_s, metadata=(*self._metadata, *more))
+        if answer is None:  # grpc.aio says no more of an answer that ``unseal`` refuses
+            raise self._broken("its answer was damaged")
+        return answer
+
+    async def _follow(self, request: pb.NoticesRequest, context: Any) -> None:
+        """Pass on what the owner says unasked, until it says no more."""
+        stream = self._far.calls["Notices"](request, metadata=self._metadata)
+        try:
+            async for notice in stream:
+                if notice is None:
+                    raise self._broken("its notice was damaged")
+                self._met = True
+                await context.write(notice)
+        finally:
+            stream.cancel()  # no effect on a stream that has ended
+        raise StoreError(f"{self._peer} stopped")
+
+    # ---- bytes
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[tuple[int, OwnerStream]]:
+        """A context with a connection for the bytes of one call, and its number. Transfers over a pipe are few and
+        large, so none is kept open for the next one."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _SHUT_S
+        for pause in backoff():
+            try:
+                opened = await self._open_connection()
+                break
+            except UnreachedPortError as unreached:  # the owner has no room now, or a network lets calls through alone
+                if loop.time() + pause > until:
+                    raise StoreError(f"{self._peer}: {unreached}; {LET_THROUGH}") from unreached.__cause__
+            await asyncio.sleep(pause)
+        stream = OwnerStream(opened.stream, self._peer, self._pool)
+        try:
+            async with stream.transfer():
+                yield opened.number, stream
+        finally:
+            stream.close()
+
+    async def _open_connection(self) -> Any:
+        caller = caller_of(self._metadata)
+        asked = pb.OpenTensorStreamRequest(rank=None if caller is None else caller[0], host=host_of(self._far.address))
+        answer = await self._call("OpenTensorStream", asked, _QUICK_S)
+        opening = Opening.of(answer, protected=self._far.is_protected)
+        streams = TensorStreams(self._far.address, lambda host: opening)
+        return await in_thread(self._pool, streams.take, streams.close)
+
+    async def _beside(
+        self, stream: OwnerStream, call: Coroutine[Any, Any, Any], move: Callable[[], Awaitable[None]]
+    ) -> Any:
+        """The answer to a call whose bytes ``move`` moves. Raises what the owner says, also where that has ended the
+        connection, or PipeBrokenError."""
+        answer = asyncio.ensure_future(call)
+        answer.add_done_callback(partial(_end_if_failed, stream))
+        try:
+            await move()
+            return await answer
+        except StreamEndedError as ended:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_REASON_S):
+                    await answer
+            raise self._broken(str(ended)) from ended
+        finally:
+            answer.cancel()  # else the owner would keep memory for bytes that do not come
+
+
+def _end_if_failed(stream: OwnerStream, answer: asyncio.Future[Any]) -> None:
+    if answer.cancelled() or answer.exception() is not None:
+        stream.close()
+
+
+def _landings(request: pb.FetchRequest, room: pb.LineRoom, parcel: Parcel) -> Iterator[ShardDestination]:
+    """Where the shards of a Fetch go: into the caller's memory. Raises TransferError if that has no room for them."""
+    if len(room.sizes) != len(request.shards):
+        wanted = count(len(request.shards), "shard")
+        raise TransferError(f"a Fetch of {wanted} has room for {len(room.sizes)}")
+    records = set(room.records)
+    if records and room_for(room.sizes) > parcel.size_bytes:
+        raise TransferError(f"records of {sum(room.sizes):,} bytes do not fit a parcel of {parcel.size_bytes:,}")
+    for shard, size in zip(request.shards, room.sizes, strict=True):
+        if records:  # the next piece begins where a record ends
+            out, is_record = np.empty(size, np.uint8), shard in records
+            put = partial(_put, parcel, shard, out, is_record)
+            yield ShardDestination(shard=shard, size_bytes=size, out=out, landed=put, is_record=is_record)
+        else:
+            yield ShardDestination(shard=shard, size_bytes=size, out=np.frombuffer(parcel.room(shard, size), np.uint8))
+
+
+def _put(parcel: Parcel, shard: int, out: Bytes, is_record: bool) -> None:
+    parcel.put(shard, out.data[: used_bytes(torch.from_numpy(out)) if is_record else len(out)])
