@@ -550,7 +550,7 @@ def piped(connection: Any) -> list[bool]:
     return [isinstance(link.channel(), LineChannel) for link in connection._links.values() if not link.is_here()]
 
 
-@pytest.mark.promise("scales", "hosts")
+@pytest.mark.promise("scalable", "hosts")
 def test_ranks_call_owners_of_other_hosts_through_their_own_and_show_nothing_themselves(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
