@@ -1,0 +1,97 @@
+"""vLLM's weight transfer from a run of RayZero: every worker of the engine follows the run.
+
+``weight_transfer_config={"backend": "rayzero"}`` makes it, because vLLM finds ``register`` as a plugin. The engine of
+another backend waits for a trainer to send; this one reads what the run publishes anyway, so the trainer calls nothing,
+and training waits for no engine.
+
+[Note: packed copies] On CPUs, vLLM multiplies with packed copies of weights. Its reload of a model makes them anew for
+each layer that weights come for. A head that is tied to the embedding is a layer of its own, and none come for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+import rayzero
+from rayzero.errors import ConfigError
+from rayzero.followers.follower import Follower
+
+BACKEND = "rayzero"
+_WAIT_S = 600.0
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """What ``init_weight_transfer_engine`` takes: the arguments of ``rayzero.follow``."""
+
+    run: str
+    model: int = 0
+    config: str | None = None
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """What ``update_weights`` takes. version: which one; None: the newest. timeout_s: how long it may take to come."""
+
+    version: int | None = None
+    timeout_s: float = _WAIT_S
+
+
+class RayZeroEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads a version of a run's weights into a worker's model, in place."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    _follower: Follower | None = None  # freed by: shutdown()
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Follow a run. Raises as ``rayzero.follow``."""
+        self.shutdown()
+        self._follower = rayzero.follow(init_info.run, model=init_info.model, config=init_info.config)
+
+    def start_weight_update(self) -> None:
+        """Let the model's layers take published names again."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load a version. Raises ConfigError before ``init_weight_transfer_engine``, or if several workers are to load
+        the newest: each might find another one; else as ``Follower.read``."""
+        if self._follower is None:
+            raise ConfigError("no run is followed: call init_weight_transfer_engine with {'run': its folder or name}")
+        workers = self.parallel_config.world_size_across_dp
+        if update_info.version is None and workers > 1:
+            raise ConfigError(
+                f"version is None, which is the newest, but each of {workers} workers may find another one: pass "
+                "{'version': v}"
+            )
+        self.model.load_weights(self._follower.read(update_info.version, timeout_s=update_info.timeout_s))
+
+    def finish_weight_update(self) -> None:
+        """Put what has come into the places that the model runs with."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        for layer in self.model.modules():
+            if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
+                layer.quant_method.process_weights_after_loading(layer)  # [Note: packed copies]
+
+    def shutdown(self) -> None:
+        """Follow the run no more. Idempotent."""
+        if self._follower is not None:
+            self._follower.close()
+            self._follower = None
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes. Idempotent."""
+    known: dict[str, Any] = WeightTransferEngineFactory._registry
+    if BACKEND not in known:
+        WeightTransferEngineFactory.register_engine(BACKEND, RayZeroEngine)
