@@ -126,7 +126,7 @@ def test_a_group_whose_ranks_need_more_files_than_an_optimizer_may_open_is_refus
     """The optimizers were there before anybody knew how many ranks there are."""
     told: list[tuple[str, Any]] = []
     made = owners(ZeroConfig(transport="grpc"), None)
-    limit = files_of_owner(100, 2, 0)
+    limit = files_of_owner(100, 2, 0, ranks_here=100)  # they may all be on its host
     actors = RunActors("r", made._placement, None)  # type: ignore[arg-type]
     actors.members = {
         f"optimizer {i}": Member(who=f"optimizer {i}", pid=1, node=f"{i}", host="h", open_files=limit) for i in range(2)

@@ -91,9 +91,12 @@ def test_hosts_that_do_not_see_the_runs_folder_are_found_wherever_the_driver_is(
 
 def test_a_run_that_saves_checkpoints_is_refused_where_its_driver_would_not_find_them() -> None:
     actors, said = run_on(["b", "b"], ["b"], without=["b"]), list[str]()
+    stopped: list[float] = []
+    actors.stop_owners = stopped.append  # type: ignore[assignment,method-assign]
     request: Any = SimpleNamespace(directory=SimpleNamespace(path=FOLDER), on_phase=said.append, saves_checkpoints=True)
     with pytest.raises(ConfigError) as refused:
         _see_storage(request, actors)
+    assert len(stopped) == 1, "so that no owner leaves its lobby on another host"
     assert str(refused.value) == (
         "address of b cannot see /shared/run, so no checkpoint can be completed in it; set run.storage_path to a "
         "folder that all hosts share, the driver's too"

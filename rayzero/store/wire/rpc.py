@@ -287,6 +287,7 @@ _CODES: dict[type[RayZeroError], grpc.StatusCode] = {
     errors.StallError: _S.DEADLINE_EXCEEDED,
     errors.TransferError: _S.DATA_LOSS,
     errors.StoreClosedError: _S.ABORTED,
+    errors.VersionGoneError: _S.FAILED_PRECONDITION,
     errors.RunFailedError: _S.ABORTED,
 }
 _BARE: dict[grpc.StatusCode, type[RayZeroError]] = {  # for a status that none of our handlers chose

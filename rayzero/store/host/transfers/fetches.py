@@ -283,10 +283,10 @@ def _shared_out(num_owners: int) -> tuple[int, int]:
 
 
 def most_transfers(num_owners: int) -> int:
-    """The most transfers between a rank and one owner at a time: fetches, and in other threads pushes, loads, stages
-    and what the rank multiplies."""
+    """The most transfers between a rank and one owner at a time: fetches, and in other threads pushes, stages, and
+    loads, after which come fetches of what the rank multiplies."""
     threads, streams = _shared_out(num_owners)
-    return streams + min(threads, 3 * streams + 1)
+    return streams + min(threads, 3 * streams)
 
 
 def indices(shards: Sequence[Shard]) -> list[int]:

@@ -94,8 +94,11 @@ class Lobby:
                 found = cls(Slab.attach(path, writable=True, run=name, layout_digest=""))
             except HandshakeError:  # it has just ended
                 continue
-            if cell_of(found._slab, "process").read() is not None and not found.is_abandoned:
-                return found  # beside it may be that of a dead one, which had the same address
+            is_made = cell_of(found._slab, "process").read() is not None
+            if is_made and not found.is_abandoned:
+                return found
+            if is_made:  # a dead owner's. Sweeps leave it alone while other files of this name have living makers
+                path.unlink(missing_ok=True)
             found.close()
         return None
 
