@@ -5,24 +5,27 @@ another backend waits for a trainer to send; this one reads what the run publish
 and training waits for no engine.
 
 [Note: packed copies] On CPUs, vLLM multiplies with packed copies of weights. Its reload of a model makes them anew for
-each layer that weights come for. A head that is tied to the embedding is a layer of its own, and none come for it."""
+each layer that weights come for. A head that is tied to the embedding is a layer of its own, and none come for it.
+What it makes of experts is not what a fresh start makes (findings/vllm_cpu_reload_leaves_weights_behind.sh)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import vllm
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 import rayzero
-from rayzero.errors import ConfigError
+from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.followers.follower import Follower
 
 BACKEND = "rayzero"
@@ -55,7 +58,12 @@ class RayZeroEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     _follower: Follower | None = None  # freed by: shutdown()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Follow a run. Raises as ``rayzero.follow``."""
+        """Follow a run. Raises UnsupportedError for a mixture of experts on a CPU, else as ``rayzero.follow``."""
+        if self.device.type == "cpu" and any(isinstance(layer, RoutedExperts) for layer in self.model.modules()):
+            raise UnsupportedError(
+                f"vLLM {vllm.__version__} on a CPU generates something else once a mixture of experts is reloaded, also "
+                "with the same weights: start it again from an export, or run it on a GPU"
+            )  # [Note: packed copies]
         self.shutdown()
         self._follower = rayzero.follow(init_info.run, model=init_info.model, config=init_info.config)
 
