@@ -61,8 +61,8 @@ class RayZeroEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Follow a run. Raises UnsupportedError for a mixture of experts on a CPU, else as ``rayzero.follow``."""
         if self.device.type == "cpu" and any(isinstance(layer, RoutedExperts) for layer in self.model.modules()):
             raise UnsupportedError(
-                f"vLLM {vllm.__version__} on a CPU generates something else once a mixture of experts is reloaded, also "
-                "with the same weights: start it again from an export, or run it on a GPU"
+                f"vLLM {vllm.__version__} on a CPU generates something else once a mixture of experts is reloaded, "
+                "also with the same weights: start it again from an export, or run it on a GPU"
             )  # [Note: packed copies]
         self.shutdown()
         self._follower = rayzero.follow(init_info.run, model=init_info.model, config=init_info.config)
