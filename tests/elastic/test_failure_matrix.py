@@ -277,7 +277,7 @@ def test_runs_of_other_classes_have_the_bits_of_plain_torch(
 
 
 @pytest.mark.promise("recoverable", "optimizers")
-@pytest.mark.spread(1, second=60)
+@pytest.mark.spread(1, second=18)
 @pytest.mark.parametrize("faults", OF_CLASSES.values(), ids=OF_CLASSES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", CLASSES)
@@ -314,8 +314,7 @@ def multiplied_by_owners(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return undisturbed(tmp_path_factory.mktemp("undisturbed"), make=Divided)
 
 
-@pytest.mark.promise("recoverable", "optimizers")
-@pytest.mark.spread(2, second=60)
+@pytest.mark.thorough
 @pytest.mark.parametrize("faults", ON_RANKS.values(), ids=ON_RANKS)
 def test_a_fault_while_ranks_multiply_changes_no_bit(
     faults: tuple[Fault, ...], multiplied_by_owners: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -95,8 +95,7 @@ DEATHS = {
 
 
 @needs.shared_memory
-@pytest.mark.promise("recoverable", "optimizers")
-@pytest.mark.spread(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", DEATHS.values(), ids=DEATHS)
 @pytest.mark.parametrize("loads", [False, True], ids=["", "loaded"])
 def test_an_owner_that_dies_about_a_later_group_changes_no_bit(fault: Fault, loads: bool, tmp_path: Path) -> None:

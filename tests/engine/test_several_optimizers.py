@@ -174,7 +174,7 @@ def test_matrices_that_ranks_multiply_have_the_bits_of_plain_torch(
         assert same_bits(state, expected)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("world_size", "owners", "transport"), [(2, 1, "shm"), (1, 1, "shm"), (3, 2, "shm"), (2, 3, "shm"), (2, 2, "grpc")]
 )
@@ -185,6 +185,7 @@ def test_every_rank_multiplies_over_every_transport(world_size: int, owners: int
         assert versions[-2:] == [2, 3], "an owner does not wait in its first step for a rank that has yet to ask"
 
 
+@pytest.mark.thorough
 def test_ranks_multiply_for_owners_of_another_host() -> None:
     with another_host("optimizer 1") as hosts:
         for state, versions in run_ranks(on_ranks, 2, 2, "shm", True, hosts=hosts):
