@@ -42,18 +42,18 @@ def follow(
         record = run_status(folder)
         name, directory = str(record["run"]), _memory_of(record, folder)
         named = folder / _CONFIG if named is None and (folder / _CONFIG).is_file() else named
-        elsewhere = _is_elsewhere(record)
+        on_another_host = _began_on_another_host(record)
     elif folder.is_absolute() or folder.name != os.fspath(run):
         raise ConfigError(f"{folder} holds no run, because it has no {RECORD}")
     else:
-        record, elsewhere = None, False
+        record, on_another_host = None, False
         name, directory = os.fspath(run), Path(slab_dir or SHARED_MEMORY)
     if not directory.is_dir():
         raise ConfigError(f"slab_dir is {str(directory)!r}, which is not a directory here: name the run's")
     if named is not None and not Path(named).is_file():
         raise ConfigError(f"config is {os.fspath(named)!r}, and there is no such file")
     found = HostRun(f"{name} model {model}" if model else name, directory)
-    if elsewhere and found.shards() is None:
+    if on_another_host and found.shards() is None:
         raise UnsupportedError(
             f"{found.missing}: a follower reads in the memory of the host that has all of a run's optimizers, and does "
             "not follow from another host yet"
@@ -80,7 +80,7 @@ def _memory_of(record: Mapping[str, Any], folder: Path) -> Path:
     return directory
 
 
-def _is_elsewhere(record: Mapping[str, Any]) -> bool:
+def _began_on_another_host(record: Mapping[str, Any]) -> bool:
     """Whether a run that goes on began on another host."""
     states = record["states"]
     if record["state"] != RunState.RUNNING or states is None:

@@ -18,7 +18,7 @@ from rayzero.followers.host_shards import HostRun, HostShards
 from rayzero.followers.names import Declared, Names, OwnNames
 from rayzero.layout.model_layout import ModelLayout, loses_bits
 
-_WAIT_S = 600.0
+WAIT_S = 600.0
 _QUICKEST_S, _SLOWEST_S = 0.001, 0.02  # between two looks
 _ENDED_S = 5.0  # how long a run's memory is gone before the run counts as ended: it may begin again
 
@@ -89,7 +89,7 @@ class Follower:
             shards = self._present()
             return -1 if shards is None else shards.version
 
-    def wait(self, version: int | None = None, *, timeout_s: float = _WAIT_S) -> int:
+    def wait(self, version: int | None = None, *, timeout_s: float = WAIT_S) -> int:
         """Wait until ``version`` or a later one is published; None: one that is newer than what was read last. Returns
         the newest. Raises StallError if none comes in time, StoreClosedError if the run ended without one."""
         began = time.monotonic()
@@ -103,7 +103,7 @@ class Follower:
 
     # ---- values
 
-    def read(self, version: int | None = None, *, timeout_s: float = _WAIT_S) -> Reading:
+    def read(self, version: int | None = None, *, timeout_s: float = WAIT_S) -> Reading:
         """A version's tensors as (name, tensor), with the names, shapes and dtypes of a folder that is exported in the
         dtype of training. None: the newest. A version that is not published yet is waited for.
 
@@ -116,7 +116,7 @@ class Follower:
                     return self._read(held, self._names_of(held.layout))
             self._pause("any version" if version is None else f"v{version}", newest, began, timeout_s)
 
-    def into(self, model: nn.Module, version: int | None = None, *, timeout_s: float = _WAIT_S) -> int:
+    def into(self, model: nn.Module, version: int | None = None, *, timeout_s: float = WAIT_S) -> int:
         """Copy a version into a model's parameters, in place; returns it. The model has the parameters of the model in
         training, under those names or published ones; buffers stay as they are.
 

@@ -155,7 +155,7 @@ class HostShards:
 
 
 class HostRun:
-    """A run as this host's shared memory has it: its owners of now, whoever they are.
+    """A run as this host's shared memory has it: its present owners.
 
     Knows files by what they are for. Used by one thread at a time."""
 

@@ -26,10 +26,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 import rayzero
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.followers.follower import Follower
+from rayzero.followers.follower import WAIT_S, Follower
 
 BACKEND = "rayzero"
-_WAIT_S = 600.0
 
 
 @dataclass
@@ -46,7 +45,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """What ``update_weights`` takes. version: which one; None: the newest. timeout_s: how long it may take to come."""
 
     version: int | None = None
-    timeout_s: float = _WAIT_S
+    timeout_s: float = WAIT_S
 
 
 class RayZeroEngine(WeightTransferEngine[InitInfo, UpdateInfo]):

@@ -40,7 +40,6 @@ from rayzero.store.owner.tensor_port import ShardDestination, TensorPort
 from rayzero.store.owner.upload_stream import UploadStream, connection_of, open_connection
 from rayzero.store.remote.handshake import LEASE
 from rayzero.store.shm.lines.line import Lobby
-from rayzero.store.shm.signals import available
 from rayzero.store.wire import tensor_streams
 from rayzero.store.wire.failures import to_failure
 from rayzero.store.wire.payload import Assembly, byte_view
@@ -65,9 +64,10 @@ from store.test_mirrors import no_room
 from store.test_succession import RANKS
 from store.test_tls import OWN
 from store.toy import WAIT, Rank, equal, make_spec, masters, random_grads, start, take_step
+from tests.support import needs
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.skipif(available() is not None, reason="no signals between processes here")
+pytestmark = needs.signals_between_processes
 
 
 class FarOwner(Calls):
