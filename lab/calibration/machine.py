@@ -33,7 +33,7 @@ from rayzero.config import ZeroConfig
 from rayzero.engine.context import get_context
 from rayzero.engine.prepare import plan_units, prepare
 from rayzero.errors import RunFailedError, UnsupportedError
-from rayzero.kernels import Segment, choose_group_sum
+from rayzero.kernels import Segment, choose_adder
 from rayzero.kernels.bandwidth import measure_bandwidth
 from rayzero.kernels.native import NativeKernel, NativeSquareSum
 from rayzero.kernels.rank_sum import GROUP
@@ -107,7 +107,7 @@ def measure_machine(cores: int, owner_threads: int) -> Machine:
 
 def _add_up(gradients: Sequence[Tensor], out: Tensor) -> None:
     """As a rank does it for its host. ``out``: 1D, fp32, as long as each."""
-    choose_group_sum().sum_group(out, gradients)
+    choose_adder().sum_group(out, gradients)
 
 
 def measure_parts() -> float:

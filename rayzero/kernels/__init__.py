@@ -18,8 +18,8 @@ from rayzero.kernels.kernel import (
     check_moments,
     segments_of,
 )
-from rayzero.kernels.native import NativeGroupSum, NativeKernel
-from rayzero.kernels.rank_sum import GroupSum, RankSum, RoundSum
+from rayzero.kernels.native import NativeAdder, NativeKernel
+from rayzero.kernels.rank_sum import GradientAdder, RankSum
 from rayzero.kernels.reference import ReferenceKernel
 from rayzero.kernels.torch_kernel import TorchKernel
 
@@ -32,9 +32,8 @@ __all__ = [
     "Segment",
     "adam_states",
     "check_moments",
-    "choose_group_sum",
+    "choose_adder",
     "choose_kernel",
-    "choose_round_sum",
     "segments_of",
 ]
 
@@ -59,14 +58,9 @@ def choose_kernel(name: str) -> Kernel:
     raise ConfigError(f"kernel is {name!r} but must be one of {', '.join(KERNELS)}")
 
 
-def choose_group_sum() -> GroupSum:
-    """The fastest way here to add ranks of one group, for use by one thread. Bits are the same."""
-    return NativeGroupSum() if native.why_not() is None else RankSum(_TILE)
-
-
-def choose_round_sum() -> RoundSum:
-    """The fastest way here to add rounds to totals, for use by one thread. Bits are the same."""
-    return NativeGroupSum() if native.why_not() is None else RankSum(_TILE)
+def choose_adder() -> GradientAdder:
+    """The fastest way here to add gradients of ranks, for use by one thread. Bits are the same."""
+    return NativeAdder() if native.why_not() is None else RankSum(_TILE)
 
 
 @functools.cache  # so that the reason is logged once

@@ -279,8 +279,8 @@ class NativeSquareSum(_Worker):
         return int(self._library.nonfinite(table, len(table), start, stop))
 
 
-class NativeGroupSum:
-    """Adds gradients of ranks, in C; the calling thread computes. A ``GroupSum`` and a ``RoundSum``. Bits are those of
+class NativeAdder:
+    """Adds gradients of ranks, in C; the calling thread computes. A ``GradientAdder``. Bits are those of
     ``RankSum``."""
 
     def __init__(self, isa: str | None = None) -> None:
@@ -289,7 +289,7 @@ class NativeGroupSum:
         self._library, self._isa = worker._library, worker._isa
 
     def sum_group(self, out: Tensor, parts: Sequence[Tensor]) -> None:
-        """See ``GroupSum.sum_group``. Raises UnsupportedError for a tensor that is not contiguous in host memory."""
+        """See ``GradientAdder.sum_group``. Raises UnsupportedError for a tensor that is not contiguous on the host."""
         count = out.numel()
         table = _gradient_table(parts, range(len(parts)), 0, count)
         self._library.sum(self._isa, table, len(table), 0, count, _address(out, "sum", count, torch.float32))
@@ -304,7 +304,7 @@ class NativeGroupSum:
         *,
         fresh: bool = False,
     ) -> None:
-        """See ``RoundSum.add_round``. One call into the library; for scattered gradients one a range. Raises
+        """See ``GradientAdder.add_round``. One call into the library; for scattered gradients one a range. Raises
         UnsupportedError as ``sum_group`` does."""
         if len(ranges) > 1 and _are_scattered(gradients, ranks):
             for each in ranges:

@@ -31,17 +31,13 @@ def summed_with(rank: int, here: Collection[int]) -> tuple[int, ...]:
     return found if len(found) > 1 and rank in found else ()
 
 
-class GroupSum(Protocol):
-    """Adds gradients of ranks of one group. One instance per thread."""
+class GradientAdder(Protocol):
+    """Adds gradients of ranks. One instance per thread."""
 
     def sum_group(self, out: Tensor, parts: Sequence[Tensor]) -> None:
         """Sum at most ``GROUP`` ranks, in their order, into ``out``. ``parts``: 1D, of any float dtype, not empty.
         ``out``: as many elements, fp32, memory of the caller."""
         ...
-
-
-class RoundSum(Protocol):
-    """Adds rounds to totals. One instance per thread."""
 
     def add_round(
         self,
@@ -60,8 +56,7 @@ class RoundSum(Protocol):
 
 
 class RankSum:
-    """Sums tiles of several ranks' gradients in its own scratch memory. A ``GroupSum`` and a ``RoundSum``. One instance
-    per thread."""
+    """Sums tiles of several ranks' gradients in its own scratch memory: a ``GradientAdder``. One per thread."""
 
     def __init__(self, tile: int, device: torch.device | None = None) -> None:
         """``tile``: the most elements that one call may sum. ``device``: where it sums; None is the host."""
@@ -89,7 +84,7 @@ class RankSum:
         return total
 
     def sum_group(self, out: Tensor, parts: Sequence[Tensor]) -> None:
-        """See ``GroupSum.sum_group``."""
+        """See ``GradientAdder.sum_group``."""
         for start in range(0, out.numel(), self._wide.numel()):
             stop = min(start + self._wide.numel(), out.numel())
             self._sum_group(out[start:stop], [part[start:stop] for part in parts])
@@ -104,7 +99,7 @@ class RankSum:
         *,
         fresh: bool = False,
     ) -> None:
-        """See ``RoundSum.add_round``."""
+        """See ``GradientAdder.add_round``."""
         for start, stop in ranges:
             for at in range(start, stop, self._total.numel()):
                 end = min(at + self._total.numel(), stop)

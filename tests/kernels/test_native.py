@@ -244,7 +244,7 @@ def test_ranks_of_a_group_are_added_into_other_memory_with_the_same_bits(
     gradients = [make_gradients(count + start, 1, dtype, seed + i)[0][start:] for i, dtype in enumerate(parts)]
     wanted, found = torch.empty(count), torch.full((count + 2,), 7.0)
     RankSum(100).sum_group(wanted, gradients)
-    native.NativeGroupSum(isa).sum_group(found[1:-1], gradients)
+    native.NativeAdder(isa).sum_group(found[1:-1], gradients)
     assert torch.equal(found[1:-1].view(torch.int32), wanted.view(torch.int32))
     assert found[0] == found[-1] == 7.0
 
@@ -263,7 +263,7 @@ def test_a_round_is_added_to_a_total_with_the_same_bits_and_what_changes_is_kept
     count, ranges = 3 * 1024, ((64, 1500), (1536, 3005))
     gradients, before = make_gradients(count, present[-1] + 1, dtype, seed), torch.linspace(-1, 1, count)
     totals = []
-    for adder in (RankSum(100), native.NativeGroupSum(isa)):
+    for adder in (RankSum(100), native.NativeAdder(isa)):
         total, kept = before.clone(), KeptTotal(torch.full((count,), 7.0), torch.tensor([5]))
         adder.add_round(total, gradients, present, ranges[:1], kept, fresh=fresh)
         adder.add_round(total, gradients, present, ranges[1:], kept, fresh=fresh)

@@ -107,7 +107,7 @@ IDS = ["sgd", "nesterov", "adagrad", "rmsprop", "adadelta", "adamax", "nadam", "
 
 @pytest.mark.promise("exact", "optimizers")
 @pytest.mark.parametrize(("cls", "options"), WORKS, ids=IDS)
-def test_an_elementwise_class_computes_on_shards_what_it_does_on_whole_parameters(cls: type[torch.optim.Optimizer], options: Any) -> None:
+def test_an_elementwise_class_computes_alike_on_shards(cls: type[torch.optim.Optimizer], options: Any) -> None:
     spec = spec_of(cls, **options)
     plain = PlainAdamW(spec, cls, **{k: v for k, v in options.items() if cls is Lion})
     with inprocess(1, 3) as stores:

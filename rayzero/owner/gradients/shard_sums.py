@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rayzero.concurrency.futures import fail, settle
 from rayzero.errors import StepMismatchError
-from rayzero.kernels import choose_round_sum
+from rayzero.kernels import choose_adder
 from rayzero.kernels.native import Range
 from rayzero.kernels.rank_sum import GROUP
 from rayzero.owner.gradients.collection import Collection, OpenStep
@@ -81,7 +81,7 @@ class ShardSums:
     ) -> None:
         """``shards``: the trained ones. ``squares``: used only in the thread of ``updater``. ``on_total``: hears of
         each round that is added, under the step's lock. ``accumulation_steps``: how many rounds are planned."""
-        self._planned, self._adder = accumulation_steps, choose_round_sum()
+        self._planned, self._adder = accumulation_steps, choose_adder()
         self._on_total = on_total
         self._owner, self._world_size, self._shards, self._step = owner, world_size, shards, step
         self._squares, self._updater, self._recorder = squares, updater, recorder

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rayzero.concurrency.futures import DONE, fail, failed, settle
@@ -60,16 +58,6 @@ class PushOrder:
         parked = list(queue.parked.values())
         queue.current, queue.next_seq, queue.parked, queue.error = new, 0, {}, None
         return parked
-
-    @contextmanager
-    def sending(self, owner: int, push: Contribution) -> Iterator[None]:
-        """Wraps the sending of a push and calls ``end`` afterwards."""
-        try:
-            yield
-        except Exception as error:
-            self.end(owner, push, error)
-            raise
-        self.end(owner, push, None)
 
     def end(self, owner: int, push: Contribution, error: Exception | None) -> None:
         """Note that a push has landed, so the next one has its turn; or that it has failed, so those behind it fail."""

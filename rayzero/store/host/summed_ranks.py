@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import HandshakeError, StoreError
-from rayzero.kernels import choose_group_sum
+from rayzero.kernels import choose_adder
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import Contribution, FinishReport, Pushed
 from rayzero.slabs.arena import Arena
@@ -251,7 +251,7 @@ def _bits(part: Part) -> int:
 def _add(out: Tensor, unit: UnitLayout, shard: Shard, *, gradients: Sequence[Tensor], present: Sequence[int]) -> None:
     """Add gradients of ranks of one group, in their order, over one shard's range. ``gradients``: the unit's, of each
     rank, flat. ``present``: bits of the parameters that it has. Those that no rank has, and padding, are zero."""
-    total, whole = choose_group_sum(), (1 << len(unit.slots)) - 1
+    total, whole = choose_adder(), (1 << len(unit.slots)) - 1
     if all(bits & whole == whole for bits in present):
         total.sum_group(out[shard.start : shard.stop], [each[shard.start : shard.stop] for each in gradients])
         return
