@@ -26,7 +26,7 @@ from rayzero.owner.gradients.contributions import Contributions
 from rayzero.owner.gradients.shard_sums import TotalListener, nothing_heard
 from rayzero.owner.memory import DeviceMemory, LeftOnDevice, MemoryMaker, PrivateMemoryMaker
 from rayzero.owner.owned_model import OwnedModel, build_model, check_same
-from rayzero.owner.publisher import Listener, Publisher
+from rayzero.owner.publisher import Listener, PublishedCopy, Publisher
 from rayzero.owner.rules import ClassRule
 from rayzero.owner.shard import OwnedShard, ShardState
 from rayzero.owner.staged_writes import StagedWrites, WriteListener, nothing_written
@@ -313,6 +313,11 @@ class ShardService:
 
     # ---- reads
 
+    @property
+    def shards(self) -> list[int]:
+        """The shards here, in forward order; none before the first attach."""
+        return list(self._shards())
+
     def read(self, shard: int, version: int, kind: str) -> Future[Tensor]:
         """The memory that holds ``kind`` of a shard at exactly ``version``: 1D, the shard's elements, padding included;
         the unit's dtype for COMPUTE, else fp32. The future waits for the version; the memory is stable until the
@@ -332,6 +337,11 @@ class ShardService:
     def content_at(self, shard: int, version: int) -> int | None:
         """``content`` of a shard, if it is published at exactly ``version`` now; else None."""
         return self._publisher.content_at(self.shard(shard), version)
+
+    def copy(self, shard: int, known: tuple[int, int] | None = None) -> Future[PublishedCopy]:
+        """A copy of a shard's published parameters, of the version that it has; see ``Publisher.copy``. It may take a
+        while. Raises StoreError if this owner does not have the shard."""
+        return self._publisher.copy(self.shard(shard), known)
 
     def on_publish(self, listener: Listener) -> None:
         """Call ``listener`` with every published version, first with those published so far, in the updater's

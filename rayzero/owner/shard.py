@@ -69,6 +69,7 @@ class OwnedShard:
     content: int = field(default=-1, init=False)  # the version at which the published parameters last changed
     newest: int = field(default=-1, init=False)  # the newest version of which every byte is there, published or not
     pending: int = field(default=0, init=False)  # decisions queued or being worked on
+    writes: int = field(default=0, init=False)  # of the user's, begun and ended: odd during one
 
     def __post_init__(self) -> None:
         self.filled = sum(part.numel for part in self.slices)

@@ -113,12 +113,14 @@ class StagedWrites:
             )
         self._checkpoints.protect(owned)
         stamps = owned.stamps(version)
+        owned.writes += 1
         self._on_write(owned.shard.index, True)
         try:
             with stamps.writing(0, owned.shard.numel) if stamps is not None else nullcontext():
                 overwrite(owned, self._rule, kind, values)
                 owned.keep_slices()
         finally:
+            owned.writes += 1
             self._on_write(owned.shard.index, False)
 
     def fail(self, error: StoreError) -> None:

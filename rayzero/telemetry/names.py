@@ -285,6 +285,30 @@ SHARD_IMBALANCE = _run_gauge(
     "rayzero_shard_imbalance_ratio",
     "Largest over mean of the owners' update seconds since the last heartbeat with new values; 1 is balanced.",
 )
+FOLLOWERS = _owner_gauge(
+    "rayzero_followers",
+    "Processes that follow this owner's weights over gRPC now. Nobody counts those that read its shared memory.",
+    unit="processes",
+    only="followers on other hosts",
+)
+FOLLOWER_LAG = _owner_gauge(
+    "rayzero_follower_lag_versions",
+    "Versions by which the follower that is farthest behind is behind this owner.",
+    unit="versions",
+    only="followers on other hosts",
+)
+FOLLOW_BYTES = _owner_counter(
+    "rayzero_follow_bytes_total{form}",
+    "Payload bytes that followers got. form: whole (a shard as it is).",
+    unit="bytes",
+    only="followers on other hosts",
+)
+FOLLOW_SECONDS = _owner_histogram(
+    "rayzero_follow_seconds",
+    "Seconds from the publication of a shard's version until a follower had it.",
+    _TRANSFER_S,
+    only="followers on other hosts",
+)
 
 # ---- memory -----------------------------------------------------------------------------------------------------
 
