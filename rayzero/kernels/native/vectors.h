@@ -153,6 +153,11 @@ INLINE uint32_t portable_most(portable_u x) {
     for (int i = 0; i < 4; i++) most = x[i] > most ? x[i] : most;
     return most;
 }
+INLINE uint32_t portable_differ(portable_u a, portable_u b) { /* bit i: lane i */
+    uint32_t bits = 0;
+    for (int i = 0; i < 4; i++) bits |= (uint32_t)(a[i] != b[i]) << i;
+    return bits;
+}
 INLINE portable_u portable_widen(const uint8_t *p) { return (portable_u){p[0], p[1], p[2], p[3]}; }
 INLINE void portable_narrow(uint8_t *p, const portable_u *x) {
     for (int i = 0; i < PACKED; i++) p[i] = (uint8_t)x[i / 4][i % 4];
@@ -222,6 +227,9 @@ INLINE TARGET_AVX2 uint32_t avx2_most(avx2_u x) {
     __m128i most = _mm_max_epu32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
     most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0x4e));
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(most, _mm_shuffle_epi32(most, 0xb1)));
+}
+INLINE TARGET_AVX2 uint32_t avx2_differ(avx2_u a, avx2_u b) {
+    return (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps((__m256i)(a != b)));
 }
 INLINE TARGET_AVX2 avx2_u avx2_widen(const uint8_t *p) {
     return (avx2_u)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
@@ -298,6 +306,9 @@ INLINE TARGET_AVX512 avx512_i avx512_max_i(avx512_i a, avx512_i b) {
     return (avx512_i)_mm512_max_epi32((__m512i)a, (__m512i)b);
 }
 INLINE TARGET_AVX512 uint32_t avx512_most(avx512_u x) { return _mm512_reduce_max_epu32((__m512i)x); }
+INLINE TARGET_AVX512 uint32_t avx512_differ(avx512_u a, avx512_u b) {
+    return _mm512_cmpneq_epu32_mask((__m512i)a, (__m512i)b);
+}
 INLINE TARGET_AVX512 avx512_u avx512_widen(const uint8_t *p) {
     return (avx512_u)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
 }
@@ -385,6 +396,10 @@ INLINE void neon_store_fp16(char *out, neon_f a, neon_f b, int stream) {
 INLINE neon_u neon_max_u(neon_u a, neon_u b) { return (neon_u)vmaxq_u32((uint32x4_t)a, (uint32x4_t)b); }
 INLINE neon_i neon_max_i(neon_i a, neon_i b) { return (neon_i)vmaxq_s32((int32x4_t)a, (int32x4_t)b); }
 INLINE uint32_t neon_most(neon_u x) { return vmaxvq_u32((uint32x4_t)x); }
+INLINE uint32_t neon_differ(neon_u a, neon_u b) {
+    const neon_u lane = {1, 2, 4, 8};
+    return vaddvq_u32((uint32x4_t)((neon_u)(a != b) & lane));
+}
 INLINE neon_u neon_widen(const uint8_t *p) {
     uint32_t four;
     memcpy(&four, p, 4);
