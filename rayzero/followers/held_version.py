@@ -11,9 +11,7 @@ from torch import Tensor
 
 from rayzero.layout.model_layout import ModelLayout
 
-Content = tuple[
-    str, int, int
-]  # what bytes are: of whom, a version, how many writes of the user's; the source says more
+Content = tuple[str | int, ...]  # what a shard's bytes are, as far as their source tells them apart
 
 
 class FollowerStats(NamedTuple):
@@ -21,6 +19,7 @@ class FollowerStats(NamedTuple):
 
     versions: int = 0  # that were taken whole
     whole_bytes: int = 0  # of shards that came as they are
+    change_bytes: int = 0  # of what their versions have changed
     arrivals: int = 0  # of shards' versions that came soon enough to have their times taken
     arrival_s: float = 0.0  # of all those: seconds since their owners said that they are published
 
@@ -31,12 +30,13 @@ class Tally:
     def __init__(self) -> None:
         self._lock, self.stats = threading.Lock(), FollowerStats()
 
-    def came(self, whole_bytes: int, after_s: float | None = None) -> None:
-        """A shard's bytes. ``after_s``: see ``FollowerStats.arrival_s``."""
+    def came(self, whole_bytes: int = 0, change_bytes: int = 0, after_s: float | None = None) -> None:
+        """Bytes of a shard. ``after_s``: see ``FollowerStats.arrival_s``."""
         with self._lock:
             had = self.stats
             self.stats = had._replace(
                 whole_bytes=had.whole_bytes + whole_bytes,
+                change_bytes=had.change_bytes + change_bytes,
                 arrivals=had.arrivals + (after_s is not None),
                 arrival_s=had.arrival_s + (after_s or 0.0),
             )

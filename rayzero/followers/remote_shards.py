@@ -1,8 +1,9 @@
 """A run's published shards on other hosts, as its owners give them over the network.
 
-[Note: a version from afar] Owners overwrite in place and wait for no follower. So a follower asks each owner for its
-shards as they are by then; they are of one version if no step was decided meanwhile, which is as long as the ranks'
-forward and backward. What has come and did not change until the next try does not come again.
+[Note: a version from afar] Owners overwrite in place and wait for no follower, and hold no version for one. A follower
+that has nothing takes each shard whole, of the version c that it has by then; then what later versions have changed,
+c to c + 1 and so on, up to a version that all shards have reached. So it comes to that version exactly, whatever is
+published meanwhile. Where owners know the changes no more, because it was slow, it takes those shards whole again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from rayzero.codecs.changes import Change, Form, apply, checksum
 from rayzero.codecs.record import kept_bytes, read_record
 from rayzero.errors import RayZeroError, StoreError, TransferError, UnsupportedError
 from rayzero.followers.held_version import Content, Shards, Tally
@@ -34,6 +36,7 @@ _AT_ONCE = 8  # owners that give shards
 _NOTHING = -1, 0.0  # was heard of a shard
 _NO_SHARDS = 1 << 62  # the version of an owner without any
 
+_Held = list[Content | None]  # by shard: its owner's instance, when it changed, writes, version, checksum
 Way = tuple[Sequence[str], CallTerms]  # the owners' addresses, by index, and what each call shows
 
 
@@ -77,49 +80,34 @@ class OwnerFeed:
             version, heard = self._heard.get(part.shard, _NOTHING)
         return time.monotonic() - heard if version == part.version else None
 
-    def fill(
-        self,
-        layout: ModelLayout,
-        values: Sequence[Tensor],
-        contents: list[Content | None],
-        versions: list[int],
-        tally: Tally,
-    ) -> None:
-        """Bring this owner's shards to what it has published by then; see ``Shards.fill``. ``versions``: by shard,
-        which that is. If it fails, ``broken`` says why; what has come is kept."""
+    def fill(self, version: int, layout: ModelLayout, values: Sequence[Tensor], held: _Held, tally: Tally) -> None:
+        """Bring this owner's shards to ``version``, or as near as it can; see ``Shards.fill``. If that fails,
+        ``broken`` says why; what has come is kept."""
         try:
-            self._fill(layout, values, contents, versions, tally)
+            self._fill(version, layout, values, held, tally)
         except StoreError as error:
             self.broken = error
 
-    def _fill(
-        self,
-        layout: ModelLayout,
-        values: Sequence[Tensor],
-        contents: list[Content | None],
-        versions: list[int],
-        tally: Tally,
-    ) -> None:
+    def _fill(self, version: int, layout: ModelLayout, values: Sequence[Tensor], held: _Held, tally: Tally) -> None:
         assert self.followed is not None
-        of, wanted, size_bytes = str(self.followed.instance), [], 0
+        instance, wanted, size_bytes = self.followed.instance, [], 0
         for shard in self.followed.shards:
             size_bytes += kept_bytes(layout.units[layout.shards[shard].unit], layout.shards[shard])
-            whose, content, writes = contents[shard] or ("", 0, 0)
-            known = {"content": content, "writes": writes} if whose == of else {}
-            wanted.append(pb.GetShardsRequest.Wanted(shard=shard, **known))
-        request = pb.GetShardsRequest(instance=self.followed.instance, wanted=wanted)
+            wanted.append(_wanted(shard, held[shard], instance))
+        request = pb.GetShardsRequest(instance=instance, wanted=wanted, version=version)
         channel, deadline_s = self._channel, QUICK_S + size_bytes / _SLOWEST_BYTES_PER_S
         with channel.beside() as beside:
             call = channel.stream("GetShards", request, deadline_s, beside)
             try:
                 for answer in channel.messages(call):
                     for part in answer.parts:
-                        if part.size_bytes:
-                            contents[part.shard] = None
-                            _receive(part, beside.stream, layout, values[part.shard])
-                            contents[part.shard] = of, part.content, part.writes
-                            tally.came(part.size_bytes, self._since(part))
-                        versions[part.shard] = part.version
+                        had, held[part.shard] = held[part.shard], None
+                        found = _receive(part, beside.stream, layout, values[part.shard], had)
+                        held[part.shard] = instance, part.content, part.writes, part.version, found
+                        if part.HasField("checksum"):
+                            tally.came(change_bytes=part.size_bytes, after_s=self._since(part))
+                        elif part.size_bytes:
+                            tally.came(part.size_bytes, after_s=self._since(part))
             except StreamEndedError as ended:
                 why = channel.why_ended(call, ended)
                 raise why from why.__cause__
@@ -129,17 +117,48 @@ class OwnerFeed:
         self._channel.close()
 
 
-def _receive(part: pb.GetShardsResponse.Part, stream: TensorStream, layout: ModelLayout, values: Tensor) -> None:
-    """Take a shard's bytes into ``values``. Raises TransferError if they cannot be the shard's."""
+def _wanted(shard: int, content: Content | None, instance: int) -> pb.GetShardsRequest.Wanted:
+    if content is None:
+        return pb.GetShardsRequest.Wanted(shard=shard)
+    of, changed, writes, version, found = map(int, content)
+    wanted = pb.GetShardsRequest.Wanted(shard=shard, version=version, checksum=found, writes=writes)
+    if of == instance:
+        wanted.content = changed
+    return wanted
+
+
+def _receive(
+    part: pb.GetShardsResponse.Part, stream: TensorStream, layout: ModelLayout, values: Tensor, had: Content | None
+) -> int:
+    """Take what comes of a shard, so that ``values`` are what it is then; returns their checksum. ``had``: what they
+    were. Raises TransferError if it cannot be the shard's."""
     shard = layout.shards[part.shard]
     unit = layout.units[shard.unit]
+    if had is None and (part.positions or not part.size_bytes):
+        raise TransferError(f"only what is new comes of shard {shard.index}, of which nothing is here")
+    if not part.size_bytes:
+        assert had is not None
+        return int(had[-1])
     most = kept_bytes(unit, shard)
-    if part.size_bytes > most or (part.size_bytes != most and not unit.is_coded):
+    apart = unit.is_coded or part.positions
+    if part.size_bytes > most or (part.size_bytes != most and not apart):
         raise TransferError(f"{part.size_bytes:,} bytes come of shard {shard.index}, which has {most:,}")
-    out = torch.empty(part.size_bytes, dtype=torch.uint8, device="cpu") if unit.is_coded else values
+    out = torch.empty(part.size_bytes, dtype=torch.uint8, device="cpu") if apart else values
     stream.pass_all(Receiving(stream, Assembly(shard.index, part.size_bytes, byte_view(out))))
+    if part.positions:
+        assert had is not None
+        payload = out.numpy().tobytes()
+        change = Change(
+            before=int(had[-2]), after=part.version, form=Form.POSITIONS, payload=payload, checksum=part.checksum
+        )
+        apply(change, values, int(had[-1]))
+        return part.checksum
     if unit.is_coded:
         read_record(out, unit, shard, values)
+    found = checksum(values)
+    if part.HasField("checksum") and part.checksum != found:
+        raise TransferError(f"shard {shard.index} v{part.version} does not have the checksum that its owner says")
+    return found
 
 
 class RemoteShards:
@@ -163,10 +182,9 @@ class RemoteShards:
 
     def fill(self, version: int, values: Sequence[Tensor], contents: list[Content | None], tally: Tally) -> bool:
         """See ``Shards``. From all owners at once."""
-        versions = [-1] * len(values)
         with ThreadPoolExecutor(_AT_ONCE, "rayzero-follower") as pool:
-            list(pool.map(lambda feed: feed.fill(self.layout, values, contents, versions, tally), self._feeds))
-        return all(each == version for each in versions)
+            list(pool.map(lambda feed: feed.fill(version, self.layout, values, contents, tally), self._feeds))
+        return all(content is not None and content[-2] == version for content in contents)
 
 
 class RemoteRun:

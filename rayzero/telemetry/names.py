@@ -310,7 +310,7 @@ FOLLOWER_LAG = _owner_gauge(
 )
 FOLLOW_BYTES = _owner_counter(
     "rayzero_follow_bytes_total{form}",
-    "Payload bytes that followers got. form: whole (a shard as it is).",
+    "Payload bytes that followers got. form: changes (of versions), whole (a shard as it is).",
     unit="bytes",
     only="followers on other hosts",
 )

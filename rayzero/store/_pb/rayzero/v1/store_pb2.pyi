@@ -412,37 +412,47 @@ class Followed(_message.Message):
     def __init__(self, layout: _Optional[bytes] = ..., lineage: _Optional[str] = ..., epoch: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., instance: _Optional[int] = ...) -> None: ...
 
 class GetShardsRequest(_message.Message):
-    __slots__ = ("instance", "wanted")
+    __slots__ = ("instance", "wanted", "version")
     class Wanted(_message.Message):
-        __slots__ = ("shard", "content", "writes")
+        __slots__ = ("shard", "version", "checksum", "content", "writes")
         SHARD_FIELD_NUMBER: _ClassVar[int]
+        VERSION_FIELD_NUMBER: _ClassVar[int]
+        CHECKSUM_FIELD_NUMBER: _ClassVar[int]
         CONTENT_FIELD_NUMBER: _ClassVar[int]
         WRITES_FIELD_NUMBER: _ClassVar[int]
         shard: int
+        version: int
+        checksum: int
         content: int
         writes: int
-        def __init__(self, shard: _Optional[int] = ..., content: _Optional[int] = ..., writes: _Optional[int] = ...) -> None: ...
+        def __init__(self, shard: _Optional[int] = ..., version: _Optional[int] = ..., checksum: _Optional[int] = ..., content: _Optional[int] = ..., writes: _Optional[int] = ...) -> None: ...
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     instance: int
     wanted: _containers.RepeatedCompositeFieldContainer[GetShardsRequest.Wanted]
-    def __init__(self, instance: _Optional[int] = ..., wanted: _Optional[_Iterable[_Union[GetShardsRequest.Wanted, _Mapping]]] = ...) -> None: ...
+    version: int
+    def __init__(self, instance: _Optional[int] = ..., wanted: _Optional[_Iterable[_Union[GetShardsRequest.Wanted, _Mapping]]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class GetShardsResponse(_message.Message):
     __slots__ = ("parts",)
     class Part(_message.Message):
-        __slots__ = ("shard", "version", "content", "writes", "size_bytes")
+        __slots__ = ("shard", "version", "content", "writes", "size_bytes", "positions", "checksum")
         SHARD_FIELD_NUMBER: _ClassVar[int]
         VERSION_FIELD_NUMBER: _ClassVar[int]
         CONTENT_FIELD_NUMBER: _ClassVar[int]
         WRITES_FIELD_NUMBER: _ClassVar[int]
         SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+        POSITIONS_FIELD_NUMBER: _ClassVar[int]
+        CHECKSUM_FIELD_NUMBER: _ClassVar[int]
         shard: int
         version: int
         content: int
         writes: int
         size_bytes: int
-        def __init__(self, shard: _Optional[int] = ..., version: _Optional[int] = ..., content: _Optional[int] = ..., writes: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+        positions: bool
+        checksum: int
+        def __init__(self, shard: _Optional[int] = ..., version: _Optional[int] = ..., content: _Optional[int] = ..., writes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., positions: bool = ..., checksum: _Optional[int] = ...) -> None: ...
     PARTS_FIELD_NUMBER: _ClassVar[int]
     parts: _containers.RepeatedCompositeFieldContainer[GetShardsResponse.Part]
     def __init__(self, parts: _Optional[_Iterable[_Union[GetShardsResponse.Part, _Mapping]]] = ...) -> None: ...
