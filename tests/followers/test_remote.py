@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine.models import Net, seeded
+from store import toy
+from store.stores import TOKEN
+from store.test_grpc import connected
 from torch import nn
 
 import rayzero
@@ -20,7 +24,16 @@ from rayzero.errors import StallError, StoreClosedError, UnsupportedError, Versi
 from rayzero.followers import follower as follower_module
 from rayzero.followers import remote_shards
 from rayzero.followers.follower import Follower
+from rayzero.followers.remote_shards import RemoteRun
+from rayzero.owner.service import ShardService
+from rayzero.security.credentials import follower_token
+from rayzero.store.owner.served_model import ServerTerms
+from rayzero.store.owner.server import OwnerServer
+from rayzero.store.wire.rpc import CallTerms
+from rayzero.telemetry.names import FOLLOW_BYTES, FOLLOW_SECONDS, FOLLOWER_LAG, FOLLOWERS
+from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import run_ranks
+from tests.support.waiting import until
 
 from .on_network import describe
 from .test_follower import BF16, STEPS, AllKinds, Several, exported, same, take_step
@@ -213,3 +226,32 @@ def test_a_broken_transfer_is_made_again(tmp_path: Path, monkeypatch: pytest.Mon
         assert left[0] < 0
 
     alone(tmp_path, loop)
+
+
+def test_an_owner_counts_its_followers_their_bytes_and_how_far_they_are_behind() -> None:
+    recorder = MemoryRecorder()
+    with ExitStack() as stack:
+        service = ShardService(0, 1, recorder=recorder)
+        stack.callback(service.close)
+        server = stack.enter_context(OwnerServer(service, ServerTerms(token=TOKEN)))
+        server.connect_peers([server.address])
+        spec = toy.make_spec(1)
+        ranks = toy.start(stack.enter_context(connected([server])), spec)
+        terms = CallTerms(token=follower_token(TOKEN))
+        follower = stack.enter_context(
+            Follower(RemoteRun("toy", lambda: ([server.address], terms)), None, lambda: True)
+        )
+        follower.read(0)
+        whole = recorder.total(FOLLOW_BYTES, form="whole")
+        assert whole == follower.stats().whole_bytes > 0
+        assert recorder.gauge(FOLLOWERS) == 1
+        toy.take_step(ranks, [toy.random_grads(spec, 1)], 0.5)
+        follower.wait(1)
+        until(lambda: recorder.gauge(FOLLOWER_LAG) == 1)
+        follower.read(1)
+        assert recorder.total(FOLLOW_BYTES, form="whole") == whole
+        assert recorder.total(FOLLOW_BYTES, form="changes") == follower.stats().change_bytes > 0
+        assert recorder.timing(FOLLOW_SECONDS).count > 0
+        follower.close()
+        until(lambda: recorder.gauge(FOLLOWERS) == 0)
+        assert recorder.gauge(FOLLOWER_LAG) == 0
