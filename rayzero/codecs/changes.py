@@ -12,6 +12,7 @@ update need not read what it does not change. They find damage and lost or mispl
 
 from __future__ import annotations
 
+from ctypes import byref, c_int64
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -100,28 +101,26 @@ def encode(values: Tensor, bitmap: Tensor | None) -> tuple[Form, bytes, int]:
     words = words_of(values)
     if bitmap is None:
         return Form.WHOLE, words.tobytes(), len(words)
-    levels = _levels(bitmap.numpy())
-    changed = _picked(words, levels[-1])
-    if not len(changed):
+    packed, changed = _packed(words, bitmap.numpy())
+    if not changed:
         return Form.NOTHING, b"", 0
-    kept = [levels[0], *(level[level != 0] for level in levels[1:]), changed.view(np.uint8)]
-    if sum(map(len, kept)) >= words.nbytes:
-        return Form.WHOLE, words.tobytes(), len(changed)
-    return Form.POSITIONS, b"".join(part.data for part in kept), len(changed)
+    if len(packed) >= words.nbytes:
+        return Form.WHOLE, words.tobytes(), changed
+    return Form.POSITIONS, packed.tobytes(), changed
 
 
-def _picked(words: Words, bitmap: Bits) -> Words:
-    """The changed words, ascending."""
+def _packed(words: Words, bitmap: Bits) -> tuple[Bits, int]:
+    """The payload of ``POSITIONS``, and how many words it has."""
     if isinstance(library := load(), str):
-        return words[_positions(bitmap, len(words))]
-    found = np.empty(len(words) + 1, np.uint16)
-    return found[: library.pick(words.ctypes.data, bitmap.ctypes.data, len(words), found.ctypes.data)]
-
-
-def _levels(bitmap: Bits) -> list[Bits]:
-    """The bitmap last, before it the bitmap of its bytes, and first that one's."""
-    middle = np.packbits(bitmap != 0, bitorder="little")
-    return [np.packbits(middle != 0, bitorder="little"), middle, bitmap]
+        middle = np.packbits(bitmap != 0, bitorder="little")
+        top = np.packbits(middle != 0, bitorder="little")
+        changed = words[_positions(bitmap, len(words))]
+        kept = [top, middle[middle != 0], bitmap[bitmap != 0], changed.view(np.uint8)]
+        return np.concatenate(kept), len(changed)
+    middle, out = np.empty(len(bitmap) // 8 + 1, np.uint8), np.empty(words.nbytes + 2 * len(bitmap) + 8, np.uint8)
+    arrays, found = [each.ctypes.data for each in (words, bitmap, middle, out)], c_int64()
+    size = library.pack(*arrays[:2], len(words), *arrays[2:], byref(found))
+    return out[:size], found.value
 
 
 def _positions(bitmap: Bits, count: int) -> NDArray[np.int64]:

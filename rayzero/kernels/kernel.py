@@ -111,6 +111,11 @@ class Changed:
         bitmap = torch.zeros(-(-count // 8), dtype=torch.uint8, device="cpu")
         return cls(bitmap, torch.zeros(2, dtype=torch.int64, device="cpu"))
 
+    def clear(self) -> None:
+        """Note nothing again."""
+        self.bitmap.numpy()[:] = 0  # torch would wake its threads for it
+        self.sums.zero_()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamMemory:

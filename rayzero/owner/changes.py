@@ -41,7 +41,7 @@ class _Shard:
     """What is known of one shard."""
 
     base: int  # the version before the oldest change, or the one that the shard has had since noting began
-    by_kernel: bool  # the update itself notes
+    noted: Changed | None  # by the update itself; None: it does not note
     base_sum: int | None = None  # its checksum; None: of a frozen shard that nobody has asked for
     now_sum: int | None = None  # that of the newest version
     changes: deque[Change] = field(default_factory=deque)
@@ -140,18 +140,21 @@ class ChangeLog:
 
     def _began(self, owned: OwnedShard) -> _Shard:
         if not owned.trainable:
-            return _Shard(base=owned.published, by_kernel=False)
-        found, by_kernel = checksum(owned.params), self._rule.notes and not bool(owned.params.isnan().any())
-        return _Shard(base=owned.published, by_kernel=by_kernel, base_sum=found, now_sum=found)
+            return _Shard(base=owned.published, noted=None)
+        found, by_kernel = checksum(owned.params), self._rule.notes and owned.params.itemsize == 2
+        noted = Changed.nothing(owned.shard.numel) if by_kernel and not owned.params.isnan().any() else None
+        return _Shard(base=owned.published, noted=noted, base_sum=found, now_sum=found)
 
     def before(self, owned: OwnedShard) -> None:
         """A shard is about to be updated."""
         known = self._known.get(owned.shard.index)
-        if known is not None and owned.params.itemsize == 2:
-            if known.by_kernel:
-                owned.changed = Changed.nothing(owned.shard.numel)
-            else:
-                self._was = owned.params.clone()
+        if known is None:
+            return
+        if known.noted is not None:
+            known.noted.clear()
+            owned.changed = known.noted
+        elif owned.params.itemsize == 2:
+            self._was = owned.params.clone()
 
     def after(self, owned: OwnedShard) -> None:
         """The update has been published."""

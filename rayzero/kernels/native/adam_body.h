@@ -50,36 +50,30 @@ INLINE TARGET void V(store_states)(const rz_segment *s, const span *q, V(states)
 }
 
 typedef struct {
-    V(u) plain[2], turned[2]; /* for each lane of a pair: the sum of differences, and of what that was after each turn */
+    V(u) plain, turned; /* for each lane: the sum of differences, and the sum of what that was after each vector */
 } V(tally);
 
 /* Note which words of a pair change. See [Note: what changes]. */
 INLINE TARGET void V(compare)(V(tally) *t, uint8_t *changed, int out, const float *was, V(f) low, V(f) high) {
-    uint16_t before[PAIR] __attribute__((aligned(64))), after[PAIR] __attribute__((aligned(64)));
-    if (out == BF16) {
-        V(store_bf16)((char *)before, V(load)(was), V(load)(was + WIDTH), 0);
-        V(store_bf16)((char *)after, low, high, 0);
-    } else {
-        V(store_fp16)((char *)before, V(load)(was), V(load)(was + WIDTH), 0);
-        V(store_fp16)((char *)after, low, high, 0);
-    }
     uint32_t bits = 0;
     for (int i = 0; i < 2; i++) {
-        V(u) old = (V(u))V(load_bf16)(before + i * WIDTH) >> 16, new = (V(u))V(load_bf16)(after + i * WIDTH) >> 16;
+        V(f) before = V(load)(was + i * WIDTH), after = i ? high : low;
+        V(u) old = out == BF16 ? V(to_bf16)(before) : V(to_fp16)(before);
+        V(u) new = out == BF16 ? V(to_bf16)(after) : V(to_fp16)(after);
         bits |= V(differ)(old, new) << (i * WIDTH);
-        t->plain[i] += new - old;
-        t->turned[i] += t->plain[i];
+        t->plain += new - old;
+        t->turned += t->plain;
     }
     memcpy(changed, &bits, PAIR / 8);
 }
 
-/* Add what `turns` turns from element `first` on have found. */
-INLINE TARGET void V(add_tally)(const V(tally) *t, int64_t first, int64_t turns, uint32_t *sums) {
-    uint32_t plain[PAIR], turned[PAIR];
-    memcpy(plain, t->plain, sizeof plain), memcpy(turned, t->turned, sizeof turned);
-    for (int i = 0; i < PAIR; i++) {
+/* Add what `vectors` of them from element `first` on have found. */
+INLINE TARGET void V(add_tally)(const V(tally) *t, int64_t first, int64_t vectors, uint32_t *sums) {
+    uint32_t plain[WIDTH], turned[WIDTH];
+    memcpy(plain, &t->plain, sizeof plain), memcpy(turned, &t->turned, sizeof turned);
+    for (int i = 0; i < WIDTH; i++) {
         sums[0] += plain[i];
-        sums[1] += (2 * (uint32_t)(first + i) + 1) * plain[i] + 2 * PAIR * ((uint32_t)turns * plain[i] - turned[i]);
+        sums[1] += (2 * (uint32_t)(first + i) + 1) * plain[i] + 2 * WIDTH * ((uint32_t)vectors * plain[i] - turned[i]);
     }
 }
 
@@ -110,7 +104,7 @@ INLINE TARGET void V(turns)(const rz_segment *s, const span *q, const void *grad
         rz_chunk *used = kept;
         kept = next, next = used;
     }
-    if (noting) V(add_tally)(&tally, to.first, count / PAIR, to.sums);
+    if (noting) V(add_tally)(&tally, to.first, count / WIDTH, to.sums);
 }
 
 INLINE TARGET void V(turns_to)(const rz_segment *s, const span *q, const void *grads, int64_t count, int dtype) {
@@ -323,7 +317,7 @@ INLINE TARGET void V(blocks)(const rz_memory *m, rz_undo *undo, const rz_segment
         rz_chunk *used = kept;
         kept = next, next = used;
     }
-    if (memory.changed) V(add_tally)(&tally, start, count / PAIR, sums);
+    if (memory.changed) V(add_tally)(&tally, start, count / WIDTH, sums);
 }
 
 TARGET static void V(coded)(const rz_memory *memory, rz_undo *undo, const rz_segment *s, const void *grads, int64_t start,

@@ -125,13 +125,17 @@ INLINE portable_f portable_load_bf16(const uint16_t *p) {
 INLINE portable_f portable_load_fp16(const uint16_t *p) {
     return (portable_f){float_of_half(p[0]), float_of_half(p[1]), float_of_half(p[2]), float_of_half(p[3])};
 }
-INLINE portable_h portable_to_bf16(portable_f x) {
+INLINE portable_u portable_to_bf16(portable_f x) { /* in the low halves */
     portable_u bits = (portable_u)x, nan = (portable_u)(x != x);
     portable_u rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), portable_h);
+    return (rounded & ~nan) | (nan & 0x7fc0);
+}
+INLINE portable_u portable_to_fp16(portable_f x) { /* likewise */
+    return (portable_u){half_of_float(x[0]), half_of_float(x[1]), half_of_float(x[2]), half_of_float(x[3])};
 }
 INLINE void portable_store_bf16(char *out, portable_f a, portable_f b, int stream) {
-    portable_h low = portable_to_bf16(a), high = portable_to_bf16(b);
+    portable_h low = __builtin_convertvector(portable_to_bf16(a), portable_h);
+    portable_h high = __builtin_convertvector(portable_to_bf16(b), portable_h);
     memcpy(out, &low, 8);
     memcpy(out + 8, &high, 8);
 }
@@ -202,19 +206,22 @@ INLINE TARGET_AVX2 avx2_f avx2_load_bf16(const uint16_t *p) {
 INLINE TARGET_AVX2 avx2_f avx2_load_fp16(const uint16_t *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
-INLINE TARGET_AVX2 __m256i avx2_to_bf16(avx2_f x) { /* in the low halves */
+INLINE TARGET_AVX2 avx2_u avx2_to_bf16(avx2_f x) {
     __m256i bits = _mm256_castps_si256(x);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
     __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    return _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), _mm256_set1_epi32(0x7fc0), nan);
+    return (avx2_u)_mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), _mm256_set1_epi32(0x7fc0), nan);
+}
+INLINE TARGET_AVX2 avx2_u avx2_to_fp16(avx2_f x) {
+    return (avx2_u)_mm256_cvtepu16_epi32(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 INLINE TARGET_AVX2 void avx2_store_16(char *out, __m256i packed, int stream) {
     if (stream) _mm256_stream_si256((__m256i *)out, packed);
     else _mm256_storeu_si256((__m256i *)out, packed);
 }
 INLINE TARGET_AVX2 void avx2_store_bf16(char *out, avx2_f a, avx2_f b, int stream) {
-    __m256i packed = _mm256_packus_epi32(avx2_to_bf16(a), avx2_to_bf16(b));
+    __m256i packed = _mm256_packus_epi32((__m256i)avx2_to_bf16(a), (__m256i)avx2_to_bf16(b));
     avx2_store_16(out, _mm256_permute4x64_epi64(packed, 0xd8), stream);
 }
 INLINE TARGET_AVX2 void avx2_store_fp16(char *out, avx2_f a, avx2_f b, int stream) {
@@ -280,12 +287,15 @@ INLINE TARGET_AVX512 avx512_f avx512_load_bf16(const uint16_t *p) {
 INLINE TARGET_AVX512 avx512_f avx512_load_fp16(const uint16_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
-INLINE TARGET_AVX512 __m256i avx512_to_bf16(avx512_f x) {
+INLINE TARGET_AVX512 avx512_u avx512_to_bf16(avx512_f x) {
     __m512i bits = _mm512_castps_si512(x);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
     __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), nan, _mm512_set1_epi32(0x7fc0)));
+    return (avx512_u)_mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), nan, _mm512_set1_epi32(0x7fc0));
+}
+INLINE TARGET_AVX512 avx512_u avx512_to_fp16(avx512_f x) {
+    return (avx512_u)_mm512_cvtepu16_epi32(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 INLINE TARGET_AVX512 void avx512_store_16(char *out, __m256i low, __m256i high, int stream) {
     __m512i packed = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
@@ -293,7 +303,8 @@ INLINE TARGET_AVX512 void avx512_store_16(char *out, __m256i low, __m256i high, 
     else _mm512_storeu_si512(out, packed);
 }
 INLINE TARGET_AVX512 void avx512_store_bf16(char *out, avx512_f a, avx512_f b, int stream) {
-    avx512_store_16(out, avx512_to_bf16(a), avx512_to_bf16(b), stream);
+    __m256i low = _mm512_cvtepi32_epi16((__m512i)avx512_to_bf16(a)), high = _mm512_cvtepi32_epi16((__m512i)avx512_to_bf16(b));
+    avx512_store_16(out, low, high, stream);
 }
 INLINE TARGET_AVX512 void avx512_store_fp16(char *out, avx512_f a, avx512_f b, int stream) {
     __m256i low = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT), high = _mm512_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT);
@@ -380,14 +391,15 @@ INLINE neon_f neon_max(neon_f a, neon_f b) { return vbslq_f32(vcgtq_f32(a, b), a
 INLINE neon_f neon_min(neon_f a, neon_f b) { return vbslq_f32(vcltq_f32(a, b), a, b); } /* likewise */
 INLINE neon_f neon_load_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
 INLINE neon_f neon_load_fp16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-INLINE uint16x4_t neon_to_bf16(neon_f x) {
+INLINE neon_u neon_to_bf16(neon_f x) {
     uint32x4_t bits = vreinterpretq_u32_f32(x);
     uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
     uint32x4_t rounded = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd);
-    return vmovn_u32(vbslq_u32(vceqq_f32(x, x), vshrq_n_u32(rounded, 16), vdupq_n_u32(0x7fc0)));
+    return (neon_u)vbslq_u32(vceqq_f32(x, x), vshrq_n_u32(rounded, 16), vdupq_n_u32(0x7fc0));
 }
+INLINE neon_u neon_to_fp16(neon_f x) { return (neon_u)vmovl_u16(vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 INLINE void neon_store_bf16(char *out, neon_f a, neon_f b, int stream) {
-    vst1q_u16((uint16_t *)out, vcombine_u16(neon_to_bf16(a), neon_to_bf16(b)));
+    vst1q_u16((uint16_t *)out, vcombine_u16(vmovn_u32((uint32x4_t)neon_to_bf16(a)), vmovn_u32((uint32x4_t)neon_to_bf16(b))));
 }
 INLINE void neon_store_fp16(char *out, neon_f a, neon_f b, int stream) {
     uint16x4_t low = vreinterpret_u16_f16(vcvt_f16_f32(a)), high = vreinterpret_u16_f16(vcvt_f16_f32(b));

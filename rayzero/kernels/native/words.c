@@ -15,19 +15,39 @@ EXPORT uint64_t rz_checksum(const uint16_t *words, int64_t count) {
     return (uint64_t)weighted << 32 | plain;
 }
 
-/* Write the words whose bit in `bitmap` is set, ascending; returns how many. There is room in `out` for one word more. */
-EXPORT int64_t rz_pick(const uint16_t *words, const uint8_t *bitmap, int64_t count, uint16_t *out) {
-    int64_t found = 0;
-    for (int64_t at = 0; at < count; at += 64) {
-        int64_t here = count - at < 64 ? count - at : 64;
-        uint64_t bits = 0;
-        memcpy(&bits, bitmap + at / 8, (here + 7) / 8);
-        if (here < 64) bits &= ((uint64_t)1 << here) - 1;
-        if (__builtin_popcountll(bits) <= 16) {
-            for (; bits; bits &= bits - 1) out[found++] = words[at + __builtin_ctzll(bits)];
-        } else { /* no branch that depends on a bit */
-            for (int64_t i = 0; i < here; i++) out[found] = words[at + i], found += bits >> i & 1;
-        }
+/* Eight bytes of the bitmap of `count` words. */
+static uint64_t eight(const uint8_t *bitmap, int64_t count, int64_t at) {
+    int64_t left = (count + 7) / 8 - at;
+    uint64_t bits = 0;
+    if (left >= 8) memcpy(&bits, bitmap + at, 8);
+    else memcpy(&bits, bitmap + at, left);
+    return bits;
+}
+
+/* Write the changed words as [Note: positions] says, and into *changed how many they are. Returns the bytes. `middle` has
+ * room for a bit for each byte of the bitmap, `out` for three bitmaps and all words. */
+EXPORT int64_t rz_pack(const uint16_t *words, const uint8_t *bitmap, int64_t count, uint8_t *middle, uint8_t *out,
+                       int64_t *changed) {
+    int64_t above = (count + 63) / 64;
+    uint8_t *to = out + (above + 7) / 8;
+    memset(out, 0, to - out);
+    for (int64_t i = 0; i < above; i++) {
+        uint64_t some = eight(bitmap, count, 8 * i);
+        some |= some >> 4, some |= some >> 2, some |= some >> 1;
+        middle[i] = (some & 0x0101010101010101) * 0x0102040810204080 >> 56; /* of each byte: whether it is not zero */
+        out[i / 8] |= (middle[i] != 0) << i % 8;
+        *to = middle[i], to += middle[i] != 0;
     }
-    return found;
+    for (int64_t i = 0; i < above; i++)
+        for (uint32_t bits = middle[i]; bits; bits &= bits - 1) {
+            int64_t byte = 8 * i + __builtin_ctz(bits);
+            *to++ = bitmap[byte];
+            __builtin_prefetch(words + 8 * byte);
+        }
+    uint8_t *first = to;
+    for (int64_t i = 0; i < above; i++)
+        for (uint64_t bits = eight(bitmap, count, 8 * i); bits; bits &= bits - 1, to += 2)
+            memcpy(to, words + 64 * i + __builtin_ctzll(bits), 2);
+    *changed = (to - first) / 2;
+    return to - out;
 }
