@@ -255,3 +255,17 @@ def test_an_owner_counts_its_followers_their_bytes_and_how_far_they_are_behind()
         follower.close()
         until(lambda: recorder.gauge(FOLLOWERS) == 0)
         assert recorder.gauge(FOLLOWER_LAG) == 0
+
+
+def test_a_follower_whose_version_owners_know_no_more_takes_shards_whole_again(tmp_path: Path) -> None:
+    def loop(context: RankContext, model: nn.Module, optimizer: Any) -> None:
+        follower = of(context, tmp_path)
+        dict(follower.read(0))
+        whole = follower.stats().whole_bytes
+        for step in range(8):
+            take_step(model, optimizer, step, 0)  # most values change: two versions' changes are more than all values
+        wanted = exported(optimizer, tmp_path / "late")
+        assert same(follower.read(8), wanted)
+        assert follower.stats().whole_bytes > whole
+
+    alone(tmp_path, loop)
