@@ -117,9 +117,9 @@ def _packed(words: Words, bitmap: Bits) -> tuple[Bits, int]:
         changed = words[_positions(bitmap, len(words))]
         kept = [top, middle[middle != 0], bitmap[bitmap != 0], changed.view(np.uint8)]
         return np.concatenate(kept), len(changed)
-    middle, out = np.empty(len(bitmap) // 8 + 1, np.uint8), np.empty(words.nbytes + 2 * len(bitmap) + 8, np.uint8)
+    middle, out = np.empty(len(bitmap) // 8 + 1, np.uint8), np.empty(words.nbytes + 2 * len(bitmap) + 64, np.uint8)
     arrays, found = [each.ctypes.data for each in (words, bitmap, middle, out)], c_int64()
-    size = library.pack(*arrays[:2], len(words), *arrays[2:], byref(found))
+    size = library.pack(library.isa(), *arrays[:2], len(words), *arrays[2:], byref(found))
     return out[:size], found.value
 
 

@@ -66,12 +66,16 @@ def test_a_change_makes_of_what_was_what_is_in_the_fewest_bytes(
 
 
 @pytest.mark.parametrize("count", [1, 64, 4097, 40_000])
-def test_the_library_and_numpy_make_the_same(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_instruction_set_and_numpy_make_the_same(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     was = shard(count, torch.bfloat16, 1)
     cases = [changed(was, share, 2) for share in (0.0, 0.01, 0.3, 1.0)]
-    ours = [change_of(was, now) for now in cases]
+    found = [[change_of(was, now) for now in cases]]
+    library = changes.load()
+    if not isinstance(library, str):
+        monkeypatch.setattr(library, "isas", library.isas[:1])
+        found.append([change_of(was, now) for now in cases])
     monkeypatch.setattr(changes, "load", lambda: "not here")
-    assert [change_of(was, now) for now in cases] == ours
+    assert found == [[change_of(was, now) for now in cases]] * len(found)
 
 
 @pytest.mark.usefixtures("library")
