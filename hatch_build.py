@@ -61,7 +61,7 @@ LIBRARIES = (
     Library(
         Path("rayzero/kernels"),
         "_native",
-        ("adam.c", "blocks.c", "team.c", "signals.c"),
+        ("adam.c", "blocks.c", "team.c", "signals.c", "words.c"),
         ("adam_body.h", "blocks_body.h", "each_isa.h", "team.h", "vectors.h"),
     ),
 )

@@ -181,5 +181,41 @@ PAGE = Page(
                 ),
             ),
         ),
+        Row(
+            title="Followers on other hosts",
+            panels=(
+                panel(
+                    "Followers",
+                    "Processes that follow the weights over gRPC. Nobody counts those that read an owner's memory.",
+                    "none",
+                    ("max by (run) (rayzero_followers{<run>})", "{{run}}"),
+                ),
+                panel(
+                    "Versions behind",
+                    "The follower that is farthest behind: 0 or 1 if it takes every version.",
+                    "none",
+                    ("max by (run) (rayzero_follower_lag_versions{<run>})", "{{run}}"),
+                ),
+                panel(
+                    "Bytes to followers",
+                    "Payload, of all followers together.",
+                    "Bps",
+                    ("sum by (run, form) (rate(rayzero_follow_bytes_total{<run>}[<i>]))", "{{form}} {{run}}"),
+                ),
+                panel(
+                    "From publication to follower, p50 and p95",
+                    "One shard, until its last byte has left its owner.",
+                    "s",
+                    (
+                        "histogram_quantile(0.5, sum by (le, run) (rate(rayzero_follow_seconds_bucket{<run>}[<i>])))",
+                        "p50 {{run}}",
+                    ),
+                    (
+                        "histogram_quantile(0.95, sum by (le, run) (rate(rayzero_follow_seconds_bucket{<run>}[<i>])))",
+                        "p95 {{run}}",
+                    ),
+                ),
+            ),
+        ),
     ),
 )

@@ -140,6 +140,33 @@ PAGE = Page(
             ),
         ),
         Row(
+            title="Changes for followers on other hosts",
+            panels=(
+                panel(
+                    "Changed parameters",
+                    "Share of an actor's trained parameters that the last update changed as published. Where it is "
+                    "small (a low learning rate in 16 bits), a version takes few bytes.",
+                    "percentunit",
+                    ("max by (run, actor) (rayzero_changed_ratio{<actor>})", "{{run}} actor {{actor}}"),
+                ),
+                panel(
+                    "Bytes of changes",
+                    "What updates add, by form: whole, where nearly all of a shard changed.",
+                    "Bps",
+                    ("sum by (run, form) (rate(rayzero_change_bytes_total{<actor>}[<i>]))", "{{run}} {{form}}"),
+                ),
+                panel(
+                    "Kept",
+                    "At most the published parameters' own bytes; a follower who needs older ones takes shards whole.",
+                    "bytes",
+                    (
+                        'sum by (run, actor) (rayzero_memory_bytes{<actor>,kind="changes"})',
+                        "{{run}} actor {{actor}}",
+                    ),
+                ),
+            ),
+        ),
+        Row(
             title="Work and CPUs",
             panels=(
                 panel(

@@ -167,7 +167,10 @@ def format_plan(planned: RecipePlan) -> str:
         f"{format_bytes(device.resting + device.sums + device.backward)}",
         f"  at most {device.describe()}",
     ]
-    lines += [f"optimizer {owner.owner}: {owner.describe()}" for owner in planned.bytes.owners]
+    lines += [
+        f"optimizer {owner.owner}: {owner.describe()}; for followers on other hosts up to {format_bytes(owner.changes)}"
+        for owner in planned.bytes.owners
+    ]
     owners, doors = len(planned.bytes.owners), planned.bytes.doors
     lines += [f"optimizer {owners + i}: no shards, for the ranks of host {host}" for i, host in enumerate(doors)]
     lines += [f"host {host.host}: {host.describe()}" for host in planned.bytes.hosts]

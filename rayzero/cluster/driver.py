@@ -131,7 +131,7 @@ def _attempt(request: RunRequest, journal: Journal) -> RunFailedError | None:
         request.access.refresh()  # it may have been made long ago
     certificates = Certificates(run, request.run.security, request.access)
     viewer = None if request.access is None else request.access.viewer
-    tools = viewable(request.directory.path, viewer)
+    tools = viewable(request.directory.path, viewer, certificates.of_follower())
     loggers = _loggers(request, journal)
     with (
         loggers,

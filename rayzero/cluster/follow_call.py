@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rayzero.cluster.files.key_files import FollowerKey, read_follower
 from rayzero.cluster.files.run_record import LOST, RECORD, run_status
 from rayzero.cluster.run import RunState
 from rayzero.config import ZeroConfig
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.followers.follower import Follower
+from rayzero.followers.held_version import Shards
 from rayzero.followers.host_shards import HostRun
+from rayzero.security.addresses import is_loopback
+from rayzero.security.credentials import Credentials, identity_of
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.shm.same_host import host_identity
 
+if TYPE_CHECKING:
+    from rayzero.followers.remote_shards import RemoteRun, Way
+
 _CONFIG = "config.json"  # of transformers, which the recipe puts into a run's folder
 _GOES_ON = RunState.STARTING, RunState.RUNNING
+_LOOK_S = 1.0  # between two looks whether owners are on other hosts; a record is written as often
 
 
 def follow(
@@ -28,61 +38,143 @@ def follow(
     config: str | PathLike[str] | None = None,
     slab_dir: str | PathLike[str] | None = None,
 ) -> Follower:
-    """Follow the weights that a run publishes, from any process of this user on the host of its optimizers.
+    """Follow the weights that a run publishes, from any process of this user on the host of its optimizers or, by its
+    folder, on any host that reaches them.
 
     run: its folder, or its name. model: which of the models that the run prepares, in that order. config: a config.json
     of transformers, for the names that it publishes; None: that in the run's folder, or else the names of the model's
     parameters. slab_dir: the run's, if it is followed by its name and that is not /dev/shm.
 
     A run that starts later is waited for. Raises ConfigError if there is no such run, folder or config, or the run has
-    ended, UnsupportedError if its optimizers share no memory with this process."""
+    ended; later UnsupportedError if its optimizers cannot be reached from here."""
     folder = Path(run)
-    named = config
+    named = None if config is None else Path(config)
     if (folder / RECORD).is_file():
         record = run_status(folder)
         name, directory = str(record["run"]), _memory_of(record, folder)
         named = folder / _CONFIG if named is None and (folder / _CONFIG).is_file() else named
-        on_another_host = _began_on_another_host(record)
     elif folder.is_absolute() or folder.name != os.fspath(run):
         raise ConfigError(f"{folder} holds no run, because it has no {RECORD}")
     else:
-        record, on_another_host = None, False
-        name, directory = os.fspath(run), Path(slab_dir or SHARED_MEMORY)
-    if not directory.is_dir():
-        raise ConfigError(f"slab_dir is {str(directory)!r}, which is not a directory here: name the run's")
-    if named is not None and not Path(named).is_file():
-        raise ConfigError(f"config is {os.fspath(named)!r}, and there is no such file")
-    found = HostRun(f"{name} model {model}" if model else name, directory)
-    if on_another_host and found.shards() is None:
-        raise UnsupportedError(
-            f"{found.missing}: a follower reads in the memory of the host that has all of a run's optimizers, and does "
-            "not follow from another host yet"
-        )
-    over = (lambda: True) if record is None else (lambda: run_status(folder)["state"] not in _GOES_ON)
-    return Follower(found, None if named is None else Path(named), over)
+        record, name = None, os.fspath(run)
+        directory = Path(slab_dir or SHARED_MEMORY)
+        if not directory.is_dir():
+            raise ConfigError(f"slab_dir is {str(directory)!r}, which is not a directory here: name the run's")
+    if named is not None and not named.is_file():
+        raise ConfigError(f"config is {str(named)!r}, and there is no such file")
+    here = None
+    if directory is not None and directory.is_dir():
+        here = HostRun(f"{name} model {model}" if model else name, directory)
+    if record is None:
+        assert here is not None
+        return Follower(here, named, lambda: True)
+    return Follower(_RunOfFolder(folder, name, model, here), named, lambda: not _goes_on(run_status(folder)))
 
 
-def _memory_of(record: Mapping[str, Any], folder: Path) -> Path:
-    """The directory of a run's shared memory."""
-    if record["state"] not in _GOES_ON:
+class _RunOfFolder:
+    """A ``FollowedRun`` in this host's memory if all of it is there, else over the network.
+
+    Knows a run's folder; not what shards are."""
+
+    def __init__(self, folder: Path, run: str, model: int, here: HostRun | None) -> None:
+        """``here``: None: the run shares no memory with processes of this host."""
+        self.run, self._folder, self._model, self._here = run, folder, model, here
+        self._afar: RemoteRun | None = None  # once it was needed: it brings grpc with it. freed by: close()
+        self._looked = -_LOOK_S
+        self._missing = f"run {run!r} has not said where its optimizers are"
+
+    @property
+    def missing(self) -> str:
+        """See ``FollowedRun``."""
+        if self._afar is not None:
+            return self._afar.missing
+        return self._missing if self._here is None else self._here.missing
+
+    def shards(self) -> Shards | None:
+        """See ``FollowedRun``."""
+        found = None if self._here is None else self._here.shards()
+        if found is not None:
+            self.close()
+            return found
+        if self._afar is None and time.monotonic() - self._looked >= _LOOK_S:
+            self._looked = time.monotonic()
+            if self._is_elsewhere(run_status(self._folder)):
+                from rayzero.followers.remote_shards import RemoteRun
+
+                self._afar = RemoteRun(self.run, self._way)
+        return None if self._afar is None else self._afar.shards()
+
+    def has(self, shards: Shards) -> bool:
+        """See ``FollowedRun``."""
+        if self._afar is not None:
+            return self._afar.has(shards)
+        return self._here is not None and self._here.has(shards)
+
+    def close(self) -> None:
+        """See ``FollowedRun``."""
+        if self._afar is not None:
+            self._afar.close()
+            self._afar = None
+
+    def _is_elsewhere(self, record: Mapping[str, Any]) -> bool:
+        """Whether a run goes on with optimizers that this host's memory does not have. Raises UnsupportedError if no
+        other host can call them."""
+        if record["state"] != RunState.RUNNING or not record["addresses"]:
+            return False
+        inside = all(map(is_loopback, record["addresses"]))
+        if inside and not _began_here(record):
+            raise UnsupportedError(
+                f"the optimizers of run {self.run!r} listen at loopback of another host, because all of it is on one "
+                "node: start it with run.network, such as 10.0.0.0/8, to follow it from here"
+            )
+        return self._here is None or self._here.gone or not inside
+
+    def _way(self) -> Way | None:
+        """See ``RemoteRun``."""
+        from rayzero.store.wire.rpc import CallTerms
+
+        record, key = run_status(self._folder), read_follower(self._folder)
+        if record["state"] != RunState.RUNNING or key is None:
+            return None
+        tls = identity_of(_credentials(key))
+        return record["addresses"], CallTerms(token=key.token, tls=tls, model=self._model)
+
+
+def _credentials(key: FollowerKey) -> Credentials | None:
+    if key.certificate is None or key.key is None or key.authority is None:
+        return None
+    return Credentials(
+        certificate=key.certificate.encode(),
+        key=key.key.encode(),
+        authority=key.authority.encode(),
+        ends=datetime.max.replace(tzinfo=UTC),  # the file has newer ones by then
+        on_loopback=key.on_loopback,
+    )
+
+
+def _goes_on(record: Mapping[str, Any]) -> bool:
+    return record["state"] in _GOES_ON
+
+
+def _memory_of(record: Mapping[str, Any], folder: Path) -> Path | None:
+    """The directory of a run's shared memory; None: it shares none."""
+    if not _goes_on(record):
         newest = record["checkpoint"]
         instead = f"its newest checkpoint is {newest}" if newest else "it has no checkpoint"
         why = "its driver is gone" if record["state"] == LOST else f"it has {record['state']}"
         raise ConfigError(f"run {record['run']!r} publishes nothing any more, because {why}: {instead}")
     try:
-        directory = ZeroConfig.from_mapping(record["config"]["zero"]).shared_directory
+        return ZeroConfig.from_mapping(record["config"]["zero"]).shared_directory
     except (KeyError, TypeError, ConfigError) as error:
         raise ConfigError(f"{folder / RECORD} does not say how the run is configured: {error}") from error
-    if directory is None:
-        raise UnsupportedError(
-            f"run {record['run']!r} shares no memory (transport='grpc'): followers need transport='auto' or 'shm'"
-        )
-    return directory
 
 
-def _began_on_another_host(record: Mapping[str, Any]) -> bool:
-    """Whether a run that goes on began on another host."""
+def _began_here(record: Mapping[str, Any]) -> bool:
+    """Whether a run's driver is on this host, as far as the record says."""
     states = record["states"]
-    if record["state"] != RunState.RUNNING or states is None:
+    if states is None:
+        return bool(record["driver"]["host"] == os.uname().nodename)
+    try:
+        return bool(states["memory"] == host_identity(Path(states["directory"])))
+    except OSError:
         return False
-    return bool(states["memory"] != host_identity(Path(states["directory"])))

@@ -252,7 +252,7 @@ class RunConfig(ConfigModel):
 
     network: str | None = None
     """Network of the address at which each optimizer actor listens for other hosts, such as 10.0.0.0/8 or fd00::/8, for
-    hosts with several; null: its node's address in Ray."""
+    hosts with several; null: its node's address in Ray, and loopback alone if the run is on one node."""
 
     telemetry: TelemetryConfig = TelemetryConfig()
     """What the run measures and exports, and where Prometheus finds it."""

@@ -8,19 +8,43 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from rayzero.errors import ConfigError, StallError, StoreClosedError, VersionGoneError
-from rayzero.followers.held_version import HeldVersion
-from rayzero.followers.host_shards import HostRun, HostShards
+from rayzero.followers.held_version import FollowerStats, HeldVersion, Shards, Tally
 from rayzero.followers.names import Declared, Names, OwnNames
 from rayzero.layout.model_layout import ModelLayout, loses_bits
 
 WAIT_S = 600.0
 _QUICKEST_S, _SLOWEST_S = 0.001, 0.02  # between two looks
 _ENDED_S = 5.0  # how long a run's memory is gone before the run counts as ended: it may begin again
+
+
+class FollowedRun(Protocol):
+    """Where a run's shards are found. Used by one thread at a time."""
+
+    run: str  # its name
+
+    @property
+    def missing(self) -> str:
+        """Why there are no shards, in words."""
+        ...
+
+    def shards(self) -> Shards | None:
+        """Those of the present owners; None: they are not there (yet, or any more). Does not wait. Raises
+        UnsupportedError for shards that followers cannot read."""
+        ...
+
+    def has(self, shards: Shards) -> bool:
+        """Whether nobody else publishes, by now, what ``shards`` reads."""
+        ...
+
+    def close(self) -> None:
+        """Let everything go. Idempotent."""
+        ...
 
 
 class Reading(Iterator[tuple[str, Tensor]]):
@@ -67,17 +91,18 @@ class Follower:
     Knows versions, and one of them in its own memory; not who publishes. Nobody waits for it, and it writes nothing
     that the run has."""
 
-    def __init__(self, run: HostRun, config: Path | None, is_over: Callable[[], bool]) -> None:
+    def __init__(self, run: FollowedRun, config: Path | None, is_over: Callable[[], bool]) -> None:
         """``rayzero.follow`` calls it. config: transformers' config of the model; None: there is none. is_over: whether
         a run without memory is not to begin again."""
         self._run, self._config, self._is_over = run, config, is_over
         self._lock = threading.RLock()
-        self._shards: HostShards | None = None  # those seen last
+        self._shards: Shards | None = None  # those seen last
         self._gone_s: float | None = None  # since when there are none
         self._held: HeldVersion | None = None  # freed by: close()
         self._names: tuple[str, Names] | None = None  # with the digest of the layout
         self._readings = weakref.WeakSet[Reading]()
         self._last = -1  # the version that was read last
+        self._tally = Tally()
         self._closed = False
 
     # ---- versions
@@ -144,6 +169,10 @@ class Follower:
             assert self._shards is not None
             return self._names_of(self._shards.layout).declared
 
+    def stats(self) -> FollowerStats:
+        """What it has taken so far: versions, bytes, seconds."""
+        return self._tally.stats
+
     def _read(self, held: HeldVersion, names: Names) -> Reading:
         reading = Reading(held, names)
         self._readings.add(reading)
@@ -166,7 +195,7 @@ class Follower:
         if shards is None or not 0 <= wanted == newest:
             return newest, None
         taken = self._memory_for(shards.layout, wanted)
-        if not taken.take(shards, wanted):
+        if not taken.take(shards, wanted, self._tally):
             return newest, None
         if not self._run.has(shards):  # other owners may be changing the memory, and say so in other lines
             taken.version = -1
@@ -189,7 +218,7 @@ class Follower:
 
     # ---- the run
 
-    def _present(self) -> HostShards | None:
+    def _present(self) -> Shards | None:
         """The owners' shards; of a run that has ended, those that it had last. None: there have been none."""
         if self._closed:
             raise StoreClosedError("the follower was used after close()")
@@ -208,8 +237,8 @@ class Follower:
         if self._shards is not None and gone_s is not None and time.monotonic() - gone_s > _ENDED_S:
             if self._is_over():
                 raise StoreClosedError(
-                    f"run {self._run.run!r} has ended, or has no optimizers on this host any more: v{newest} was the "
-                    "last here"
+                    f"run {self._run.run!r} has ended, or none of its optimizers is reached from here any more: "
+                    f"v{newest} was the last here"
                 )
             self._gone_s = time.monotonic()
         if waited >= timeout_s:
@@ -221,6 +250,7 @@ class Follower:
         """Let the run's memory and the held version go. Idempotent."""
         with self._lock:
             self._closed, self._shards, self._held = True, None, None
+            self._run.close()
 
     def __enter__(self) -> Follower:
         return self

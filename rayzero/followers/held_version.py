@@ -2,11 +2,75 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
 import torch
 from torch import Tensor
 
-from rayzero.followers.host_shards import Content, HostShards
 from rayzero.layout.model_layout import ModelLayout
+
+Content = tuple[str | int, ...]  # what a shard's bytes are, as far as their source tells them apart
+
+
+class FollowerStats(NamedTuple):
+    """What a follower has taken so far."""
+
+    versions: int = 0  # that were taken whole
+    whole_bytes: int = 0  # of shards that came as they are
+    change_bytes: int = 0  # of what their versions have changed
+    arrivals: int = 0  # of shards' versions that came soon enough to have their times taken
+    arrival_s: float = 0.0  # of all those: seconds since their owners said that they are published
+
+
+class Tally:
+    """Adds them up. Several threads may."""
+
+    def __init__(self) -> None:
+        self._lock, self.stats = threading.Lock(), FollowerStats()
+
+    def came(self, whole_bytes: int = 0, change_bytes: int = 0, after_s: float | None = None) -> None:
+        """Bytes of a shard. ``after_s``: see ``FollowerStats.arrival_s``."""
+        with self._lock:
+            had = self.stats
+            self.stats = had._replace(
+                whole_bytes=had.whole_bytes + whole_bytes,
+                change_bytes=had.change_bytes + change_bytes,
+                arrivals=had.arrivals + (after_s is not None),
+                arrival_s=had.arrival_s + (after_s or 0.0),
+            )
+
+    def is_whole(self) -> None:
+        """A version is."""
+        with self._lock:
+            self.stats = self.stats._replace(versions=self.stats.versions + 1)
+
+
+class Shards(Protocol):
+    """All published shards of one epoch of a run's owners, wherever they are read."""
+
+    @property
+    def layout(self) -> ModelLayout: ...
+
+    @property
+    def lineage(self) -> str:
+        """Another one where the run has begun again, with lower versions."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """The newest version that every shard has reached; -1: some have no values yet."""
+        ...
+
+    def has(self, shard: int, version: int, content: Content | None) -> bool:
+        """Whether a shard surely has exactly ``version`` now, with this content."""
+        ...
+
+    def fill(self, version: int, values: Sequence[Tensor], contents: list[Content | None], tally: Tally) -> bool:
+        """Make ``values`` those of ``version``: by shard, 1D, its elements, the unit's dtype. ``contents``: what they
+        have, which this keeps; None: anything. False: some are of other versions now."""
+        ...
 
 
 class HeldVersion:
@@ -19,21 +83,18 @@ class HeldVersion:
         self._units = [torch.empty(unit.numel, dtype=unit.dtype, device="cpu") for unit in layout.units]
         self._contents: list[Content | None] = [None] * len(layout.shards)
 
-    def take(self, shards: HostShards, version: int) -> bool:
+    def take(self, shards: Shards, version: int, tally: Tally) -> bool:
         """Become ``version``: copy what this does not have of it. False: it is overwritten already, or before all was
         copied."""
         self.version = -1
-        for shard in self.layout.shards:
-            values = self._units[shard.unit][shard.start : shard.stop]
-            had, self._contents[shard.index] = self._contents[shard.index], None
-            found = shards.copy(shard.index, version, values, had)
-            if found is None:
-                return False
-            self._contents[shard.index] = found
+        values = [self._units[shard.unit][shard.start : shard.stop] for shard in self.layout.shards]
+        if not shards.fill(version, values, self._contents, tally):
+            return False
+        tally.is_whole()
         self.version = version
         return True
 
-    def is_still(self, shards: HostShards) -> bool:
+    def is_still(self, shards: Shards) -> bool:
         """Whether this is what the owners have of its version, users' writes included."""
         return all(shards.has(shard.index, self.version, self._contents[shard.index]) for shard in self.layout.shards)
 

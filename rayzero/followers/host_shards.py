@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rayzero.codecs.record import kept_bytes, read_record
 from rayzero.errors import HandshakeError, RayZeroError, UnsupportedError
+from rayzero.followers.held_version import Content, Shards, Tally
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.quantities import count
 from rayzero.slabs.arena import SlabPlace
@@ -35,8 +36,6 @@ from rayzero.store.shm.signals import fence_acquire, load_acquire_64
 from rayzero.store.shm.words import read_layout, region
 
 _TICK_NS = 50_000_000  # more than a tick of the clock of files
-
-Content = tuple[str, int, int]  # what bytes are: lineage, version at which an update last changed them, users' writes
 
 
 class _State(NamedTuple):
@@ -120,15 +119,26 @@ class HostShards:
 
     @property
     def version(self) -> int:
-        """The newest version that every shard has reached; -1: some have no values yet."""
+        """See ``Shards``."""
         return min((load_acquire_64(each.line + PUBLISHED) for each in self._followed), default=0) - 1
 
     def has(self, shard: int, version: int, content: Content | None) -> bool:
-        """Whether a shard has exactly ``version`` now, with this content."""
+        """See ``Shards``. The version of a content is that at which an update last changed it."""
         now = self._followed[shard].state()
         return now.version == version and (self.lineage, now.content, now.writes) == content
 
-    def copy(self, shard: int, version: int, out: Tensor, content: Content | None) -> Content | None:
+    def fill(self, version: int, values: Sequence[Tensor], contents: list[Content | None], tally: Tally) -> bool:
+        """See ``Shards``. The first shard of another version ends it."""
+        for shard, out in enumerate(values):
+            had, contents[shard] = contents[shard], None
+            contents[shard] = found = self._copy(shard, version, out, had)
+            if found is None:
+                return False
+            if found != had:
+                tally.came(out.nbytes)
+        return True
+
+    def _copy(self, shard: int, version: int, out: Tensor, content: Content | None) -> Content | None:
         """Copy a shard of exactly ``version`` into ``out`` (1D, the shard's elements, the unit's dtype), unless that
         has ``content`` and this is the version's. Returns what ``out`` has; None: another version is there, or comes,
         and ``out`` has anything."""
@@ -155,7 +165,7 @@ class HostShards:
 
 
 class HostRun:
-    """A run as this host's shared memory has it: its present owners.
+    """A ``FollowedRun`` as this host's shared memory has it: its present owners.
 
     Knows files by what they are for. Used by one thread at a time."""
 
@@ -182,10 +192,18 @@ class HostRun:
             self._changed_ns = changed_ns if changed_ns < now_ns - _TICK_NS else -1
         return self._shards
 
-    def has(self, shards: HostShards) -> bool:
+    def has(self, shards: Shards) -> bool:
         """Whether nobody else publishes, by now, what ``shards`` reads: its owners are those of now, or the run has
         ended."""
         return self.shards() is shards or (self._shards is None and self._gone)
+
+    @property
+    def gone(self) -> bool:
+        """Whether no owner has left anything here, at the last look."""
+        return self._gone
+
+    def close(self) -> None:
+        """Nothing is held that others miss."""
 
     def _look(self) -> None:
         there = [slab for slab in list_slabs(self._directory) if slab.header and slab.header.facts.run == self.run]

@@ -20,6 +20,7 @@ class ReferenceKernel:
     """The formulas of the papers, in Python's double precision, rounded to fp32 when stored."""
 
     name = "reference"
+    notes = False
 
     def update(
         self,

@@ -59,6 +59,7 @@ class TorchKernel:
     multiples of 64 elements: there is no vector tail anywhere."""
 
     name = "torch"
+    notes = False
 
     def __init__(self, tile: int = TILE, *, threads: int | None = None, device: torch.device | None = None) -> None:
         """``threads``: how many compute; None: as many as torch uses in the calling thread, at each call. ``device``:

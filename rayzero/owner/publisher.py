@@ -6,10 +6,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from torch import Tensor
 
-from rayzero.concurrency.futures import fail, settle
+from rayzero.concurrency.futures import fail, settle, settled
 from rayzero.errors import StoreError
 from rayzero.owner.rules import UpdateRule
 from rayzero.owner.shard import OwnedShard, ShardState
@@ -20,6 +21,17 @@ Listener = Callable[[Sequence[Published]], None]
 _Read = tuple[int, str, "Future[Tensor]"]  # version, kind, the reader's future
 
 _READABLE = (ShardState.PUBLISHED, ShardState.DECIDED)
+_TRIES = 2  # at a copy beside the updates
+
+
+class PublishedCopy(NamedTuple):
+    """What a shard had published at one moment."""
+
+    version: int
+    content: tuple[int, int]  # the version at which it last changed; writes of the user's: ``OwnedShard.writes``
+    values: (
+        Tensor | None
+    )  # 1D, the shard's elements in the unit's dtype; of a coded unit its record, uint8; None: known
 
 
 class Publisher:
@@ -134,6 +146,40 @@ class Publisher:
         if ready:
             self._answer(owned, [(version, kind, future)])
         return future
+
+    def copy(self, owned: OwnedShard, known: tuple[int, int] | None) -> Future[PublishedCopy]:
+        """What the shard has published now, for somebody for whom nobody waits: copied in this thread if no update or
+        write comes in between, else between two tasks of the updater's thread. ``known``: a content that needs no copy.
+        Fails with StoreError if there are no values yet."""
+        for _ in range(_TRIES):
+            copied = self._copied(owned, known)
+            if copied is not None:
+                return settled(copied)
+        future: Future[PublishedCopy] = Future()
+
+        def copy() -> None:
+            alone = self._copied(owned, known)
+            if alone is None:
+                fail(future, StoreError(f"shard {owned.shard.index} of {owned.unit.name!r} has no values yet"))
+            else:
+                settle(future, alone)
+
+        self._updater.submit(copy)
+        return future
+
+    def _copied(self, owned: OwnedShard, known: tuple[int, int] | None) -> PublishedCopy | None:
+        """A copy of what is published; None: that changed meanwhile."""
+        before = self._readable(owned)
+        if before is None:
+            return None
+        kept = None if before[1] == known else owned.read(STORED if owned.unit.is_coded else COMPUTE).clone()
+        return PublishedCopy(*before, kept) if self._readable(owned) == before else None
+
+    def _readable(self, owned: OwnedShard) -> tuple[int, tuple[int, int]] | None:
+        """Version and content of what can be read of a shard; None: its bytes may be changing."""
+        with self._lock:
+            still = owned.state in _READABLE and owned.writes % 2 == 0
+            return (owned.published, (owned.content, owned.writes)) if still else None
 
     def content_at(self, owned: OwnedShard, version: int) -> int | None:
         """The version that a shard's content is from, if the shard has exactly ``version`` now; else None."""

@@ -50,6 +50,7 @@ class UpdateRule(Protocol):
     kernel: str  # name of the kernel, for handshakes and reports
     packs: str  # how moments are kept, if checkpoints get them so (``ModelSpec.checkpoint_moments``); "": as fp32
     state_kinds: tuple[str, ...]  # fp32 states with a value for each element
+    notes: bool  # whether an update fills ``OwnedShard.changed``
 
     @property
     def room(self) -> Callable[[Shard], int] | None:
@@ -107,7 +108,7 @@ class AdamRule:
         self._kernel = TorchKernel(DEVICE_TILE, threads=1, device=device) if on_cuda else host
         self._decoupled = decoupled
         self._parsed: tuple[tuple[Hyper, ...], list[AdamOptions]] = ((), [])  # of the last decision
-        self.kernel = host.name
+        self.kernel, self.notes = host.name, self._kernel.notes
         self.packs: str = spec.moments if spec.checkpoint_moments == "kept" and spec.moments in CODED else ""
         self.state_kinds = adam_states(amsgrad=any(options.amsgrad for options in self._options(spec.hyper)))
 
@@ -121,7 +122,9 @@ class AdamRule:
     def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
         """See ``UpdateRule.update``: one kernel call a shard."""
         assert owned.master is not None
-        memory = AdamMemory.with_moments(owned.master, owned.states, owned.params, owned.stamps(work.version))
+        memory = AdamMemory.with_moments(
+            owned.master, owned.states, owned.params, owned.stamps(work.version), owned.changed
+        )
         steps = (step + 1 for step in owned.steps)
         parts = zip(owned.slices, work.contributors, owned.groups, steps, strict=True)
         segments = segments_of(
@@ -193,7 +196,7 @@ class ClassRule:
     memory: [Note: states in place] in classes/class_states.py."""
 
     kernel = "torch class"
-    packs = ""
+    packs, notes = "", False
     state_kinds: tuple[str, ...] = ()
 
     def __init__(self, spec: ModelSpec, cls: type[torch.optim.Optimizer]) -> None:

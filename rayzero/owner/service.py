@@ -20,13 +20,14 @@ from rayzero.errors import (
     StoreClosedError,
     StoreError,
 )
+from rayzero.owner.changes import ChangeLog
 from rayzero.owner.checkpoint import CheckpointWriter
 from rayzero.owner.classes.products import ShardProducts
 from rayzero.owner.gradients.contributions import Contributions
 from rayzero.owner.gradients.shard_sums import TotalListener, nothing_heard
 from rayzero.owner.memory import DeviceMemory, LeftOnDevice, MemoryMaker, PrivateMemoryMaker
 from rayzero.owner.owned_model import OwnedModel, build_model, check_same
-from rayzero.owner.publisher import Listener, Publisher
+from rayzero.owner.publisher import Listener, PublishedCopy, Publisher
 from rayzero.owner.rules import ClassRule
 from rayzero.owner.shard import OwnedShard, ShardState
 from rayzero.owner.staged_writes import StagedWrites, WriteListener, nothing_written
@@ -67,6 +68,7 @@ class _Parts:
     model: OwnedModel
     contributions: Contributions
     updates: StepUpdates
+    changes: ChangeLog
     checkpoints: CheckpointWriter
     writes: StagedWrites
 
@@ -178,24 +180,36 @@ class ShardService:
         checkpoints = CheckpointWriter(
             self.owner, shards, model.rule, updater, recorder, version=version, copies=model.plan.copies
         )
+        budget = self._terms.memory_budget
+        changes = ChangeLog(
+            shards,
+            model.rule,
+            updater,
+            recorder,
+            taken_over=bool(model.former),
+            room=None if budget is None else budget - self._memory_taken - model.plan.total,
+        )
         rule, divided = model.rule, model.spec.matrix_updates == "rank"
         self._products = (
             ShardProducts(model.spec, shards, rule, version) if divided and isinstance(rule, ClassRule) else None
         )
         updates = StepUpdates(
-            model, contributions, self._publisher, checkpoints, recorder, self._terms.norms_every, self._products
+            *(model, contributions, self._publisher, checkpoints, changes, recorder, self._terms.norms_every),
+            self._products,
         )
         self._publisher.open(model.rule)
         self._parts = _Parts(
             model,
             contributions,
             updates,
+            changes,
             checkpoints,
             StagedWrites(
                 shards,
                 model.rule,
                 updater,
                 checkpoints,
+                changes,
                 restaged=bool(model.former),
                 on_write=lambda shard, begins: self._on_write(shard, begins),
             ),
@@ -247,14 +261,20 @@ class ShardService:
 
     @property
     def steady_bytes(self) -> int:
-        """``planned_bytes`` while no checkpoint is written."""
-        return 0 if self._parts is None else self.planned_bytes - self._parts.model.plan.copies
+        """``planned_bytes`` while no checkpoint is written, and what followers need now."""
+        parts = self._parts
+        return 0 if parts is None else self.planned_bytes - parts.model.plan.copies + parts.changes.kept_bytes
 
     @property
     def is_loaded(self) -> bool:
         """Whether every shard has values; true before the first attach, when there are none."""
         shards = self._parts.model.shards if self._parts is not None else {}
         return all(owned.state is not ShardState.EMPTY for owned in shards.values())
+
+    @property
+    def changes(self) -> ChangeLog:
+        """For followers on other hosts; valid after the first attach, else raises StoreError."""
+        return self._attached().changes
 
     @property
     def kernel(self) -> str:
@@ -281,6 +301,8 @@ class ShardService:
             held["grad", "ram"] += rank.landing_bytes
             held["staging", "ram"] += rank.staging_bytes
         held["grad", "ram"] += parts.contributions.spare_bytes
+        if parts.changes.kept_bytes:
+            held["changes", "ram"] += parts.changes.kept_bytes
         held["staging", "ram"] += parts.updates.scratch_bytes + parts.checkpoints.copied_bytes
         for (kind, tier), size in held.items():
             yield Reading(MEMORY_BYTES, size, {"kind": kind, "tier": tier})
@@ -313,6 +335,11 @@ class ShardService:
 
     # ---- reads
 
+    @property
+    def shards(self) -> list[int]:
+        """The shards here, in forward order; none before the first attach."""
+        return list(self._shards())
+
     def read(self, shard: int, version: int, kind: str) -> Future[Tensor]:
         """The memory that holds ``kind`` of a shard at exactly ``version``: 1D, the shard's elements, padding included;
         the unit's dtype for COMPUTE, else fp32. The future waits for the version; the memory is stable until the
@@ -332,6 +359,11 @@ class ShardService:
     def content_at(self, shard: int, version: int) -> int | None:
         """``content`` of a shard, if it is published at exactly ``version`` now; else None."""
         return self._publisher.content_at(self.shard(shard), version)
+
+    def copy(self, shard: int, known: tuple[int, int] | None = None) -> Future[PublishedCopy]:
+        """A copy of a shard's published parameters, of the version that it has; see ``Publisher.copy``. It may take a
+        while. Raises StoreError if this owner does not have the shard."""
+        return self._publisher.copy(self.shard(shard), known)
 
     def on_publish(self, listener: Listener) -> None:
         """Call ``listener`` with every published version, first with those published so far, in the updater's

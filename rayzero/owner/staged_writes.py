@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rayzero.concurrency.futures import fail, failed, settle
 from rayzero.errors import RayZeroError, StoreError
+from rayzero.owner.changes import ChangeLog
 from rayzero.owner.checkpoint import CheckpointWriter
 from rayzero.owner.rules import UpdateRule
 from rayzero.owner.shard import OwnedShard
@@ -39,13 +40,15 @@ class StagedWrites:
         rule: UpdateRule,
         updater: Updater,
         checkpoints: CheckpointWriter,
+        changes: ChangeLog,
         *,
         restaged: bool = False,
         on_write: WriteListener = nothing_written,
     ) -> None:
-        """``checkpoints``: keeps what a checkpoint still needs, before a shard changes. ``restaged``: a former life of
+        """``checkpoints``: keeps what a checkpoint still needs, before a shard changes. ``changes``: hears of it
+        afterwards. ``restaged``: a former life of
         this owner may have had values, which rank 0 stages again."""
-        self._restaged, self._checkpoints, self._on_write = restaged, checkpoints, on_write
+        self._restaged, self._checkpoints, self._changes, self._on_write = restaged, checkpoints, changes, on_write
         self._waiting: tuple[Write, Future[None]] | None = None  # the last write, until its values are here
         self._shards, self._rule, self._updater = shards, rule, updater
         self._lock = threading.Lock()
@@ -113,13 +116,17 @@ class StagedWrites:
             )
         self._checkpoints.protect(owned)
         stamps = owned.stamps(version)
+        owned.writes += 1
         self._on_write(owned.shard.index, True)
         try:
             with stamps.writing(0, owned.shard.numel) if stamps is not None else nullcontext():
                 overwrite(owned, self._rule, kind, values)
                 owned.keep_slices()
         finally:
+            owned.writes += 1
             self._on_write(owned.shard.index, False)
+            if kind in (COMPUTE, MASTER):
+                self._changes.rewritten(owned)
 
     def fail(self, error: StoreError) -> None:
         """Refuse further writes with ``error``; queued ones are still made."""

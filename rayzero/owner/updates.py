@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rayzero.layout.model_layout import layer_groups
+from rayzero.owner.changes import ChangeLog
 from rayzero.owner.checkpoint import CheckpointWriter
 from rayzero.owner.classes.products import ShardProducts
 from rayzero.owner.gradients.contributions import Contributions
@@ -126,6 +127,7 @@ class StepUpdates:
         contributions: Contributions,
         publisher: Publisher,
         checkpoints: CheckpointWriter,
+        changes: ChangeLog,
         recorder: Recorder,
         norms_every: int | None,
         products: ShardProducts | None = None,
@@ -135,6 +137,7 @@ class StepUpdates:
         self._products = products
         self._model, self._recorder = model, recorder
         self._contributions, self._publisher, self._checkpoints = contributions, publisher, checkpoints
+        self._changes = changes
         self._norms_every = norms_every
         self._norms: GroupNorms | None = None  # created at the first measured step
         self._progress: _RunningUpdate | None = None
@@ -159,9 +162,11 @@ class StepUpdates:
             for owned in alike if changes else ():
                 self._update(owned, step.shards[owned.shard.index], norms)
                 self._publish([owned], step.version)
+                self._changes.after(owned)
         if norms is not None:  # after the last publication, so that nothing waits for it
             norms.tell(step.parts.result())
         self._recorder.observe(OPTIMIZER_UPDATE_SECONDS, time.perf_counter() - started)
+        self._changes.published(step.version)
         self._checkpoints.reached(step.version)
 
     def _measured_norms(self, step: StepWork) -> GroupNorms | None:
@@ -184,6 +189,7 @@ class StepUpdates:
             self._progress = _RunningUpdate(owned, done, tiles)
 
         on_tile(0, 1)
+        self._changes.before(owned)
         if norms is not None:
             norms.before(owned)
         over = self._recorder.spans.begin("update", _name(owned), work.version - 1)

@@ -2,12 +2,15 @@
 
 [Note: names in certificates] A certificate has DNS names. ``owner.rayzero`` serves shards, and may ask for what owners
 ask of each other and, as a rank, for what that asks. ``rank-3.rayzero`` may ask for what rank 3 asks of owners,
-``rank.rayzero`` for what any rank does. A client talks only to a server that is an owner, whatever its address: so a
-rank cannot pose as an owner, and an owner may move to another host without another certificate.
+``rank.rayzero`` for what any rank does, ``follower.rayzero`` for what is published. A client talks only to a server
+that is an owner, whatever its address: so a rank cannot pose as an owner, and an owner may move to another host without
+another certificate.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -19,6 +22,7 @@ from rayzero.security.addresses import is_loopback
 
 OWNER = "owner.rayzero"
 ANY_RANK = "rank.rayzero"
+FOLLOWER = "follower.rayzero"
 SAID_BEFORE = timedelta(days=30)  # the end of a certificate of the user's: a run may last as long
 
 _MOST_PEM = 1 << 20  # bytes; the authorities of all browsers take 300,000
@@ -27,6 +31,11 @@ _MOST_PEM = 1 << 20  # bytes; the authorities of all browsers take 300,000
 def name_of_rank(rank: int) -> str:
     """The name in the certificate of one rank."""
     return f"rank-{rank}.rayzero"
+
+
+def follower_token(token: str) -> str:
+    """What followers of a run show in place of its token, which cannot be found from this one."""
+    return hmac.new(token.encode(), b"follower", hashlib.sha256).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

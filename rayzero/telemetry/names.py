@@ -280,10 +280,45 @@ VERSION_LAG = _rank_gauge(
     "Steps that this rank has committed beyond the newest version that it knows is published completely: 0 or 1.",
     unit="versions",
 )
+CHANGE_BYTES = _owner_counter(
+    "rayzero_change_bytes_total{form}",
+    "Bytes of what updates changed in published parameters, kept for followers on other hosts. form: positions (of "
+    "16-bit words, and these), whole (a shard, where that is smaller).",
+    only="followers on other hosts",
+)
+CHANGED_RATIO = _owner_gauge(
+    "rayzero_changed_ratio",
+    "Share of this owner's trained parameters that the last update changed, as published.",
+    only="followers on other hosts",
+)
 SHARDS = _owner_gauge("rayzero_shards", "Shards of this owner.")
 SHARD_IMBALANCE = _run_gauge(
     "rayzero_shard_imbalance_ratio",
     "Largest over mean of the owners' update seconds since the last heartbeat with new values; 1 is balanced.",
+)
+FOLLOWERS = _owner_gauge(
+    "rayzero_followers",
+    "Processes that follow this owner's weights over gRPC now. Nobody counts those that read its shared memory.",
+    unit="processes",
+    only="followers on other hosts",
+)
+FOLLOWER_LAG = _owner_gauge(
+    "rayzero_follower_lag_versions",
+    "Versions by which the follower that is farthest behind is behind this owner.",
+    unit="versions",
+    only="followers on other hosts",
+)
+FOLLOW_BYTES = _owner_counter(
+    "rayzero_follow_bytes_total{form}",
+    "Payload bytes that followers got. form: changes (of versions), whole (a shard as it is).",
+    unit="bytes",
+    only="followers on other hosts",
+)
+FOLLOW_SECONDS = _owner_histogram(
+    "rayzero_follow_seconds",
+    "Seconds from the publication of a shard's version until a follower had it.",
+    _TRANSFER_S,
+    only="followers on other hosts",
 )
 
 # ---- memory -----------------------------------------------------------------------------------------------------
@@ -291,10 +326,10 @@ SHARD_IMBALANCE = _run_gauge(
 MEMORY_BYTES = _gauge(
     "rayzero_memory_bytes{kind, tier}",
     "Bytes that this process has allocated, by purpose; only the process that made a byte counts it. kind: param, "
-    "master, exp_avg, exp_avg_sq (or another optimizer state), grad, staging, process (its size before the run, for a "
-    "rank before it passed its model: interpreter, torch, imports), other (the rest of the heap: activations and the "
-    "user's objects), unused (freed, but kept by malloc and resident). tier: gpu, pinned, shm, ram. Over the processes "
-    "of a node it adds up to rayzero_process_memory_bytes{kind=pss}.",
+    "master, exp_avg, exp_avg_sq (or another optimizer state), grad, staging, changes (for followers on other hosts), "
+    "process (its size before the run, for a rank before it passed its model: interpreter, torch, imports), other (the "
+    "rest of the heap: activations and the user's objects), unused (freed, but kept by malloc and resident). tier: "
+    "gpu, pinned, shm, ram. Over the processes of a node it adds up to rayzero_process_memory_bytes{kind=pss}.",
     roles=EVERY,
 )
 MEMORY_ORIGINAL_BYTES = _owner_gauge(

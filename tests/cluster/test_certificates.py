@@ -8,8 +8,9 @@ import pytest
 from cryptography import x509
 
 from rayzero.cluster.actors.certificates import Certificates, protection_at
+from rayzero.cluster.files.key_files import FollowerKey
 from rayzero.config import SecurityConfig
-from rayzero.security.credentials import ANY_RANK, OWNER, Credentials, name_of_rank
+from rayzero.security.credentials import ANY_RANK, FOLLOWER, OWNER, Credentials, follower_token, name_of_rank
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry.guard import Protection
 from rayzero.telemetry.scrape import Viewer
@@ -36,9 +37,11 @@ def test_what_crosses_a_network_is_open_only_by_a_word(
     assert protection_at(host, bind, given, OWN) is expected
 
 
-def names_in(shown: Credentials | None) -> list[str]:
+def names_in(shown: Credentials | FollowerKey | None) -> list[str]:
     assert shown is not None
-    found = x509.load_pem_x509_certificates(shown.certificate)[0].extensions
+    assert shown.certificate is not None
+    pem = shown.certificate.encode() if isinstance(shown, FollowerKey) else shown.certificate
+    found = x509.load_pem_x509_certificates(pem)[0].extensions
     return found.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(x509.DNSName)
 
 
@@ -47,11 +50,14 @@ def test_an_owner_shows_that_it_is_one_and_a_rank_shows_which_it_is() -> None:
     assert names_in(run.of_owner(1)) == [OWNER]
     assert names_in(run.of_rank(3)) == [name_of_rank(3)]
     assert names_in(run.of_rank(None)) == [ANY_RANK]
+    assert names_in(run.of_follower()) == [FOLLOWER]
+    assert run.of_follower().token == follower_token(run.token) != run.token
 
 
 def test_without_tls_nobody_shows_anything_but_the_token() -> None:
     run = Certificates("demo", SecurityConfig(tls="never"))
     assert (run.of_owner(0), run.of_rank(0), run.of_rank(None)) == (None, None, None)
+    assert run.of_follower() == FollowerKey(token=follower_token(run.token))
     assert (run.refresh(), run.warnings) == (False, [])
     assert len(run.token) == 64
     assert run.token != Certificates("demo", SecurityConfig(tls="never")).token

@@ -24,20 +24,22 @@ from rayzero.testing import run_ranks
 from tests.support import needs
 from tests.support.waiting import until
 
+from .on_network import describe
 from .test_follower import BF16, Net, take_step
 from .watcher import digest, note, noted, watch
 
 pytestmark = [needs.shared_memory, pytest.mark.timeout(300)]
 
 STEPS, PAUSE_S = 50, 0.05
-GATES = 3, 31  # versions at which the run waits until all followers have read something
+GATES = 3, 31, STEPS  # versions at which the run waits until all followers have read something, at the end the last
 
 
-def train(context: RankContext, folder: Path) -> None:
+def train(context: RankContext, folder: Path, on_network: bool) -> None:
     torch.set_num_threads(1)
     model = seeded(Net, 3)
     model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), BF16)
     if context.rank == 0:
+        describe(context, folder)
         (folder / "run").write_text(context.run)
     for step in range(context.step, STEPS):
         take_step(model, optimizer, step, context.rank)
@@ -49,16 +51,20 @@ def train(context: RankContext, folder: Path) -> None:
                 digest((name, tensor.bfloat16()) for name, tensor in weights.items() if name != "head.weight"),
             )
         time.sleep(PAUSE_S)
-        if step + 1 in GATES:  # a process that imports torch takes seconds
+        if context.rank == 0:
+            describe(context, folder)
+        if step + 1 in GATES and (on_network or step + 1 < STEPS):  # a process that imports torch takes seconds
             until(lambda gate=folder / f"gate-{step + 1}": gate.exists(), 120)
+    if context.rank == 0:
+        describe(context, folder, state="finished")
 
 
 class Disturber(threading.Thread):
     """Starts followers and lets things happen while a run goes on."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, on_network: bool) -> None:
         super().__init__()
-        self._folder = folder
+        self._folder, self._on_network = folder, on_network
         self.followers: list[Popen[bytes]] = []
         self.error: BaseException | None = None
 
@@ -88,14 +94,17 @@ class Disturber(threading.Thread):
             31: functools.partial(self._open, 31),
             32: functools.partial(second.send_signal, signal.SIGCONT),
             34: functools.partial(self._kill_owner, 0),
-        }
+        } | ({STEPS: functools.partial(self._open, STEPS)} if self._on_network else {})
 
     def _follow(self, pause_s: float = 0.0) -> None:
-        self.followers.append(watch(self._run, self._folder / f"read-{len(self.followers)}", pause_s))
+        run = str(self._folder) if self._on_network else self._run
+        self.followers.append(watch(run, self._folder / f"read-{len(self.followers)}", pause_s))
 
     def _open(self, gate: int) -> None:
-        for number in range(len(self.followers)):
-            until(lambda number=number: noted(self._folder / f"read-{number}"), 120)
+        least = STEPS if gate == STEPS else 0
+        for number in range(gate == STEPS, len(self.followers)):
+            read = self._folder / f"read-{number}"
+            until(lambda read=read: max(noted(read), default=-1) >= least, 120)
         (self._folder / f"gate-{gate}").touch()
 
     def _scale(self, owners: int) -> None:
@@ -114,11 +123,12 @@ class Disturber(threading.Thread):
 
 
 @pytest.mark.thorough
-def test_followers_have_the_bits_whatever_dies(tmp_path: Path) -> None:
-    disturber = Disturber(tmp_path)
+@pytest.mark.parametrize("on_network", [False, True], ids=["in memory", "over the network"])
+def test_followers_have_the_bits_whatever_dies(tmp_path: Path, on_network: bool) -> None:
+    disturber = Disturber(tmp_path, on_network)
     disturber.start()
     try:
-        loop = functools.partial(train, folder=tmp_path)
+        loop = functools.partial(train, folder=tmp_path, on_network=on_network)
         run_ranks(loop, 2, 2, "shm", True, max_failures=4, run_dir=tmp_path, stall_timeout=30.0)
         disturber.join()
         assert disturber.error is None

@@ -13,7 +13,7 @@ import pytest
 
 import rayzero
 from rayzero.config import ZeroConfig
-from rayzero.errors import ConfigError, StallError, UnsupportedError
+from rayzero.errors import ConfigError, StallError
 from tests.support import needs
 
 pytestmark = needs.shared_memory
@@ -65,16 +65,6 @@ def test_a_folder_says_where_a_run_publishes(tmp_path: Path) -> None:
         ({"state": "finished", "checkpoint": "step-9"}, ConfigError, "has finished: its newest checkpoint is step-9"),
         ({"state": "failed"}, ConfigError, "has failed: it has no checkpoint"),
         ({"config": {}}, ConfigError, "does not say how the run is configured"),
-        (
-            {"config": {"zero": ZeroConfig(transport="grpc").model_dump(mode="json")}},
-            UnsupportedError,
-            "followers need transport='auto' or 'shm'",
-        ),
-        (
-            {"states": {"lineage": "a", "directory": "/dev/shm", "memory": "another host"}},
-            UnsupportedError,
-            "does not follow from another host yet",
-        ),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name(

@@ -82,6 +82,11 @@ class AllKinds:
         if self.late is not None:
             assert same(self.late.read(), wanted)
 
+    def close(self) -> None:
+        for follower in (self.every, self.skips, self.slow, self.late):
+            if follower is not None:
+                follower.close()
+
 
 def test_after_each_of_50_steps_every_follower_has_the_bits_of_the_export(tmp_path: Path) -> None:
     base = seeded(Net, 3)

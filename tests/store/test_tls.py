@@ -12,14 +12,15 @@ from typing import Any
 import grpc
 import pytest
 
-from rayzero.errors import HandshakeError, TransferError
+from rayzero.errors import EpochOverError, HandshakeError, TransferError
 from rayzero.security.addresses import is_loopback
 from rayzero.security.authority import Authority
-from rayzero.security.credentials import ANY_RANK, OWNER, Identity, identity_of, name_of_rank
+from rayzero.security.credentials import ANY_RANK, FOLLOWER, OWNER, Identity, follower_token, identity_of, name_of_rank
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.wire.rpc import (
+    FOLLOWER_SERVICE,
     OWNER_SERVICE,
     STORE_SERVICE,
     LinkNumber,
@@ -138,6 +139,30 @@ def test_what_a_rank_asks_is_for_that_rank_alone() -> None:
             said = refusal(servers[0], of_rank(1), STORE_SERVICE, name, metadata)
             assert isinstance(said, HandshakeError), name
             assert f"{name} was called by rank 0 with a certificate of" in str(said)
+
+
+def test_a_follower_asks_for_what_is_published_and_for_nothing_else() -> None:
+    follower, link = Identity(RUN.issue("a follower", [FOLLOWER])), LinkNumber("follower 1", 1).metadata
+    own, of_run = token_metadata(follower_token(TOKEN)), token_metadata(TOKEN)
+    with serving(tls=OWN) as servers, one_step_goes_on(servers):
+
+        def said(shown: Identity, service: str, name: str, metadata: Metadata) -> str:
+            error = refusal(servers[0], shown, service, name, metadata)
+            assert isinstance(error, HandshakeError), (name, error)
+            return str(error)
+
+        for service in (STORE_SERVICE, OWNER_SERVICE):
+            for name in methods(service):
+                assert "is not the run's token" in said(follower, service, name, own)
+                metadata = (*of_run, *life_metadata(0, 0))
+                assert "with a certificate of follower.rayzero" in said(follower, service, name, metadata)
+        for name in methods(FOLLOWER_SERVICE):
+            assert "is not the run's token" in said(follower, FOLLOWER_SERVICE, name, (*of_run, *link))
+            assert "with a certificate of rank-0.rayzero" in said(of_rank(0), FOLLOWER_SERVICE, name, (*own, *link))
+            for link_of_others in ((), LinkNumber("rank 0", 1).metadata):
+                assert "which one it is" in said(follower, FOLLOWER_SERVICE, name, (*own, *link_of_others))
+        error = refusal(servers[0], follower, FOLLOWER_SERVICE, "GetShards", (*own, *link))
+        assert isinstance(error, EpochOverError), "it is let in, and has met nobody"
 
 
 def test_an_owner_asks_as_a_rank_that_it_names() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 
+from rayzero.cluster.files.key_files import FollowerKey
 from rayzero.cluster.run import optimizer_name, rank_name
 from rayzero.config import SecurityConfig
 from rayzero.security.addresses import is_loopback
-from rayzero.security.credentials import ANY_RANK, OWNER, Credentials, name_of_rank
+from rayzero.security.credentials import ANY_RANK, FOLLOWER, OWNER, Credentials, follower_token, name_of_rank
 from rayzero.security.issuer import issuer
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry.guard import Protection
@@ -35,6 +36,20 @@ class Certificates:
         """What a rank shows to owners; None: it uses no TLS. ``rank``: None: any."""
         who, name = ("any rank", ANY_RANK) if rank is None else (rank_name(rank), name_of_rank(rank))
         return None if self._issuer is None else self._issuer.issue(who, [name])
+
+    def of_follower(self) -> FollowerKey:
+        """What any follower shows to owners."""
+        token = follower_token(self.token)
+        shown = None if self._issuer is None else self._issuer.issue("a follower", [FOLLOWER])
+        if shown is None:
+            return FollowerKey(token=token)
+        return FollowerKey(
+            token=token,
+            certificate=shown.certificate.decode(),
+            key=shown.key.decode(),
+            authority=shown.authority.decode(),
+            on_loopback=shown.on_loopback,
+        )
 
     def of_exporter(self, host: str, bind: str) -> Protection | None:
         """What an exporter that listens on ``host`` asks of its clients; None: nothing. ``bind``: of

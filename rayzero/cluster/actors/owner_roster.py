@@ -156,6 +156,11 @@ class OwnerRoster:
         self._hosts |= hosts
 
     @property
+    def has_network(self) -> bool:
+        """Whether the user has said at which addresses they listen."""
+        return any(settings.network is not None for settings in self._settings.values())
+
+    @property
     def on_loopback(self) -> list[str]:
         """Those that no other node reaches."""
         return [who for who, host in self._hosts.items() if host == LOOPBACK]

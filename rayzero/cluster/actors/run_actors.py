@@ -225,8 +225,8 @@ class RunActors:
         nodes = {member.node for member in self.members.values()}
         # ranks of another library may be on any host
         one_node = len(nodes) == 1 and (bool(self.ranks) or len(alive_nodes()) == 1)
-        serving = self._serving
-        self._roster.listen({who: LOOPBACK if one_node else self.members[who].host for who in serving})
+        serving, inside = self._serving, one_node and not self._roster.has_network  # others may follow from outside
+        self._roster.listen({who: LOOPBACK if inside else self.members[who].host for who in serving})
         opened = {who: control(actor.serve).remote(self._roster.host(who)) for who, actor in serving.items()}
         addresses = tuple(ask_config(self._run, opened, self.members, START_S).values())
         if not one_node:

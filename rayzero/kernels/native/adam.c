@@ -25,7 +25,7 @@
 
 /* ---- Tables (native.py has the same in ctypes; RZ_ABI changes with them) ----------------------------------------- */
 
-#define RZ_ABI 11
+#define RZ_ABI 12
 
 enum { L2 = 1, DECAY = 2, AMSGRAD = 4, FROM_GRADIENT = 8, CLAMP = 16 }; /* flags of a segment */
 
@@ -67,6 +67,8 @@ typedef struct {
     int64_t first_stamp; /* number of the shard's first stamp among all stamps that share the undo log */
     void *undo;          /* the undo log: one entry for each thread that may write; NULL: none. See [Note: undo log] */
     int64_t undo_entries;
+    uint8_t *changed; /* bit i: params[i] changes; NULL: nobody asks. See [Note: what changes] */
+    uint64_t *change_sums;
 } rz_memory;
 
 #define GROUP 8     /* consecutive ranks that are summed together first */
@@ -116,6 +118,12 @@ typedef struct {
     rz_chunk chunks[2]; /* in turn, so that one is whole while the other is filled */
 } rz_undo;
 
+/* [Note: what changes] For followers (rayzero/codecs/changes.py), an update of 16-bit parameters can set a bit for each that
+ * it changes, and add to two sums mod 2^32 by how much: of the differences of the words, and of the differences times
+ * 2 i + 1. What a parameter was is its old master, rounded again: reading it would be two bytes more from memory, and an
+ * update has 28 in all. The second sum takes no product: a lane adds up its first sum turn by turn, which counts a
+ * difference as often as turns follow. Segments are then multiples of 64. */
+
 /* Tests of every point at which a process may be killed define this (tests/kernels/crash_points.c). */
 #ifndef CRASH_POINT
 #define CRASH_POINT() ((void)0)
@@ -128,6 +136,8 @@ typedef struct {
     int out;       /* dtype of params */
     int64_t first; /* element of the shard */
     rz_undo *undo;
+    uint8_t *changed;
+    uint32_t *sums; /* of one thread */
 } span;
 
 /* Store a word that a successor reads, in this order. See [Note: undo log]. */
@@ -146,7 +156,7 @@ INLINE void note_chunk(rz_undo *undo, const rz_chunk *kept, int64_t at) {
     note(&undo->at, 4 * at + 2 * (kept - undo->chunks) + 1);
 }
 
-INLINE span span_at(const rz_memory *memory, rz_undo *undo, int64_t at) {
+INLINE span span_at(const rz_memory *memory, rz_undo *undo, int64_t at, uint32_t *sums) {
     return (span){
         memory->master + at,
         (float *)memory->exp_avg + at,
@@ -156,6 +166,8 @@ INLINE span span_at(const rz_memory *memory, rz_undo *undo, int64_t at) {
         memory->params ? memory->params_dtype : NONE,
         at,
         undo,
+        memory->changed ? memory->changed + at / 8 : 0,
+        sums,
     };
 }
 

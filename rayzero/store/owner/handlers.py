@@ -26,6 +26,7 @@ from rayzero.protocol.messages import PROTOCOL_VERSION, Published
 from rayzero.protocol.products import dtype_of
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.long_polls import LEAD_CALLS, Repeats, answers_to, begin_questions, ended, result_of
+from rayzero.store.owner.follower_calls import FollowerCalls
 from rayzero.store.owner.known_specs import KnownSpecs
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.publish_streams import PublishStream
@@ -35,7 +36,7 @@ from rayzero.store.owner.upload_stream import UploadStream, connection_of, open_
 from rayzero.store.wire import translate
 from rayzero.store.wire.failures import from_failure, to_failure
 from rayzero.store.wire.payload import byte_view
-from rayzero.store.wire.rpc import OWNER_SERVICE, POLL_MARGIN_S, STORE_SERVICE, caller_of, link_of
+from rayzero.store.wire.rpc import FOLLOWER_SERVICE, OWNER_SERVICE, POLL_MARGIN_S, STORE_SERVICE, caller_of, link_of
 
 T = TypeVar("T")
 Context = Any  # grpc.aio.ServicerContext of this call
@@ -454,9 +455,10 @@ class ModelCalls:
     def __init__(self, model: ServedModel) -> None:
         self.model = model
         self._of_ranks = RankCalls(model)
-        self._services: dict[str, RankCalls | OwnerCalls] = {
+        self._services: dict[str, RankCalls | OwnerCalls | FollowerCalls] = {
             STORE_SERVICE: self._of_ranks,
             OWNER_SERVICE: OwnerCalls(model),
+            FOLLOWER_SERVICE: FollowerCalls(model),
         }
 
     async def answer(self, service: str, method: str, request: Any, context: Context) -> Any:
@@ -481,7 +483,7 @@ class ModelCalls:
         return getattr(self._services[service], _function_name(method))  # type: ignore[no-any-return]
 
 
-FindModel = Callable[[int, int], Awaitable[ModelCalls]]  # by its number and the epoch of the call
+FindModel = Callable[[int, int | None], Awaitable[ModelCalls]]  # by its number and the epoch of the call
 
 
 def _function_name(method: str) -> str:

@@ -15,7 +15,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from rayzero.concurrency.event_loop import shared_loop
-from rayzero.errors import EpochOverError, StoreError, UnsupportedError
+from rayzero.errors import EpochOverError, StoreClosedError, StoreError, UnsupportedError
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import LoopState, ModelSpec
 from rayzero.protocol.ownership import Ownership, Prepared, device_owners
@@ -108,13 +108,15 @@ class OwnerServer:
             served.connect_peers(self._addresses)
         return ModelCalls(served)
 
-    async def _find(self, number: int, epoch: int) -> ModelCalls:
+    async def _find(self, number: int, epoch: int | None) -> ModelCalls:
         """Find a model by its number. A new one is made off the event loop, because that opens channels. Raises
-        EpochOverError for calls that are not of this epoch."""
-        if epoch != self._epoch:
+        EpochOverError for calls that are not of this epoch. ``epoch``: None: of a follower, for whom none is made."""
+        if epoch not in (None, self._epoch):
             raise _over(self._owner, epoch, self._epoch)
         models = self._models
         calls = models.known(number)
+        if calls is None and epoch is None:
+            raise StoreClosedError(f"optimizer {self._owner} has no model {number} to follow (yet)")
         if calls is None:
             loop = asyncio.get_running_loop()
             calls = await loop.run_in_executor(self._making, lambda: models[number])
@@ -332,7 +334,7 @@ def _loops_of(
     return found
 
 
-def _over(owner: int, epoch: int, present: int) -> EpochOverError:
+def _over(owner: int, epoch: int | None, present: int) -> EpochOverError:
     return EpochOverError(f"optimizer {owner} was asked in epoch {epoch}, and is in epoch {present}")
 
 

@@ -26,6 +26,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 STORE_SERVICE = "rayzero.v1.StoreService"
 OWNER_SERVICE = "rayzero.v1.OwnerService"
+FOLLOWER_SERVICE = "rayzero.v1.FollowerService"
 
 MAX_MESSAGE_BYTES = 64 << 20  # of any message; a ModelSpec of 10,000 units has about 10 MiB
 

@@ -88,6 +88,10 @@ class Channel:
         BrokenLinkError if the channel is closed."""
         return self._begin(self._calls[method].future, request, timeout_s, beside)
 
+    def stream(self, method: str, request: Any, timeout_s: float, beside: OpenStream) -> Any:
+        """Start a call that has several answers (``messages``); as ``start`` otherwise."""
+        return self._begin(self._calls[method], request, timeout_s, beside)
+
     def _begin(self, call: Callable[..., Any], request: Any, timeout_s: float | None, beside: OpenStream | None) -> Any:
         numbered = () if beside is None else stream_metadata(beside.number)
         try:

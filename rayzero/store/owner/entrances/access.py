@@ -11,14 +11,16 @@ from typing import Any
 import grpc
 
 from rayzero.errors import HandshakeError, RayZeroError, TransferError
-from rayzero.security.credentials import names_shown, require_role
+from rayzero.security.credentials import FOLLOWER, OWNER, follower_token, names_shown, require_role
 from rayzero.security.refusals import Refusals
 from rayzero.store.owner.calls.allowance import Allowances
 from rayzero.store.owner.calls.refused import reason_to_refuse
 from rayzero.store.owner.handlers import Context, FindModel, Requests
 from rayzero.store.wire.rpc import (
+    FOLLOWER_SERVICE,
     OWNER_SERVICE,
     STORE_SERVICE,
+    LinkNumber,
     Metadata,
     Method,
     caller_of,
@@ -41,6 +43,9 @@ def _require_role(service: str, method: str, context: Context) -> None:
     is and is no owner, or says two things. Without TLS the token allows to be any rank, or an owner."""
     names = names_shown(context.auth_context())
     metadata = context.invocation_metadata() or ()
+    if service == FOLLOWER_SERVICE:
+        _require_follower(names, method, link_of(metadata))
+        return
     caller = caller_of(metadata)
     of_owners = service == OWNER_SERVICE or (method == "GetKept" and caller is None)  # as the next owner of a rank
     if names is not None:
@@ -50,6 +55,14 @@ def _require_role(service: str, method: str, context: Context) -> None:
     link = link_of(metadata)
     if caller is not None and link is not None and link.caller != f"rank {caller[0]}":  # it would end another's calls
         raise HandshakeError(f"{method} of rank {caller[0]} was sent over a link of {link.caller}")
+
+
+def _require_follower(names: frozenset[str] | None, method: str, link: LinkNumber | None) -> None:
+    """Raise HandshakeError for another certificate, and for another's link, whose calls this one would end."""
+    if names is not None and not names & {FOLLOWER, OWNER}:
+        raise HandshakeError(f"{method} was called with a certificate of {', '.join(sorted(names)) or 'no name'}")
+    if link is None or not link.caller.startswith("follower "):
+        raise HandshakeError(f"{method} was called by a follower that does not say which one it is")
 
 
 def _require_own(method: str, request: Any, caller: tuple[int, int] | None) -> None:
@@ -124,7 +137,8 @@ class _Guarded:
 
     async def _call(self, request: Any, context: Context) -> Any:
         metadata = context.invocation_metadata() or ()
-        calls = await self._find(model_of(metadata), epoch_of(metadata))
+        epoch = None if self._service == FOLLOWER_SERVICE else epoch_of(metadata)
+        calls = await self._find(model_of(metadata), epoch)
         return await calls.answer(self._service, self._name, request, context)
 
     def _note(self, error: RayZeroError, context: Context) -> None:
@@ -138,7 +152,7 @@ class _Guarded:
 
 
 class AccessCheck(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic when it runs
-    """Both services of store.proto, behind the run's token.
+    """All services of store.proto, behind the run's token, or that of its followers.
 
     [Note: bodies of strangers] The token is in a call's metadata, which comes before its body. A call without it gets a
     handler for streams that reads nothing and ends the call: this process never holds more of the body than HTTP/2's
@@ -146,12 +160,14 @@ class AccessCheck(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not gene
     so all handlers are of streams, and read within their caller's allowance: store/owner/calls/allowance.py.)"""
 
     def __init__(self, find: FindModel, token: str, recorder: Recorder) -> None:
-        """``find``: returns the calls of a prepared model, by its number, in an epoch."""
-        self._token, self._recorder, self._refusals = token, recorder, Refusals("owner", recorder)
+        """``find``: returns the calls of a prepared model, by its number, in an epoch; None: in that of now."""
+        self._recorder, self._refusals = recorder, Refusals("owner", recorder)
         allowances = Allowances()
+        tokens = {STORE_SERVICE: token, OWNER_SERVICE: token, FOLLOWER_SERVICE: follower_token(token)}
+        self._tokens = {method.path: own for service, own in tokens.items() for method in methods(service).values()}
         self._handlers = {
             method.path: method.handler(_Guarded(service, method, find, recorder, self._refusals, allowances).handle)
-            for service in (STORE_SERVICE, OWNER_SERVICE)
+            for service in tokens
             for method in methods(service).values()
         }
 
@@ -159,7 +175,7 @@ class AccessCheck(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not gene
         """Choose a call's handler from its metadata alone."""
         path = handler_call_details.method
         handler = self._handlers.get(path)
-        if handler is None or token_matches(handler_call_details.invocation_metadata or (), self._token):
+        if handler is None or token_matches(handler_call_details.invocation_metadata or (), self._tokens[path]):
             return handler
         return grpc.stream_stream_rpc_method_handler(partial(self._refuse, path.rpartition("/")[2]))
 

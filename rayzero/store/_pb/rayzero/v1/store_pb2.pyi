@@ -375,7 +375,7 @@ class NoticesRequest(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., owner: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NoticesResponse(_message.Message):
-    __slots__ = ("published", "abort", "process")
+    __slots__ = ("published", "abort", "process", "followed")
     class Published(_message.Message):
         __slots__ = ("shard", "version", "content", "total")
         SHARD_FIELD_NUMBER: _ClassVar[int]
@@ -390,10 +390,72 @@ class NoticesResponse(_message.Message):
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWED_FIELD_NUMBER: _ClassVar[int]
     published: _containers.RepeatedCompositeFieldContainer[NoticesResponse.Published]
     abort: Failure
     process: Process
-    def __init__(self, published: _Optional[_Iterable[_Union[NoticesResponse.Published, _Mapping]]] = ..., abort: _Optional[_Union[Failure, _Mapping]] = ..., process: _Optional[_Union[Process, _Mapping]] = ...) -> None: ...
+    followed: Followed
+    def __init__(self, published: _Optional[_Iterable[_Union[NoticesResponse.Published, _Mapping]]] = ..., abort: _Optional[_Union[Failure, _Mapping]] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., followed: _Optional[_Union[Followed, _Mapping]] = ...) -> None: ...
+
+class Followed(_message.Message):
+    __slots__ = ("layout", "lineage", "epoch", "shards", "instance")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    layout: bytes
+    lineage: str
+    epoch: int
+    shards: _containers.RepeatedScalarFieldContainer[int]
+    instance: int
+    def __init__(self, layout: _Optional[bytes] = ..., lineage: _Optional[str] = ..., epoch: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., instance: _Optional[int] = ...) -> None: ...
+
+class GetShardsRequest(_message.Message):
+    __slots__ = ("instance", "wanted", "version")
+    class Wanted(_message.Message):
+        __slots__ = ("shard", "version", "checksum", "content", "writes")
+        SHARD_FIELD_NUMBER: _ClassVar[int]
+        VERSION_FIELD_NUMBER: _ClassVar[int]
+        CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+        CONTENT_FIELD_NUMBER: _ClassVar[int]
+        WRITES_FIELD_NUMBER: _ClassVar[int]
+        shard: int
+        version: int
+        checksum: int
+        content: int
+        writes: int
+        def __init__(self, shard: _Optional[int] = ..., version: _Optional[int] = ..., checksum: _Optional[int] = ..., content: _Optional[int] = ..., writes: _Optional[int] = ...) -> None: ...
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    instance: int
+    wanted: _containers.RepeatedCompositeFieldContainer[GetShardsRequest.Wanted]
+    version: int
+    def __init__(self, instance: _Optional[int] = ..., wanted: _Optional[_Iterable[_Union[GetShardsRequest.Wanted, _Mapping]]] = ..., version: _Optional[int] = ...) -> None: ...
+
+class GetShardsResponse(_message.Message):
+    __slots__ = ("parts",)
+    class Part(_message.Message):
+        __slots__ = ("shard", "version", "content", "writes", "size_bytes", "positions", "checksum")
+        SHARD_FIELD_NUMBER: _ClassVar[int]
+        VERSION_FIELD_NUMBER: _ClassVar[int]
+        CONTENT_FIELD_NUMBER: _ClassVar[int]
+        WRITES_FIELD_NUMBER: _ClassVar[int]
+        SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+        POSITIONS_FIELD_NUMBER: _ClassVar[int]
+        CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+        shard: int
+        version: int
+        content: int
+        writes: int
+        size_bytes: int
+        positions: bool
+        checksum: int
+        def __init__(self, shard: _Optional[int] = ..., version: _Optional[int] = ..., content: _Optional[int] = ..., writes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., positions: bool = ..., checksum: _Optional[int] = ...) -> None: ...
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[GetShardsResponse.Part]
+    def __init__(self, parts: _Optional[_Iterable[_Union[GetShardsResponse.Part, _Mapping]]] = ...) -> None: ...
 
 class MuteRequest(_message.Message):
     __slots__ = ("rank",)

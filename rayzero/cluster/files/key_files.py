@@ -1,0 +1,63 @@
+"""Keys that a run leaves in its folder for programs of its user alone; among them that of its followers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rayzero.errors import ConfigError
+from rayzero.files import to_json
+from rayzero.records import load_record
+
+FOLLOWER_FILE = ".follower.json"
+
+_MOST_BYTES = 1 << 20
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowerKey:
+    """What followers show to a run's owners."""
+
+    token: str = field(repr=False)
+    certificate: str | None = None  # PEM, as the others; None: connections are plain
+    key: str | None = field(default=None, repr=False)
+    authority: str | None = None
+    on_loopback: bool = False  # whether connections within a host are protected too
+
+
+def read_follower(run_dir: Path) -> FollowerKey | None:
+    """What a run's owners want to see of a follower; None: the run has written no such file (yet, or any more). Raises
+    as ``read_key``."""
+    return read_key(run_dir, FOLLOWER_FILE, FollowerKey, "a key to a run's weights", "copy it again from the run")
+
+
+def write_key(run_dir: Path, name: str, key: Any) -> None:
+    """Write a dataclass to a file with mode 0600, in the place of an older one. Raises ConfigError if it cannot be
+    written."""
+    path, new = run_dir / name, run_dir / f"{name}.new"
+    try:
+        new.unlink(missing_ok=True)  # of a run that was killed; its mode may be another
+        handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with open(handle, "w") as file:
+            file.write(to_json(asdict(key)))
+        new.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; choose another run.storage_path") from error
+
+
+def read_key(run_dir: Path, name: str, kind: type[T], what: str, instead: str) -> T | None:
+    """The dataclass in such a file; None: there is none. ``what``, ``instead``: see ``load_record``. Raises ConfigError
+    if it is somebody else's or damaged."""
+    path = run_dir / name
+    try:
+        return load_record(path, kind, what, instead, at_most=_MOST_BYTES, follow_links=False)
+    except FileNotFoundError:
+        return None
+    except PermissionError as error:
+        raise ConfigError(f"cannot read {path}: only the user who started the run may use {what}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error

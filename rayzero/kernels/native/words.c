@@ -1,0 +1,76 @@
+/* 16-bit words of a shard, for followers: rayzero/codecs/changes.py says what for, and is the same in numpy. */
+
+#include "vectors.h"
+
+/* The plain sum of words mod 2^32, and in the upper half that of each times 2 i + 1. */
+EXPORT uint64_t rz_checksum(const uint16_t *words, int64_t count) {
+    uint32_t plain = 0, weighted = 0;
+    for (int64_t i = 0; i < count; i++) {
+        plain += words[i];
+        weighted += (2 * (uint32_t)i + 1) * words[i];
+    }
+    return (uint64_t)weighted << 32 | plain;
+}
+
+/* Eight bytes of the bitmap of `count` words. */
+static uint64_t eight(const uint8_t *bitmap, int64_t count, int64_t at) {
+    int64_t left = (count + 7) / 8 - at;
+    uint64_t bits = 0;
+    if (left >= 8) memcpy(&bits, bitmap + at, 8);
+    else memcpy(&bits, bitmap + at, left);
+    return bits;
+}
+
+/* Write the changed words from `at` on; returns where they end. Those of all whole vectors without a branch for a bit. */
+static uint8_t *pick(const uint16_t *words, const uint8_t *bitmap, int64_t at, int64_t count, uint8_t *to) {
+    for (int64_t i = at / 64; i < (count + 63) / 64; i++)
+        for (uint64_t bits = eight(bitmap, count, 8 * i); bits; bits &= bits - 1, to += 2)
+            memcpy(to, words + 64 * i + __builtin_ctzll(bits), 2);
+    return to;
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx512f,popcnt"))) static uint8_t *avx512_pick(const uint16_t *words, const uint8_t *bitmap,
+                                                                     int64_t count, uint8_t *to) {
+    int64_t whole = count - count % 64;
+    for (int64_t at = 0; at < whole; at += 16) {
+        uint16_t bits;
+        memcpy(&bits, bitmap + at / 8, 2);
+        __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(words + at)));
+        _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(bits, wide)));
+        to += 2 * __builtin_popcount(bits);
+    }
+    return pick(words, bitmap, whole, count, to);
+}
+#endif
+
+/* Write the changed words as [Note: positions] says, and into *changed how many they are. Returns the bytes. `middle` has
+ * room for a bit for each byte of the bitmap, `out` for three bitmaps, all words and a vector. */
+EXPORT int64_t rz_pack(int32_t isa, const uint16_t *words, const uint8_t *bitmap, int64_t count, uint8_t *middle,
+                       uint8_t *out, int64_t *changed) {
+    int64_t above = (count + 63) / 64;
+    uint8_t *to = out + (above + 7) / 8;
+    memset(out, 0, to - out);
+    for (int64_t i = 0; i < above; i++) {
+        uint64_t some = eight(bitmap, count, 8 * i);
+        some |= some >> 4, some |= some >> 2, some |= some >> 1;
+        middle[i] = (some & 0x0101010101010101) * 0x0102040810204080 >> 56; /* of each byte: whether it is not zero */
+        out[i / 8] |= (middle[i] != 0) << i % 8;
+        *to = middle[i], to += middle[i] != 0;
+    }
+    for (int64_t i = 0; i < above; i++)
+        for (uint32_t bits = middle[i]; bits; bits &= bits - 1) {
+            int64_t byte = 8 * i + __builtin_ctz(bits);
+            *to++ = bitmap[byte];
+            __builtin_prefetch(words + 8 * byte);
+        }
+    uint8_t *first = to;
+#if defined(__x86_64__)
+    int many = 32 * (to - out) > count; /* from 2 % on, spread evenly, it is faster */
+    to = many && isa == AVX512 ? avx512_pick(words, bitmap, count, to) : pick(words, bitmap, 0, count, to);
+#else
+    to = pick(words, bitmap, 0, count, to);
+#endif
+    *changed = (to - first) / 2;
+    return to - out;
+}

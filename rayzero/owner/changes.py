@@ -1,0 +1,223 @@
+"""The changes of the last versions of an owner's shards, for followers on other hosts, which reach any version that all
+owners have reached without one being held for them.
+
+[Note: when changes are noted] An update says which words it changed, in a bitmap. What a follower gets is made of that
+after the step's last publication, so no rank waits for it. The native kernel fills the bitmap in its one pass: what was
+published is its old master, rounded, which it has in registers. (Not if a NaN was there when noting began: others may
+have rounded it to another NaN.) With other kernels, and classes, the bytes from before are kept and compared. Published
+fp32 changes nearly everywhere, so all of it is noted, as often as that fits. While nobody follows, nothing is noted.
+
+[Note: how far back] Changes take at most as many bytes as the published parameters, or a quarter of the memory that is
+free when somebody begins to follow, if that is less; the oldest go first. Who needs more takes a shard whole.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from rayzero.codecs.changes import Change, Form, carried, checksum, compare, encode
+from rayzero.kernels import Changed
+from rayzero.memory.process_memory import host_limits
+from rayzero.owner.rules import UpdateRule
+from rayzero.owner.shard import OwnedShard
+from rayzero.owner.updater import Updater
+from rayzero.protocol.messages import COMPUTE
+from rayzero.telemetry.names import CHANGE_BYTES, CHANGED_RATIO
+from rayzero.telemetry.recorder import Recorder
+
+QUIET_S = 60.0  # without a question, until nothing is noted any more
+
+ChangeListener = Callable[[Sequence[int]], None]  # shards of which something new is known
+
+
+@dataclass(eq=False)
+class _Shard:
+    """What is known of one shard."""
+
+    base: int  # the version before the oldest change, or the one that the shard has had since noting began
+    noted: Changed | None  # by the update itself; None: it does not note
+    base_sum: int | None = None  # its checksum; None: of a frozen shard that nobody has asked for
+    now_sum: int | None = None  # that of the newest version
+    changes: deque[Change] = field(default_factory=deque)
+
+    def since(self, have: int, had: int, version: int) -> list[Change] | None:
+        """See ``ChangeLog.since``."""
+        known = next((each.checksum for each in reversed(self.changes) if each.after <= have), self.base_sum)
+        if self.now_sum is None or have < self.base or had != known:
+            return None
+        newer = [each for each in self.changes if each.after > have]
+        last = newer[-1].after if newer else have
+        if last < version:
+            newer.append(Change(before=last, after=version, form=Form.NOTHING, payload=b"", checksum=self.now_sum))
+        return newer
+
+
+class ChangeLog:
+    """The changes of one owner's shards.
+
+    Knows published bytes and versions; not who follows, nor how changes travel. Any thread may ask; the updater's
+    thread notes."""
+
+    def __init__(
+        self,
+        shards: Mapping[int, OwnedShard],
+        rule: UpdateRule,
+        updater: Updater,
+        recorder: Recorder,
+        *,
+        taken_over: bool = False,
+        room: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``taken_over``: a former life of this owner may have died while it wrote the next version. ``room``: bytes of
+        ``cpu_memory_budget`` that are left; None: it is not set."""
+        self._shards, self._rule, self._updater, self._recorder = shards, rule, updater, recorder
+        self._torn, self._room, self._clock = taken_over, room, clock
+        self._lock = threading.Lock()
+        self._asked_s: float | None = None  # when somebody asked last; None: nobody follows
+        self._known: dict[int, _Shard] = {}  # empty: nothing is noted
+        self._version = -1  # the newest that is noted
+        self._order: deque[int] = deque()  # shards of all changes, oldest first
+        self._kept = self._budget = 0  # bytes
+        self._words = 0  # of all trained shards
+        self._noted: dict[int, Changed | None] = {}  # by shard, of this step; None: all of it
+        self._was: Tensor | None = None  # published bytes before the update in progress
+        self._listeners: list[ChangeListener] = []
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of changes now."""
+        return self._kept
+
+    # ---- any thread
+
+    def follow(self) -> None:
+        """Somebody follows: note changes from the next update on, until nobody has asked for ``QUIET_S``."""
+        with self._lock:
+            begins, self._asked_s = self._asked_s is None, self._clock()
+        if begins:
+            self._updater.submit(self._begin)
+
+    def since(self, shard: int, have: int, had: int) -> Sequence[Change] | None:
+        """Every change of a shard after version ``have`` (whose checksum is ``had``: a user's write changes values and
+        no version), oldest first; []: there is nothing newer yet. None: that is not known, or not any more; take the
+        shard whole. Counts as ``follow``."""
+        self.follow()
+        known = self._known.get(shard)
+        if known is not None and known.now_sum is None:
+            known.base_sum = known.now_sum = checksum(self._shards[shard].read(COMPUTE))
+        with self._lock:
+            known, version = self._known.get(shard), self._version
+            if known is not None and version < have <= self._shards[shard].published:
+                return []  # it is noted in a moment
+            return None if known is None or have > version else known.since(have, had, version)
+
+    def listen(self, listener: ChangeListener) -> None:
+        """Call ``listener``, in the updater's thread, whenever ``since`` may have another answer. A version's changes
+        are known a little after it is published."""
+        self._listeners.append(listener)
+
+    # ---- the updater's thread
+
+    def _begin(self) -> None:
+        """Note from the present version on, if all shards have one."""
+        shards = self._shards.values()
+        if self._torn or any(owned.published < 0 for owned in shards):
+            return  # after the next update
+        trained = sum(owned.params.nbytes for owned in shards if owned.trainable)
+        self._words = trained // 2
+        self._budget = min(trained, host_limits().available // 4, trained if self._room is None else max(0, self._room))
+        began = {index: self._began(owned) for index, owned in self._shards.items()}
+        with self._lock:
+            self._known, self._version = began, max((owned.published for owned in shards), default=-1)
+        self._tell(list(began))
+
+    def _began(self, owned: OwnedShard) -> _Shard:
+        if not owned.trainable:
+            return _Shard(base=owned.published, noted=None)
+        found, by_kernel = checksum(owned.params), self._rule.notes and owned.params.itemsize == 2
+        noted = Changed.nothing(owned.shard.numel) if by_kernel and not owned.params.isnan().any() else None
+        return _Shard(base=owned.published, noted=noted, base_sum=found, now_sum=found)
+
+    def before(self, owned: OwnedShard) -> None:
+        """A shard is about to be updated."""
+        known = self._known.get(owned.shard.index)
+        if known is None:
+            return
+        if known.noted is not None:
+            known.noted.clear()
+            owned.changed = known.noted
+        elif owned.params.itemsize == 2:
+            self._was = owned.params.clone()
+
+    def after(self, owned: OwnedShard) -> None:
+        """The update has been published."""
+        if owned.shard.index in self._known:
+            self._noted[owned.shard.index] = owned.changed if self._was is None else compare(self._was, owned.params)
+        owned.changed = self._was = None
+
+    def published(self, version: int) -> None:
+        """Every shard is published at ``version``."""
+        self._torn = False
+        if self._asked_s is None:
+            return
+        if self._clock() - self._asked_s > QUIET_S:
+            self._end()
+        elif not self._known:
+            self._begin()
+        else:
+            noted, self._noted = self._noted, {}
+            differ = sum(self._note(self._known[index], index, version, changed) for index, changed in noted.items())
+            self._recorder.set(CHANGED_RATIO, differ / max(1, self._words))
+            with self._lock:
+                self._version = version
+            self._tell(list(self._shards))
+
+    def _note(self, known: _Shard, index: int, version: int, changed: Changed | None) -> int:
+        """Keep what an update has changed. Returns the number of words."""
+        params = self._shards[index].params
+        form, payload, words = encode(params, None if changed is None else changed.bitmap)
+        if form is Form.NOTHING:
+            return 0
+        self._recorder.add(CHANGE_BYTES, len(payload), form=form)
+        assert known.now_sum is not None
+        found = checksum(params) if changed is None else carried(known.now_sum, *changed.sums.tolist())
+        last = known.changes[-1].after if known.changes else known.base
+        with self._lock:
+            known.changes.append(Change(before=last, after=version, form=form, payload=payload, checksum=found))
+            known.now_sum = found
+            self._order.append(index)
+            self._kept += len(payload)
+            while self._kept > self._budget:
+                oldest = self._known[self._order.popleft()]
+                gone = oldest.changes.popleft()
+                oldest.base, oldest.base_sum = gone.after, gone.checksum
+                self._kept -= len(gone.payload)
+        return words
+
+    def rewritten(self, owned: OwnedShard) -> None:
+        """Something else than an update has written what is published: nobody can go on from what was there."""
+        index = owned.shard.index
+        if index not in self._known:
+            return
+        new = self._began(owned)
+        with self._lock:
+            old, self._known[index] = self._known[index], new
+            self._kept -= sum(len(each.payload) for each in old.changes)
+            self._order = deque(each for each in self._order if each != index)
+        self._tell([index])
+
+    def _end(self) -> None:
+        with self._lock:
+            self._asked_s, self._kept = None, 0
+            self._known, self._order, self._noted = {}, deque(), {}
+
+    def _tell(self, shards: Sequence[int]) -> None:
+        for listener in self._listeners:
+            listener(shards)
