@@ -4,7 +4,9 @@ again."""
 from __future__ import annotations
 
 import copy
+import functools
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from rayzero.testing import run_ranks
 from tests.support import needs
 
 from .models import Net, same_bits, seeded, tight, token_loss, tokens
+from .test_replaced_owners import owner_pid
 
 PAGES = 16 << 12  # what may stay of a slab: its header, and the last page of each place
 
@@ -144,3 +147,33 @@ def test_views_keep_their_units(alone: RankContext) -> None:
         view = model.embed.weight[:1]
     rayzero.release(model)
     assert view.isfinite().all()
+
+
+KILLS = {1: "optimizer 0", 2: "rank 1", 3: "optimizer 1"}  # once a step's gradients have been given back
+
+
+def killed(context: RankContext, base: nn.Module, folder: Path) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    model, optimizer = prepared(base, ZeroConfig())
+    rayzero.track()
+    for step in range(context.step, 5):
+        token_loss(model, tokens(step, context.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        rayzero.release(model)
+        done, whom = folder / str(step), KILLS.get(step)
+        if context.rank == 1 and whom is not None and not done.exists():
+            done.touch()
+            os.kill(os.getpid() if whom == "rank 1" else owner_pid(context.run, int(whom[-1])), signal.SIGKILL)
+    return rayzero.full_state_dict(model)
+
+
+@needs.shared_memory
+@pytest.mark.thorough
+def test_who_dies_after_it_is_replaced_and_no_bit_changes(tmp_path: Path) -> None:
+    base = nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 64), nn.Linear(64, 32))
+    one = functools.partial(killed, base=base)
+    states = run_ranks(functools.partial(one, folder=tmp_path), 2, 2, "shm", True, stall_timeout=30.0, max_failures=3)
+    assert len(list(tmp_path.iterdir())) == len(KILLS)
+    expected, _ = run_ranks(functools.partial(one, folder=tmp_path), 2, 2, "shm")  # all have been killed already
+    assert all(same_bits(state, expected) for state in states)
