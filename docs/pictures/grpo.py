@@ -47,13 +47,14 @@ def draw() -> str:
     runs = record["runs"]
     steps = MEAN * max(len(run["rewards"]) for run in runs)
     low = TOP + HEIGHT + 60
-    made = Drawing(820, low + 5 * BAR + 70, "Reward by step of GRPO with RayZero and vLLM, and the seconds of a step")
+    made = Drawing(820, low + 5 * BAR + 36, "Reward by step of GRPO with RayZero and vLLM, and the seconds of a step")
     made.text(10, 20, "sums of two numbers below 10: share of right answers, by step of reinforcement", "strong")
     for number in range(6):
         y = TOP + HEIGHT * (1 - number / 5)
         made.line(LEFT, y, LEFT + WIDTH, y, "line dash")
         made.text(LEFT - 8, y + 4, f"{number / 5:.1f}", "small soft", "end")
-        made.text(LEFT + WIDTH * number / 5, TOP + HEIGHT + 18, f"{steps * number // 5}", "small soft", "middle")
+    for number in range(7):
+        made.text(LEFT + WIDTH * number / 6, TOP + HEIGHT + 18, f"{steps * number // 6}", "small soft", "middle")
     for at, run in enumerate(runs):
         colour = COLOURS[run["mode"]]
         points = [
@@ -67,7 +68,7 @@ def draw() -> str:
     made.text(10, low - 14, "seconds of a step", "strong")
     longest = max(run["seconds"]["step_s"] for run in runs)
     lanes = [(*PARTS,), ("train_s",), ("update_s", "generate_s")]  # on-policy; ahead: the ranks, and vLLM meanwhile
-    whose = (runs[0], "on-policy"), (runs[1], "ahead"), (runs[1], "")
+    whose = (runs[0], "on-policy"), (runs[1], "ahead: ranks"), (runs[1], "ahead: vLLM")
     for at, (parts, (run, who)) in enumerate(zip(lanes, whose, strict=True)):
         y, x = low + at * (BAR + 6), 110.0
         made.text(10, y + 15, who, "small")
