@@ -89,11 +89,13 @@ class Server:
                 print(f"vLLM starts as process {server.pid}", flush=True)
                 while server.poll() is None and not self._over.wait(0.2):
                     pass
-                for how, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):  # its workers, too
+                for how in (signal.SIGTERM, signal.SIGKILL):  # its workers, too, which remove their shared memory
                     with suppress(ProcessLookupError):
                         os.killpg(server.pid, how)
-                    with suppress(subprocess.TimeoutExpired):
-                        server.wait(patience)
+                        for _ in range(100):
+                            server.poll()
+                            os.killpg(server.pid, 0)  # until all have ended
+                            time.sleep(0.1)
 
     def close(self) -> None:
         self._over.set()
