@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rayzero.convert.weights import Weights
     from rayzero.engine.checkpoint.save import begin_checkpoint, save_checkpoint
     from rayzero.engine.context import RankContext, get_context, report, track
-    from rayzero.engine.full_values import full_parameters, full_state_dict
+    from rayzero.engine.full_values import full_parameters, full_state_dict, release
     from rayzero.engine.manager import OffloadManager
     from rayzero.engine.mean import mean_over_ranks
     from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
@@ -54,6 +54,7 @@ __all__ = [
     "mean_over_ranks",
     "newest_checkpoint",
     "prepare",
+    "release",
     "report",
     "save_checkpoint",
     "scale",
@@ -83,6 +84,7 @@ _HOMES = {
     "mean_over_ranks": "rayzero.engine.mean",
     "newest_checkpoint": "rayzero.convert.remote_checkpoints",
     "prepare": "rayzero.engine.prepare",
+    "release": "rayzero.engine.full_values",
     "report": "rayzero.engine.context",
     "begin_checkpoint": "rayzero.engine.checkpoint.save",
     "save_checkpoint": "rayzero.engine.checkpoint.save",

@@ -8,7 +8,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from docs.pictures import cluster, memory, muon, recovery, shards, step  # noqa: E402
+from docs.pictures import cluster, grpo, memory, muon, recovery, shards, step  # noqa: E402
 
 PICTURES = {
     "cluster": cluster.draw,
@@ -17,6 +17,7 @@ PICTURES = {
     "memory": memory.draw,
     "recovery": recovery.draw,
     "muon": muon.draw,
+    "grpo": grpo.draw,
 }
 
 

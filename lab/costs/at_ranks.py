@@ -3,7 +3,8 @@
     python -m lab at_ranks [--ranks 8] [--owners 2] [--precision bf16] [--accumulation 1] [--width 2048] [--layers 24]
 
 Ranks compute next to nothing: one row goes through wide linear layers. Bytes are the processes' shares (PSS) of
-anonymous and shared memory, less what they held before any rank built its model, over the model's parameters.
+anonymous and shared memory, less what they held before any rank built its model, over the model's parameters; at last
+once more after ``rayzero.release``.
 """
 
 from __future__ import annotations
@@ -48,15 +49,20 @@ def main() -> None:
         watcher = threading.Thread(target=watch, args=(gate, held))
         watcher.start()
         train = partial(take_steps, gate, args.width, args.layers, args.accumulation)
-        counts = run_ranks(train, args.ranks, args.owners, "shm", processes=True, config=config, stall_timeout=600)
+        ranks = run_ranks(train, args.ranks, args.owners, "shm", processes=True, config=config, stall_timeout=600)
         watcher.join()
-    before, after = held
-    print(f"{counts[0] / 1e6:.1f}M parameters  {(after - before) / counts[0]:.2f} B/param of all processes")
+    count = ranks[0][0]
+    owns = [each[1] for each in ranks], [each[2] for each in ranks]
+    for when, every, own in zip(("", " once released"), held[1:], owns, strict=True):
+        print(
+            f"{count / 1e6:.1f}M parameters  {(every - held[0]) / count:.2f} B/param of all processes{when}, "
+            f"{sum(own) / len(own) / count:.2f} of each rank"
+        )
 
 
 def watch(gate: Barrier, held: list[int]) -> None:
     """Note what this process and its children hold, each time that all ranks stand at the gate; then let them go on."""
-    for pause_s in (0.0, QUIET_S):
+    for pause_s in (0.0, QUIET_S, QUIET_S):
         gate.wait()
         time.sleep(pause_s)
         me = psutil.Process()
@@ -64,10 +70,12 @@ def watch(gate: Barrier, held: list[int]) -> None:
         gate.wait()
 
 
-def take_steps(gate: Barrier, width: int, layers: int, accumulation: int, context: RankContext) -> int:
-    """A rank's loop; returns how many parameters its model has."""
+def take_steps(gate: Barrier, width: int, layers: int, accumulation: int, context: RankContext) -> tuple[int, int, int]:
+    """A rank's loop; returns how many parameters its model has, and its own bytes between two steps and once it has
+    released what it holds."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // context.world_size))
     stand_at(gate)
+    before = resident_bytes(os.getpid())
     model: nn.Module = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
     count = sum(each.numel() for each in model.parameters())
     model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
@@ -80,7 +88,10 @@ def take_steps(gate: Barrier, width: int, layers: int, accumulation: int, contex
     with torch.no_grad():
         model(row)  # of the last version: all of it is published
     stand_at(gate)
-    return count
+    kept = resident_bytes(os.getpid())
+    rayzero.release(model)
+    stand_at(gate)
+    return count, kept - before, resident_bytes(os.getpid()) - before
 
 
 def stand_at(gate: Barrier) -> None:

@@ -529,6 +529,21 @@ class Engine:
         for index in sorted(values):
             self.values.load(self.units[index], values[index])
 
+    @outside_modes
+    def release(self) -> None:
+        """See ``rayzero.release``."""
+        within = self._in_forward or graph_task_id() >= 0
+        if within or self.passes.may_have_graph or self.step_state.pushed or self.step_state.edited:
+            why = "it was called in a forward or backward" if within else "the open step has a graph or gradients"
+            raise UnsupportedError(
+                f"rayzero.release() gives back what no step needs, but {why}: call it between optimizer.step() and the "
+                "next forward with gradients (torch.no_grad() for those that have no backward)"
+            )
+        self.cache.wait_published()  # until then owners read gradients
+        self.cache.fence()
+        self.memory.free(self.cache, self.activations)
+        self.store.release()
+
     def close(self, reason: str = "closed") -> None:
         """Leave the run: close transfers and store. Parameters that are not up can no longer be read. Idempotent."""
         if self._closed:

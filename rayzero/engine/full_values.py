@@ -1,4 +1,4 @@
-"""A prepared model's complete values: read as a state dict, or present in its Parameters for a while."""
+"""A prepared model's complete values: read as a state dict, present in its Parameters for a while, or given back."""
 
 from __future__ import annotations
 
@@ -50,3 +50,17 @@ def full_parameters(model: nn.Module, *, modify: bool = False) -> Iterator[None]
     fit."""
     with engine_of(model).complete(modify=modify):
         yield
+
+
+def release(model: nn.Module) -> None:
+    """Give back the memory that this rank holds for a model, until the next forward and backward take it again.
+
+    For the time in which something else has the device or the host: an engine that generates, an evaluation. It frees
+    gathered parameters, prefetches, staging buffers, buffers of offloaded activations, the memory in which owners of
+    this host read gradients (not where it is page-locked for a CUDA device), and what malloc and torch's allocator
+    keep. Parameters that views hold stay; no value changes. Waits for the last step's update, and so for the other
+    ranks' ``step()``.
+
+    Raises UnsupportedError inside a forward or backward, and while the open step has a graph or gradients. If gradients
+    find no room afterwards, the backward raises MemoryPlanError."""
+    engine_of(model).release()

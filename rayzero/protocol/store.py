@@ -117,6 +117,11 @@ class ParameterStore(Protocol):
         """
         ...
 
+    def release(self) -> None:
+        """Give back what memory for gradients this rank has, until the next push or ``landing``, which raises
+        MemoryPlanError if there is no room then. Everything that was pushed must be published."""
+        ...
+
     @property
     def takes_scattered(self) -> bool:
         """Whether ``push`` also takes an attempt's first gradients of a unit where autograd has left them."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -30,6 +32,14 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.trainer_callback.PrinterCallback, "on_log", lambda *_, **__: None)
+
+
+@pytest.fixture(scope="session")
+def vllms_python() -> Path:
+    """Of the environment that ``scripts/vllm`` makes."""
+    root = Path(__file__).parents[2]
+    subprocess.run([root / "scripts/vllm"], check=True, timeout=1200)
+    return root / ".venv-vllm/bin/python"
 
 
 @pytest.fixture

@@ -26,20 +26,12 @@ from tests.support.waiting import until
 from . import vllm_reader
 from .zoo import batch, llama, mixtral, qwen3
 
-ROOT = Path(__file__).parents[2]
 LONG_S = 400.0  # its start takes 40 s of two cores
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1500), needs.shared_memory]
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "tied": qwen3}
 VERSIONS = 1, 2, 4
-
-
-@pytest.fixture(scope="session")
-def vllms_python() -> Path:
-    """Of the environment that ``scripts/vllm`` makes."""
-    subprocess.run([ROOT / "scripts/vllm"], check=True, timeout=LONG_S * 3)
-    return ROOT / ".venv-vllm/bin/python"
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -30,7 +30,7 @@ from rayzero.protocol.messages import (
     Write,
 )
 from rayzero.store.rank.epochs import Epochs
-from rayzero.store.rank.memory.gradient_region import GradientRegion
+from rayzero.store.rank.memory.gradient_region import GradientPages, GradientRegion
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.telemetry.recorder import Recorder
 
@@ -151,6 +151,7 @@ class Joined:
     bring: Callable[[Write], Future[None]] | None = None  # lets this host's copy of a unit have what was written
     finished: Callable[[FinishReport], None] | None = None  # tells the door that sends this host's gradients in sums
     gradients: GradientRegion | None  # this rank's, if owners read gradients in its memory, or it keeps what it pushed
+    pages: GradientPages | None = None  # of ``gradients``, if they can be given back
     keeps_pushed: bool = False  # also what senders send goes through that memory: a successor of an owner needs it
     takes_scattered: bool = False  # owners read gradients also where autograd has left them
     gradient_tier: str  # tier of that memory, as metrics call it: "ram", "pinned" or "shm"

@@ -102,6 +102,7 @@ class RankStore:
         self.means = self.saves = 0
         self.written: list[Write] = []
         self._decided = 0  # steps before are decided, and this rank repeats the last one: see repeat()
+        self._released = False  # the pages of gradient memory
         self._epochs = connection.epochs
         self._coming: ChangingConnection | None = None  # to the owners of the next epoch, while they take over
         self._staged: tuple[int, int, str, Tensor, Future[None]] | None = None  # the last write, until it is made
@@ -324,7 +325,21 @@ class RankStore:
         """See ``ParameterStore.landing``."""
         if self._writer is None or contribution.step < self._decided:
             return None
+        self._take()
         return self._writer.landing(contribution)
+
+    def release(self) -> None:
+        """See ``ParameterStore.release``."""
+        if self._writer is not None and self._joined is not None and self._joined.pages is not None:
+            self._writer.give_back()
+            self._joined.pages.release()
+            self._released = True
+
+    def _take(self) -> None:
+        """Have pages for gradients again. Several threads may call it at once."""
+        if self._released and self._joined is not None and self._joined.pages is not None:
+            self._joined.pages.take()
+            self._released = False
 
     @property
     def takes_scattered(self) -> bool:
@@ -386,6 +401,10 @@ class RankStore:
                     count_bytes(self._recorder, "push", transport, numel, grads.dtype)
 
         assert self._writer is not None
+        try:
+            self._take()
+        except RayZeroError as error:
+            return failed(error)
         written = self._writer.push(contribution, grads, sent)
         written.add_done_callback(count)
         return written

@@ -269,6 +269,7 @@ class RemoteConnection:
             bring=self._bring_written if self._copied else None,
             finished=self._memory.shared.finished if self._memory.summed and self._memory.shared else None,
             gradients=self._memory.gradients,
+            pages=self._memory.shared,
             keeps_pushed=self._terms.outlives_owners and bool(self._senders),
             gradient_tier="shm" if self._memory.shared is not None else "ram" if page_lock is None else "pinned",
             kernel=answers[0].kernel,

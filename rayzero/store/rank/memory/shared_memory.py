@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -97,9 +97,8 @@ class SharedRank:
             sparse=POOL in gradients.places,
         )
         try:
-            for piece in gradients.places if POOL in gradients.places else ():
-                if piece == POOL if self.pooled else isinstance(piece, int):
-                    self._gradients.allocate(piece)
+            if POOL in gradients.places:
+                self.take()
             header = lay_out_slab(plan.facts("control", rank, RANK, self._incarnation), plan.rank_control())
             self._control = Slab.create(header, directory)
         except BaseException:
@@ -132,9 +131,23 @@ class SharedRank:
         if POOL not in places:
             yield from (slab.page_lock(device) for slab in self._gradients.slabs)
             return
-        for key, place in places.items():
-            if key == POOL if self.pooled else isinstance(key, int):
-                yield self._gradients.slabs[place.slab].page_lock(device, place.offset, place.bytes)
+        for place in map(places.__getitem__, self._lasting):
+            yield self._gradients.slabs[place.slab].page_lock(device, place.offset, place.bytes)
+
+    @property
+    def _lasting(self) -> list[Hashable]:
+        """What has pages whether it is used or not: the pool, or the first homes."""
+        return [key for key in self._gradients.plan.places if (key == POOL if self.pooled else isinstance(key, int))]
+
+    def release(self) -> None:
+        """See ``GradientPages.release``. CUDA would go on with the pages that it has locked."""
+        for key in self._lasting if self._page_lock is None else ():
+            self._gradients.punch(key)
+
+    def take(self) -> None:
+        """See ``GradientPages.take``."""
+        for key in self._lasting:
+            self._gradients.allocate(key)
 
     def allocate(self, unit: int, number: int) -> None:
         """See ``HomePages.allocate``. Without a pool, first homes always have their pages."""
