@@ -83,16 +83,10 @@ def carried(checksum: int, plain: int, weighted: int) -> int:
 
 def compare(was: Tensor, now: Tensor) -> Changed:
     """What differs between two states of a shard."""
-    before, after = words_of(was), words_of(now)
-    differ = before != after
-    sums = _sums(np.flatnonzero(differ), before[differ], after[differ])
-    bitmap = torch.from_numpy(np.packbits(differ, bitorder="little"))
+    bitmap = torch.from_numpy(np.packbits(words_of(was) != words_of(now), bitorder="little"))
+    before, after = checksum(was), checksum(now)
+    sums = (after & _HALF) - (before & _HALF), (after >> 32) - (before >> 32)
     return Changed(bitmap, torch.tensor(sums, dtype=torch.int64, device="cpu"))
-
-
-def _sums(positions: NDArray[np.int64], was: Words, now: Words) -> tuple[int, int]:
-    differences = now.astype(np.int64) - was
-    return int(differences.sum()), int(((2 * positions + 1) * differences).sum())  # wraps at 2^64
 
 
 def encode(values: Tensor, bitmap: Tensor | None) -> tuple[Form, bytes, int]:
@@ -129,42 +123,44 @@ def _positions(bitmap: Bits, count: int) -> NDArray[np.int64]:
 
 
 def apply(change: Change, values: Tensor, had: int | None = None) -> None:
-    """Make a shard what it is after a change. ``values``: see ``words_of``. ``had``: their checksum; None: it is summed
-    up here.
+    """Make a shard what it is after a change. ``values``: see ``words_of``. ``had``: their checksum, which a change of
+    nothing needs; None: it is summed up here.
 
     Raises TransferError, before a word is written, if the checksum afterwards would not be the change's: the payload is
     damaged, or the values are not those of its version before."""
     words = words_of(values)
-    found = _checksum(words) if had is None else had
+    if change.form is Form.NOTHING:
+        _check(change, _checksum(words) if had is None else had)
+        return
     if change.form is Form.WHOLE:
         if len(change.payload) != words.nbytes:
             raise _unfit(change, f"{len(change.payload):,} bytes instead of {words.nbytes:,}")
         new = np.frombuffer(change.payload, np.uint16)
-        _check(change, _checksum(new))
-        words[:] = new
-    elif change.form is Form.POSITIONS:
-        positions, new = _read(change, len(words))
-        _check(change, carried(found, *_sums(positions, words[positions], new)))
-        words[positions] = new
     else:
-        _check(change, found)
+        new, (places, changed) = words.copy(), _read(change, len(words))
+        new[places] = changed
+    _check(change, _checksum(new))
+    words[:] = new
 
 
-def _read(change: Change, count: int) -> tuple[NDArray[np.int64], Words]:
-    """Positions and words of a payload."""
-    above = -(-count // 64)  # bytes of the bitmap of the bitmap
+def _read(change: Change, count: int) -> tuple[NDArray[np.bool_], Words]:
+    """Which words a payload changes, and what they become."""
+    size = -(-count // 8)
+    above = -(-size // 8)
     payload, at = np.frombuffer(change.payload, np.uint8), -(-above // 8)
-    positions = _positions(payload[:at], above)
-    for _ in range(2):
-        kept = payload[at : at + len(positions)]
-        if len(kept) < len(positions):
+    level = payload[:at]
+    for length in (above, size):
+        there = _positions(level, length)
+        kept = payload[at : at + len(there)]
+        if len(kept) < len(there):
             raise _unfit(change, "its bitmap is cut")
-        at += len(kept)
-        rows, bits = np.nonzero(np.unpackbits(kept[:, None], axis=1, bitorder="little"))
-        positions = 8 * positions[rows] + bits
-    if len(payload) - at != 2 * len(positions) or np.any(positions[-1:] >= count):
-        raise _unfit(change, f"{len(payload) - at:,} bytes for {len(positions):,} of {count:,} words")
-    return positions, np.frombuffer(change.payload, np.uint16, offset=at)
+        level, at = np.zeros(length, np.uint8), at + len(there)
+        level[there] = kept
+    places = np.unpackbits(level, count=count, bitorder="little").view(np.bool_)
+    changed = int(np.count_nonzero(places))
+    if len(payload) - at != 2 * changed:
+        raise _unfit(change, f"{len(payload) - at:,} bytes for {changed:,} words")
+    return places, np.frombuffer(change.payload, np.uint16, offset=at)
 
 
 def _check(change: Change, found: int) -> None:

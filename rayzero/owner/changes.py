@@ -6,6 +6,7 @@ after the step's last publication, so no rank waits for it. The native kernel fi
 published is its old master, rounded, which it has in registers. (Not if a NaN was there when noting began: others may
 have rounded it to another NaN.) With other kernels, and classes, the bytes from before are kept and compared. Published
 fp32 changes nearly everywhere, so all of it is noted, as often as that fits. While nobody follows, nothing is noted.
+lab/RESULTS.md has what it costs.
 
 [Note: how far back] Changes take at most as many bytes as the published parameters, or a quarter of the memory that is
 free when somebody begins to follow, if that is less; the oldest go first. Who needs more takes a shard whole.
