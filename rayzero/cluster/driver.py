@@ -9,22 +9,20 @@ from pathlib import Path
 
 import ray
 
-from rayzero.cluster.actors.actor_calls import STOP_S
+from rayzero.cluster.actors.actor_calls import STOP_S, refuse_name_in_use
 from rayzero.cluster.actors.certificates import Certificates
-from rayzero.cluster.actors.named_coordinator import refuse_name_in_use
 from rayzero.cluster.actors.owner_roster import plan_owners
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.continuation import Former
-from rayzero.cluster.files.file_discovery import announced
 from rayzero.cluster.files.metrics_log import MetricsLog, trim_log, written_rows
 from rayzero.cluster.files.run_dir import StartPoint
 from rayzero.cluster.files.run_record import RECORD
 from rayzero.cluster.files.viewer_file import viewable
 from rayzero.cluster.interrupts import postponed
-from rayzero.cluster.janitor import KeptStates
+from rayzero.cluster.janitor import KeptStates, announced
 from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.loggers.children import Loggers
-from rayzero.cluster.nodes.reservation import Reservation, placed
+from rayzero.cluster.nodes.places import Reservation, placed
 from rayzero.cluster.nodes.resources import plan_resources, rescaled
 from rayzero.cluster.nodes.session import alive_nodes, ray_session
 from rayzero.cluster.run import Recovery, RunState, rank_name
@@ -39,7 +37,7 @@ from rayzero.elastic.controller import (
 from rayzero.errors import ConfigError, RayZeroError, RunFailedError
 from rayzero.protocol.ownership import Ownership, device_owners
 from rayzero.quantities import count
-from rayzero.telemetry.discovery import service_discovery
+from rayzero.telemetry.scrape import service_discovery
 
 _LOOK_S = 1.0  # between two looks for places
 _GONE_S = 60.0  # until the processes of a driver that was killed have left the cluster

@@ -24,19 +24,17 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayzero.cluster.actors.actor_calls import ANSWER_S
+from rayzero.cluster.actors.actor_calls import ANSWER_S, refuse_name_in_use
 from rayzero.cluster.actors.certificates import Certificates
-from rayzero.cluster.actors.named_coordinator import refuse_name_in_use
 from rayzero.cluster.actors.owner_roster import plan_owners
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.continuation import Continuation, Former, Lost, await_left, choose
 from rayzero.cluster.interrupts import shielded
-from rayzero.cluster.janitor import KeptStates
+from rayzero.cluster.janitor import KeptStates, Remains
 from rayzero.cluster.journal import Journal
-from rayzero.cluster.nodes.reservation import Reservation
+from rayzero.cluster.nodes.places import Reservation
 from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.nodes.session import alive_nodes
-from rayzero.cluster.processes.remains import Remains
 from rayzero.cluster.processes.worker_groups import GroupStart, WorkerGroup, WorkerGroups
 from rayzero.cluster.run import RunState
 from rayzero.cluster.supervision import Failure

@@ -24,15 +24,15 @@ from rayzero.cluster.files.run_record import (
 )
 from rayzero.cluster.live.page import PAGE_PATH
 from rayzero.cluster.loggers.children import Loggers
-from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.nodes.local_ray import LocalRay
+from rayzero.cluster.processes.rank_worker import PackedLoop
 from rayzero.cluster.run import DISCOVERY_PATH, Member, Recovery, Report, Rescaled, RunState
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.errors import RunFailedError
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.store.shm.same_host import why_no_sharing
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.recorder import Measurements
+from rayzero.telemetry.scrape import Target
 
 OnReport = Callable[[Report], None]
 OnPhase = Callable[[str], None]  # called with a short description of each phase as it begins

@@ -18,8 +18,8 @@ from rayzero.cluster.files.tracing import TRACE_FILE, write_trace
 from rayzero.cluster.interrupts import interruptible
 from rayzero.cluster.journal import Journal, OnPhase, OnReport, OnStart, RecordWriter, RunRequest
 from rayzero.cluster.loggers.reporter import flat_settings
-from rayzero.cluster.loop import pack_loop
 from rayzero.cluster.nodes.local_ray import LocalRay
+from rayzero.cluster.processes.rank_worker import pack_loop
 from rayzero.cluster.run import RunState
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.config.loggers import require_loggers
@@ -28,7 +28,7 @@ from rayzero.security.issuer import issuer
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import Measurements
-from rayzero.telemetry.trace_file import last_steps
+from rayzero.telemetry.spans import last_steps
 
 log = logging.getLogger(__name__)
 

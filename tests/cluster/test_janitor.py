@@ -48,7 +48,7 @@ DRIVER = """
 import json, os, signal, sys
 from pathlib import Path
 import psutil
-from rayzero.cluster.files.file_discovery import announced
+from rayzero.cluster.janitor import announced
 from rayzero.cluster.janitor import Janitor
 slabs, targets = map(Path, sys.argv[1:3])
 janitor = Janitor(slabs, targets)

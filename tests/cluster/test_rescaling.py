@@ -50,9 +50,9 @@ class Handle:
     """In place of an actor: a call is a text that says which it is."""
 
     def __init__(self, who: str) -> None:
-        for method in ("watch", "abandon", "connect_peers", "succeed", "stop"):
+        for method in ("watch", "succeed", "change", "stop"):
             setattr(self, method, SimpleNamespace(remote=lambda *_, method=method: f"{method} of {who}"))
-        self.carry_out = SimpleNamespace(remote=lambda step, arguments: f"{step} of {who}")
+        self.call_owner = SimpleNamespace(remote=lambda method, arguments: f"{method} of {who}")
 
 
 @dataclass
@@ -282,7 +282,7 @@ def test_a_trial_that_does_not_end_is_refused_once_by_the_names_of_who_is_awaite
 
 def test_what_refuses_a_step_is_named_in_one_line(run: Run) -> None:
     run.scale(1)
-    error = ray.exceptions.RayTaskError("carry_out", "Traceback\n...", RuntimeError("no luck\nat all"))
+    error = ray.exceptions.RayTaskError("call_owner", "Traceback\n...", RuntimeError("no luck\nat all"))
     run.take("hold of optimizer 0", error)
     assert [one.failed for one in run.outcomes] == ["optimizer 0: RuntimeError: no luck"]
 

@@ -10,8 +10,8 @@ from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings
 from rayzero.cluster.run import Member, optimizer_name
 from rayzero.config import TelemetryConfig
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Role
+from rayzero.telemetry.scrape import Target
 
 
 def plan_exporters(

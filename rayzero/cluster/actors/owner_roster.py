@@ -13,10 +13,10 @@ from typing import Any
 import ray
 
 from rayzero.cluster.actors.certificates import Certificates
+from rayzero.cluster.janitor import Remains
 from rayzero.cluster.nodes.resources import ResourcePlan
 from rayzero.cluster.processes.owner_process import OwnerSettings
 from rayzero.cluster.processes.process_exporter import LOOPBACK
-from rayzero.cluster.processes.remains import Remains
 from rayzero.cluster.run import Member, optimizer_name, rank_name
 from rayzero.config import TelemetryConfig
 from rayzero.protocol.ownership import Ownership

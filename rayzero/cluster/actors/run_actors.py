@@ -25,33 +25,31 @@ from rayzero.cluster.actors.actor_calls import (
     ask_config,
     control,
     failure_of_call,
+    make_coordinator,
 )
 from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.actors.exporters import Exporters, plan_exporters
 from rayzero.cluster.actors.local_processes import KILL_S, LocalProcesses
-from rayzero.cluster.actors.named_coordinator import make_coordinator
 from rayzero.cluster.actors.owner_roster import OwnerRoster, Spares
 from rayzero.cluster.actors.reach_trial import ReachTarget, ReachTrial, Tries
 from rayzero.cluster.continuation import Former, take_over
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import Janitor, KeptStates
-from rayzero.cluster.loop import PackedLoop
-from rayzero.cluster.nodes.owner_places import OwnerPlace, OwnerPlaces, door_place
-from rayzero.cluster.nodes.reservation import Reservation
+from rayzero.cluster.nodes.places import OwnerPlace, OwnerPlaces, Reservation, door_place
 from rayzero.cluster.nodes.resources import too_few_files
 from rayzero.cluster.nodes.session import alive_nodes, answered, ray_answers
 from rayzero.cluster.processes.coordinator import this_process
 from rayzero.cluster.processes.owner_process import OptimizerActor, OwnerSettings
 from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings, Renewed
-from rayzero.cluster.processes.rank_worker import RankSettings, RankWorker
+from rayzero.cluster.processes.rank_worker import PackedLoop, RankSettings, RankWorker
 from rayzero.cluster.run import Member, RunState, optimizer_name, rank_name
 from rayzero.config import TelemetryConfig
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.sweep import sweep
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.recorder import Measurements
+from rayzero.telemetry.scrape import Target
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +229,8 @@ class RunActors:
         addresses = tuple(ask_config(self._run, opened, self.members, START_S).values())
         if not one_node:
             self._require_reached(addresses)
-        self.ask({who: control(a.connect_peers).remote(addresses) for who, a in serving.items()}, START_S)
+        told = {who: control(a.call_owner).remote("connect_peers", [addresses]) for who, a in serving.items()}
+        self.ask(told, START_S)
         self.enlist()
         return addresses
 
@@ -271,19 +270,10 @@ class RunActors:
 
     # ---- while it runs ------------------------------------------------------------------------------------------
 
-    def run_loops(self, settings: Sequence[RankSettings], packed_loop: PackedLoop) -> dict[Any, str]:
-        """Start every rank's loop. Returns call -> the rank's name; a call lasts until its loop ends. ``settings``: one
-        per rank."""
-        calls: dict[Any, str] = {}
-        for own in settings:
-            calls |= self.run_loop(own, packed_loop)
-        return calls
-
-    def run_loop(self, settings: RankSettings, packed_loop: PackedLoop) -> dict[Any, str]:
-        """Start one rank's loop; see ``run_loops``."""
-        who = rank_name(settings.rank)
+    def run_loop(self, settings: RankSettings, packed_loop: PackedLoop) -> Any:
+        """Start a rank's loop. Returns the call, which lasts until the loop ends."""
         own = replace(settings, tls=self.certificates.of_rank(settings.rank))
-        return {self.ranks[who].run.remote(own, packed_loop, self.coordinator): who}
+        return self.ranks[rank_name(settings.rank)].run.remote(own, packed_loop, self.coordinator)
 
     # ---- members that are replaced ------------------------------------------------------------------------------
 
@@ -435,11 +425,6 @@ class RunActors:
         member: Member = self.ask({_COORDINATOR: told}, ANSWER_S)[_COORDINATOR]
         self._find_processes({_COORDINATOR: member})
         return member.pid
-
-    def tell(self, who: str, method: str, *arguments: Any) -> Any:
-        """Call a method of a member while its loop or its service lasts; returns the call. What a dead one does not
-        answer, the call that lasts as long as its process reports."""
-        return control(getattr(self.handle(who), method)).remote(*arguments)
 
     def handle(self, who: str) -> Any:
         return self.owners.get(who) or self.ranks[who]

@@ -15,8 +15,7 @@ from rayzero.files import replace_file
 from rayzero.records import parse_record
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.scrape import Viewer, discover, read_pages
-from rayzero.telemetry.spans import ASKED_S, Recorded
-from rayzero.telemetry.trace_file import trace_of
+from rayzero.telemetry.spans import ASKED_S, Recorded, trace_of
 
 TRACE_FILE = "trace.json"  # in the folder of a run that kept its trace
 

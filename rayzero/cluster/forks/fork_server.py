@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import Any
 
 from rayzero.cluster.forks.worker_fork import LENGTH, READ_ONCE, peer_is_us
-from rayzero.concurrency.uncollected import uncollected
+from rayzero.concurrency.own_process import uncollected
 
 with uncollected():
     import numpy.random

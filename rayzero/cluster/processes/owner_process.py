@@ -12,18 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rayzero.concurrency.uncollected import uncollected
+from rayzero.concurrency.own_process import uncollected
 
 with uncollected():  # a process of a run does nothing else meanwhile
     import torch
 
+    from rayzero.cluster.janitor import Remains
     from rayzero.cluster.nodes.numa import bind
     from rayzero.cluster.nodes.reachability import address_to_serve, own_addresses, unreachable
     from rayzero.cluster.processes.coordinator import this_process
     from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
-    from rayzero.cluster.processes.remains import Remains
     from rayzero.cluster.run import Load, Member, optimizer_name
-    from rayzero.elastic.reform import Step
     from rayzero.kernels.bandwidth import measure_bandwidth
     from rayzero.memory.pressure import PressureGauge, PressureLimits
     from rayzero.memory.process_memory import own_bytes
@@ -33,7 +32,6 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.store.owner.hosted import HostedModels
     from rayzero.store.owner.server import OwnerServer, serve_models
     from rayzero.store.shm.same_host import why_no_sharing
-    from rayzero.telemetry.discovery import Target
     from rayzero.telemetry.names import (
         HOST_BANDWIDTH_LIMIT,
         MEMORY_PRESSURE_RATIO,
@@ -44,6 +42,7 @@ with uncollected():  # a process of a run does nothing else meanwhile
         PLAN_ERROR_RATIO,
     )
     from rayzero.telemetry.recorder import Measurements, MemoryRecorder, Reading, Recorder
+    from rayzero.telemetry.scrape import Target
 
 _PLAN_STEPS = 20  # after which every page has been used
 
@@ -155,18 +154,9 @@ class MemberProcess:
     def listen(self, host: str) -> str:
         return self._served.listen(host)
 
-    def connect_peers(self, addresses: Sequence[str]) -> None:
-        self._served.server.connect_peers(addresses)
-
-    def lose(self, rank: int, life: int) -> None:
-        self._served.server.lose(rank, life)
-
-    def abandon(self) -> None:
-        self._served.server.abandon()
-
-    def carry_out(self, step: Step, arguments: Sequence[Any]) -> Any:
-        """Take a step of a change of the owners; see elastic/reform.py. Raises RayZeroError if it cannot."""
-        return getattr(self._served.server, step)(*arguments)
+    def call_owner(self, method: str, arguments: Sequence[Any]) -> Any:
+        """Call a method of ``OwnerServer``. Raises RayZeroError as that does."""
+        return getattr(self._served.server, method)(*arguments)
 
     # ---- the host
 
@@ -234,10 +224,6 @@ class OptimizerActor(MemberProcess):
             self._owner.renew(new.tls)
         if new.metrics is not None and self._exporter is not None:
             self._exporter.renew(new.metrics)
-
-    def succeed(self, owner: int, address: str) -> None:
-        """Another owner has died; its successor is at ``address``."""
-        self._served.server.succeed(owner, address)
 
     def open_exporter(self, settings: ExporterSettings, coordinator: Any) -> Target:
         """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""

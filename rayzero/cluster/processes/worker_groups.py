@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.processes.remains import Remains
+from rayzero.cluster.janitor import Remains
 from rayzero.protocol.ownership import Ownership
 from rayzero.security.credentials import Credentials
 

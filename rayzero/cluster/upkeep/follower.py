@@ -16,11 +16,11 @@ from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.files.run_dir import StartPoint
 from rayzero.cluster.files.viewer_file import write_viewer
 from rayzero.cluster.interrupts import postponed, shielded
+from rayzero.cluster.janitor import Remains
 from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.processes.coordinator import HeardReports, News
 from rayzero.cluster.processes.rank_worker import RankSettings
-from rayzero.cluster.processes.remains import Remains
-from rayzero.cluster.run import Load, Recovery, Rescaled, RunState, actor_name
+from rayzero.cluster.run import Load, Recovery, Rescaled, RunState, rank_name
 from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, is_lost
 from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.cluster.upkeep.renewal import Renewal
@@ -61,8 +61,7 @@ def remains_of(request: RunRequest, actors: RunActors) -> Remains:
 def _rank_settings(request: RunRequest, actors: RunActors, addresses: tuple[str, ...]) -> list[RankSettings]:
     start = request.directory.start
     goes_on = start.continuation
-    names = [actor_name(MemberId(MemberKind.RANK, rank)) for rank in range(request.scaling.num_workers)]
-    nodes = [actors.members[name].node for name in names]
+    nodes = [actors.members[rank_name(rank)].node for rank in range(request.scaling.num_workers)]
     remains = remains_of(request, actors)
     return [
         RankSettings(
@@ -138,7 +137,8 @@ class Follower:
             join_s=request.scaling.placement_timeout,
         )
         self._loops = self._processes.loops
-        self._loops |= actors.run_loops(settings, request.packed_loop)
+        for own in settings:
+            self._loops[actors.run_loop(own, request.packed_loop)] = rank_name(own.rank)
         self._replacement = Replacement(
             actors,
             self._controller,

@@ -1,11 +1,17 @@
-"""The members of a run on Ray, as a ``Supervisor`` starts, calls and ends them."""
+"""The members of a run on Ray, as a ``Supervisor`` starts, calls and ends them.
+
+[Note: two witnesses] Ray reports a death from any node, with a reason, but not at once, and not when it happened. The
+kernel reports it at once, to a pidfd, but only of processes on the driver's node. So a death counts from the first
+word, its moment is known only where the kernel saw it, and Ray's words describe it if they have come by then.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import ray
@@ -13,12 +19,10 @@ import ray
 from rayzero.cluster.actors.actor_calls import ANSWER_S, START_S, control, failure_from_ray
 from rayzero.cluster.actors.reach_trial import ReachTrial
 from rayzero.cluster.actors.run_actors import Joining, RunActors
-from rayzero.cluster.loop import PackedLoop
-from rayzero.cluster.processes.rank_worker import RankSettings
+from rayzero.cluster.processes.rank_worker import PackedLoop, RankSettings
 from rayzero.cluster.run import actor_name
-from rayzero.cluster.supervision import Failure
-from rayzero.cluster.upkeep.deaths import Death, Deaths, EndWatch
-from rayzero.concurrency.processes import Sleepers
+from rayzero.cluster.supervision import Failure, death_of
+from rayzero.concurrency.processes import Sleepers, process_with, watch_process
 from rayzero.elastic.members import MemberId, MemberKind, Process
 from rayzero.elastic.reform import Step
 from rayzero.elastic.supervisor import Answered, Died, Event, Serves
@@ -127,23 +131,21 @@ class RayProcesses:
         own = replace(
             self._settings[rank.member.index], life=rank.life, addresses=tuple(addresses), ownership=ownership
         )
-        self.loops |= self._actors.run_loop(own, self._packed_loop)
+        self.loops[self._actors.run_loop(own, self._packed_loop)] = actor_name(rank.member)
 
     def call(self, processes: Sequence[Process], method: str, *arguments: Any) -> None:
         if method == Step.ENTER:
             self._enter(*arguments)
-        calls = {self._remote(each, method, arguments): each for each in processes}
+        calls = {self._remote(each, str(method), arguments): each for each in processes}
         self._asked |= {call: _OpenCall(each, method, time.monotonic()) for call, each in calls.items()}
         if method == "abandon" and calls:  # Ray may carry out what another attempt asks before it
             ray.wait(list(calls), num_returns=len(calls), timeout=ANSWER_S)
 
     def _remote(self, process: Process, method: str, arguments: Sequence[Any]) -> Any:
         actor = self._handles[process]
-        if method in list(Step):
-            return control(actor.carry_out).remote(Step(method), list(arguments))
-        if method == "succeed" and process.member.kind is MemberKind.BESIDE:
-            method = "succeed_beside"
-        return control(getattr(actor, method)).remote(*arguments)
+        if process.member.kind is MemberKind.RANK:
+            return control(getattr(actor, method)).remote(*arguments)
+        return control(actor.call_owner).remote(method, arguments)
 
     def kill(self, processes: Sequence[Process]) -> None:
         others = [process for process in processes if process not in self._joining]
@@ -340,3 +342,91 @@ def _in_one_line(error: BaseException) -> str:
     """Why a process refuses a step."""
     said = str(error).strip().partition("\n")[0]
     return said if isinstance(error, RayZeroError) else f"{type(error).__name__}: {said}"
+
+
+# ---- deaths, from the first word of one until it is acted on --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """A process that has died."""
+
+    failure: Failure
+    since: float  # monotonic seconds: when it happened if it was ``seen``, else when Ray told of it
+    seen: bool  # by the kernel
+
+
+class Deaths:
+    """Deaths that nobody has acted on. Each waits until it is ``calm_s`` old.
+
+    Knows names; not processes, Ray or a clock (callers pass monotonic seconds)."""
+
+    def __init__(self, calm_s: float) -> None:
+        self._calm_s = calm_s
+        self._known: dict[str, Death] = {}
+
+    def told(self, failure: Failure, now: float) -> None:
+        """Ray reports that a process has died."""
+        known = self._known.get(failure.who)
+        since, seen = (known.since, known.seen) if known is not None else (now, False)
+        self._known[failure.who] = Death(failure=failure, since=since, seen=seen)
+
+    def saw(self, who: str, pid: int, at: float) -> None:
+        """The kernel has reported that a process died at ``at``."""
+        known = self._known.get(who)
+        failure = known.failure if known is not None else death_of(who, pid, "")
+        self._known[who] = Death(failure=failure, since=at, seen=True)
+
+    def patience_s(self, now: float) -> float | None:
+        """Seconds until ``take`` returns a death; None: it will not."""
+        return min((max(0.0, death.since + self._calm_s - now) for death in self._known.values()), default=None)
+
+    def take(self, now: float) -> list[Death]:
+        """The deaths that are old enough, the oldest first; they are acted on now."""
+        calm = [death for death in self._known.values() if now - death.since >= self._calm_s]
+        for death in calm:
+            del self._known[death.failure.who]
+        return sorted(calm, key=lambda death: death.since)
+
+
+class EndWatch:
+    """Notices the ends of processes on this node. [Note: two witnesses]"""
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        """``wake``: called on another thread when ``take`` has something to return."""
+        self._wake = wake
+        self._ended: SimpleQueue[tuple[str, int, float]] = SimpleQueue()
+        self._watched: dict[str, tuple[int, Callable[[], None]]] = {}  # who -> pid, and what ends the watch
+
+    def watch(self, who: str, pid: int | None) -> None:
+        """Watch this process, and no earlier one of that name. None: it is on another node."""
+        self.forget(who)
+        process = None if pid is None else process_with(pid)
+        if process is None:
+            return
+
+        def died() -> None:
+            self._ended.put((who, process.pid, time.monotonic()))
+            self._wake()
+
+        end = watch_process(process, died)
+        if end is not None:
+            self._watched[who] = process.pid, end
+
+    def forget(self, who: str) -> None:
+        """Do not report the end of this process any more."""
+        if who in self._watched:
+            self._watched.pop(who)[1]()
+
+    def take(self) -> list[tuple[str, int, float]]:
+        """(who, pid, monotonic seconds of the end) of each process that has ended since the last call."""
+        found = []
+        try:
+            while True:
+                found.append(self._ended.get_nowait())
+        except Empty:
+            return [(who, pid, at) for who, pid, at in found if self._watched.get(who, (0,))[0] == pid]
+
+    def close(self) -> None:
+        for who in list(self._watched):
+            self.forget(who)

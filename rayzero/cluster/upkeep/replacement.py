@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.interrupts import postponed
 from rayzero.cluster.journal import Journal, OnPhase
 from rayzero.cluster.nodes.session import ray_answers
-from rayzero.cluster.run import actor_name
+from rayzero.cluster.run import Recovery, actor_name
 from rayzero.cluster.supervision import Failure, OneCause, death_of
-from rayzero.cluster.upkeep.deaths import Death, Recovering
-from rayzero.cluster.upkeep.ray_processes import RayProcesses
+from rayzero.cluster.upkeep.ray_processes import Death, RayProcesses
 from rayzero.cluster.upkeep.rescaling import Rescaling
 from rayzero.elastic.controller import Controller, Start, Succeed, still_outlived
 from rayzero.elastic.members import MemberId, MemberKind, Process
 from rayzero.elastic.supervisor import Answered, Died, Event, Serves, Supervisor
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovering:
+    """A member whose place another process takes; the times are monotonic seconds."""
+
+    who: str
+    death: Death
+    acted: float  # when the new process was asked for
+    answered: float = 0.0  # when it answered
+    pid: int = 0  # its own
+    telling: set[Process] = field(default_factory=set)  # others that are told of it and have not answered
+
+    def recovery(self, now: float) -> Recovery:
+        """The recovery, which has ended. A phase that nobody has measured is not in it."""
+        phases = {"detect": self.acted - self.death.since} if self.death.seen else {}
+        phases["start"] = self.answered - self.acted
+        if not self.telling:
+            phases["re-form"] = now - self.answered
+        return Recovery(who=self.who, pid=self.pid, seconds=now - self.death.since, phases=phases)
 
 
 class Replacement:

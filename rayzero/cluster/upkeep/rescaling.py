@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.journal import Journal, OnPhase
-from rayzero.cluster.nodes.owner_places import check_memory, check_nodes, choose, is_placed
+from rayzero.cluster.nodes.places import check_memory, check_nodes, choose, is_placed
 from rayzero.cluster.nodes.session import alive_nodes
 from rayzero.cluster.run import Rescaled, optimizer_name
 from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.elastic import reform
 from rayzero.elastic.controller import Action, still_outlived
-from rayzero.elastic.doors import with_doors
 from rayzero.elastic.members import MemberKind
-from rayzero.elastic.reform import Step
+from rayzero.elastic.reform import Step, with_doors
 from rayzero.elastic.requests import ScaleRequest
 from rayzero.elastic.supervisor import Answered, Event, Serves, Supervisor
 from rayzero.errors import ConfigError

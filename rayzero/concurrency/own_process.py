@@ -1,9 +1,13 @@
-"""How many files, and so connections, this process may have open at once."""
+"""What this process asks of the kernel and of Python for itself: open files, and so connections; imports without the
+search for garbage."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 MOST = 1 << 20  # that a process asks for: what Linux lets it have unless somebody has changed fs.nr_open
 
@@ -39,3 +43,17 @@ def raise_open_files() -> int:
             log.warning("the limit of open files stays at %d: %s", soft, error)
             return soft
     return open_files_allowed(wanted, hard)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """A block in which no garbage is collected, in any thread; afterwards it is as it was before. For imports alone: to
+    import torch makes half a million objects that stay, and Python would look through all of them again and again while
+    they grow. What else makes garbage may need much memory."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
