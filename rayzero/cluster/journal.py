@@ -64,6 +64,8 @@ class Journal:
     restarts: int = 0  # from a checkpoint
     lost_at: float | None = None  # monotonic seconds: since when the run has to start again
     measured: dict[str, Measurements] = field(default_factory=dict)  # by process
+    say: OnPhase = log.info  # called with what happens
+    changed: Callable[[], object] = lambda: None  # called when that is to be seen in the record at once
 
     def enter(self, addresses: Sequence[str], actors: RunActors) -> None:
         """Take who the run's processes are now. ``addresses``: of the owners."""

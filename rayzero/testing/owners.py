@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,26 +29,11 @@ from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.owner_table import OwnerTable
 from rayzero.store.remote.remote_connection import RankTerms
 from rayzero.telemetry.recorder import Recorder
-from rayzero.testing.place import Connect, LivingConnect
+from rayzero.testing.place import LivingConnect
 
 Lose = Callable[[int, int], None]  # (rank, life): tells the owners that a rank has died and comes back in that life
-
-
-class Reach(Protocol):
-    """How a rank reaches the owners, in any process."""
-
-    def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
-        """The rank's store for its prepared model ``model``."""
-
-
-@dataclass(frozen=True, slots=True)
-class OwnReach:
-    """A transport of the caller's own, which knows no lives."""
-
-    own: Connect
-
-    def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
-        return self.own(rank, recorder, model)
+Reach = Callable[[OwnerTable, int, Recorder, int, int], ParameterStore]
+"""How a rank reaches the owners in any process: (they, rank, recorder, number of the model, life) -> its store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +49,7 @@ class ServedReach:
     world_size: int = 1
     tls: Identity | None = None
 
-    def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
-
+    def __call__(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
         terms = RankTerms(
             token=self.token,
             tls=self.tls,
@@ -207,7 +191,7 @@ def served_owners(service: Service, reach: Reach) -> Iterator[OwnersHere]:
                 server.lose(rank, life)
 
         table = OwnerTable(addresses, service.ownership)
-        yield OwnersHere(partial(reach.connect, table), lose, reach, addresses, service.ownership)
+        yield OwnersHere(partial(reach, table), lose, reach, addresses, service.ownership)
 
 
 def serve_owner(

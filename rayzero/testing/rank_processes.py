@@ -373,7 +373,7 @@ def _be_rank(fn: Loop[Any], place: RankPlace, reach: Reach, life: int, follows: 
     table, sending = OwnerTable(addresses, ownership), threading.Lock()
     if follows:
         threading.Thread(target=_follow, args=(table, pipe, sending), name="rayzero-owner-table", daemon=True).start()
-    with running_in(place.context(partial(reach.connect, table), Ending(), life)) as context:
+    with running_in(place.context(partial(reach, table), Ending(), life)) as context:
         outcome = outcome_of(fn, context)
         with sending:
             _send(pipe, outcome)  # before the rank leaves the run, which fails the other ranks

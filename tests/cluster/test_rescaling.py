@@ -125,12 +125,11 @@ class Run:
         monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls, []))
         monkeypatch.setattr(ray, "get", self.answer)
         self.controller = Controller(1, ["a", "b"], max_failures=3)
-        self.actors, self.journal = Actors(), Journal()
+        self.actors, self.journal = Actors(), Journal(say=self.said.append)
         actors: Any = self.actors
         lives = dict.fromkeys(self.controller.running, 0)
         self.processes = RayProcesses(actors, lives, replaces=True, stall_timeout=30.0)
-        told: dict[str, Any] = {"say": self.said.append, "changed": lambda: None}
-        self.replacement = Replacement(actors, self.controller, self.processes, self.journal, **told)
+        self.replacement = Replacement(actors, self.controller, self.processes, self.journal)
         self.rescaling = self.replacement.rescaling = Rescaling(
             actors,
             self.replacement.supervisor,
@@ -138,7 +137,6 @@ class Run:
             self.journal,
             zero=ZeroConfig(),
             scaling=ScalingConfig(),
-            **told,
         )
 
     @property

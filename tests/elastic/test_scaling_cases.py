@@ -183,8 +183,8 @@ class MixedReach:
     far: ServedReach
     ranks: frozenset[int]  # that are far
 
-    def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
-        return (self.far if rank in self.ranks else self.near).connect(table, rank, recorder, model, life)
+    def __call__(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
+        return (self.far if rank in self.ranks else self.near)(table, rank, recorder, model, life)
 
 
 @pytest.mark.thorough

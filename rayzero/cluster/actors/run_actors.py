@@ -30,12 +30,12 @@ from rayzero.cluster.actors.actor_calls import (
 from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.actors.exporters import Exporters, plan_exporters
 from rayzero.cluster.actors.local_processes import KILL_S, LocalProcesses
-from rayzero.cluster.actors.owner_roster import OwnerRoster, Spares
+from rayzero.cluster.actors.owner_roster import OwnerRoster, Spares, plan_owners
 from rayzero.cluster.actors.reach_trial import ReachTarget, ReachTrial, Tries
 from rayzero.cluster.continuation import Former, take_over
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.interrupts import shielded
-from rayzero.cluster.janitor import Janitor, KeptStates
+from rayzero.cluster.janitor import Janitor, KeptStates, Remains
 from rayzero.cluster.nodes.places import OwnerPlace, OwnerPlaces, Reservation, door_place
 from rayzero.cluster.nodes.resources import too_few_files
 from rayzero.cluster.nodes.session import alive_nodes, answered, ray_answers
@@ -44,7 +44,7 @@ from rayzero.cluster.processes.owner_process import OptimizerActor, OwnerSetting
 from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings, Renewed
 from rayzero.cluster.processes.rank_worker import PackedLoop, RankSettings, RankWorker
 from rayzero.cluster.run import Member, RunState, optimizer_name, rank_name
-from rayzero.config import TelemetryConfig
+from rayzero.config import TelemetryConfig, ZeroConfig
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.sweep import sweep
@@ -120,32 +120,48 @@ class RunActors:
 
     def start(
         self,
-        owners: Mapping[str, OwnerSettings],
-        *,
-        share: Path | None,
-        slab_dir: Path,
+        zero: ZeroConfig,
         telemetry: TelemetryConfig,
-        max_failures: int = 0,
-        keep: KeptStates | None = None,
-        former: Former | None = None,
+        ownership: Ownership,
+        remains: Remains,
+        *,
+        max_failures: int,
+        replaces_members: bool,
+        keep: KeptStates | None,
+        former: Former | None,
+        network: str | None = None,
+        beside_ranks: str | None = None,
         discovery_dir: Path | None = None,
         warm_spares: int = 0,
     ) -> tuple[str, ...]:
         """Create every actor, open the owners' ports and all exporters, register them with the coordinator; returns the
         owners' addresses.
 
-        owners: see ``plan_owners``. share: directory of shared memory, None: none. slab_dir: where it would be.
-        max_failures: how often a dead member may be started again (``start_owner``, ``start_rank``; the coordinator by
-        Ray). keep: what stays in shared memory if this process is killed. former: what an earlier run has left there.
-        discovery_dir: where the run will be announced to Prometheus; None: nowhere.
+        ownership, replaces_members, network, beside_ranks: see ``plan_owners``. max_failures: how often a dead member
+        may be started again (``start_owner``, ``start_rank``; the coordinator by Ray). keep: what stays in shared
+        memory if this process is killed. former: what an earlier run has left there. discovery_dir: where the run will
+        be announced to Prometheus; None: nowhere.
 
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken, or
         when a process may not open as many files as so many ranks and owners need.
         """
         self.coordinator = make_coordinator(self._run, self._log, max_failures)
-        self._share = share
+        share = self._share = zero.shared_directory
+        owners = plan_owners(
+            self._placement.plan,
+            self.certificates,
+            memory=zero.cpu_memory_budget,
+            share=share,
+            telemetry=telemetry,
+            network=network,
+            beside_ranks=beside_ranks,
+            replaces_members=replaces_members,
+            succeeds=former is not None and former.continued,
+            ownership=ownership,
+            remains=remains,
+        )
         self._roster = OwnerRoster(owners, self.certificates)
-        for owner in range(len(owners) - self._roster.num_beside):
+        for owner in range(ownership.num_owners):
             self._make_owner(owner)
         for rank in range(self._placement.plan.num_workers):
             self._make_rank(rank)
@@ -154,14 +170,14 @@ class RunActors:
         self.members = self.ask({_COORDINATOR: self.coordinator.hello.remote(), **hellos}, START_S)
         self.coordinator_life = self.ask({_COORDINATOR: self.coordinator.life.remote()}, ANSWER_S)[_COORDINATOR]
         lead = {_COORDINATOR: self.members.pop(_COORDINATOR)}
-        num_doors = 0 if self.ownership is None else len(self.ownership.door_numbers)
-        why = self.too_few_files(len(self.owners), num_doors, {**lead, _DRIVER: this_process(_DRIVER)})
+        here = {**lead, _DRIVER: this_process(_DRIVER)}
+        why = self.too_few_files(len(self.owners), len(ownership.door_numbers), here)
         if why is not None:
             raise ConfigError(why)
         self.local.give_janitor(Janitor(share, discovery_dir, keep=keep))
-        self._find_processes({**lead, **self.members})
+        self.local.find({**lead, **self.members}, self.driver_node)
         if telemetry.enabled:
-            exporters = plan_exporters(self._run, {**lead, **self.members}, telemetry, slab_dir)
+            exporters = plan_exporters(self._run, {**lead, **self.members}, telemetry, Path(zero.slab_dir))
             self.exporters = Exporters(exporters, telemetry.bind, self.certificates)
             self._open_exporters()
         addresses = self._open_ports()
@@ -215,9 +231,6 @@ class RunActors:
         who = rank_name(rank)
         self.ranks[who] = actor_class(RankWorker).options(**options).remote(rank, threads, self._roster.of(who))
         return self.ranks[who]
-
-    def _find_processes(self, everyone: Mapping[str, Member]) -> None:
-        self.local.find(everyone, self.driver_node)
 
     def _open_ports(self) -> tuple[str, ...]:
         nodes = {member.node for member in self.members.values()}
@@ -336,7 +349,7 @@ class RunActors:
     def joined(self, joining: Joining, member: Member, target: Target | None) -> None:
         """An owner that joins has answered. It has no shards before ``enter``."""
         joining.member, joining.target = member, target
-        self._find_processes({joining.process: member})
+        self.local.find({joining.process: member}, self.driver_node)
 
     def try_to_reach(self, joining: Joining, address: str, addresses: Sequence[str]) -> ReachTrial:
         """Have other hosts connect to an owner that joins, and that one to the others. ``address``: its own;
@@ -401,7 +414,7 @@ class RunActors:
     def take_spare(self, call: Any) -> None:
         member = self.spares.take(call)
         if member is not None:
-            self._find_processes({member.who: member})
+            self.local.find({member.who: member}, self.driver_node)
 
     def start_rank(self, rank: int) -> Any:
         """Start another process as this rank. Returns the call that answers once it is there, as ``start_owner``'s."""
@@ -412,7 +425,7 @@ class RunActors:
         """A new process has answered in the place of a member; ``enlist`` it then."""
         before = self.members[who]
         self.members[who] = member
-        self._find_processes({who: member})
+        self.local.find({who: member}, self.driver_node)
         if target is not None:
             self.exporters.opened([target])
         log.info("%s is pid %d now, it was pid %d", who, member.pid, before.pid)
@@ -423,7 +436,7 @@ class RunActors:
         again = self.exporters.again(_COORDINATOR), self.certificates.viewer
         told = self.coordinator.resume.remote(*known, *again)
         member: Member = self.ask({_COORDINATOR: told}, ANSWER_S)[_COORDINATOR]
-        self._find_processes({_COORDINATOR: member})
+        self.local.find({_COORDINATOR: member}, self.driver_node)
         return member.pid
 
     def handle(self, who: str) -> Any:

@@ -193,8 +193,9 @@ class RunDirectory:
         checkpoints = checkpoints_of(path)
         lock, hold = _lock_run(path, checkpoints), None
         try:
-            hold = _hold(path, successor)
-            start = _choose(config, path, checkpoints, successor, setting)
+            before = _record_before(path)
+            hold = _hold(before, successor)
+            start = _choose(config, path, before, checkpoints, successor, setting)
             _make(checkpoints.folder, setting)
             lock = lock or RunLock.take(path)
             lock.sign()
@@ -292,7 +293,7 @@ def find_start(config: RunConfig, successor: Successor | None = None, *, setting
     path = config.path.absolute()
     checkpoints = checkpoints_of(path)
     with _lock_run(path, checkpoints) or nullcontext():
-        return _choose(config, path, checkpoints, successor, setting)
+        return _choose(config, path, _record_before(path), checkpoints, successor, setting)
 
 
 def _lock_run(path: Path, checkpoints: RunCheckpoints) -> RunLock | None:
@@ -311,10 +312,17 @@ def _lock_run(path: Path, checkpoints: RunCheckpoints) -> RunLock | None:
 
 
 def _choose(
-    config: RunConfig, path: Path, checkpoints: RunCheckpoints, successor: Successor | None, setting: str
+    config: RunConfig,
+    path: Path,
+    before: Mapping[str, Any] | None,
+    checkpoints: RunCheckpoints,
+    successor: Successor | None,
+    setting: str,
 ) -> StartPoint:
-    """Decide what a run in ``path`` starts from; no other function does."""
-    killed, former = _killed_run(path), _lineage_before(path)
+    """Decide what a run in ``path`` starts from; no other function does. ``before``: the record of the run before."""
+    killed = _if_killed(before)
+    # what is left of a run that has not finished may be in this one's way
+    former = _lineage(before) if before is not None and before["state"] != RunState.FINISHED else None
     if config.resume is False:
         _refuse_other_run(path, checkpoints, setting)
         return StartPoint(checkpoint=None, step=0, former=former, is_after_kill=killed is not None)
@@ -339,22 +347,16 @@ def _choose(
     return start
 
 
-def _killed_run(path: Path) -> dict[str, Any] | None:
-    """The record of the run before, if its driver could not write its end."""
+def _record_before(path: Path) -> dict[str, Any] | None:
     with suppress(ConfigError):  # a damaged one was warned of
-        record = read_record(path)
-        if record is not None and record["state"] in (RunState.STARTING, RunState.RUNNING):
-            return record
+        return read_record(path)
     return None
 
 
-def _lineage_before(path: Path) -> str | None:
-    """The lineage of the run before, unless it has finished: what is left of it may be in this one's way."""
-    with suppress(ConfigError):
-        record = read_record(path)
-        if record is not None and record["state"] != RunState.FINISHED:
-            return _lineage(record)
-    return None
+def _if_killed(before: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The record of the run before, if its driver could not write its end."""
+    is_open = before is not None and before["state"] in (RunState.STARTING, RunState.RUNNING)
+    return before if is_open else None
 
 
 def _lineage(killed: Mapping[str, Any]) -> str | None:
@@ -384,9 +386,9 @@ def _continued(killed: Mapping[str, Any], checkpoints: RunCheckpoints, successor
     )
 
 
-def _hold(path: Path, successor: Successor | None) -> Hold | None:
+def _hold(before: Mapping[str, Any] | None, successor: Successor | None) -> Hold | None:
     """Hold what a killed run has left, before looking at it. None: there was no such run."""
-    killed = _killed_run(path)
+    killed = _if_killed(before)
     lineage = None if killed is None else _lineage(killed)
     if lineage is None or successor is None or successor.directory is None:
         return None

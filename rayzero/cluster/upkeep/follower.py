@@ -139,14 +139,8 @@ class Follower:
         self._loops = self._processes.loops
         for own in settings:
             self._loops[actors.run_loop(own, request.packed_loop)] = rank_name(own.rank)
-        self._replacement = Replacement(
-            actors,
-            self._controller,
-            self._processes,
-            journal,
-            say=request.on_phase,
-            changed=request.record.write,
-        )
+        journal.say, journal.changed = request.on_phase, request.record.write
+        self._replacement = Replacement(actors, self._controller, self._processes, journal)
         self._rescaling = self._replacement.rescaling = Rescaling(
             actors,
             self._replacement.supervisor,
@@ -154,8 +148,6 @@ class Follower:
             journal,
             zero=request.zero,
             scaling=request.scaling,
-            say=request.on_phase,
-            changed=request.record.write,
         )
         access = request.access
         tools = {} if access is None else {"rayzero top": lambda: write_viewer(self._run_dir, access.viewer)}

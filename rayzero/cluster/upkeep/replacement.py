@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.interrupts import postponed
-from rayzero.cluster.journal import Journal, OnPhase
+from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.session import ray_answers
 from rayzero.cluster.run import Recovery, actor_name
 from rayzero.cluster.supervision import Failure, OneCause, death_of
@@ -45,20 +44,9 @@ class Replacement:
 
     Knows what a death costs and how long a recovery takes; not Ray's calls, nor how a loop ends."""
 
-    def __init__(
-        self,
-        actors: RunActors,
-        controller: Controller,
-        processes: RayProcesses,
-        journal: Journal,
-        *,
-        say: OnPhase,
-        changed: Callable[[], object],
-    ) -> None:
-        """``journal``: where recoveries and the members of now are entered. ``say``: called with what happens,
-        ``changed`` when others are being replaced."""
+    def __init__(self, actors: RunActors, controller: Controller, processes: RayProcesses, journal: Journal) -> None:
+        """``journal``: where recoveries and the members of now are entered."""
         self._actors, self._controller, self._processes, self._journal = actors, controller, processes, journal
-        self._say, self._changed = say, changed
         self.supervisor = Supervisor(controller, processes)
         self.rescaling: Rescaling | None = None  # of owners, if they may change
         self._dead: dict[MemberId, Recovering] = {}  # until other processes are started
@@ -190,9 +178,9 @@ class Replacement:
     def _note_start(self, recovering: Recovering) -> None:
         failure = recovering.death.failure
         left = still_outlived(self._controller.max_failures, self._controller.outlived)
-        self._say(f"{failure.who} {failure.what} Another process takes its place {left}")
+        self._journal.say(f"{failure.who} {failure.what} Another process takes its place {left}")
         self._journal.replacing = [*self._without(failure.who), failure.who]
-        self._changed()
+        self._journal.changed()
 
     def _without(self, who: str) -> list[str]:
         return [other for other in self._journal.replacing if other != who]
@@ -207,6 +195,6 @@ class Replacement:
         recovery = self._recovering.pop(member).recovery(time.monotonic())
         self._actors.coordinator.recovered.remote(str(member.kind), recovery.who, recovery.phases)
         self._journal.replacing = self._without(recovery.who)
-        self._changed()
+        self._journal.changed()
         self._journal.recoveries.append(recovery)
-        self._say(f"{recovery.who} is back as pid {recovery.pid}, {recovery.seconds:.1f} s after its death")
+        self._journal.say(f"{recovery.who} is back as pid {recovery.pid}, {recovery.seconds:.1f} s after its death")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rayzero.cluster.actors.run_actors import RunActors
-from rayzero.cluster.journal import Journal, OnPhase
+from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.places import check_memory, check_nodes, choose, is_placed
 from rayzero.cluster.nodes.session import alive_nodes
 from rayzero.cluster.run import Rescaled, optimizer_name
@@ -100,14 +100,11 @@ class Rescaling:
         *,
         zero: ZeroConfig,
         scaling: ScalingConfig,
-        say: OnPhase,
-        changed: Callable[[], object],
     ) -> None:
-        """``journal``: where changes are entered. ``say``: called with what happens, ``changed`` with each step."""
+        """``journal``: where changes are entered."""
         self._actors, self._supervisor, self._processes, self._journal = actors, supervisor, processes, journal
         self._controller, self._zero, self._scaling = supervisor.controller, zero, scaling
         self._placement = zero.placement  # that of the last change that named one
-        self._say, self._changed = say, changed
         self._refusal = why_not(zero, self._controller.max_failures)
         self._waiting: _Change | None = None  # asked for while another one was under way
         self._change: _Change | None = None
@@ -145,12 +142,12 @@ class Rescaling:
             self._end(change, str(error))
             return
         if not changes:
-            self._say(f"it has {count(change.before, 'optimizer')} already")
+            self._journal.say(f"it has {count(change.before, 'optimizer')} already")
             self._enter(change.rescaled(time.monotonic()))
             return
         self._change = change
         change.began[Step.START] = time.monotonic()
-        self._say(f"changing {change} ({change.why})")
+        self._journal.say(f"changing {change} ({change.why})")
         self._progress(f"{change}: {_SAID[Step.START]}")
         self._processes.nodes = change.nodes
         self._note_actions(self._supervisor.scale(wanted))
@@ -227,7 +224,7 @@ class Rescaling:
             said = f"the run has {now} now; training stood for {rescaled.pause:.2f} s; {moved} have another owner"
         else:
             said = f"{count(change.before, 'optimizer')} as before: {failed}"
-        self._say(said)
+        self._journal.say(said)
         self._progress(None)
         if failed is None:
             self._journal.num_optimizers = rescaled.after
@@ -236,11 +233,11 @@ class Rescaling:
 
     def _enter(self, rescaled: Rescaled) -> None:
         self._journal.rescales.append(rescaled)
-        self._changed()
+        self._journal.changed()
 
     def _progress(self, said: str | None) -> None:
         self._journal.rescaling = said
-        self._changed()
+        self._journal.changed()
 
     # ---- what comes of one
 
@@ -280,7 +277,7 @@ class Rescaling:
             self._change.begin_again(time.monotonic())
             self._progress(f"{self._change}: {_SAID[Step.START]}")
             left = still_outlived(self._controller.max_failures, self._controller.outlived)
-            self._say(f"the change of the optimizers begins again: {why} {left}")
+            self._journal.say(f"the change of the optimizers begins again: {why} {left}")
             return
         change, self._change = self._change, None
         if change is not None:
