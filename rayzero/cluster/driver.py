@@ -11,7 +11,6 @@ import ray
 from rayzero.cluster.actors.actor_calls import STOP_S, refuse_name_in_use
 from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.actors.run_actors import RunActors
-from rayzero.cluster.continuation import Former
 from rayzero.cluster.files.metrics_log import MetricsLog, trim_log, written_rows
 from rayzero.cluster.files.run_record import RECORD
 from rayzero.cluster.files.viewer_file import viewable
@@ -69,7 +68,6 @@ def _of(scaling: ScalingConfig, num_optimizers: int) -> ScalingConfig:
 
 
 def _again(request: RunRequest, journal: Journal, lost: RunFailedError) -> RunFailedError | None:
-    """Start the run again from its newest checkpoint; see ``_attempt``."""
     journal.state = RunState.STARTING
     journal.restarts += 1
     try:
@@ -87,7 +85,6 @@ def _again(request: RunRequest, journal: Journal, lost: RunFailedError) -> RunFa
 
 
 def _prepare_again(request: RunRequest, journal: Journal, lost: RunFailedError) -> None:
-    """Find what the run starts from, and wait."""
     directory, wait_s = request.directory, wait_before_restart(journal.restarts)
     directory.restart()
     trim_log(directory.path, directory.rows_until)
@@ -172,7 +169,8 @@ def _start(request: RunRequest, placement: Reservation, actors: RunActors, journ
         max_failures=run.max_failures,
         replaces_members=run.max_failures > 0,
         keep=KeptStates(run=run.name, lineage=start.lineage, seconds=run.keep_states),
-        former=None if start.former is None else Former(start.former, start.continuation is not None),
+        former=start.former,
+        succeeds=start.continuation is not None,
         network=run.network,
         beside_ranks=_beside_ranks(request),
         discovery_dir=run.discovery_dir if run.telemetry.enabled else None,

@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayzero.cluster.actors.actor_calls import ANSWER_S, refuse_name_in_use
 from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.actors.run_actors import RunActors
-from rayzero.cluster.continuation import Continuation, Former, Lost, await_left, choose
+from rayzero.cluster.continuation import Continuation, Lost, await_left, choose
 from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import KeptStates, Remains
 from rayzero.cluster.journal import Journal
@@ -120,12 +120,12 @@ class GroupOwners:
 
     # ---- owners
 
-    def _start(self, former: Former | None, goes_on: Continuation | None, nodes: Sequence[str]) -> None:
-        """``nodes``: those (ids) that need a door."""
+    def _start(self, former: str | None, goes_on: Continuation | None, nodes: Sequence[str]) -> None:
+        """``former``: the lineage of the owners before. ``nodes``: those (ids) that need a door."""
         self._actors = RunActors(
             self._run, self._placement, Certificates(self._run, self._security or SecurityConfig())
         )
-        over = None if former is None or former.continued else former.lineage
+        over = None if goes_on is not None else former
         self._remains = Remains.of_run(self._lineage, self._actors.driver_node, replaces=True, over=over)
         known = None if goes_on is None else goes_on.ownership
         ownership = self._actors.places.add_doors(nodes, known, self._actors.driver_node)
@@ -141,6 +141,7 @@ class GroupOwners:
             replaces_members=True,  # the library may start ranks again
             keep=KeptStates(run=self._run, lineage=self._lineage, seconds=0),
             former=former,
+            succeeds=goes_on is not None,
         )
         self._actors.move(RunState.RUNNING)
         members = [MemberId(MemberKind.OWNER, owner) for owner in range(len(addresses))]
@@ -163,7 +164,6 @@ class GroupOwners:
         self._failure = None
 
     def _fail(self, failure: Failure) -> None:
-        """These owners have lost one for good."""
         if self._failure is not None:
             return
         self._failure = failure
@@ -296,7 +296,7 @@ class GroupOwners:
             log.warning("a new group of %d workers goes on at step %d", group.world_size, found.step)
         refuse_name_in_use(self._run, _GONE_S)  # Ray frees a name some time after its actor has ended
         goes_on = found if isinstance(found, Continuation) else None
-        self._start(Former(former, goes_on is not None), goes_on, nodes)
+        self._start(former, goes_on, nodes)
         return goes_on
 
     def _new_hold(self) -> Hold | None:

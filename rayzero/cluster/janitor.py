@@ -23,7 +23,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
@@ -71,12 +70,6 @@ class Janitor:
         """The driver has cleared up itself. Idempotent."""
         self._survivor.close()
 
-    def __enter__(self) -> Janitor:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
 
 def clear_up(
     processes: Iterable[psutil.Process],
@@ -123,7 +116,6 @@ def _wait_for_a_driver(hold: Hold, slab_dir: Path, keep: KeptStates) -> None:
 
 
 def main() -> None:
-    """Read the driver's pipe to its end."""
     driver = Maker(sys.argv)
     slab_dir, discovery_dir = (Path(folder) if folder else None for folder in driver.arguments[:2])
     kept = json.loads(driver.arguments[2])

@@ -89,11 +89,9 @@ class RecordWriter:
 
     @property
     def seconds(self) -> float:
-        """Since the run began."""
         return time.time() - self._started
 
     def write_now_and_then(self) -> None:
-        """Write it, unless that was done within the last second."""
         if time.monotonic() - self._written >= _RECORD_EVERY_S:
             self.write()
 

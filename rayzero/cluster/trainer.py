@@ -215,7 +215,6 @@ class ZeroTrainer:
 
 
 def _shown(loop_config: Any, zero: ZeroConfig, scaling: ScalingConfig) -> dict[str, Any]:
-    """The settings that loggers show."""
     of_the_loop = loop_config if isinstance(loop_config, Mapping) else {}
     ours = {"zero": zero.model_dump(mode="json"), "scaling": scaling.model_dump(mode="json")}
     return flat_settings({str(name): value for name, value in of_the_loop.items()} | ours)

@@ -14,17 +14,10 @@ MOST = 1 << 20  # that a process asks for: what Linux lets it have unless somebo
 log = logging.getLogger(__name__)
 
 
-def soft_limit_to_ask_for(soft: int, hard: int) -> int:
-    """What the soft limit of open files (RLIMIT_NOFILE) should be. A negative limit is none."""
-    if soft < 0:
-        return soft
-    return max(soft, MOST if hard < 0 else min(hard, MOST))
-
-
 def open_files_allowed(soft: int, hard: int) -> int:
-    """How many files a process may have open once it has raised its soft limit."""
-    wanted = soft_limit_to_ask_for(soft, hard)
-    return MOST if wanted < 0 else wanted
+    """How many files a process may have open once it has raised its soft limit (RLIMIT_NOFILE). A negative limit is
+    none."""
+    return MOST if soft < 0 else max(soft, MOST if hard < 0 else min(hard, MOST))
 
 
 def raise_open_files() -> int:
@@ -35,14 +28,14 @@ def raise_open_files() -> int:
     Ray raises the limit of a driver, and so of the cluster that ``ray.init`` starts, to 65,536, but not that of a node
     that ``ray start`` makes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = soft_limit_to_ask_for(soft, hard)
-    if wanted != soft:
+    allowed = open_files_allowed(soft, hard)
+    if 0 <= soft < allowed:
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         except (OSError, ValueError) as error:  # beyond fs.nr_open, or forbidden here
             log.warning("the limit of open files stays at %d: %s", soft, error)
             return soft
-    return open_files_allowed(wanted, hard)
+    return allowed
 
 
 @contextmanager

@@ -147,7 +147,6 @@ class Controller:
         self._lives = {member: place.life for member, place in self._places.items()}  # the last one of each so far
 
     def life(self, member: MemberId) -> int:
-        """The present life of a member."""
         return self._places[member].life
 
     def last_life(self, member: MemberId) -> int:
@@ -209,7 +208,6 @@ class Controller:
         return f"it was one failure too many: the run has outlived {outlived} (max_failures={self.max_failures})"
 
     def _replace(self) -> list[Action]:
-        """Start processes in the places of dead ones."""
         actions: list[Action] = []
         for member, place in self._places.items():
             if place.state is _State.DEAD:
@@ -260,7 +258,6 @@ class Controller:
         return [*self._expect_nothing(Process(member, life)), *self._go_on()]
 
     def _begin(self) -> list[Action]:
-        """Begin the loops that are ready."""
         begun: list[Action] = []
         for member, place in self._places.items():
             if place.state is _State.READY:
@@ -381,7 +378,6 @@ class Controller:
         return reform.Abandon(owners, change.joining, why)
 
     def _enter(self, change: Reform) -> None:
-        """The next epoch stands: what is left of this one is over."""
         for process in (*change.parting, *change.joining):
             self._places.pop(process.member, None)
         self._places |= {process.member: _Place(process.life) for process in change.joining}
@@ -400,7 +396,6 @@ class Controller:
         return actions
 
     def _expect_nothing(self, process: Process) -> list[Action]:
-        """A process will not answer any more."""
         return [] if self._reform is None else [*self._reform.gone(process)]
 
     def _next_life(self, member: MemberId) -> int:

@@ -43,7 +43,6 @@ class OwnerPlan:
 
     @property
     def who(self) -> str:
-        """The owner's name in messages."""
         return f"optimizer {self.owner} of {self.num_owners}"
 
     @property
@@ -53,7 +52,6 @@ class OwnerPlan:
 
     @property
     def steady(self) -> int:
-        """``total`` while no checkpoint is written."""
         return self.total - self.copies
 
     @property

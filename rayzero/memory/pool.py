@@ -44,7 +44,6 @@ class MemoryBudget:
 
     @property
     def used(self) -> int:
-        """The bytes that are leased now."""
         with self._lock:
             return self._used
 
@@ -114,7 +113,6 @@ class Buffer:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes that were asked for."""
         return self.tensor.numel()
 
     def release(self) -> None:

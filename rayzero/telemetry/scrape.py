@@ -36,7 +36,6 @@ class Target:
 
     @property
     def labels(self) -> dict[str, str]:
-        """The labels that Prometheus adds to every series of this process."""
         own = {_INDEX[self.role]: str(self.index)} if self.role in _INDEX else {}
         return {"run": self.run, "role": str(self.role), "node": self.node} | own
 
@@ -46,7 +45,6 @@ class Target:
         return self.labels | ({} if self.scheme == "http" else {_SCHEME: self.scheme})
 
     def url(self, path: str) -> str:
-        """The address of one of its pages."""
         return f"{self.scheme}://{self.address}{path}"
 
     @property
@@ -105,7 +103,6 @@ class Viewer:
         return context
 
     def header(self, scheme: str) -> str:
-        """What a request says of who asks."""
         shows = self.token is not None and (scheme == "https" or self.in_clear)
         return f"Authorization: Bearer {self.token}\r\n" if shows else ""
 
@@ -125,7 +122,6 @@ class Series:
         return sum(found) if found else None
 
     def by_label(self, metric: Metric, label: str) -> dict[str, float]:
-        """Sums by the values of one label."""
         sums: dict[str, float] = {}
         for labels, value in self._of(metric):
             of = dict(labels).get(label, "")

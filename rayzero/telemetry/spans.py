@@ -97,7 +97,6 @@ class SpanRing(Spans):
         return over
 
     def recorded(self) -> Recorded:
-        """The spans kept now, for other processes."""
         spans = tuple(self._ring.copy())
         return Recorded(
             host=clock_host(),
@@ -121,7 +120,6 @@ class Recorded:
     spans: tuple[TraceSpan, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, which ``parse_record`` reads again."""
         return {name: getattr(self, name) for name in ("host", "node", "pid", "wall_offset", "full", "spans")}
 
 

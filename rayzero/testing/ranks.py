@@ -39,8 +39,22 @@ from rayzero.slabs.sweep import SHARED_MEMORY, sweep
 from rayzero.store.remote.owner_table import OwnerTable
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
-from rayzero.testing.owners import OwnersHere, ServedReach, Service, local_owners, served_owners
-from rayzero.testing.place import Connect, Ending, Killed, Loop, RankPlace, RankResult, T, outcome_of, results_of
+from rayzero.testing.members import (
+    Connect,
+    Ending,
+    Killed,
+    Loop,
+    OwnersHere,
+    RankPlace,
+    RankResult,
+    ServedReach,
+    Service,
+    T,
+    local_owners,
+    outcome_of,
+    results_of,
+    served_owners,
+)
 from rayzero.testing.rank_processes import FaultInjector, OwnerProcesses, run_processes
 
 Transport = Literal["inproc", "grpc", "shm"]

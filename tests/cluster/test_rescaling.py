@@ -83,7 +83,9 @@ class Actors:
         self.exporters = SimpleNamespace(targets=())
 
     def join_owner(self, index: int, ownership: Any, node: str) -> tuple[Any, str]:
-        return SimpleNamespace(actor=Handle(f"optimizer {index}"), member=None), f"start of optimizer {index}"
+        settings = SimpleNamespace(ownership=ownership)
+        joining = SimpleNamespace(actor=Handle(f"optimizer {index}"), settings=settings, member=None)
+        return joining, f"start of optimizer {index}"
 
     def listen_at_nodes(self, addresses: Any) -> Any:
         return addresses
@@ -97,7 +99,7 @@ class Actors:
     def end_joining(self) -> None:
         self.ended += 1
 
-    def enter(self, ownership: Any, addresses: Any) -> None:
+    def enter(self, ownership: Any) -> None:
         self.handles["optimizer 2"], self.members["optimizer 2"] = Handle("optimizer 2"), self.members["optimizer 1"]
 
     def enlist(self) -> None:

@@ -27,8 +27,7 @@ from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs, sweep
 from rayzero.store.remote.owner_table import OwnerTable
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing import run_ranks
-from rayzero.testing.owners import ServedReach, Service
-from rayzero.testing.place import RankPlace
+from rayzero.testing.members import RankPlace, ServedReach, Service
 from rayzero.testing.rank_processes import OwnerProcesses, run_processes
 from tests.support import needs
 from tests.support.waiting import until

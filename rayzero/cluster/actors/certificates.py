@@ -57,6 +57,5 @@ class Certificates:
 
     @property
     def warnings(self) -> list[str]:
-        """Which certificates of the user's may end before the run."""
         sources = [source for source in (self._issuer, self._access) if source is not None]
         return [source.warning for source in sources if source.warning is not None]

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -82,7 +82,6 @@ class RunCheckpoints:
             self._elsewhere[whole] = None
 
     def catalog(self) -> Catalog:
-        """Read the manifests of all of them."""
         return Catalog.of(self.folder, self._elsewhere)
 
     def folders(self) -> list[Path]:
@@ -93,7 +92,6 @@ class RunCheckpoints:
         return checkpoint.is_relative_to(self.folder.parent) or checkpoint in self._elsewhere
 
     def anything_stale(self) -> bool:
-        """Whether an interrupted save left anything in the folder."""
         return bool(stale_folders(self.folder))
 
     def sweep(self) -> None:
@@ -103,7 +101,6 @@ class RunCheckpoints:
             sweep_stale(path.parent, path.name)
 
     def name_of(self, checkpoint: Path) -> str:
-        """Its name if it is in the folder, else its path."""
         return checkpoint.name if checkpoint.parent == self.folder else str(checkpoint)
 
 
@@ -148,12 +145,6 @@ class RunLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-    def __enter__(self) -> RunLock:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 def _holder(directory: Path) -> str:
@@ -292,7 +283,8 @@ def find_start(config: RunConfig, successor: Successor | None = None, *, setting
     lock."""
     path = config.path.absolute()
     checkpoints = checkpoints_of(path)
-    with _lock_run(path, checkpoints) or nullcontext():
+    lock = _lock_run(path, checkpoints)
+    with nullcontext() if lock is None else closing(lock):
         return _choose(config, path, _record_before(path), checkpoints, successor, setting)
 
 
@@ -399,7 +391,6 @@ def _hold(before: Mapping[str, Any] | None, successor: Successor | None) -> Hold
 
 
 def _newest(checkpoints: RunCheckpoints, why: str | None) -> Path:
-    """``why``: why a killed run's memory is not used, if there was one."""
     catalog = checkpoints.catalog()
     if (found := catalog.newest()) is None:
         damaged = "".join(f"; {why}" for why in catalog.damaged.values())

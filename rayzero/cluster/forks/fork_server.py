@@ -112,7 +112,6 @@ class ForkServer:
                 self._workers.discard(pid)
 
     def _leave(self) -> None:
-        """In a worker: nothing of the server stays."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._listener.close()

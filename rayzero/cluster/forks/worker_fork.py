@@ -110,7 +110,6 @@ def _connect_or_start(name: str) -> socket.socket:
 
 @cache
 def fork_token() -> str:
-    """What names this process as a driver."""
     return os.urandom(16).hex()
 
 

@@ -195,7 +195,6 @@ def _ray() -> Any:
 
 
 def _next_job() -> str:
-    """The id of the next driver's job."""
     own = bytes.fromhex(_ray().get_runtime_context().get_job_id())
     return (int.from_bytes(own, "little") + 1).to_bytes(len(own), "little").hex()
 

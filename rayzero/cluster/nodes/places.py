@@ -44,7 +44,6 @@ class Reservation:
         return _in_bundle(self.plan.worker, self.groups[rank])
 
     def optimizer_options(self, owner: int) -> dict[str, Any]:
-        """Ray actor options of an optimizer actor."""
         group, bundle = self.plan.place_of_optimizer(owner)
         return _in_bundle(self.plan.optimizer, self.groups[group], bundle)
 
@@ -54,13 +53,11 @@ class Reservation:
         return _beside(self.optimizer_options(owner))
 
     def nodes(self) -> dict[tuple[int, int], str]:
-        """The node (id) of every reserved place, by group and bundle."""
         table = placement_group_table()
         bundles = {index: table[group.id.hex()]["bundles_to_node_id"] for index, group in enumerate(self.groups)}
         return {(group, bundle): node for group, found in bundles.items() for bundle, node in found.items()}
 
     def rank_nodes(self) -> list[str]:
-        """The node (id) of every rank."""
         at = self.nodes()
         return [at[rank, 0] for rank in range(self.plan.num_workers)]
 
@@ -246,7 +243,6 @@ class OwnerPlaces:
         return ownership
 
     def options(self, owner: int) -> dict[str, Any]:
-        """Ray actor options of an optimizer actor."""
         place = self._taken.get(owner)
         return self._placement.optimizer_options(owner) if place is None else place.options
 
@@ -268,12 +264,10 @@ class OwnerPlaces:
 
     @property
     def needs(self) -> str:
-        """What each actor needs, for messages."""
         share = self._placement.plan.optimizer
         return count(share.cpus, "CPU") + (f" and {format_bytes(share.memory)} of memory" if share.memory else "")
 
     def close(self) -> None:
-        """Give all of them back. Idempotent."""
         taken, self._taken = self._taken, {}
         for place in taken.values():
             self.free(place)

@@ -96,7 +96,6 @@ class HeardReports:
         return True
 
     def come_again(self) -> None:
-        """The last reports of all ranks may come again."""
         self._before = dict(self._newest)
 
 
@@ -138,7 +137,6 @@ class Heartbeats:
         self._worked = {who: seconds for who, seconds in self._worked.items() if who in self._heard}
 
     def beat(self, who: str, update_seconds: float | None) -> None:
-        """Record a heartbeat. ``update_seconds``: of an owner, since its start."""
         if who not in self._heard:
             return
         self._heard[who] = monotonic()
@@ -147,7 +145,6 @@ class Heartbeats:
             self._compare()
 
     def _compare(self) -> None:
-        """Compute the imbalance once every owner has reported more work."""
         owners = [who for who in self._heard if kind_of(who) == "optimizer"]
         done = [self._worked.get(who, 0.0) - self._before.get(who, 0.0) for who in owners]
         if done and min(done) > 0:
@@ -155,7 +152,6 @@ class Heartbeats:
             self._before = dict(self._worked)
 
     def readings(self) -> Iterator[Reading]:
-        """The coordinator's gauges for it."""
         now, states = monotonic(), Counter[tuple[str, str]]()
         for who, heard in list(self._heard.items()):
             age = now - heard
@@ -170,7 +166,6 @@ class Heartbeats:
 
 
 def kind_of(who: str) -> str:
-    """``"rank 0"`` -> ``"rank"``."""
     return who.partition(" ")[0]
 
 
@@ -218,7 +213,6 @@ class Coordinator:
         return self._exporter.target
 
     async def renew(self, new: Renewed) -> None:
-        """Show what is new from now on."""
         if new.metrics is not None and self._exporter is not None:
             self._exporter.renew(new.metrics)
         if new.viewer is not None and self._live is not None:
@@ -241,7 +235,6 @@ class Coordinator:
         self._heartbeats.beat(who, update_seconds)
 
     async def move(self, state: RunState) -> None:
-        """The run is in another state."""
         self._state = state
         self._happened(f"the run is {state}", bad=state is RunState.FAILED)
         if state is RunState.RUNNING:

@@ -54,11 +54,12 @@ class OwnerSettings:
     owner: int
     num_owners: int
     threads: int  # that compute updates
+    bind_numa: bool = False  # an optimizer actor runs on one node's CPUs
     memory_budget: int | None  # bytes its plan may use; None: what its host has
     share: Path | None  # directory of memory that is shared with ranks of the same host; None: do not share
     norms_every: int | None  # steps between measurements of norms by layer group; None: never
     device: str = "cpu"  # where masters and states lie
-    ownership: Ownership | None = None  # who owns what by now; None: it is the run's first epoch
+    ownership: Ownership  # who owns what by now
     succeeds: bool = False  # it takes over the slabs of a dead owner of its number, or those prepared for its epoch
     replaces_members: bool = False  # the dead are started again
     token: str = field(repr=False)  # every call to the owner must carry it
@@ -119,7 +120,6 @@ class ServedOwner:
         return address_to_serve(f"optimizer {self._settings.owner}", host, self._settings.network, own_addresses())
 
     def renew(self, tls: Credentials) -> None:
-        """Show this from now on; connections stay open."""
         if self._identity is not None:
             self._identity.renew(tls)
 
@@ -188,15 +188,14 @@ class OptimizerActor(MemberProcess):
         own = self._settings
         if own is None:
             return this_process("spare")
-        is_door = own.ownership is not None and own.owner in own.ownership.door_numbers
-        return replace(this_process(optimizer_name(own.owner)), has_shards=not is_door)
+        has_shards = own.owner not in own.ownership.door_numbers
+        return replace(this_process(optimizer_name(own.owner)), has_shards=has_shards)
 
-    def become(self, settings: OwnerSettings, *, measure_bandwidth: bool, bind_numa: bool) -> Member:
+    def become(self, settings: OwnerSettings, *, measure_bandwidth: bool) -> Member:
         """Become an owner, once and before any other call but ``hello`` and ``watch``; who and where this is.
 
-        ``measure_bandwidth``: measure the host's memory bandwidth with the exporter's start. ``bind_numa``: bind to one
-        node's CPUs."""
-        if bind_numa:
+        ``measure_bandwidth``: measure the host's memory bandwidth with the exporter's start."""
+        if settings.bind_numa:
             bind(optimizer_name(settings.owner), settings.owner, settings.threads)
         torch.set_num_threads(settings.threads)
         self._measure_bandwidth = measure_bandwidth
@@ -204,16 +203,11 @@ class OptimizerActor(MemberProcess):
         return self.hello()
 
     def take_place(
-        self,
-        settings: OwnerSettings,
-        bind_numa: bool,
-        host: str | None,
-        exporter: ExporterSettings | None,
-        coordinator: Any,
+        self, settings: OwnerSettings, host: str | None, exporter: ExporterSettings | None, coordinator: Any
     ) -> tuple[Member, str, Target | None]:
         """Become the successor of an owner that has died, or one that joins: who this is, where it serves, and its
         exporter. ``host``: to serve on; None: this node's address."""
-        member = self.become(settings, measure_bandwidth=False, bind_numa=bind_numa)
+        member = self.become(settings, measure_bandwidth=False)
         address = self.serve(host or member.host)
         return member, address, None if exporter is None else self.open_exporter(exporter, coordinator)
 
@@ -227,10 +221,8 @@ class OptimizerActor(MemberProcess):
 
     def open_exporter(self, settings: ExporterSettings, coordinator: Any) -> Target:
         """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""
-
         owner, own = self._served, self._settings
         assert own is not None
-
         self._recorder.set(OPTIMIZER_THREADS, own.threads)
         self._recorder.set(OPTIMIZER_CORES, len(os.sched_getaffinity(0)))
         bandwidth = measure_bandwidth(own.threads) if self._measure_bandwidth else None

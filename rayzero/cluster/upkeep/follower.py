@@ -93,7 +93,6 @@ def _rank_life(start: StartPoint) -> int:
 
 
 def _bound(request: RunRequest) -> frozenset[MemberId]:
-    """The members whose part of the optimizer ends with their process."""
     bound: list[MemberId] = []
     if request.zero.shared_directory is None:
         bound += [MemberId(MemberKind.OWNER, owner) for owner in range(request.scaling.num_optimizers)]
@@ -197,7 +196,6 @@ class Follower:
                 self._autoscaling.act(time.monotonic())
 
     def _take_request(self) -> None:
-        """Take requests for other optimizers; see elastic/requests.py."""
         requests = take(self._run_dir)
         for request in requests[:-1]:
             self._rescaling.replace(request)
@@ -317,7 +315,6 @@ class Follower:
             self._hear(news)
 
     def _hear(self, news: News) -> None:
-        """Pass on the reports, and ask for the next ones."""
         before, self._life = self._life, news.life
         if news.life != before:
             self._take_coordinator()

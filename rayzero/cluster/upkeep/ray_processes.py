@@ -18,7 +18,8 @@ import ray
 
 from rayzero.cluster.actors.actor_calls import ANSWER_S, START_S, control, failure_from_ray
 from rayzero.cluster.actors.reach_trial import ReachTrial
-from rayzero.cluster.actors.run_actors import Joining, RunActors
+from rayzero.cluster.actors.roster import Joining
+from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.processes.rank_worker import PackedLoop, RankSettings
 from rayzero.cluster.run import actor_name
 from rayzero.cluster.supervision import Failure, death_of
@@ -87,7 +88,6 @@ class RayProcesses:
         self._past: set[Any] = set()  # calls to processes whose deaths were acted on before Ray told of them
         self.nodes: Mapping[int, str] = {}  # owner that is to join -> its node
         self._joining: dict[Process, Joining] = {}
-        self._coming: Ownership | None = None  # once they have joined
         self._addresses: Sequence[str] = ()  # of the owners before
         self._arrivals: dict[Process, _Arrival] = {}  # of those that join
         self._deaths = Deaths(_CALM_S if replaces else 0.0)
@@ -99,7 +99,6 @@ class RayProcesses:
                 self._ends.watch(who, actors.local.pid(who))
 
     def close(self) -> None:
-        """Watch no process any more. Idempotent."""
         self._ends.close()
 
     def present(self, who: str) -> Process:
@@ -121,7 +120,7 @@ class RayProcesses:
         self._starts[call] = _OpenCall(process, Step.START, time.monotonic())
 
     def join(self, process: Process, ownership: Ownership, addresses: Sequence[str]) -> None:
-        self._coming, self._addresses = ownership, addresses
+        self._addresses = addresses
         joining, call = self._actors.join_owner(process.member.index, ownership, self.nodes[process.member.index])
         self._joining[process], self._handles[process] = joining, joining.actor
         self._starts[call] = _OpenCall(process, Step.START, time.monotonic())
@@ -135,7 +134,7 @@ class RayProcesses:
 
     def call(self, processes: Sequence[Process], method: str, *arguments: Any) -> None:
         if method == Step.ENTER:
-            self._enter(*arguments)
+            self._enter(arguments[0])
         calls = {self._remote(each, str(method), arguments): each for each in processes}
         self._asked |= {call: _OpenCall(each, method, time.monotonic()) for call, each in calls.items()}
         if method == "abandon" and calls:  # Ray may carry out what another attempt asks before it
@@ -170,12 +169,12 @@ class RayProcesses:
             self.let_go(who)
         self._actors.part(actor, process.member.index)
 
-    def _enter(self, ownership: Ownership, addresses: Sequence[str]) -> None:
+    def _enter(self, ownership: Ownership) -> None:
         """Owners that are replaced are not to be missed, and those that join are members from now on."""
         joining, self._joining = self._joining, {}
         for process in joining:
             self.let_go(actor_name(process.member))
-        self._actors.enter(ownership, addresses)
+        self._actors.enter(ownership)
         self._present |= {actor_name(process.member): process for process in joining}
         for process in joining:
             if process in self._watches.values():  # else it has died, which is known
@@ -254,9 +253,9 @@ class RayProcesses:
             return [Died(process)]
         joining = self._joining[process]
         self._actors.joined(joining, member, target)
-        assert self._coming is not None
-        num_doors = len(self._coming.door_numbers)
-        why = self._actors.too_few_files(self._coming.num_owners, num_doors, {str(process.member): member})
+        coming = joining.settings.ownership
+        others = {str(process.member): member}
+        why = self._actors.too_few_files(coming.num_owners, len(coming.door_numbers), others)
         if why is not None:
             return [Answered(process, Step.START, refused=why)]
         self._watches[joining.actor.watch.remote()] = process
@@ -339,7 +338,6 @@ class RayProcesses:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Why a process refuses a step."""
     said = str(error).strip().partition("\n")[0]
     return said if isinstance(error, RayZeroError) else f"{type(error).__name__}: {said}"
 
@@ -366,13 +364,11 @@ class Deaths:
         self._known: dict[str, Death] = {}
 
     def told(self, failure: Failure, now: float) -> None:
-        """Ray reports that a process has died."""
         known = self._known.get(failure.who)
         since, seen = (known.since, known.seen) if known is not None else (now, False)
         self._known[failure.who] = Death(failure=failure, since=since, seen=seen)
 
     def saw(self, who: str, pid: int, at: float) -> None:
-        """The kernel has reported that a process died at ``at``."""
         known = self._known.get(who)
         failure = known.failure if known is not None else death_of(who, pid, "")
         self._known[who] = Death(failure=failure, since=at, seen=True)
@@ -414,7 +410,6 @@ class EndWatch:
             self._watched[who] = process.pid, end
 
     def forget(self, who: str) -> None:
-        """Do not report the end of this process any more."""
         if who in self._watched:
             self._watched.pop(who)[1]()
 

@@ -54,7 +54,6 @@ class Replacement:
         self._one_cause = OneCause()
 
     def close(self) -> None:
-        """Watch nobody any more. Idempotent."""
         self._processes.close()
         for member in [member for member, one in self._recovering.items() if one.telling]:
             self._end_recovery(member)
@@ -65,7 +64,6 @@ class Replacement:
         return self._processes.calls
 
     def patience_s(self, now: float) -> float | None:
-        """Seconds until ``act`` has something to do without an event."""
         return self._processes.patience_s(now)
 
     def failed(self) -> list[Failure]:
@@ -74,7 +72,6 @@ class Replacement:
         return found
 
     def take(self, call: Any) -> None:
-        """One of ``calls`` has ended."""
         for event in self._processes.take(call):
             if isinstance(event, Died):  # before it was a member
                 failure = death_of(str(event.process), self._processes.joining_pid(event.process), "")
@@ -150,7 +147,6 @@ class Replacement:
         self._processes.failures.append(replace(failure, what=what, restarts=restarts))
 
     def _give_up(self, process: Process) -> None:
-        """No process could take this one's place."""
         who = actor_name(process.member)
         late = Failure(who=who, what="died, and no other process could take its place.", restarts=True)
         if self._actors.has_lost_host(who):
@@ -161,7 +157,6 @@ class Replacement:
     # ---- recoveries
 
     def _note(self, event: Event) -> None:
-        """What an event says of recoveries."""
         recovering = self._recovering.get(event.process.member)
         match event:
             case Serves() if recovering is not None:
