@@ -65,7 +65,6 @@ class Succeed:
 
     owner: int
     address: str
-    epoch: int  # of the table with this address
     others: tuple[MemberId, ...]  # that run, or have been told an older table
 
 
@@ -131,7 +130,7 @@ class Controller:
         the run outlives in all; ``outlived``: how many it has outlived before. ``bound``: members whose states die with
         their process; after their death nobody can take their place. ``rank_life``: more than 0 in a run that continues
         another one. ``ownership``: who owns what; None: it is the run's first epoch, without doors."""
-        self.addresses, self.epoch = tuple(addresses), 0
+        self.addresses = tuple(addresses)
         on_host = len(self.addresses) - beside
         self.ownership = ownership or Ownership(on_host)
         self._wanted: Rescale | None = None  # the change that is asked for and has not begun
@@ -232,7 +231,6 @@ class Controller:
             place.state = _State.READY
             return self._go_on()
         place.state = _State.CONNECTING
-        self.epoch += 1
         self.addresses = (*self.addresses[: member.index], address, *self.addresses[member.index + 1 :])
         return [Connect(member.index, life, self.addresses)]
 
@@ -246,7 +244,7 @@ class Controller:
         if self._reform is not None and self._reform.step is Step.ENTER:  # ranks hear of all owners when they go over
             others = tuple(member for member in others if member.kind is not MemberKind.RANK)
         place.state = _State.RUNNING
-        return [Succeed(owner, self.addresses[owner], self.epoch, others), *self._go_on()]
+        return [Succeed(owner, self.addresses[owner], others), *self._go_on()]
 
     def ended(self, rank: int, life: int) -> list[Action]:
         """A rank's loop has returned or raised: its process is not replaced any more."""
@@ -382,7 +380,6 @@ class Controller:
             self._places.pop(process.member, None)
         self._places |= {process.member: _Place(process.life) for process in change.joining}
         self.addresses, self.ownership = change.new_addresses, change.after
-        self.epoch += 1
 
     def _go_over(self, change: Reform, *, all_serve: bool) -> list[Action]:
         """Let ranks go over, and end the change when they have."""

@@ -135,7 +135,7 @@ class Supervisor:
                 processes.call(self._present(owners), "lose", rank, life)
             case Connect(owner, life, addresses):
                 processes.call((Process(MemberId(MemberKind.OWNER, owner), life),), "connect_peers", addresses)
-            case Succeed(owner, address, _, others):
+            case Succeed(owner, address, others):
                 processes.call(self._present(others), "succeed", owner, address)
             case Join(member, life, after):
                 processes.join(Process(member, life), after, self.controller.addresses)

@@ -96,7 +96,7 @@ class Replacement:
                 case Start(member, _):
                     self._recovering[member] = self._dead.pop(member)
                     self._note_start(self._recovering[member])
-                case Succeed(owner, _, _, others):
+                case Succeed(owner, _, others):
                     telling = {Process(other, self._controller.life(other)) for other in others}
                     self._recovering[MemberId(MemberKind.OWNER, owner)].telling = telling
                 case _:  # of a change of the owners
