@@ -240,9 +240,10 @@ class GroupOwners:
         assert self._actors is not None
         nodes = [] if self._share is None else self._placement.nodes_without_optimizer(group.nodes)
         num_owners = self._placement.plan.num_optimizers + len(nodes)
-        why = self._actors.too_few_files(num_owners, len(nodes), {}, num_ranks=group.world_size)
-        if why is not None:
-            self._refuse(group, why)
+        try:
+            self._actors.check_files(num_owners, len(nodes), {}, num_ranks=group.world_size)
+        except ConfigError as error:
+            self._refuse(group, str(error))
             return
         goes_on = None
         if self._group is not None or self._failure is not None or nodes:

@@ -66,12 +66,13 @@ class Actors:
         }
     )
     ended: int = 0
-    limits: dict[tuple[int, tuple[str, ...]], str] = field(default_factory=dict)  # what ``too_few_files`` says
+    limits: dict[tuple[int, tuple[str, ...]], str] = field(default_factory=dict)  # what ``check_files`` says
     trial: Trial = field(default_factory=Trial)  # of the next one that joins
     local = SimpleNamespace(pid=lambda who: None, stopped=[])
 
-    def too_few_files(self, num_owners: int, num_doors: int, others: dict[str, Any]) -> str | None:
-        return self.limits.get((num_owners, tuple(others)))
+    def check_files(self, num_owners: int, num_doors: int, others: dict[str, Any]) -> None:
+        if (num_owners, tuple(others)) in self.limits:
+            raise ConfigError(self.limits[num_owners, tuple(others)])
 
     def joined(self, joining: Any, member: Any, target: Any) -> None:
         joining.member = member

@@ -157,9 +157,7 @@ class RunActors:
         self.coordinator_life = self.ask({_COORDINATOR: self.coordinator.life.remote()}, ANSWER_S)[_COORDINATOR]
         lead = {_COORDINATOR: self.members.pop(_COORDINATOR)}
         here = {**lead, _DRIVER: this_process(_DRIVER)}
-        why = self.too_few_files(len(self.owners), len(ownership.door_numbers), here)
-        if why is not None:
-            raise ConfigError(why)
+        self.check_files(len(self.owners), len(ownership.door_numbers), here)
         self.local.give_janitor(Janitor(share, discovery_dir, keep=keep))
         self.local.find({**lead, **self.members}, self.driver_node)
         if telemetry.enabled:
@@ -175,13 +173,15 @@ class RunActors:
         self.spares.fill()
         return addresses
 
-    def too_few_files(
+    def check_files(
         self, num_owners: int, num_doors: int, others: Mapping[str, Member], *, num_ranks: int | None = None
-    ) -> str | None:
-        """Why this run cannot have so many optimizer actors, by what its processes may open; see the function.
+    ) -> None:
+        """Raise ConfigError if this run cannot have so many optimizer actors, by the files that its processes may open.
         ``others``: processes beside those of now. ``num_ranks``: that another library starts; None: its own."""
         ranks = len(self.ranks) if num_ranks is None else num_ranks
-        return too_few_files({**self.members, **others}, ranks, num_owners, self._roster.num_beside, num_doors)
+        why = too_few_files({**self.members, **others}, ranks, num_owners, self._roster.num_beside, num_doors)
+        if why is not None:
+            raise ConfigError(why)
 
     @property
     def with_shards(self) -> dict[str, Any]:

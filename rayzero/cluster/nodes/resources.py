@@ -181,18 +181,16 @@ def _stand_together(plan: ResourcePlan) -> bool:
 
 
 def _cpu_demand(plan: ResourcePlan) -> str:
-    return (
-        f"{count(plan.cpus, 'CPU')} ({count(plan.num_workers, 'rank')} x {plan.worker.cpus:g} + "
-        f"{count(plan.num_optimizers, 'optimizer')} x {plan.optimizer.cpus:g})"
-    )
+    return f"{count(plan.cpus, 'CPU')} {_each(plan, f'{plan.worker.cpus:g}', f'{plan.optimizer.cpus:g}')}"
 
 
 def _memory_demand(plan: ResourcePlan) -> str:
-    return (
-        f"{format_bytes(plan.memory)} of memory ("
-        f"{count(plan.num_workers, 'rank')} x {format_bytes(plan.worker.memory)} + "
-        f"{count(plan.num_optimizers, 'optimizer')} x {format_bytes(plan.optimizer.memory)})"
-    )
+    each = _each(plan, format_bytes(plan.worker.memory), format_bytes(plan.optimizer.memory))
+    return f"{format_bytes(plan.memory)} of memory {each}"
+
+
+def _each(plan: ResourcePlan, worker: str, optimizer: str) -> str:
+    return f"({count(plan.num_workers, 'rank')} x {worker} + {count(plan.num_optimizers, 'optimizer')} x {optimizer})"
 
 
 def _groups_selector_text(plan: ResourcePlan) -> str:

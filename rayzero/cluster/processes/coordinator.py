@@ -99,26 +99,6 @@ class HeardReports:
         self._before = dict(self._newest)
 
 
-class UnreadReports:
-    """The ranks' reports that the driver has not had. Knows values; not Ray or files."""
-
-    def __init__(self) -> None:
-        self._heard = HeardReports()
-        self._unread: deque[Report] = deque(maxlen=REPORTS_KEPT)
-
-    def add(self, reports: Sequence[Report]) -> list[Report]:
-        """Take a rank's reports, in its order. Returns those that no life of the rank had made before."""
-        new = [report for report in reports if self._heard.is_new(report)]
-        self._unread.extend(new)
-        return new
-
-    def take(self) -> list[Report]:
-        """Reports not taken before, in order of arrival."""
-        unread = list(self._unread)
-        self._unread.clear()
-        return unread
-
-
 class Heartbeats:
     """The last heartbeat of each process, and the owners' update seconds.
 
@@ -178,7 +158,7 @@ class Coordinator:
         self._life = secrets.token_hex(4)
         self._run, self._started_at, self._state = run, started_at, RunState.STARTING
         self._hosts: Mapping[str, str] = {}  # of the members; replaced as a whole: the live page's thread reads it
-        self._unread = UnreadReports()
+        self._heard, self._unread = HeardReports(), deque[Report](maxlen=REPORTS_KEPT)  # that the driver has not had
         self._checkpoints: set[str] = set()  # that were reported
         self._log = log
         self._heartbeats = Heartbeats()
@@ -302,7 +282,8 @@ class Coordinator:
         await self._ready.wait()
         if life not in (None, self._life):
             return Received(self._life)
-        new = self._unread.add(reports)
+        new = [report for report in reports if self._heard.is_new(report)]
+        self._unread.extend(new)
         for checkpoint in (report.checkpoint for report in new):
             if checkpoint is not None and checkpoint not in self._checkpoints:
                 self._checkpoints.add(checkpoint)
@@ -321,7 +302,8 @@ class Coordinator:
         await self._news.wait()
         if not self._ended:
             self._news.clear()
-        unread = self._unread.take()
+        unread = list(self._unread)
+        self._unread.clear()
         self._passing_on = {report.rank: (report.step, report.number) for report in unread}
         return News(unread, self._life)
 

@@ -254,10 +254,10 @@ class RayProcesses:
         joining = self._joining[process]
         self._actors.joined(joining, member, target)
         coming = joining.settings.ownership
-        others = {str(process.member): member}
-        why = self._actors.too_few_files(coming.num_owners, len(coming.door_numbers), others)
-        if why is not None:
-            return [Answered(process, Step.START, refused=why)]
+        try:
+            self._actors.check_files(coming.num_owners, len(coming.door_numbers), {str(process.member): member})
+        except ConfigError as error:
+            return [Answered(process, Step.START, refused=str(error))]
         self._watches[joining.actor.watch.remote()] = process
         trial = self._actors.try_to_reach(joining, address, self._addresses)
         self._arrivals[process] = _Arrival(address, trial, time.monotonic())

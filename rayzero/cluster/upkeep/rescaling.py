@@ -140,7 +140,7 @@ class Rescaling:
             wanted = self._planned(change)
             changes = reform.resolved(wanted, self._controller.ownership) is not None
             if changes:
-                self._check_files(wanted)
+                self._actors.check_files(len(wanted.former), wanted.doors, {})
                 self._check_hosts(change, wanted)
         except ConfigError as error:
             self._end(change, str(error))
@@ -190,12 +190,6 @@ class Rescaling:
         whole, doors = with_doors(Rescale(former), there, ranks=ranks, there=at, before=ownership)
         change.nodes |= doors
         return whole
-
-    def _check_files(self, wanted: Rescale) -> None:
-        """Raise ConfigError if a process may not open a connection to each owner after a change."""
-        why = self._actors.too_few_files(len(wanted.former), wanted.doors, {})
-        if why is not None:
-            raise ConfigError(why)
 
     def _check_hosts(self, change: _Change, wanted: Rescale) -> None:
         """Raise ConfigError if ranks could not reach the owners after a change, or owners not each other; let them, if
