@@ -19,7 +19,8 @@ from rayzero.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from rayzero.telemetry.scrape import Scrape, Target, Viewer
+    from rayzero.telemetry.discovery import Target
+    from rayzero.telemetry.scrape import Scrape, Viewer
 
 _WINDOW_S = 10.0  # a picture covers so long, and at least one step
 _ANSWER_S = 2.0  # an exporter that has not answered by then is shown as silent
@@ -123,7 +124,8 @@ def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
 
 def _targets(record: dict[str, Any], viewer: Viewer) -> tuple[Target, ...]:
     """The run's processes as its coordinator lists them now; if it does not answer, as they were at the start."""
-    from rayzero.telemetry.scrape import Target, discover
+    from rayzero.telemetry.discovery import Target
+    from rayzero.telemetry.scrape import discover
 
     told = record["telemetry"]
     if told is None:

@@ -33,7 +33,7 @@ from rayzero.elastic.controller import (
 from rayzero.errors import ConfigError, RayZeroError, RunFailedError
 from rayzero.protocol.ownership import Ownership, device_owners
 from rayzero.quantities import count
-from rayzero.telemetry.scrape import service_discovery
+from rayzero.telemetry.discovery import service_discovery
 
 _LOOK_S = 1.0  # between two looks for places
 _GONE_S = 60.0  # until the processes of a driver that was killed have left the cluster

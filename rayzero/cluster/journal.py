@@ -31,8 +31,8 @@ from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.errors import RunFailedError
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.recorder import Measurements
-from rayzero.telemetry.scrape import Target
 
 OnReport = Callable[[Report], None]
 OnPhase = Callable[[str], None]  # called with a short description of each phase as it begins

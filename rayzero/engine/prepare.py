@@ -17,7 +17,7 @@ from rayzero.activations.attach import match_modules
 from rayzero.activations.offload import ActivationOffload
 from rayzero.activations.policy import OffloadPolicy
 from rayzero.codecs import CODECS
-from rayzero.concurrency.threads import with_index
+from rayzero.concurrency.cuda_device import with_index
 from rayzero.config import ZeroConfig
 from rayzero.convert.weights import Weights, WeightSource
 from rayzero.engine.autograd.hooks import CastInputs, CopyEntries, UnitCalls, hook_units
@@ -58,7 +58,7 @@ from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker
 from rayzero.kernels.torch_classes.optimizer_trial import Scope, refuse_vectors, require_owned
 from rayzero.kernels.torch_classes.optimizers import Optimizers, parts_of, path_of
 from rayzero.layout.model_layout import UnitLayout
-from rayzero.memory.process_memory import give_back_freed, keep_some_buffers
+from rayzero.memory.malloc import give_back_freed, keep_some_buffers
 from rayzero.protocol.messages import Hyper, ModelSpec
 from rayzero.protocol.ownership import device_owners
 from rayzero.protocol.store import ParameterStore

@@ -28,8 +28,9 @@ from rayzero.quantities import count, format_bytes
 from rayzero.recipes.planning import RecipeWork, plan_recipe, recipe_bytes, recipe_hardware
 from rayzero.recipes.run_log import StepRow
 from rayzero.telemetry import names
+from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Metric, Role
-from rayzero.telemetry.scrape import Scrape, Scraped, Target, scrape
+from rayzero.telemetry.scrape import Scrape, Scraped, scrape
 
 PLAN = "plan.json"
 _MAX_PLAN = 1 << 24  # bytes

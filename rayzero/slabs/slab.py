@@ -32,7 +32,8 @@ from torch import Tensor
 from rayzero.concurrency.backoff import backoff
 from rayzero.errors import ConfigError, HandshakeError, StoreClosedError, StoreError
 from rayzero.files import regular_size
-from rayzero.memory.mapping import Mapping, PageLock, punch_hole
+from rayzero.memory.mapping import Mapping, punch_hole
+from rayzero.memory.page_lock import PageLock
 from rayzero.memory.pages import PAGE
 from rayzero.memory.planner import no_room
 from rayzero.slabs.header import SlabFacts, SlabHeader, check_header, encode_header

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import MemoryPlanError, StoreClosedError, UnsupportedError
-from rayzero.memory.mapping import Mapping, PageLock
+from rayzero.memory.mapping import Mapping
+from rayzero.memory.page_lock import PageLock
 from rayzero.memory.pages import PAGE, whole_pages
 from rayzero.slabs.slab import Slab
 

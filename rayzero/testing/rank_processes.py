@@ -22,15 +22,16 @@ import torch
 
 from rayzero.concurrency.processes import Sleepers, is_stopped
 from rayzero.elastic.controller import Controller
+from rayzero.elastic.doors import with_doors
 from rayzero.elastic.members import MemberId, MemberKind, Process
-from rayzero.elastic.reform import Abandon, Step, resolved, with_doors
+from rayzero.elastic.reform import Abandon, Step, resolved
 from rayzero.elastic.requests import take
 from rayzero.elastic.supervisor import Answered, Died, Ended, Event, Serves, Supervisor
 from rayzero.engine.context import running_in
 from rayzero.engine.private_torch import load_compiler_only_to_compile
 from rayzero.errors import RankLeftError, RunFailedError
 from rayzero.layout.rescale import Rescale
-from rayzero.memory.process_memory import map_blocks
+from rayzero.memory.malloc import map_blocks
 from rayzero.protocol.ownership import Ownership
 from rayzero.store.remote.owner_table import OwnerTable
 from rayzero.testing.members import (

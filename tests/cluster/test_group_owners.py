@@ -17,7 +17,7 @@ from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.processes.worker_groups import WorkerGroup
 from rayzero.cluster.run import Member
 from rayzero.config import ZeroConfig
-from rayzero.elastic.reform import hosts_without_owner
+from rayzero.elastic.doors import hosts_without_owner
 from rayzero.errors import RunFailedError
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.hold import held_in

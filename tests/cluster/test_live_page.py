@@ -27,11 +27,12 @@ from rayzero.cluster.processes.coordinator import Coordinator
 from rayzero.cluster.run import Member, Report, RunState
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry import names
+from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.guard import Protection
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder
-from rayzero.telemetry.scrape import Target, Viewer
+from rayzero.telemetry.scrape import Viewer
 from tests.support.waiting import until
 
 from .browser import CHROMIUM, chromium

@@ -11,7 +11,7 @@ from torch import nn
 import rayzero
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.engine_memory import HeapPeak
-from rayzero.memory.process_memory import heap_use
+from rayzero.memory.malloc import heap_use
 from rayzero.telemetry.names import HEAP_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 

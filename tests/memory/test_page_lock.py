@@ -15,7 +15,7 @@ from rayzero.errors import MemoryPlanError
 from rayzero.hybrid.host.buckets import Bucket
 from rayzero.hybrid.split import Piece
 from rayzero.lanes import ThreadLane
-from rayzero.memory.mapping import PageLock, host_zeros, locked_bytes
+from rayzero.memory.page_lock import PageLock, host_zeros, locked_bytes
 from rayzero.memory.pages import PAGE
 from rayzero.memory.pool import BufferPool
 from tests.cuda_driver import OURS, Driver, driver

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.errors import ConfigError
-from rayzero.memory.pool import Buffer, BufferPool, MemoryBudget, buffer_bytes
+from rayzero.memory.budget import MemoryBudget
+from rayzero.memory.pool import Buffer, BufferPool, buffer_bytes
 
 
 def acquire(pool: BufferPool, nbytes: int) -> Buffer:

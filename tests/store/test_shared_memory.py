@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.errors import HandshakeError, StoreClosedError
-from rayzero.memory.mapping import beyond_limit
+from rayzero.memory.page_lock import beyond_limit
 from rayzero.memory.pages import PAGE
 from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import IN_TOTAL, Action, Decision, Norm, Published, Pushed, Record, SharedPaths

@@ -28,6 +28,7 @@ from rayzero.cluster.processes.process_exporter import ExporterSettings, Process
 from rayzero.cluster.run import DISCOVERY_PATH, Member, Report, RunState
 from rayzero.concurrency.own_process import raise_open_files
 from rayzero.quantities import count
+from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.http import Page
 from rayzero.telemetry.names import (
     ACTORS,
@@ -42,7 +43,7 @@ from rayzero.telemetry.names import (
     SHARD_IMBALANCE,
 )
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
-from rayzero.telemetry.scrape import Target, Viewer, service_discovery
+from rayzero.telemetry.scrape import Viewer
 
 LATE_S = 10.0  # a process without a heartbeat for this long is late
 EVENTS_KEPT = 50  # on the live page

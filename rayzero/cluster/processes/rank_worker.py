@@ -37,14 +37,14 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.engine.loop.reports import LoopReport, RecentReports
     from rayzero.engine.private_torch import load_compiler_only_to_compile
     from rayzero.errors import ConfigError, StoreClosedError
-    from rayzero.memory.process_memory import map_blocks
+    from rayzero.memory.malloc import map_blocks
     from rayzero.protocol.ownership import Ownership
     from rayzero.protocol.store import ParameterStore
     from rayzero.security.credentials import Credentials, Identity, identity_of
     from rayzero.store.remote.owner_table import OwnerTable, connect_store
+    from rayzero.telemetry.discovery import Target
     from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS, MAX_REPORTED, REPORTED, STEP_SECONDS, TRAIN_LOSS
     from rayzero.telemetry.recorder import Measurements, MemoryRecorder, Recorder
-    from rayzero.telemetry.scrape import Target
 
 _FLUSH_S = 30.0  # how long a finished loop waits for its last reports to be sent
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rayzero.hybrid.split import Piece
 from rayzero.layout.model_layout import aligned
-from rayzero.memory.mapping import host_zeros
+from rayzero.memory.page_lock import host_zeros
 
 Shape = tuple[int, ...]
 

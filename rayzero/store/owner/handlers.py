@@ -19,7 +19,7 @@ from rayzero.concurrency.futures import settle
 from rayzero.concurrency.processes import this_process
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
 from rayzero.lead.lead import StepLead
-from rayzero.memory.process_memory import give_back_freed
+from rayzero.memory.malloc import give_back_freed
 from rayzero.owner.service import ShardService
 from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import PROTOCOL_VERSION, Published

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rayzero.errors import StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout
-from rayzero.memory.mapping import host_zeros
+from rayzero.memory.page_lock import host_zeros
 from rayzero.protocol.gradient_sum import (
     GradientMemory,
     GradientSum,

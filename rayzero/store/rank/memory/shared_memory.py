@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import EpochOverError, HandshakeError, RayZeroError
-from rayzero.memory.mapping import PageLock, beyond_limit
+from rayzero.memory.page_lock import PageLock, beyond_limit
 from rayzero.memory.planner import check_shared
 from rayzero.protocol.gradient_sum import GradientMemory
 from rayzero.protocol.messages import FinishReport, LoopState, Pushed, SharedPaths

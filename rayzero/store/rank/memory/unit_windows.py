@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rayzero.memory.mapping import PageLock
+from rayzero.memory.page_lock import PageLock
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.slab import Slab
 from rayzero.slabs.windows import Window, WindowPiece, can_map
