@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rayzero.cluster.follow_call import follow
-    from rayzero.cluster.scale_call import scale
     from rayzero.cluster.trainer import Result, ZeroTrainer
+    from rayzero.cluster.upkeep.rescaling import scale
     from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
     from rayzero.convert.remote_checkpoints import newest_checkpoint
     from rayzero.convert.weights import Weights
@@ -88,7 +88,7 @@ _HOMES = {
     "report": "rayzero.engine.context",
     "begin_checkpoint": "rayzero.engine.checkpoint.save",
     "save_checkpoint": "rayzero.engine.checkpoint.save",
-    "scale": "rayzero.cluster.scale_call",
+    "scale": "rayzero.cluster.upkeep.rescaling",
     "stats": "rayzero.engine.stats",
     "track": "rayzero.engine.context",
 }

@@ -195,7 +195,7 @@ def scale(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Change the number of a run's optimizer actors, or where they are, while it trains. No step is lost."""
-    from rayzero.cluster.scale_call import scale as ask
+    from rayzero.cluster.upkeep.rescaling import scale as ask
 
     def show(progress: str) -> None:
         typer.echo(progress, err=True)

@@ -37,7 +37,6 @@ class States:
 
     @classmethod
     def in_directory(cls, lineage: str, directory: Path) -> States:
-        """Those of a run of this host."""
         return cls(lineage=lineage, directory=str(directory), memory=host_identity(directory))
 
 
@@ -51,7 +50,6 @@ class Successor:
 
     @classmethod
     def of(cls, zero: ZeroConfig, scaling: ScalingConfig) -> Successor:
-        """The run with these settings."""
         beside = device_owners(scaling.num_workers, zero.host_fraction)
         return cls(
             directory=zero.shared_directory,
@@ -86,19 +84,11 @@ class Left:
     models: int = 1  # prepared models
 
 
-@dataclass(frozen=True, slots=True)
-class Former:
-    """A run that has left something in this host's shared memory."""
-
-    lineage: str
-    continued: bool  # by the run that begins
-
-
-def take_over(directory: Path, former: Former) -> None:
+def take_over(directory: Path, lineage: str, *, is_continued: bool) -> None:
     """End the process that holds the memory of an earlier run, and remove that memory if it is not continued. Call it
     once the owners of the run that begins have adopted what they need."""
-    end_hold(directory, former.lineage)
-    if not former.continued:
+    end_hold(directory, lineage)
+    if not is_continued:
         sweep(directory)
 
 
@@ -127,7 +117,6 @@ def await_left(run: str, lineage: str, directory: Path, patience_s: float) -> Le
 
 
 def choose(left: Left, *, num_workers: int, num_owners: int) -> Continuation | Lost:
-    """Decide from what is left alone."""
     why = next(_refusals(left, num_workers, num_owners), None)
     if why is not None or left.run is None:
         return Lost(why=why or "nothing of it is left")
@@ -178,7 +167,6 @@ def _ranks(numbers: list[str]) -> str:
 
 
 def _begun(run: DeadRun, step: int) -> list[bool]:
-    """By rank: whether its loop can begin ``step``."""
     return [{(step, AT_COMMIT), (step, AT_FORWARD)} <= _kept(run, rank) for rank in range(run.world_size)]
 
 

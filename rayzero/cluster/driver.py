@@ -5,26 +5,20 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import ray
 
-from rayzero.cluster.actors.actor_calls import STOP_S
+from rayzero.cluster.actors.actor_calls import STOP_S, refuse_name_in_use
 from rayzero.cluster.actors.certificates import Certificates
-from rayzero.cluster.actors.named_coordinator import refuse_name_in_use
-from rayzero.cluster.actors.owner_roster import plan_owners
 from rayzero.cluster.actors.run_actors import RunActors
-from rayzero.cluster.continuation import Former
-from rayzero.cluster.files.file_discovery import announced
 from rayzero.cluster.files.metrics_log import MetricsLog, trim_log, written_rows
-from rayzero.cluster.files.run_dir import StartPoint
 from rayzero.cluster.files.run_record import RECORD
 from rayzero.cluster.files.viewer_file import viewable
 from rayzero.cluster.interrupts import postponed
-from rayzero.cluster.janitor import KeptStates
+from rayzero.cluster.janitor import KeptStates, announced
 from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.loggers.children import Loggers
-from rayzero.cluster.nodes.reservation import Reservation, placed
+from rayzero.cluster.nodes.places import Reservation, placed
 from rayzero.cluster.nodes.resources import plan_resources, rescaled
 from rayzero.cluster.nodes.session import alive_nodes, ray_session
 from rayzero.cluster.run import Recovery, RunState, rank_name
@@ -74,7 +68,6 @@ def _of(scaling: ScalingConfig, num_optimizers: int) -> ScalingConfig:
 
 
 def _again(request: RunRequest, journal: Journal, lost: RunFailedError) -> RunFailedError | None:
-    """Start the run again from its newest checkpoint; see ``_attempt``."""
     journal.state = RunState.STARTING
     journal.restarts += 1
     try:
@@ -92,7 +85,6 @@ def _again(request: RunRequest, journal: Journal, lost: RunFailedError) -> RunFa
 
 
 def _prepare_again(request: RunRequest, journal: Journal, lost: RunFailedError) -> None:
-    """Find what the run starts from, and wait."""
     directory, wait_s = request.directory, wait_before_restart(journal.restarts)
     directory.restart()
     trim_log(directory.path, directory.rows_until)
@@ -162,36 +154,27 @@ def _loggers(request: RunRequest, journal: Journal) -> Loggers:
 
 
 def _start(request: RunRequest, placement: Reservation, actors: RunActors, journal: Journal) -> None:
-    former, plan = _former(request.directory.start), placement.plan
-    needed, goes_on = _nodes_of_doors(request, placement), ownership_of(request.directory.start)
+    start, run = request.directory.start, request.run
+    needed, goes_on = _nodes_of_doors(request, placement), ownership_of(start)
     ownership = actors.places.add_doors(needed, goes_on, actors.driver_node)
     if doors := len(ownership.door_numbers):
         request.on_phase(
             f"starting {count(doors, 'more optimizer actor')}, without shards, for ranks that have none near"
         )
-    owners = plan_owners(
-        plan,
-        actors.certificates,
-        memory=request.zero.cpu_memory_budget,
-        share=request.zero.shared_directory,
-        telemetry=request.run.telemetry,
-        network=request.run.network,
-        beside_ranks=_beside_ranks(request),
-        replaces_members=request.run.max_failures > 0,
-        succeeds=former is not None and former.continued,
-        ownership=ownership,
-        remains=remains_of(request, actors),
-    )
     journal.addresses = actors.start(
-        owners,
-        share=request.zero.shared_directory,
-        slab_dir=Path(request.zero.slab_dir),
-        telemetry=request.run.telemetry,
-        max_failures=request.run.max_failures,
-        keep=_kept(request),
-        former=former,
-        discovery_dir=request.run.discovery_dir if request.run.telemetry.enabled else None,
-        warm_spares=request.run.warm_spares,
+        request.zero,
+        run.telemetry,
+        ownership,
+        remains_of(request, actors),
+        max_failures=run.max_failures,
+        replaces_members=run.max_failures > 0,
+        keep=KeptStates(run=run.name, lineage=start.lineage, seconds=run.keep_states),
+        former=start.former,
+        succeeds=start.continuation is not None,
+        network=run.network,
+        beside_ranks=_beside_ranks(request),
+        discovery_dir=run.discovery_dir if run.telemetry.enabled else None,
+        warm_spares=run.warm_spares,
     )
     _see_storage(request, actors)
     journal.members = list(actors.members.values())
@@ -229,16 +212,6 @@ def _see_storage(request: RunRequest, actors: RunActors) -> None:
         actors.stop_owners(STOP_S)  # killed, they would leave their lobbies in other hosts' memory for a while
         raise ConfigError(why)
     request.on_phase(why)
-
-
-def _kept(request: RunRequest) -> KeptStates | None:
-    if request.zero.shared_directory is None:
-        return None
-    return KeptStates(run=request.run.name, lineage=request.directory.start.lineage, seconds=request.run.keep_states)
-
-
-def _former(start: StartPoint) -> Former | None:
-    return None if start.former is None else Former(start.former, start.continuation is not None)
 
 
 def _nodes_of_doors(request: RunRequest, placement: Reservation) -> list[str]:

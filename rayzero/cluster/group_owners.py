@@ -17,26 +17,23 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayzero.cluster.actors.actor_calls import ANSWER_S
+from rayzero.cluster.actors.actor_calls import ANSWER_S, refuse_name_in_use
 from rayzero.cluster.actors.certificates import Certificates
-from rayzero.cluster.actors.named_coordinator import refuse_name_in_use
-from rayzero.cluster.actors.owner_roster import plan_owners
 from rayzero.cluster.actors.run_actors import RunActors
-from rayzero.cluster.continuation import Continuation, Former, Lost, await_left, choose
+from rayzero.cluster.continuation import Continuation, Lost, await_left, choose
 from rayzero.cluster.interrupts import shielded
-from rayzero.cluster.janitor import KeptStates
+from rayzero.cluster.janitor import KeptStates, Remains
 from rayzero.cluster.journal import Journal
-from rayzero.cluster.nodes.reservation import Reservation
+from rayzero.cluster.nodes.places import Reservation
 from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.nodes.session import alive_nodes
-from rayzero.cluster.processes.remains import Remains
 from rayzero.cluster.processes.worker_groups import GroupStart, WorkerGroup, WorkerGroups
 from rayzero.cluster.run import RunState
 from rayzero.cluster.supervision import Failure
@@ -87,7 +84,7 @@ class GroupOwners:
         self._remains: Remains | None = None
         self._controller: Controller | None = None
         self._replacement: Replacement | None = None  # None: nobody is watched
-        self._told: tuple[str, ...] = ()  # the owners' addresses that the group knows
+        self._told: GroupStart | None = None  # what the group knows
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="rayzero-group-owners", daemon=True)
         self.groups: Any = None  # the actor that ranks ask
@@ -123,37 +120,28 @@ class GroupOwners:
 
     # ---- owners
 
-    def _start(self, former: Former | None, goes_on: Continuation | None, nodes: Sequence[str]) -> None:
-        """``nodes``: those (ids) that need a door."""
-        certificates = Certificates(self._run, self._security or SecurityConfig())
-        self._actors = RunActors(self._run, self._placement, certificates)
-        over = None if former is None or former.continued else former.lineage
+    def _start(self, former: str | None, goes_on: Continuation | None, nodes: Sequence[str]) -> None:
+        """``former``: the lineage of the owners before. ``nodes``: those (ids) that need a door."""
+        self._actors = RunActors(
+            self._run, self._placement, Certificates(self._run, self._security or SecurityConfig())
+        )
+        over = None if goes_on is not None else former
         self._remains = Remains.of_run(self._lineage, self._actors.driver_node, replaces=True, over=over)
-        telemetry = TelemetryConfig(enabled=False)
         known = None if goes_on is None else goes_on.ownership
         ownership = self._actors.places.add_doors(nodes, known, self._actors.driver_node)
         if doors := len(ownership.door_numbers):
             more = count(doors, "more optimizer actor")
             log.warning("the optimizer actors start with %s, without shards, for workers that have none near", more)
-        owners = plan_owners(
-            self._placement.plan,
-            certificates,
-            memory=self._config.cpu_memory_budget,
-            share=self._share,
-            telemetry=telemetry,
-            replaces_members=True,  # the library may start ranks again
-            succeeds=former is not None and former.continued,
-            ownership=ownership,
-            remains=self._remains,
-        )
         addresses = self._actors.start(
-            owners,
-            share=self._share,
-            slab_dir=Path(self._config.slab_dir),
-            telemetry=telemetry,
+            self._config,
+            TelemetryConfig(enabled=False),
+            ownership,
+            self._remains,
             max_failures=self._max_failures,
-            keep=None if self._share is None else KeptStates(run=self._run, lineage=self._lineage, seconds=0),
+            replaces_members=True,  # the library may start ranks again
+            keep=KeptStates(run=self._run, lineage=self._lineage, seconds=0),
             former=former,
+            succeeds=goes_on is not None,
         )
         self._actors.move(RunState.RUNNING)
         members = [MemberId(MemberKind.OWNER, owner) for owner in range(len(addresses))]
@@ -171,14 +159,11 @@ class GroupOwners:
             replaces=self._max_failures > 0,
             stall_timeout=self._config.stall_timeout,
         )
-        self._replacement = Replacement(
-            self._actors, self._controller, processes, Journal(), say=log.warning, changed=lambda: None
-        )
+        self._replacement = Replacement(self._actors, self._controller, processes, Journal(say=log.warning))
         self._renewal = Renewal(self._actors, say=log.warning, others={"the workers": self._renew_workers})
         self._failure = None
 
     def _fail(self, failure: Failure) -> None:
-        """These owners have lost one for good."""
         if self._failure is not None:
             return
         self._failure = failure
@@ -198,17 +183,20 @@ class GroupOwners:
     def _tell_successors(self) -> None:
         """Tell the group of owners that are at other addresses now, once all serve."""
         assert self._controller is not None
-        if self._group is None or self._controller.awaited:
-            return
-        moved = [(i, at) for i, at in enumerate(self._controller.addresses) if at != self._told[i]]
-        self._told = self._controller.addresses
-        for owner, address in moved:
-            self._tell(self.groups.succeed.remote(self._group.name, owner, address))
+        if not self._controller.awaited and self._told is not None:
+            now = replace(self._told, addresses=self._controller.addresses)
+            if now != self._told:
+                self._tell_start(now)
 
     def _renew_workers(self) -> None:
-        shown = None if self._actors is None else self._actors.certificates.of_rank(None)
-        if self._group is not None and shown is not None:
-            self._tell(self.groups.renew.remote(self._group.name, shown))
+        assert self._actors is not None
+        if self._told is not None:
+            self._tell_start(replace(self._told, tls=self._actors.certificates.of_rank(None)))
+
+    def _tell_start(self, start: GroupStart) -> None:
+        assert self._group is not None
+        self._told = start
+        self._tell(self.groups.open.remote(self._group.name, start))
 
     def _tell(self, call: Any) -> None:
         ray.get(call, timeout=ANSWER_S)
@@ -252,9 +240,10 @@ class GroupOwners:
         assert self._actors is not None
         nodes = [] if self._share is None else self._placement.nodes_without_optimizer(group.nodes)
         num_owners = self._placement.plan.num_optimizers + len(nodes)
-        why = self._actors.too_few_files(num_owners, len(nodes), {}, num_ranks=group.world_size)
-        if why is not None:
-            self._refuse(group, why)
+        try:
+            self._actors.check_files(num_owners, len(nodes), {}, num_ranks=group.world_size)
+        except ConfigError as error:
+            self._refuse(group, str(error))
             return
         goes_on = None
         if self._group is not None or self._failure is not None or nodes:
@@ -267,7 +256,7 @@ class GroupOwners:
         if goes_on is None:
             self._resume = group.resume
         assert self._controller is not None
-        self._group, self._told = group, self._controller.addresses
+        self._group = group
         start = GroupStart(
             addresses=self._controller.addresses,
             ownership=self._controller.ownership,
@@ -279,7 +268,7 @@ class GroupOwners:
             tls=self._actors.certificates.of_rank(None),
             remains=self._remains,
         )
-        self._tell(self.groups.open.remote(group.name, start))
+        self._tell_start(start)
 
     def _refuse(self, group: WorkerGroup, why: str) -> None:
         log.error("%s", why)
@@ -308,7 +297,7 @@ class GroupOwners:
             log.warning("a new group of %d workers goes on at step %d", group.world_size, found.step)
         refuse_name_in_use(self._run, _GONE_S)  # Ray frees a name some time after its actor has ended
         goes_on = found if isinstance(found, Continuation) else None
-        self._start(Former(former, goes_on is not None), goes_on, nodes)
+        self._start(former, goes_on, nodes)
         return goes_on
 
     def _new_hold(self) -> Hold | None:

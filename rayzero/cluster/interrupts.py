@@ -8,10 +8,11 @@ that it raised for, and ends with that signal's exception.
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -25,15 +26,7 @@ def interruptible() -> Iterator[None]:
     """A context in which SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143), in the main thread only. A
     second signal right after the first belongs to the same stop and is ignored: it would end the clean-up that the
     first began."""
-    told: list[float] = []
-    raised: list[int] = []
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        if _is_new(told):
-            raised.append(signum)
-            _raise(signum)
-
-    with _handlers(dict.fromkeys(_SIGNALS, stop)), _as_raised(raised):
+    with _stops(0):
         yield
 
 
@@ -41,18 +34,7 @@ def interruptible() -> Iterator[None]:
 def postponed() -> Iterator[None]:
     """The first signal waits for the end of the block and raises there, as in ``interruptible``. A later second one
     raises at once, in case the block hangs. An exception from the block replaces the signal's."""
-    came: list[int] = []
-    told: list[float] = []
-    raised: list[int] = []
-
-    def hold(signum: int, frame: FrameType | None) -> None:
-        if _is_new(told):
-            came.append(signum)
-        if len(came) > 1:
-            raised.append(signum)
-            _raise(signum)
-
-    with _handlers(dict.fromkeys(_SIGNALS, hold)), _as_raised(raised):
+    with _stops(1) as came:
         yield
     if came:
         _raise(came[0])
@@ -76,23 +58,29 @@ def shielded() -> Iterator[None]:
         yield
 
 
-def _is_new(told: list[float]) -> bool:
-    """Whether a signal that comes now is a new stop, not part of the last one in ``told``; notes it."""
-    is_new = not told or time.monotonic() - told[-1] >= _SAME_S
-    told += [time.monotonic()] if is_new else []
-    return is_new
-
-
 @contextmanager
-def _as_raised(raised: Sequence[int]) -> Iterator[None]:
-    """If a signal ends the block, raise the exception of the last signal in ``raised``; see [Note: Ray's exit code]. An
-    exit without a signal is not changed."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit) as error:
-        if raised and _code(error) != 128 + raised[-1]:
-            _raise(raised[-1])
-        raise
+def _stops(waiting: int) -> Iterator[list[int]]:
+    """Yields the signals that come in the block. Those after the first ``waiting`` raise there; one that comes right
+    after another belongs to the same stop. If a signal ends the block, it is by the exception of the last one that
+    raised; see [Note: Ray's exit code]. An exit without a signal is not changed."""
+    came: list[int] = []
+    last = -math.inf
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _SAME_S:
+            last = time.monotonic()
+            came.append(signum)
+            if len(came) > waiting:
+                _raise(signum)
+
+    with _handlers(dict.fromkeys(_SIGNALS, stop)):
+        try:
+            yield came
+        except (KeyboardInterrupt, SystemExit) as error:
+            if len(came) > waiting and _code(error) != 128 + came[-1]:
+                _raise(came[-1])
+            raise
 
 
 def _code(error: KeyboardInterrupt | SystemExit) -> object:

@@ -1,4 +1,4 @@
-"""Cleans up after a driver that was killed: a small process that outlives it.
+"""Cleans up after processes that were killed: what each leaves on its host, and who removes it.
 
 [Note: a killed driver] When a driver dies, Ray ends its actors by SIGKILL. They cannot remove their shared memory, and
 nothing removes the run from the folder that Prometheus watches. So each driver has a janitor (``Survivor``). Once the
@@ -14,23 +14,27 @@ that continues the run ends it, with SIGTERM.
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
 from rayzero.concurrency.survivor import Maker, Survivor, process_born, wait_or_kill
+from rayzero.errors import ConfigError
+from rayzero.files import replace_file
 from rayzero.slabs.hold import Hold, hold_or_none
-from rayzero.slabs.sweep import sweep
+from rayzero.slabs.sweep import SlabJanitor, sweep
 
 _ENDS_S = 30.0  # how long Ray may take to end the actors of a driver that is gone
 _KILL_S = 20.0  # how long the kernel may take to free a killed process
+_SUCCEEDS_S = 150.0  # until a death is noticed and its successor is up, on a loaded machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +70,6 @@ class Janitor:
         """The driver has cleared up itself. Idempotent."""
         self._survivor.close()
 
-    def __enter__(self) -> Janitor:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
 
 def clear_up(
     processes: Iterable[psutil.Process],
@@ -90,8 +88,6 @@ def clear_up(
         awaited.close()
     if discovery_dir is not None:
         with suppress(OSError):  # the next start removes what stays, as below
-            from rayzero.cluster.files.file_discovery import sweep_announcements
-
             sweep_announcements(discovery_dir)
     wait_or_kill(processes, ends_s, _KILL_S)
     if hold is not None and slab_dir is not None and keep is not None:
@@ -120,7 +116,6 @@ def _wait_for_a_driver(hold: Hold, slab_dir: Path, keep: KeptStates) -> None:
 
 
 def main() -> None:
-    """Read the driver's pipe to its end."""
     driver = Maker(sys.argv)
     slab_dir, discovery_dir = (Path(folder) if folder else None for folder in driver.arguments[:2])
     kept = json.loads(driver.arguments[2])
@@ -135,6 +130,82 @@ def main() -> None:
     finally:
         if awaited is not None:
             awaited.close()
+
+
+# ---- a run in a directory that Prometheus watches (file_sd): configured once, it finds every run --------------------
+
+
+@contextmanager
+def announced(directory: Path, run: str, targets: bytes) -> Iterator[Path]:
+    """A context in which a file with ``targets`` is there. If this process is killed, its janitor or the next run's
+    start removes the file. Raises ConfigError if it cannot be written."""
+    path = directory / f"{run}.{socket.gethostname()}.{os.getpid()}.json"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        sweep_announcements(directory)
+        replace_file(path, targets)
+    except OSError as error:
+        raise ConfigError(
+            f"run.telemetry.discovery_dir: cannot write {path}: {error.strerror}; choose another directory"
+        ) from error
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def sweep_announcements(directory: Path) -> list[Path]:
+    """Remove the files of drivers of this host that are gone; returns them."""
+    gone = [path for path in sorted(directory.glob(f"*.{socket.gethostname()}.*.json")) if not _driver_lives(path)]
+    for path in gone:
+        path.unlink(missing_ok=True)
+    return gone
+
+
+def _driver_lives(path: Path) -> bool:
+    pid = path.stem.rpartition(".")[2]
+    if not pid.isdigit():
+        return True
+    try:
+        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+# ---- other hosts: processes that make slabs there have janitors (slabs/sweep.py) ------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remains:
+    """What killed processes of a run leave in shared memory: what the driver says of it to each that makes slabs."""
+
+    lineage: str  # of the run's states in shared memory
+    driver_node: str  # where the driver's janitor removes them
+    needed_s: float  # how long a successor may take to come
+    over: str | None = None  # the lineage before, which nobody continues
+
+    @classmethod
+    def of_run(cls, lineage: str, driver_node: str, *, replaces: bool, over: str | None = None) -> Remains:
+        """Those of a run. ``replaces``: the dead are started again."""
+        return cls(lineage=lineage, driver_node=driver_node, needed_s=_SUCCEEDS_S if replaces else 0.0, over=over)
+
+    def janitor(self, share: Path | None) -> SlabJanitor | None:
+        """For the calling process, which makes slabs in ``share``, and first removes those of the lineage before. None:
+        it needs none on the driver's node, or without shared memory. Raises OSError if it cannot be started."""
+        import ray  # the driver's janitor needs none
+
+        if share is None or ray.get_runtime_context().get_node_id() == self.driver_node:
+            return None
+        if self.over is not None:
+            sweep(share, self.over, is_over=True)
+        return SlabJanitor(share, self.lineage, self.needed_s)
+
+
+def leaving_nothing(remains: Remains | None, share: Path | None) -> AbstractContextManager[object]:
+    """A context in which the calling process may make slabs in ``share`` and be killed: see ``Remains.janitor``. None:
+    others see to them."""
+    janitor = None if remains is None else remains.janitor(share)
+    return nullcontext() if janitor is None else janitor
 
 
 if __name__ == "__main__":

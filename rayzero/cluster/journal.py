@@ -24,8 +24,8 @@ from rayzero.cluster.files.run_record import (
 )
 from rayzero.cluster.live.page import PAGE_PATH
 from rayzero.cluster.loggers.children import Loggers
-from rayzero.cluster.loop import PackedLoop
 from rayzero.cluster.nodes.local_ray import LocalRay
+from rayzero.cluster.processes.rank_worker import PackedLoop
 from rayzero.cluster.run import DISCOVERY_PATH, Member, Recovery, Report, Rescaled, RunState
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.errors import RunFailedError
@@ -64,6 +64,8 @@ class Journal:
     restarts: int = 0  # from a checkpoint
     lost_at: float | None = None  # monotonic seconds: since when the run has to start again
     measured: dict[str, Measurements] = field(default_factory=dict)  # by process
+    say: OnPhase = log.info  # called with what happens
+    changed: Callable[[], object] = lambda: None  # called when that is to be seen in the record at once
 
     def enter(self, addresses: Sequence[str], actors: RunActors) -> None:
         """Take who the run's processes are now. ``addresses``: of the owners."""
@@ -87,11 +89,9 @@ class RecordWriter:
 
     @property
     def seconds(self) -> float:
-        """Since the run began."""
         return time.time() - self._started
 
     def write_now_and_then(self) -> None:
-        """Write it, unless that was done within the last second."""
         if time.monotonic() - self._written >= _RECORD_EVERY_S:
             self.write()
 

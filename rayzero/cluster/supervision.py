@@ -144,7 +144,6 @@ class Watch:
         self._first_failure_s = 0.0
 
     def finished(self, outcome: RankOutcome, now_s: float) -> None:
-        """A rank's training loop returned or raised."""
         self._running.discard(outcome.rank)
         if outcome.failure is not None:
             self.failed(outcome.failure, now_s)
@@ -166,7 +165,6 @@ class Watch:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Every failure seen, in order of arrival."""
         return tuple(self._failures)
 
     @property
@@ -176,7 +174,6 @@ class Watch:
 
     @property
     def others(self) -> tuple[Failure, ...]:
-        """Every other failure seen, in order of arrival."""
         return tuple(failure for failure in self._failures if failure is not self.cause)
 
 

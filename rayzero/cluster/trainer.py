@@ -18,8 +18,8 @@ from rayzero.cluster.files.tracing import TRACE_FILE, write_trace
 from rayzero.cluster.interrupts import interruptible
 from rayzero.cluster.journal import Journal, OnPhase, OnReport, OnStart, RecordWriter, RunRequest
 from rayzero.cluster.loggers.reporter import flat_settings
-from rayzero.cluster.loop import pack_loop
 from rayzero.cluster.nodes.local_ray import LocalRay
+from rayzero.cluster.processes.rank_worker import pack_loop
 from rayzero.cluster.run import RunState
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.config.loggers import require_loggers
@@ -28,7 +28,7 @@ from rayzero.security.issuer import issuer
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import Measurements
-from rayzero.telemetry.trace_file import last_steps
+from rayzero.telemetry.spans import last_steps
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +215,6 @@ class ZeroTrainer:
 
 
 def _shown(loop_config: Any, zero: ZeroConfig, scaling: ScalingConfig) -> dict[str, Any]:
-    """The settings that loggers show."""
     of_the_loop = loop_config if isinstance(loop_config, Mapping) else {}
     ours = {"zero": zero.model_dump(mode="json"), "scaling": scaling.model_dump(mode="json")}
     return flat_settings({str(name): value for name, value in of_the_loop.items()} | ours)

@@ -39,7 +39,6 @@ class LoopThread:
         return self.submit(work).result(timeout_s)
 
     def stop(self) -> None:
-        """End the thread. Idempotent."""
         if self._thread.is_alive() and self.pid == os.getpid():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(timeout=5.0)

@@ -28,7 +28,6 @@ class ProcessIdentity:
 
 
 def this_process() -> ProcessIdentity:
-    """The identity of the calling process."""
     return _identity(os.getpid())
 
 
@@ -50,7 +49,6 @@ def _identity(pid: int) -> ProcessIdentity:
 
 
 def _start_of(pid: int) -> int | None:
-    """When a process started; None if there is no such process."""
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 
@@ -128,7 +126,6 @@ class SeenProcess:
         return bool(ready.poll(0))
 
     def close(self) -> None:
-        """Idempotent."""
         if self.file is not None:
             os.close(self.file)
             self.file = None

@@ -52,7 +52,6 @@ class StepWindow:
 
     @property
     def exposed(self) -> float:
-        """Share of the step."""
         return self.exposed_s / self.step_s
 
 

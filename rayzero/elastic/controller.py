@@ -65,7 +65,6 @@ class Succeed:
 
     owner: int
     address: str
-    epoch: int  # of the table with this address
     others: tuple[MemberId, ...]  # that run, or have been told an older table
 
 
@@ -131,7 +130,7 @@ class Controller:
         the run outlives in all; ``outlived``: how many it has outlived before. ``bound``: members whose states die with
         their process; after their death nobody can take their place. ``rank_life``: more than 0 in a run that continues
         another one. ``ownership``: who owns what; None: it is the run's first epoch, without doors."""
-        self.addresses, self.epoch = tuple(addresses), 0
+        self.addresses = tuple(addresses)
         on_host = len(self.addresses) - beside
         self.ownership = ownership or Ownership(on_host)
         self._wanted: Rescale | None = None  # the change that is asked for and has not begun
@@ -147,7 +146,6 @@ class Controller:
         self._lives = {member: place.life for member, place in self._places.items()}  # the last one of each so far
 
     def life(self, member: MemberId) -> int:
-        """The present life of a member."""
         return self._places[member].life
 
     def last_life(self, member: MemberId) -> int:
@@ -209,7 +207,6 @@ class Controller:
         return f"it was one failure too many: the run has outlived {outlived} (max_failures={self.max_failures})"
 
     def _replace(self) -> list[Action]:
-        """Start processes in the places of dead ones."""
         actions: list[Action] = []
         for member, place in self._places.items():
             if place.state is _State.DEAD:
@@ -234,7 +231,6 @@ class Controller:
             place.state = _State.READY
             return self._go_on()
         place.state = _State.CONNECTING
-        self.epoch += 1
         self.addresses = (*self.addresses[: member.index], address, *self.addresses[member.index + 1 :])
         return [Connect(member.index, life, self.addresses)]
 
@@ -248,7 +244,7 @@ class Controller:
         if self._reform is not None and self._reform.step is Step.ENTER:  # ranks hear of all owners when they go over
             others = tuple(member for member in others if member.kind is not MemberKind.RANK)
         place.state = _State.RUNNING
-        return [Succeed(owner, self.addresses[owner], self.epoch, others), *self._go_on()]
+        return [Succeed(owner, self.addresses[owner], others), *self._go_on()]
 
     def ended(self, rank: int, life: int) -> list[Action]:
         """A rank's loop has returned or raised: its process is not replaced any more."""
@@ -260,7 +256,6 @@ class Controller:
         return [*self._expect_nothing(Process(member, life)), *self._go_on()]
 
     def _begin(self) -> list[Action]:
-        """Begin the loops that are ready."""
         begun: list[Action] = []
         for member, place in self._places.items():
             if place.state is _State.READY:
@@ -381,12 +376,10 @@ class Controller:
         return reform.Abandon(owners, change.joining, why)
 
     def _enter(self, change: Reform) -> None:
-        """The next epoch stands: what is left of this one is over."""
         for process in (*change.parting, *change.joining):
             self._places.pop(process.member, None)
         self._places |= {process.member: _Place(process.life) for process in change.joining}
         self.addresses, self.ownership = change.new_addresses, change.after
-        self.epoch += 1
 
     def _go_over(self, change: Reform, *, all_serve: bool) -> list[Action]:
         """Let ranks go over, and end the change when they have."""
@@ -400,7 +393,6 @@ class Controller:
         return actions
 
     def _expect_nothing(self, process: Process) -> list[Action]:
-        """A process will not answer any more."""
         return [] if self._reform is None else [*self._reform.gone(process)]
 
     def _next_life(self, member: MemberId) -> int:

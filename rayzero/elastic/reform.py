@@ -121,7 +121,6 @@ class Reform:
 
     @property
     def after(self) -> Ownership:
-        """The next epoch's."""
         return self.before.then(self.change)
 
     @property
@@ -136,18 +135,15 @@ class Reform:
 
     @property
     def over(self) -> bool:
-        """Whether all ranks have gone over."""
         return self.step is Step.CHANGE and not self.missing
 
     @property
     def new(self) -> tuple[Process, ...]:
-        """The owners after."""
         joining = {process.member.index: process for process in self.joining}
         return tuple(joining.get(index) or self.old[index] for index in range(len(self.change.former)))
 
     @property
     def parting(self) -> tuple[Process, ...]:
-        """The processes that are no owners after."""
         return tuple(process for process in self.old if process not in self.new)
 
     @property
@@ -157,14 +153,12 @@ class Reform:
         return tuple(known[process] for process in (*self.new, *self.beside))
 
     def begin(self) -> list[Action]:
-        """Start what is missing."""
         if not self.joining:
             return self._go(Step.HOLD, (*self.old, *self.beside))
         self.missing = set(self.joining)
         return [Join(process.member, process.life, self.after) for process in self.joining]
 
     def serves(self, owner: Process, address: str) -> list[Action]:
-        """A new process serves at ``address``."""
         if self.step is not Step.START or owner not in self.missing:
             return []
         self._joined[owner] = address
@@ -172,7 +166,6 @@ class Reform:
         return [] if self.missing else self._go(Step.HOLD, (*self.old, *self.beside))
 
     def answered(self, process: Process, step: Step, answer: Any) -> list[Action]:
-        """A process has done what it was asked."""
         if step is not self.step or process not in self.missing:
             return []
         self.missing.discard(process)

@@ -125,20 +125,20 @@ class Supervisor:
         return actions
 
     def _do(self, action: Action) -> None:
-        processes = self._processes
+        processes, ownership = self._processes, self.controller.ownership
         match action:
             case Start(member, life):
-                processes.start(Process(member, life), self.controller.ownership)
+                processes.start(Process(member, life), ownership)
             case Run(rank, life, addresses):
-                processes.run(Process(MemberId(MemberKind.RANK, rank), life), addresses, self.controller.ownership)
+                processes.run(Process(MemberId(MemberKind.RANK, rank), life), addresses, ownership)
             case Lose(rank, life, owners):
                 processes.call(self._present(owners), "lose", rank, life)
             case Connect(owner, life, addresses):
                 processes.call((Process(MemberId(MemberKind.OWNER, owner), life),), "connect_peers", addresses)
-            case Succeed(owner, address, _, others):
+            case Succeed(owner, address, others):
                 processes.call(self._present(others), "succeed", owner, address)
-            case Join(member, life, ownership):
-                processes.join(Process(member, life), ownership, self.controller.addresses)
+            case Join(member, life, after):
+                processes.join(Process(member, life), after, self.controller.addresses)
             case Ask(step, asked, arguments):
                 processes.call(asked, step, *arguments)
             case Abandon(owners, joined, _):

@@ -36,7 +36,6 @@ class MemoryBudget:
 
     @property
     def used(self) -> int:
-        """The bytes that are leased now."""
         with self._lock:
             return self._used
 

@@ -112,7 +112,6 @@ def _register(address: int, size: int, device: torch.device, *, read_only: bool)
 
 
 def _launch(device: torch.device) -> None:
-    """Launch a kernel of no consequence."""
     torch.zeros(1, device=device, dtype=torch.float32)
 
 

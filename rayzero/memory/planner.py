@@ -44,7 +44,6 @@ class OwnerPlan:
 
     @property
     def who(self) -> str:
-        """The owner's name in messages."""
         return f"optimizer {self.owner} of {self.num_owners}"
 
     @property
@@ -54,7 +53,6 @@ class OwnerPlan:
 
     @property
     def steady(self) -> int:
-        """``total`` while no checkpoint is written."""
         return self.total - self.copies
 
     @property
@@ -166,22 +164,16 @@ def staging_bytes(layout: ModelLayout, shard_map: ShardMap, owner: int, accumula
     return entries * max((s.numel * layout.units[s.unit].dtype.itemsize for s in trained), default=0)
 
 
-def check_plan(
-    plan: OwnerPlan, limits: HostLimits, budget: int | None, *, taken: int = 0, owners_on_host: int = 1
-) -> None:
+def check_plan(plan: OwnerPlan, limits: HostLimits, budget: int | None, *, taken: int = 0) -> None:
     """Raise MemoryPlanError, with the sum and the setting to change, if the plan does not fit.
 
     budget: ``cpu_memory_budget`` in bytes; None: only the host's memory counts. taken: bytes of the budget that the
-    owner's other models have. owners_on_host: how many owners share the host; each may take an equal part of what is
-    free."""
+    owner's other models have."""
     if budget is not None:
         check_budget(plan, budget, taken=taken)
-    who = plan.who
-    free = limits.available // owners_on_host
-    if plan.total > free:
-        shared = f" (a share of {owners_on_host})" if owners_on_host > 1 else ""
+    if plan.total > limits.available:
         raise MemoryPlanError(
-            f"{who} needs {plan.describe()}, but its host has {format_bytes(free)} free{shared}, measured by "
+            f"{plan.who} needs {plan.describe()}, but its host has {format_bytes(limits.available)} free, measured by "
             f"{limits.source}; raise num_optimizers and spread them over more hosts, or lower num_workers"
         )
 

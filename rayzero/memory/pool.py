@@ -47,7 +47,6 @@ class Buffer:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes that were asked for."""
         return self.tensor.numel()
 
     def release(self) -> None:

@@ -60,7 +60,6 @@ class Pressure:
 
     @property
     def share(self) -> float:
-        """The share of the fullest resource."""
         return self.shares[self.fullest]
 
 
@@ -138,7 +137,6 @@ class PressureGauge:
         return self.measure() if self.pressure is None or monotonic() >= self._due else self.pressure
 
     def measure(self) -> Pressure:
-        """Measure the pressure now."""
         self._due = monotonic() + 1.0
         began = perf_counter()
         self.pressure = read_pressure(self._device, self._limits)
@@ -150,7 +148,6 @@ class PressureGauge:
         return self.pressure
 
     def restart(self) -> None:
-        """Forget the readings so far."""
         self.pressure, self._due = None, -math.inf
         self.resources = {}
         self.readings.restart()

@@ -94,7 +94,6 @@ class NodeMemory:
 
 
 def node_memory(slab_dir: Path) -> NodeMemory:
-    """Measure now."""
     ram, cgroup, shm = psutil.virtual_memory(), tightest_cgroup(), shutil.disk_usage(slab_dir)
     ray = int(ram.total * ray_memory_threshold(os.environ))
     rooms = [ram.available - (ram.total - ray)]

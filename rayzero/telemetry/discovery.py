@@ -25,7 +25,6 @@ class Target:
 
     @property
     def labels(self) -> dict[str, str]:
-        """The labels that Prometheus adds to every series of this process."""
         own = {_INDEX[self.role]: str(self.index)} if self.role in _INDEX else {}
         return {"run": self.run, "role": str(self.role), "node": self.node} | own
 
@@ -35,7 +34,6 @@ class Target:
         return self.labels | ({} if self.scheme == "http" else {_SCHEME: self.scheme})
 
     def url(self, path: str) -> str:
-        """The address of one of its pages."""
         return f"{self.scheme}://{self.address}{path}"
 
     @property

@@ -95,7 +95,6 @@ class Exporter:
         self._server = PageServer(listening, {METRICS_PATH: page} | dict(pages or {}), guard, refused)
 
     def renew(self, protection: Protection) -> None:
-        """See ``Guard.renew``; nothing if nobody is asked for anything."""
         if self._server.guard is not None:
             self._server.guard.renew(protection)
 

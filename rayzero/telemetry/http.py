@@ -170,7 +170,6 @@ class PageServer:
         self._connections[connection] = None
 
     def dismiss(self, connection: _Connection) -> None:
-        """A connection has ended."""
         self._connections.pop(connection, None)
 
     def misses(self, head: bytes) -> bool:
@@ -219,7 +218,6 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def refuse(self, reason: str, why: str) -> None:
-        """End the connection at once, and count it."""
         self._server.refused(reason, self._client, why)
         self.cut()
 
@@ -315,7 +313,6 @@ class _Connection(asyncio.Protocol):
             self._turn_away("password", "it shows no password that opens this exporter", _UNKNOWN_CLIENT)
 
     def _turn_away(self, reason: str, why: str, told: bytes) -> None:
-        """Answer with a refusal, count it, and end the connection."""
         self._server.refused(reason, self._client, why)
         self._write(told, more=False)
 

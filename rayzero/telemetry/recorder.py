@@ -252,7 +252,6 @@ class Measurements:
 
     @classmethod
     def of(cls, recorder: MemoryRecorder) -> Measurements:
-        """The recorder's values now."""
         return cls(
             {metric.name: series for metric, series in recorder.counters().items()},
             {metric.name: series for metric, series in recorder.timings().items()},
@@ -295,7 +294,6 @@ class Since:
         self.restart()
 
     def restart(self) -> None:
-        """Count from now on."""
         self._before = self._counts()
 
     def read(self, *, restart: bool = False) -> Counts:
@@ -367,7 +365,6 @@ class LaterModelRecorder(Recorder):
 def timed(
     recorder: Recorder, metric: Metric, *, clock: Callable[[], float] = time.perf_counter, **labels: str
 ) -> Iterator[None]:
-    """Record how long the block took, even if it raises."""
     start = clock()
     try:
         yield
@@ -390,5 +387,4 @@ def _parts(key: _Key) -> tuple[Metric, Labels]:
 
 
 def _sum(series: Mapping[Labels, float], labels: Mapping[str, str]) -> float:
-    """Over all that have these labels."""
     return sum(value for key, value in series.items() if labels.items() <= set(key))

@@ -43,7 +43,6 @@ class Viewer:
         return context
 
     def header(self, scheme: str) -> str:
-        """What a request says of who asks."""
         shows = self.token is not None and (scheme == "https" or self.in_clear)
         return f"Authorization: Bearer {self.token}\r\n" if shows else ""
 
@@ -63,7 +62,6 @@ class Series:
         return sum(found) if found else None
 
     def by_label(self, metric: Metric, label: str) -> dict[str, float]:
-        """Sums by the values of one label."""
         sums: dict[str, float] = {}
         for labels, value in self._of(metric):
             of = dict(labels).get(label, "")

@@ -74,7 +74,6 @@ class Tally:
         self._shortest, self._longest = float("inf"), 0.0
 
     def add(self, seconds: float) -> None:
-        """One event has taken ``seconds``."""
         self._count += 1
         self._total += seconds
         if seconds < self._shortest:

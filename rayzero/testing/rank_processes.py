@@ -34,8 +34,19 @@ from rayzero.layout.rescale import Rescale
 from rayzero.memory.malloc import map_blocks
 from rayzero.protocol.ownership import Ownership
 from rayzero.store.remote.owner_table import OwnerTable
-from rayzero.testing.owners import OwnersHere, Reach, Service, serve_owner
-from rayzero.testing.place import Ending, Loop, RankPlace, RankResult, T, outcome_of, results_of
+from rayzero.testing.members import (
+    Ending,
+    Loop,
+    OwnersHere,
+    RankPlace,
+    RankResult,
+    Reach,
+    Service,
+    T,
+    outcome_of,
+    results_of,
+    serve_owner,
+)
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +239,6 @@ class _Run:
                 raise AssertionError(f"{process} said {said!r}")
 
     def _take_request(self) -> None:
-        """Take a request for other owners."""
         requests = take(self._run_dir) if self._run_dir is not None else []
         if requests:
             request, before = requests[-1], self._supervisor.controller.coming
@@ -270,9 +280,7 @@ class _Run:
             log.warning("%s died and is started again", member)
         ours, theirs = self._server.Pipe()
         be = self._rank(member.index, life) if member.kind is MemberKind.RANK else self._owner(member, life, ownership)
-        if self._faults is not None:
-            be = partial(_arm, self._faults, member, life, be)
-        child = self._server.Process(target=_child, args=(self._start_state, be, theirs))
+        child = self._server.Process(target=_child, args=(self._start_state, self._faults, process, be, theirs))
         child.name = str(member)
         child.start()
         theirs.close()
@@ -354,13 +362,10 @@ class _Start:
         os.environ.update(self.environment)
 
 
-def _child(start: _Start, be: Any, pipe: Connection) -> None:
+def _child(start: _Start, faults: FaultInjector | None, process: Process, be: Any, pipe: Connection) -> None:
     start.take()
-    be(pipe)
-
-
-def _arm(faults: FaultInjector, member: MemberId, life: int, be: Any, pipe: Connection) -> None:
-    faults.arm(member, life)
+    if faults is not None:
+        faults.arm(process.member, process.life)
     be(pipe)
 
 
@@ -374,7 +379,7 @@ def _be_rank(fn: Loop[Any], place: RankPlace, reach: Reach, life: int, follows: 
     table, sending = OwnerTable(addresses, ownership), threading.Lock()
     if follows:
         threading.Thread(target=_follow, args=(table, pipe, sending), name="rayzero-owner-table", daemon=True).start()
-    with running_in(place.context(partial(reach.connect, table), Ending(), life)) as context:
+    with running_in(place.context(partial(reach, table), Ending(), life)) as context:
         outcome = outcome_of(fn, context)
         with sending:
             _send(pipe, outcome)  # before the rank leaves the run, which fails the other ranks

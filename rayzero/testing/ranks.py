@@ -21,6 +21,7 @@ import secrets
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -35,10 +36,25 @@ from rayzero.protocol.store import ParameterStore
 from rayzero.security.credentials import ANY_RANK, OWNER, Identity
 from rayzero.slabs.hold import Hold
 from rayzero.slabs.sweep import SHARED_MEMORY, sweep
+from rayzero.store.remote.owner_table import OwnerTable
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
-from rayzero.testing.owners import OwnersHere, OwnReach, ServedReach, Service, local_owners, served_owners
-from rayzero.testing.place import Connect, Ending, Killed, Loop, RankPlace, RankResult, T, outcome_of, results_of
+from rayzero.testing.members import (
+    Connect,
+    Ending,
+    Killed,
+    Loop,
+    OwnersHere,
+    RankPlace,
+    RankResult,
+    ServedReach,
+    Service,
+    T,
+    local_owners,
+    outcome_of,
+    results_of,
+    served_owners,
+)
 from rayzero.testing.rank_processes import FaultInjector, OwnerProcesses, run_processes
 
 Transport = Literal["inproc", "grpc", "shm"]
@@ -188,13 +204,14 @@ def _certificate_of_all(run: str) -> Identity:
 
 
 def _reached_by(own: Connect) -> OwnersHere:
-    """Owners of the caller's own."""
-    reach = OwnReach(own)
+    """Owners of the caller's own, who know no lives."""
+    return OwnersHere(partial(_connect, own, None), lambda rank, life: None, partial(_connect, own))
 
-    def connect(rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
-        return own(rank, recorder, model)
 
-    return OwnersHere(connect, lambda rank, life: None, reach)
+def _connect(
+    own: Connect, table: OwnerTable | None, rank: int, recorder: Recorder, model: int, life: int
+) -> ParameterStore:
+    return own(rank, recorder, model)
 
 
 log = logging.getLogger(__name__)

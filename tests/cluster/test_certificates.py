@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from cryptography import x509
 
-from rayzero.cluster.actors.certificates import Certificates, protection_at
+from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.files.key_files import FollowerKey
 from rayzero.config import SecurityConfig
 from rayzero.security.credentials import ANY_RANK, FOLLOWER, OWNER, Credentials, follower_token, name_of_rank
@@ -34,7 +34,9 @@ GIVEN, OWN = Protection(token="given"), Protection(token="own")
 def test_what_crosses_a_network_is_open_only_by_a_word(
     host: str, bind: str, given: Protection | None, expected: Protection | None
 ) -> None:
-    assert protection_at(host, bind, given, OWN) is expected
+    access = MetricsAccess("demo", None)
+    access.given, access.own = given, OWN
+    assert Certificates("demo", SecurityConfig(tls="never"), access).of_exporter(host, bind) is expected
 
 
 def names_in(shown: Credentials | FollowerKey | None) -> list[str]:

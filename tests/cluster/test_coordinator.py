@@ -7,38 +7,51 @@ import socket
 from pathlib import Path
 
 from rayzero.cluster.processes import coordinator
-from rayzero.cluster.processes.coordinator import HeardReports, UnreadReports
+from rayzero.cluster.processes.coordinator import HeardReports
 from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings
-from rayzero.cluster.run import Member, Report
+from rayzero.cluster.run import Member, Report, RunState
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.scrape import Viewer
 
 
-def test_reports_are_read_once():
-    unread = UnreadReports()
-    unread.add([Report(rank=0, metrics={"step": 0}), Report(rank=0, metrics={"step": 1})])
-    unread.add([Report(rank=1, metrics={"step": 0})])
-    assert [report.metrics["step"] for report in unread.take()] == [0, 1, 0]
-    assert unread.take() == []
+def read_of(*batches: list[Report]) -> list[list[int]]:
+    """The steps that the driver reads of these reports, call by call."""
+    made = coordinator.Coordinator("demo", None, 100.0)
+
+    async def read() -> list[list[int]]:
+        await made.move(RunState.RUNNING)
+        life = await made.life()
+        for batch in batches:
+            await made.report(batch, None)
+        await made.end_news()
+        return [[report.step for report in (await made.next_reports(life)).reports] for _ in range(2)]
+
+    return asyncio.run(read())
+
+
+def test_reports_are_read_once() -> None:
+    assert read_of([Report(rank=0, step=0), Report(rank=0, step=1)], [Report(rank=1)]) == [[0, 1, 0], []]
+
+
+def test_unread_reports_are_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(coordinator, "REPORTS_KEPT", 3)
+    assert read_of([Report(rank=0, step=step) for step in range(5)]) == [[2, 3, 4], []]
 
 
 def test_what_a_rank_reports_again_in_its_next_life_is_taken_once():
-    unread = UnreadReports()
+    heard = HeardReports()
 
     def made(life, *at):
         return [Report(rank=0, life=life, step=step, number=number) for step, number in at]
 
     def new(reports):
-        return [(report.step, report.number) for report in unread.add(reports)]
+        return [(report.step, report.number) for report in reports if heard.is_new(report)]
 
     assert new(made(0, (0, 0), (1, 0), (1, 1))) == [(0, 0), (1, 0), (1, 1)]
     assert new(made(1, (0, 0), (1, 0), (1, 1), (1, 2), (2, 0))) == [(1, 2), (2, 0)]
     assert new(made(2, (1, 2))) == []
     assert new(made(3, (2, 0), (2, 1))) == [(2, 1)]
-    assert [(report.step, report.number) for report in unread.take()] == [
-        (0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)
-    ]  # fmt: skip
-    assert [len(unread.add([Report(rank=1, step=step)])) for step in (4, 3)] == [1, 1], "another rank's, in one life"
+    assert [heard.is_new(Report(rank=1, step=step)) for step in (4, 3)] == [True, True], "another rank's, in one life"
 
 
 def made_at(rank: int, *steps: int) -> list[Report]:
@@ -52,13 +65,6 @@ def test_the_last_reports_come_again_from_everybody_after_the_coordinators_death
     heard.come_again()
     assert list(filter(heard.is_new, made_at(0, 3, 4, 5))) == made_at(0, 5)
     assert list(filter(heard.is_new, made_at(1, 4))) == made_at(1, 4), "another rank's"
-
-
-def test_unread_reports_are_bounded(monkeypatch):
-    monkeypatch.setattr(coordinator, "REPORTS_KEPT", 3)
-    unread = UnreadReports()
-    unread.add([Report(rank=0, metrics={"step": step}) for step in range(5)])
-    assert [report.metrics["step"] for report in unread.take()] == [2, 3, 4]
 
 
 def test_another_coordinator_may_be_told_twice_of_the_run(monkeypatch, tmp_path):

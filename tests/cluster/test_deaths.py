@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from rayzero.cluster.supervision import Failure, death_of
-from rayzero.cluster.upkeep.deaths import Death, Deaths, EndWatch, Recovering
+from rayzero.cluster.upkeep.ray_processes import Death, Deaths, EndWatch
+from rayzero.cluster.upkeep.replacement import Recovering
 from rayzero.elastic.members import MemberId, MemberKind, Process
 from tests.support.waiting import until
 

@@ -74,9 +74,6 @@ class EndedRun:
     def move(self, state: RunState, reason: str | None = None) -> None:
         self.moves.append(state)
 
-    def run_loops(self, settings: list[Any], packed_loop: None) -> dict[Any, str]:
-        return {}
-
     def stop_ranks(self, loops: dict[Any, str], reason: str) -> list[Any]:
         return []
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rayzero.cluster.actors.certificates import Certificates
-from rayzero.cluster.actors.exporters import Exporters, plan_exporters
+from rayzero.cluster.actors.roster import Exporters, plan_exporters
 from rayzero.cluster.run import Member
 from rayzero.config import SecurityConfig, TelemetryConfig
 from rayzero.security.metrics_access import MetricsAccess

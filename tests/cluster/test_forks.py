@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rayzero.cluster.forks import ray_setup, worker_fork
+from rayzero.cluster.forks import worker_fork
 from rayzero.cluster.forks.worker_fork import LENGTH, TOKEN, make_ready, start_server
 from rayzero.concurrency.survivor import ends
 
@@ -290,7 +290,7 @@ def test_ray_starts_what_is_no_worker_of_a_run_as_it_does_without_us(
     variables = {"env_vars": {TOKEN: token[TOKEN]}, "py_executable": "false", "command_prefix": [], "java_jars": []}
     context = variables | others | ({} if forked else {"py_executable": sys.executable})
     command = [
-        sys.executable, ray_setup.__file__, str(program), "--one",
+        sys.executable, worker_fork.__file__, str(program), "--one",
         f"--serialized-runtime-env-context={json.dumps(context)}", "--language=PYTHON", "--two",
     ]  # fmt: skip
     environment = os.environ | {"RAY_RAYLET_PID": token["RAY_RAYLET_PID"]}

@@ -76,7 +76,7 @@ def answer_into(told: list[tuple[str, Any]], made: GroupOwners, actors: RunActor
     """Have owners that are there, and note what groups are answered: (name, their start or why they have no owners)."""
     ownership, certificates = Ownership(2), SimpleNamespace(token="t", of_rank=lambda _: None)
     made._actors, made._controller = actors, SimpleNamespace(addresses=(), ownership=ownership)  # type: ignore[assignment]
-    actors.certificates = certificates  # type: ignore[assignment]
+    actors.certificates, actors._roster = certificates, SimpleNamespace(num_beside=0)  # type: ignore[assignment]
     answer = SimpleNamespace(remote=lambda *what: told.append(what))
     made.groups, made._tell = SimpleNamespace(fail=answer, open=answer), lambda call: None  # type: ignore[method-assign]
 

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,7 +49,7 @@ DRIVER = """
 import json, os, signal, sys
 from pathlib import Path
 import psutil
-from rayzero.cluster.files.file_discovery import announced
+from rayzero.cluster.janitor import announced
 from rayzero.cluster.janitor import Janitor
 slabs, targets = map(Path, sys.argv[1:3])
 janitor = Janitor(slabs, targets)
@@ -188,7 +189,7 @@ def test_a_driver_that_ends_well_takes_its_janitor_with_it(driver):
 
 
 def test_a_janitor_that_was_killed_disturbs_nobody(tmp_path):
-    with Janitor(tmp_path, None) as janitor:
+    with closing(Janitor(tmp_path, None)) as janitor:
         os.kill(janitor.pid, signal.SIGKILL)
         psutil.Process(janitor.pid).wait(10)
         janitor.watch([psutil.Process()])

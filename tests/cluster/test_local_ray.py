@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rayzero.cluster.forks import ray_setup
+from rayzero.cluster.forks import worker_fork
 from rayzero.cluster.nodes.local_ray import NOT_FOR_RAY, LocalRay, begin_ray
 from rayzero.cluster.nodes.session import ray_session
 from rayzero.errors import RunFailedError
@@ -119,7 +119,7 @@ def test_what_python_prints_as_it_starts_is_no_answer(monkeypatch: pytest.Monkey
 def test_what_ray_prints_is_no_answer(errors: str) -> None:
     """Nor where the driver's errors are closed."""
     code = (
-        "import os; from rayzero.cluster.nodes.local_ray_process import _answer_file; file = _answer_file();"
+        "import os; from rayzero.cluster.nodes.local_ray import _answer_file; file = _answer_file();"
         "os.system('echo noise'); print('noise', flush=True); os.write(file, b'answer')"
     )
     shell = ["sh", "-c", f'"$@" {errors}', "sh", sys.executable, "-c", code]
@@ -147,7 +147,7 @@ def test_signals_to_everyone_leave_its_end_to_the_driver() -> None:
             os.kill(local._process.pid, number)
         processes = everyone_of(local._process.pid)
         (raylet,) = filter(is_called("raylet"), processes)
-        assert any(ray_setup.__file__ in part for part in raylet.cmdline()), "it starts workers as we do"
+        assert any(worker_fork.__file__ in part for part in raylet.cmdline()), "it starts workers as we do"
     assert still_there(processes, timeout_s=0.0) == []
 
 

@@ -26,9 +26,8 @@ from rayzero.cli.status import describe_run, format_status
 from rayzero.cluster.files.metrics_log import METRICS, RowTail, Value, trim_log
 from rayzero.cluster.loggers import children
 from rayzero.cluster.loggers.children import Loggers
-from rayzero.cluster.loggers.csv_file import CsvReporter
 from rayzero.cluster.loggers.feed import Bookmark, Feed, FeedState, begin
-from rayzero.cluster.loggers.reporter import LoggedRun, flat_settings
+from rayzero.cluster.loggers.reporter import CsvReporter, LoggedRun, flat_settings
 from rayzero.config import RunConfig
 from rayzero.config.loggers import require_loggers
 from rayzero.engine import get_context, report, save_checkpoint
@@ -318,8 +317,8 @@ def stubborn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
     def make(opens: str = "pass", logs: str = "pass") -> None:
         code = STUBBORN.format(opens=opens, logs=logs)
         patch = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
-        patch += "import rayzero.cluster.loggers as p, sys, types; m = types.ModuleType(p.__name__ + '.tensorboard')\n"
-        patch += f"exec({code!r}, m.__dict__); sys.modules[m.__name__] = m\n"
+        patch += "import rayzero.cluster.loggers.reporter as p; named = {}\n"
+        patch += f"exec({code!r}, named); p._CLASSES['tensorboard'] = named['TensorBoardReporter']\n"
         (tmp_path / "sitecustomize.py").write_text(patch)
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(children.__file__).parents[3])]))
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from rayzero.cluster.actors import owner_roster as spares_module
+from rayzero.cluster.actors import roster as spares_module
 from rayzero.cluster.actors.certificates import Certificates
-from rayzero.cluster.actors.owner_roster import OwnerRoster, Spares, plan_owners
+from rayzero.cluster.actors.roster import OwnerRoster, Spares
 from rayzero.cluster.nodes.resources import ResourcePlan, Share
+from rayzero.cluster.processes.owner_process import OwnerSettings
 from rayzero.cluster.processes.process_exporter import LOOPBACK
 from rayzero.cluster.run import Member
-from rayzero.config import SecurityConfig, TelemetryConfig
+from rayzero.config import SecurityConfig
 from rayzero.layout.rescale import Rescale
 from rayzero.protocol.ownership import Ownership
 
@@ -27,12 +27,18 @@ PLAN = ResourcePlan(
     groups=(),
     bind_numa=False,
 )
-SHARE = Path("/dev/shm")
 
 
-def planned(certificates: Certificates, **others: Any) -> Any:
-    given = {"memory": 1 << 30, "share": SHARE, "telemetry": TelemetryConfig(norms_every=5)}
-    return plan_owners(PLAN, certificates, **given | others)
+def roster_of(certificates: Certificates, beside: str | None = None, **others: Any) -> OwnerRoster:
+    given = {"ownership": Ownership(3), "token": certificates.token} | others
+    first = OwnerSettings(owner=0, num_owners=3, threads=3, memory_budget=None, share=None, norms_every=5, **given)
+    return OwnerRoster(first, PLAN, certificates, beside)
+
+
+def settings(roster: OwnerRoster, who: str) -> OwnerSettings:
+    found = roster.of(who)
+    assert found is not None
+    return found
 
 
 @pytest.fixture
@@ -43,71 +49,63 @@ def certificates() -> Certificates:
 def test_optimizers_come_first_and_owners_beside_ranks_have_the_ranks_device_and_threads(
     certificates: Certificates,
 ) -> None:
-    found = planned(certificates, beside_ranks="cuda:0", succeeds=True, replaces_members=True, network="10.0.0.0/8")
-    assert [(who, own.owner, own.num_owners, own.threads, own.device) for who, own in found.items()] == [
-        ("optimizer 0", 0, 5, 3, "cpu"),
-        ("optimizer 1", 1, 5, 3, "cpu"),
-        ("optimizer 2", 2, 5, 3, "cpu"),
-        ("rank 0", 3, 5, 2, "cuda:0"),
-        ("rank 1", 4, 5, 2, "cuda:0"),
+    roster = roster_of(certificates, "cuda:0", network="10.0.0.0/8")
+    found = [settings(roster, who) for who in roster.names]
+    assert [(own.owner, own.num_owners, own.threads, own.device) for own in found] == [
+        (0, 5, 3, "cpu"),
+        (1, 5, 3, "cpu"),
+        (2, 5, 3, "cpu"),
+        (3, 5, 2, "cuda:0"),
+        (4, 5, 2, "cuda:0"),
     ]
-    for own in found.values():
-        assert (own.token, own.share, own.norms_every) == (certificates.token, SHARE, 5)
-        assert (own.succeeds, own.replaces_members, own.network) == (True, True, "10.0.0.0/8")
-        assert own.tls is not None
-    assert OwnerRoster(found, certificates).names == list(found)
-
-
-def test_nobody_measures_norms_without_telemetry(certificates: Certificates) -> None:
-    found = planned(certificates, telemetry=TelemetryConfig(norms_every=5, enabled=False))
-    assert [own.norms_every for own in found.values()] == [None] * 3
+    assert roster.names == ["optimizer 0", "optimizer 1", "optimizer 2", "rank 0", "rank 1"]
+    assert all((own.norms_every, own.network, own.succeeds) == (5, "10.0.0.0/8", False) for own in found)
+    assert None not in [own.tls for own in found]
+    assert (roster.of("optimizer 3"), roster_of(certificates).of("rank 0")) == (None, None)
 
 
 def test_a_successor_is_told_so_and_gets_its_own_certificate(certificates: Certificates) -> None:
-    found = planned(certificates)
-    roster = OwnerRoster(found, certificates)
-    successor = roster.of_successor("optimizer 1")
-    assert replace(successor, succeeds=False, tls=None) == replace(found["optimizer 1"], tls=None)
+    roster = roster_of(certificates)
+    before, successor = settings(roster, "optimizer 1"), roster.of_successor(1)
+    assert replace(successor, succeeds=False, tls=None) == replace(before, tls=None)
     assert successor.succeeds
-    assert successor.tls not in (None, found["optimizer 1"].tls)
-    assert roster.of("optimizer 1") == found["optimizer 1"], "until it has the place"
+    assert successor.tls not in (None, before.tls)
 
 
 def test_the_next_epoch_is_that_of_all_who_take_a_place_later(certificates: Certificates) -> None:
-    roster = OwnerRoster(planned(certificates, beside_ranks="cpu"), certificates)
+    roster = roster_of(certificates, "cpu")
     roster.listen(dict.fromkeys(roster.names, LOOPBACK))
     next_one = Ownership(3).then(Rescale.to(4, 3))
     joins = roster.of_joining(3, next_one)
     assert (joins.owner, joins.num_owners, joins.ownership, joins.succeeds) == (3, 6, next_one, True)
-    roster.enter(joins, "10.0.0.7")
-    roster.begin_epoch(next_one, 6)
+    roster.listen({"optimizer 3": "10.0.0.7"})
+    roster.begin_epoch(next_one)
     assert roster.names == ["optimizer 0", "optimizer 1", "optimizer 2", "optimizer 3", "rank 0", "rank 1"]
     assert (roster.host("optimizer 3"), "optimizer 3" in roster.on_loopback) == ("10.0.0.7", False)
-    for who in roster.names[:4]:
-        assert (roster.of_successor(who).num_owners, roster.of_successor(who).ownership) == (6, next_one)
-    beside = roster.of("rank 0")
-    assert beside is not None
-    assert (beside.num_owners, beside.ownership) == (5, None), "a rank that dies ends the run"
-    assert roster.leave("optimizer 3").owner == 3
+    for owner in range(4):
+        assert (roster.of_successor(owner).num_owners, roster.of_successor(owner).ownership) == (6, next_one)
+    roster.begin_epoch(next_one.then(Rescale.to(3, 4)))
     assert (len(roster.names), roster.of("optimizer 3")) == (5, None)
 
 
 def test_an_optimizer_without_shards_has_one_thread_and_the_number_behind_those_with_shards(
     certificates: Certificates,
 ) -> None:
-    found = planned(certificates, ownership=Ownership(4, doors=1))
-    roster = OwnerRoster(found, certificates)
-    assert [(own.owner, own.num_owners, own.threads) for own in found.values()][2:] == [(2, 4, 3), (3, 4, 1)]
+    roster = roster_of(certificates, ownership=Ownership(4, doors=1))
+    found = [settings(roster, who) for who in roster.names]
+    assert [(own.owner, own.num_owners, own.threads) for own in found][2:] == [(2, 4, 3), (3, 4, 1)]
     assert roster.with_shards == ["optimizer 0", "optimizer 1", "optimizer 2"]
     fewer = Ownership(4, doors=1).then(Rescale((0, None), 1))
     assert [roster.of_joining(owner, fewer).threads for owner in (0, 1)] == [3, 1]
 
 
 def test_who_listens_at_its_node_is_not_on_loopback_any_more(certificates: Certificates) -> None:
-    roster = OwnerRoster(planned(certificates), certificates)
+    roster = roster_of(certificates)
     roster.listen(dict.fromkeys(roster.names, LOOPBACK))
     roster.listen({"optimizer 0": "10.0.0.7", "optimizer 2": "10.0.0.8"})
     assert roster.on_loopback == ["optimizer 1"]
+    roster.leave("optimizer 1")
+    assert roster.on_loopback == []
 
 
 # ---- Spares: processes that wait to become successors, and die without a word before that.

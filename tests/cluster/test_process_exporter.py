@@ -13,7 +13,7 @@ import pytest
 import torch
 from clock import Clock
 
-from rayzero.cluster.files.file_discovery import announced, sweep_announcements
+from rayzero.cluster.janitor import announced, sweep_announcements
 from rayzero.cluster.processes import process_exporter
 from rayzero.cluster.processes.coordinator import LATE_S, Heartbeats
 from rayzero.cluster.processes.process_exporter import MemorySource

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import rayzero
-from rayzero.cluster.loop import pack_loop
 from rayzero.cluster.processes import rank_worker
 from rayzero.cluster.processes.coordinator import Received
 from rayzero.cluster.processes.rank_worker import (
@@ -22,10 +21,10 @@ from rayzero.cluster.processes.rank_worker import (
     ReportGauges,
     ReportSender,
     RunGoneError,
+    pack_loop,
 )
 from rayzero.cluster.run import Report
 from rayzero.config import ZeroConfig
-from rayzero.elastic.reform import Step
 from rayzero.engine.loop.reports import RecentReports
 from rayzero.errors import StoreClosedError
 from rayzero.protocol.ownership import Ownership
@@ -76,7 +75,7 @@ def test_a_successor_that_is_told_of_while_owners_change_is_one_of_the_new_owner
 
     worker = RankWorker(0, 1, None)
     worker._table = Table()  # type: ignore[assignment]
-    worker.carry_out(Step.CHANGE, [["a:1", "b:2"], Ownership(2)])
+    worker.change(["a:1", "b:2"], Ownership(2))
     assert told == ["epoch 0", "gone over", "1 is at c:3"]
 
 
@@ -93,7 +92,7 @@ def test_the_owner_beside_a_rank_hears_of_a_successor_by_itself() -> None:
     worker: Any = RankWorker(0, 1, None)
     owner, table = Told(), Told()
     worker._owner, worker._table = SimpleNamespace(server=owner), table
-    worker.succeed_beside(4, "a4")
+    worker.call_owner("succeed", (4, "a4"))
     assert (owner.successors, table.successors) == ([(4, "a4")], [])
     worker.succeed(1, "a1")
     assert (owner.successors, table.successors) == ([(4, "a4")], [(1, "a1")])

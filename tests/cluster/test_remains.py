@@ -10,15 +10,14 @@ from slabs.test_hold import leave
 
 from rayzero.cluster.actors import run_actors
 from rayzero.cluster.actors.run_actors import RunActors
-from rayzero.cluster.processes import remains
-from rayzero.cluster.processes.remains import Remains, leaving_nothing
+from rayzero.cluster.janitor import Remains, leaving_nothing
 from rayzero.slabs.hold import Hold
 
 
 @pytest.fixture(autouse=True)
 def _on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(get_node_id=lambda: "here")
-    monkeypatch.setattr(remains.ray, "get_runtime_context", lambda: here)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: here)
 
 
 def test_a_run_that_starts_again_does_not_wait_for_what_it_had_before(tmp_path: Path) -> None:

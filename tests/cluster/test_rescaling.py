@@ -50,9 +50,9 @@ class Handle:
     """In place of an actor: a call is a text that says which it is."""
 
     def __init__(self, who: str) -> None:
-        for method in ("watch", "abandon", "connect_peers", "succeed", "stop"):
+        for method in ("watch", "succeed", "change", "stop"):
             setattr(self, method, SimpleNamespace(remote=lambda *_, method=method: f"{method} of {who}"))
-        self.carry_out = SimpleNamespace(remote=lambda step, arguments: f"{step} of {who}")
+        self.call_owner = SimpleNamespace(remote=lambda method, arguments: f"{method} of {who}")
 
 
 @dataclass
@@ -66,12 +66,13 @@ class Actors:
         }
     )
     ended: int = 0
-    limits: dict[tuple[int, tuple[str, ...]], str] = field(default_factory=dict)  # what ``too_few_files`` says
+    limits: dict[tuple[int, tuple[str, ...]], str] = field(default_factory=dict)  # what ``check_files`` says
     trial: Trial = field(default_factory=Trial)  # of the next one that joins
     local = SimpleNamespace(pid=lambda who: None, stopped=[])
 
-    def too_few_files(self, num_owners: int, num_doors: int, others: dict[str, Any]) -> str | None:
-        return self.limits.get((num_owners, tuple(others)))
+    def check_files(self, num_owners: int, num_doors: int, others: dict[str, Any]) -> None:
+        if (num_owners, tuple(others)) in self.limits:
+            raise ConfigError(self.limits[num_owners, tuple(others)])
 
     def joined(self, joining: Any, member: Any, target: Any) -> None:
         joining.member = member
@@ -83,7 +84,9 @@ class Actors:
         self.exporters = SimpleNamespace(targets=())
 
     def join_owner(self, index: int, ownership: Any, node: str) -> tuple[Any, str]:
-        return SimpleNamespace(actor=Handle(f"optimizer {index}"), member=None), f"start of optimizer {index}"
+        settings = SimpleNamespace(ownership=ownership)
+        joining = SimpleNamespace(actor=Handle(f"optimizer {index}"), settings=settings, member=None)
+        return joining, f"start of optimizer {index}"
 
     def listen_at_nodes(self, addresses: Any) -> Any:
         return addresses
@@ -97,7 +100,7 @@ class Actors:
     def end_joining(self) -> None:
         self.ended += 1
 
-    def enter(self, ownership: Any, addresses: Any) -> None:
+    def enter(self, ownership: Any) -> None:
         self.handles["optimizer 2"], self.members["optimizer 2"] = Handle("optimizer 2"), self.members["optimizer 1"]
 
     def enlist(self) -> None:
@@ -125,12 +128,11 @@ class Run:
         monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls, []))
         monkeypatch.setattr(ray, "get", self.answer)
         self.controller = Controller(1, ["a", "b"], max_failures=3)
-        self.actors, self.journal = Actors(), Journal()
+        self.actors, self.journal = Actors(), Journal(say=self.said.append)
         actors: Any = self.actors
         lives = dict.fromkeys(self.controller.running, 0)
         self.processes = RayProcesses(actors, lives, replaces=True, stall_timeout=30.0)
-        told: dict[str, Any] = {"say": self.said.append, "changed": lambda: None}
-        self.replacement = Replacement(actors, self.controller, self.processes, self.journal, **told)
+        self.replacement = Replacement(actors, self.controller, self.processes, self.journal)
         self.rescaling = self.replacement.rescaling = Rescaling(
             actors,
             self.replacement.supervisor,
@@ -138,7 +140,6 @@ class Run:
             self.journal,
             zero=ZeroConfig(),
             scaling=ScalingConfig(),
-            **told,
         )
 
     @property
@@ -282,7 +283,7 @@ def test_a_trial_that_does_not_end_is_refused_once_by_the_names_of_who_is_awaite
 
 def test_what_refuses_a_step_is_named_in_one_line(run: Run) -> None:
     run.scale(1)
-    error = ray.exceptions.RayTaskError("carry_out", "Traceback\n...", RuntimeError("no luck\nat all"))
+    error = ray.exceptions.RayTaskError("call_owner", "Traceback\n...", RuntimeError("no luck\nat all"))
     run.take("hold of optimizer 0", error)
     assert [one.failed for one in run.outcomes] == ["optimizer 0: RuntimeError: no luck"]
 

@@ -43,7 +43,7 @@ def test_an_optimizer_stands_beside_each_rank_and_more_of_them_go_round():
     plan = plan_resources(ScalingConfig(num_workers=2, num_optimizers=5), [Node(cpus=7)])
     assert [group.optimizers for group in plan.groups] == [(0, 2, 4), (1, 3)]
     assert plan.place_of_optimizer(3) == (1, 2), "behind rank 1 and optimizer 1"
-    assert [group.cpus for group in plan.groups] == [4, 3]
+    assert [sum(share.cpus for share in group.shares) for group in plan.groups] == [4, 3]
 
 
 def test_fewer_optimizers_than_ranks_leave_ranks_alone():

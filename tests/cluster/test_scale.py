@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from clock import Clock
 
-from rayzero.cluster import scale_call as scale_module
 from rayzero.cluster.run import Rescaled
-from rayzero.cluster.scale_call import scale
+from rayzero.cluster.upkeep import rescaling as scale_module
+from rayzero.cluster.upkeep.rescaling import scale
 from rayzero.config import RunConfig, ZeroConfig
 from rayzero.elastic.requests import ScaleRequest, take
 from rayzero.errors import RunFailedError

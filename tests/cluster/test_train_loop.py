@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from rayzero.cluster.loop import PackedLoop, pack_loop, unpack_loop
+from rayzero.cluster.processes.rank_worker import PackedLoop, pack_loop, unpack_loop
 from rayzero.errors import ConfigError
 
 

@@ -78,13 +78,13 @@ def test_ranks_learn_that_an_owner_has_moved_of_new_certificates_and_that_owners
         await soon(joined)
         moved = asyncio.create_task(groups.news("a", start("x", "y")))
         assert await waits(moved)
-        await groups.succeed("a", 1, "z")
+        await groups.open("a", start("x", "z"))
         assert await soon(moved) == start("x", "z")
         shown = Authority("demo", on_loopback=False).issue("any rank", [ANY_RANK])
         renewed = asyncio.create_task(groups.news("a", start("x", "z")))
         assert await waits(renewed)
-        await groups.renew("a", shown)
         now = replace(start("x", "z"), tls=shown)
+        await groups.open("a", now)
         assert await soon(renewed) == now
         assert await soon(groups.join(group("a"), 1, "pid 2")) == now, "who comes later begins with it"
         lost = asyncio.create_task(groups.news("a", now))

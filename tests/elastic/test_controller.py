@@ -44,7 +44,7 @@ def test_a_dead_owner_is_succeeded_and_everybody_else_is_told() -> None:
     assert run.died(owner(1), 0) == [Start(owner(1), 1)]
     others = (rank(0), rank(1), rank(2), owner(0))
     assert run.ready(owner(1), 1, "b1") == [Connect(1, 1, ("a0", "b1"))]
-    assert run.connected(1, 1) == [Succeed(1, "b1", 1, others)]
+    assert run.connected(1, 1) == [Succeed(1, "b1", others)]
 
 
 def test_owners_beside_ranks_take_every_step_of_a_change_but_ranks_do_and_keep_their_places_at_the_end() -> None:
@@ -80,7 +80,7 @@ def test_a_loop_begins_once_every_owner_has_a_process_and_with_its_address() -> 
     assert run.died(rank(1), 0) == [Lose(1, 1, (owner(1),)), Start(rank(1), 1)]
     assert run.ready(rank(1), 1) == []
     assert run.ready(owner(0), 1, "b0") == [Connect(0, 1, ("b0", "a1"))]
-    told = Succeed(0, "b0", 1, (rank(0), rank(2), owner(1)))
+    told = Succeed(0, "b0", (rank(0), rank(2), owner(1)))
     assert run.connected(0, 1) == [told, Run(1, 1, ("b0", "a1"))]
 
 
@@ -92,7 +92,7 @@ def test_a_successor_that_dies_is_succeeded_and_its_late_answer_is_not_taken() -
     assert run.died(owner(0), 0) == []
     assert run.ready(owner(0), 2, "c0") == [Connect(0, 2, ("c0", "a1"))]
     assert run.connected(0, 1) == []
-    assert run.connected(0, 2) == [Succeed(0, "c0", 1, (rank(0), rank(1), rank(2), owner(1)))]
+    assert run.connected(0, 2) == [Succeed(0, "c0", (rank(0), rank(1), rank(2), owner(1)))]
 
 
 def test_two_successors_learn_of_each_other() -> None:
@@ -102,8 +102,8 @@ def test_two_successors_learn_of_each_other() -> None:
     assert run.ready(owner(0), 1, "b0") == [Connect(0, 1, ("b0", "a1"))]
     assert run.ready(owner(1), 1, "b1") == [Connect(1, 1, ("b0", "b1"))]
     ranks = rank(0), rank(1), rank(2)
-    assert run.connected(1, 1) == [Succeed(1, "b1", 2, (*ranks, owner(0)))]
-    assert run.connected(0, 1) == [Succeed(0, "b0", 2, (*ranks, owner(1)))]
+    assert run.connected(1, 1) == [Succeed(1, "b1", (*ranks, owner(0)))]
+    assert run.connected(0, 1) == [Succeed(0, "b0", (*ranks, owner(1)))]
 
 
 def test_a_rank_whose_loop_has_ended_is_not_replaced() -> None:
@@ -160,7 +160,6 @@ class AnyOrder(RuleBasedStateMachine):
         self.connecting: dict[int, int] = {}  # owner -> its life
         self.knows = {member: dict(enumerate(FIRST)) for member in self.members}  # the owners' addresses
         self.begun = dict.fromkeys(range(RANKS), 0)  # rank -> life of its loop
-        self.epochs = [0]
         self.deaths = 0
 
     def perform(self, actions: list[Action]) -> None:
@@ -181,9 +180,8 @@ class AnyOrder(RuleBasedStateMachine):
                 case Connect(index, life, addresses):
                     self.connecting[index] = life
                     self.knows[owner(index)] = dict(enumerate(addresses))
-                case Succeed(index, address, epoch, others):
+                case Succeed(index, address, others):
                     assert owner(index) not in others
-                    self.epochs.append(epoch)
                     for other in others:
                         assert other in self.alive
                         self.knows[other][index] = address
@@ -229,10 +227,6 @@ class AnyOrder(RuleBasedStateMachine):
     def failures_are_counted(self) -> None:
         assert self.run.outlived == min(self.deaths, FAILURES)
         assert (self.run.over is not None) == (self.deaths > FAILURES)
-
-    @invariant()
-    def epochs_only_grow(self) -> None:
-        assert self.epochs == sorted(self.epochs)
 
     @invariant()
     def whoever_runs_knows_where_the_living_owners_are(self) -> None:

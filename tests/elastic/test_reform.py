@@ -101,7 +101,7 @@ def test_one_owner_more() -> None:
     assert run.answered(owner(0), PREPARE, False) == []
     assert run.ownership == TWO
     assert run.answered(owner(1), PREPARE, True) == [Ask(LET_STAND, (owner(1),))]
-    assert (run.ownership, run.addresses, run.epoch) == (three, ("a0", "a1", "b2"), 1)
+    assert (run.ownership, run.addresses) == (three, ("a0", "a1", "b2"))
     asked = Ask(ENTER, new, (three, ("a0", "a1", "b2")))
     assert run.answered(owner(1), LET_STAND) == [asked]
     assert answer(run, asked) == [Ask(CHANGE, RANKS, (("a0", "a1", "b2"), three))]
@@ -178,7 +178,7 @@ def test_a_change_waits_until_every_member_does_its_work() -> None:
     died(again, owner(1))
     assert again.scale(UP) == []
     serves(again, owner(1, 1), "c1")
-    told = Succeed(1, "c1", 1, (*(process.member for process in RANKS), owner(0).member))
+    told = Succeed(1, "c1", (*(process.member for process in RANKS), owner(0).member))
     assert again.connected(1, 1) == [told, Join(owner(2).member, 0, TWO.then(UP))]
 
 
@@ -397,7 +397,7 @@ def test_the_lead_dies_while_it_lets_the_next_epoch_stand() -> None:
     assert run.outlived == 1
     assert answer(run, asked) == [Start(owner(0).member, 1)]
     assert serves(run, owner(0, 1), "c0") == [Connect(0, 1, ("c0", "a1", "b2"))]
-    told = Succeed(0, "c0", 2, (owner(1).member, owner(2).member))
+    told = Succeed(0, "c0", (owner(1).member, owner(2).member))
     assert run.connected(0, 1) == [told, Ask(CHANGE, RANKS, (("c0", "a1", "b2"), TWO.then(UP)))]
     assert answer(run, Ask(CHANGE, RANKS)) == [Retire(())]
 
@@ -416,7 +416,7 @@ def test_an_owner_that_dies_is_replaced_once_the_others_have_entered_and_before_
     index = dies.member.index
     addresses = tuple("c" if i == index else address for i, address in enumerate(("a0", "a1", "b2")))
     assert serves(run, Process(dies.member, 1), "c") == [Connect(index, 1, addresses)]
-    told = Succeed(index, "c", 2, tuple(process.member for process in living))
+    told = Succeed(index, "c", tuple(process.member for process in living))
     assert run.connected(index, 1) == [told, Ask(CHANGE, RANKS, (addresses, TWO.then(UP)))]
 
 
@@ -446,7 +446,7 @@ def test_an_owner_that_dies_while_ranks_go_over_is_replaced_at_once_for_they_wai
     assert died(run, owner(2)) == [Start(owner(2).member, 1)]
     serves(run, owner(2, 1), "c2")
     others = (*(process.member for process in RANKS), owner(0).member, owner(1).member)
-    assert run.connected(2, 1) == [Succeed(2, "c2", 2, others)]
+    assert run.connected(2, 1) == [Succeed(2, "c2", others)]
     assert run.answered(rank(1), CHANGE) == [Retire(())]
 
 
@@ -559,7 +559,7 @@ class AnyOrder(RuleBasedStateMachine):
                 case Connect(index, life, addresses):
                     self.connecting.add(owner(index, life))
                     self.knows[owner(index, life)] = (dict(enumerate(addresses)), self.run.ownership)
-                case Succeed(index, address, _, others):
+                case Succeed(index, address, others):
                     for member in others:
                         process = self.present(member)
                         assert process in self.alive

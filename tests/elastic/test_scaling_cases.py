@@ -27,8 +27,7 @@ from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs, sweep
 from rayzero.store.remote.owner_table import OwnerTable
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing import run_ranks
-from rayzero.testing.owners import ServedReach, Service
-from rayzero.testing.place import RankPlace
+from rayzero.testing.members import RankPlace, ServedReach, Service
 from rayzero.testing.rank_processes import OwnerProcesses, run_processes
 from tests.support import needs
 from tests.support.waiting import until
@@ -183,8 +182,8 @@ class MixedReach:
     far: ServedReach
     ranks: frozenset[int]  # that are far
 
-    def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
-        return (self.far if rank in self.ranks else self.near).connect(table, rank, recorder, model, life)
+    def __call__(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
+        return (self.far if rank in self.ranks else self.near)(table, rank, recorder, model, life)
 
 
 @pytest.mark.thorough

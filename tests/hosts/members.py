@@ -21,6 +21,7 @@ from store.toy import make_spec, masters, random_grads, start, take_step
 
 from rayzero.cluster.nodes.reachability import unreachable
 from rayzero.cluster.processes.owner_process import OwnerSettings, ServedOwner
+from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity, name_of_rank
@@ -68,6 +69,7 @@ class Member:
             memory_budget=None,
             share=None,
             norms_every=None,
+            ownership=Ownership(OWNERS),
             token=TOKEN,
             tls=self._shown[f"owner {self._owner}"],
             network=network or None,

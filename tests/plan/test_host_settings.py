@@ -25,7 +25,7 @@ from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.telemetry.names import GRPC_REQUESTS
 from rayzero.telemetry.recorder import MemoryRecorder
-from rayzero.testing import owners, run_ranks
+from rayzero.testing import members, run_ranks
 from tests.lab.simulation.runs import MEASURED
 from tests.support import needs
 
@@ -75,7 +75,7 @@ def test_the_lead_is_asked_as_often_as_a_simulated_one(monkeypatch: pytest.Monke
     What it asks itself takes it no message of gRPC, and is counted in the simulation."""
     zero = ZeroConfig(placement="cpu_nodes", units=("Linear",), max_grad_norm=1.0)
     counted = MemoryRecorder()
-    monkeypatch.setattr(owners, "HostedModels", functools.partial(HostedModels, recorder=counted))
+    monkeypatch.setattr(members, "HostedModels", functools.partial(HostedModels, recorder=counted))
     with other_hosts(("rank 0", "rank 1"), ("rank 2", "rank 3"), ("optimizer 1",)) as hosts:
         run_ranks(functools.partial(train, at_once=threading.Barrier(4)), 4, 2, "shm", config=zero, hosts=hosts)
     calls = {

@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,10 @@ def test_what_cannot_run_is_refused_by_name(recipe, change, error, message):
 def test_a_run_that_goes_on_is_not_resumed_even_if_it_has_no_checkpoint_yet(recipe, tmp_path):
     resuming = recipe.replace(run={"resume": True, "storage_path": str(tmp_path / "runs")})
     resuming.run.path.mkdir(parents=True)
-    with RunLock.take(resuming.run.path), pytest.raises(ConfigError, match="in use by a run that is still running"):
+    with (
+        closing(RunLock.take(resuming.run.path)),
+        pytest.raises(ConfigError, match="in use by a run that is still running"),
+    ):
         prepare_run(resuming)
 
 

@@ -13,8 +13,18 @@ from clock import Clock
 
 from rayzero.records import parse_record
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
-from rayzero.telemetry.spans import Recorded, SpanRing, Spans, TraceSpan, clock_host, nothing
-from rayzero.telemetry.trace_file import LANES, last_steps, rows_of, trace_of
+from rayzero.telemetry.spans import (
+    LANES,
+    Recorded,
+    SpanRing,
+    Spans,
+    TraceSpan,
+    clock_host,
+    last_steps,
+    nothing,
+    rows_of,
+    trace_of,
+)
 
 
 @pytest.fixture

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.forks.worker_fork import TOKEN, fork_token
 from rayzero.cluster.nodes.session import answered
-from rayzero.cluster.run import Member
+from rayzero.cluster.processes.coordinator import Coordinator
+from rayzero.cluster.run import NAMESPACE, Member, coordinator_name
 from rayzero.cluster.supervision import Failure, death_of, failure_of, run_failed
 from rayzero.errors import ConfigError, RunFailedError
 
@@ -109,3 +113,55 @@ def _detail(text: str) -> str:
     """The part of Ray's message that says how the process ended."""
     said = text.rpartition("Worker exit detail:")[2].partition("Some common causes")[0]
     return " ".join(said.split())
+
+
+# ---- the coordinator ------------------------------------------------------------------------------------------------
+
+
+_LOOK_S = 0.2  # between two looks whether a dead driver's run has left the cluster
+
+
+def make_coordinator(run: str, log: MetricsLog | None, restarts: int) -> Any:
+    """Create the actor, on the driver's node, which is how http_sd is found. ``log``: see ``Coordinator``.
+    ``restarts``: how often Ray may start it again.
+
+    Raises ConfigError if a run of this name is on the cluster."""
+    here = ray.get_runtime_context().get_node_id()
+    options = {
+        "name": coordinator_name(run),
+        "namespace": NAMESPACE,
+        "num_cpus": 0,  # for actors without CPUs Ray picks a node at random, and only a hard affinity changes that
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False),
+        "max_concurrency": 100,
+        "max_restarts": restarts,  # by Ray, so that every process's handle stays good
+        "max_task_retries": -1 if restarts else 0,
+    }
+    try:
+        return ray.remote(Coordinator).options(**options, **forked()).remote(run, log, time.time())
+    except ValueError as error:  # ActorAlreadyExistsError is one
+        raise _name_in_use(run) from error
+
+
+def refuse_name_in_use(run: str, patience_s: float = 0.0) -> None:
+    """Raise ConfigError if a run of this name is on the cluster, before waiting for resources that it holds.
+
+    ``patience_s``: how long it may still be there, because its driver is dead."""
+    until = time.monotonic() + patience_s
+    while _is_there(run):
+        if time.monotonic() >= until:
+            raise _name_in_use(run)
+        time.sleep(_LOOK_S)
+
+
+def _is_there(run: str) -> bool:
+    try:
+        ray.get_actor(coordinator_name(run), namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+def _name_in_use(run: str) -> ConfigError:
+    return ConfigError(
+        f"a run named {run!r} is already on this cluster; a run is named after its directory, so choose another one"
+    )

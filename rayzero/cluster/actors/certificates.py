@@ -52,11 +52,12 @@ class Certificates:
         )
 
     def of_exporter(self, host: str, bind: str) -> Protection | None:
-        """What an exporter that listens on ``host`` asks of its clients; None: nothing. ``bind``: of
-        ``TelemetryConfig``."""
-        if self._access is None:
+        """What an exporter that listens on ``host`` asks of its clients: what the web config says, or what only the
+        run's own tools can show; None: nothing. ``bind``: of ``TelemetryConfig``."""
+        access = self._access
+        if access is None:
             return None
-        return protection_at(host, bind, self._access.given, self._access.own)
+        return access.given or (access.own if bind == "auto" and not is_loopback(host) else None)
 
     @property
     def viewer(self) -> Viewer:
@@ -71,14 +72,5 @@ class Certificates:
 
     @property
     def warnings(self) -> list[str]:
-        """Which certificates of the user's may end before the run."""
         sources = [source for source in (self._issuer, self._access) if source is not None]
         return [source.warning for source in sources if source.warning is not None]
-
-
-def protection_at(host: str, bind: str, given: Protection | None, own: Protection | None) -> Protection | None:
-    """What an exporter that listens on ``host`` asks of its clients; None: nothing. ``bind``: of ``TelemetryConfig``.
-    ``given``: what the web config says, ``own``: what only the run's own tools can show."""
-    if given is not None:
-        return given
-    return own if bind == "auto" and not is_loopback(host) else None

@@ -103,6 +103,5 @@ class LocalProcesses:
         self._processes, self._ending = {}, []
 
     def close(self) -> None:
-        """Everything is cleared up: end the janitor. Idempotent."""
         if self._janitor is not None:
             self._janitor.close()

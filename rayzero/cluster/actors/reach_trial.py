@@ -65,7 +65,6 @@ class ReachTrial:
         return {call: each.who for each_of in (self._asked, self._calls) for call, each in each_of.items()}
 
     def take(self, call: Any) -> None:
-        """One of ``calls`` has ended; others may begin."""
         if call in self._asked:
             owner = self._asked.pop(call)
             if self._has_answer(call, owner.who):
@@ -78,7 +77,6 @@ class ReachTrial:
                 self._failed.setdefault(each.host, {}).update(ray.get(call))  # a host may have several nodes
 
     def _begin(self) -> None:
-        """Let all try the owners that have answered."""
         for each in self._tries:
             answered = [to.address for to in each.listeners if to.address in self._tensors]
             tensors = [self._tensors[at] for at in answered]

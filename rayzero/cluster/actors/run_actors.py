@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -25,28 +25,25 @@ from rayzero.cluster.actors.actor_calls import (
     ask_config,
     control,
     failure_of_call,
+    make_coordinator,
 )
 from rayzero.cluster.actors.certificates import Certificates
-from rayzero.cluster.actors.exporters import Exporters, plan_exporters
 from rayzero.cluster.actors.local_processes import KILL_S, LocalProcesses
-from rayzero.cluster.actors.named_coordinator import make_coordinator
-from rayzero.cluster.actors.owner_roster import OwnerRoster, Spares
 from rayzero.cluster.actors.reach_trial import ReachTarget, ReachTrial, Tries
-from rayzero.cluster.continuation import Former, take_over
+from rayzero.cluster.actors.roster import Exporters, Joining, OwnerRoster, Spares, plan_exporters
+from rayzero.cluster.continuation import take_over
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.interrupts import shielded
-from rayzero.cluster.janitor import Janitor, KeptStates
-from rayzero.cluster.loop import PackedLoop
-from rayzero.cluster.nodes.owner_places import OwnerPlace, OwnerPlaces, door_place
-from rayzero.cluster.nodes.reservation import Reservation
+from rayzero.cluster.janitor import Janitor, KeptStates, Remains
+from rayzero.cluster.nodes.places import OwnerPlace, OwnerPlaces, Reservation, door_place
 from rayzero.cluster.nodes.resources import too_few_files
 from rayzero.cluster.nodes.session import alive_nodes, answered, ray_answers
 from rayzero.cluster.processes.coordinator import this_process
 from rayzero.cluster.processes.owner_process import OptimizerActor, OwnerSettings
 from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings, Renewed
-from rayzero.cluster.processes.rank_worker import RankSettings, RankWorker
+from rayzero.cluster.processes.rank_worker import PackedLoop, RankSettings, RankWorker
 from rayzero.cluster.run import Member, RunState, optimizer_name, rank_name
-from rayzero.config import TelemetryConfig
+from rayzero.config import TelemetryConfig, ZeroConfig
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.sweep import sweep
@@ -57,26 +54,6 @@ log = logging.getLogger(__name__)
 
 _COORDINATOR = "coordinator"
 _DRIVER = "the driver"
-
-
-@dataclass(slots=True, kw_only=True)
-class Joining:
-    """A process that becomes an owner in the next epoch."""
-
-    who: str
-    actor: Any
-    settings: OwnerSettings
-    node: str
-    host: str | None  # where it listens; None: at its node's address
-    exporter: ExporterSettings | None
-    place: OwnerPlace
-    member: Member | None = None  # once it has answered
-    target: Target | None = None
-
-    @property
-    def process(self) -> str:
-        """The name of its process until then: another one may have its own."""
-        return f"{self.who} (joins)"
 
 
 class RunActors:
@@ -106,7 +83,7 @@ class RunActors:
         self.coordinator_life = ""
         self.owners: dict[str, Any] = {}  # by name
         self.ranks: dict[str, Any] = {}
-        self._roster = OwnerRoster({}, certificates)
+        self._roster: OwnerRoster  # made by: start()
         self._joining: list[Joining] = []  # owners of the next epoch
         self._parted: dict[Any, OwnerPlace | None] = {}  # owner without shards, which ends -> its place
         self.spares = Spares(0, (), self._make_spare)
@@ -122,90 +99,106 @@ class RunActors:
 
     def start(
         self,
-        owners: Mapping[str, OwnerSettings],
-        *,
-        share: Path | None,
-        slab_dir: Path,
+        zero: ZeroConfig,
         telemetry: TelemetryConfig,
-        max_failures: int = 0,
-        keep: KeptStates | None = None,
-        former: Former | None = None,
+        ownership: Ownership,
+        remains: Remains,
+        *,
+        max_failures: int,
+        replaces_members: bool,
+        keep: KeptStates | None,
+        former: str | None,
+        succeeds: bool,
+        network: str | None = None,
+        beside_ranks: str | None = None,
         discovery_dir: Path | None = None,
         warm_spares: int = 0,
     ) -> tuple[str, ...]:
         """Create every actor, open the owners' ports and all exporters, register them with the coordinator; returns the
         owners' addresses.
 
-        owners: see ``plan_owners``. share: directory of shared memory, None: none. slab_dir: where it would be.
-        max_failures: how often a dead member may be started again (``start_owner``, ``start_rank``; the coordinator by
-        Ray). keep: what stays in shared memory if this process is killed. former: what an earlier run has left there.
-        discovery_dir: where the run will be announced to Prometheus; None: nowhere.
+        ownership, remains, replaces_members, succeeds, network: see ``OwnerSettings``. max_failures: how often a dead
+        member may be started again (``start_owner``, ``start_rank``; the coordinator by Ray). keep: what stays in
+        shared memory if this process is killed. former: the lineage of what an earlier run may have left there.
+        beside_ranks: see ``OwnerRoster``. discovery_dir: where the run will be announced to Prometheus; None: nowhere.
 
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken, or
         when a process may not open as many files as so many ranks and owners need.
         """
         self.coordinator = make_coordinator(self._run, self._log, max_failures)
-        self._share = share
-        self._roster = OwnerRoster(owners, self.certificates)
-        for owner in range(len(owners) - self._roster.num_beside):
+        share = self._share = zero.shared_directory
+        first = OwnerSettings(
+            owner=0,
+            num_owners=ownership.num_owners,
+            threads=self._placement.plan.optimizer.threads,
+            bind_numa=self._placement.plan.bind_numa,
+            memory_budget=zero.cpu_memory_budget,
+            share=share,
+            norms_every=telemetry.norms_every if telemetry.enabled else None,
+            ownership=ownership,
+            succeeds=succeeds,
+            replaces_members=replaces_members,
+            token=self.certificates.token,
+            network=network,
+            remains=remains,
+        )
+        self._roster = OwnerRoster(first, self._placement.plan, self.certificates, beside_ranks)
+        for owner in range(ownership.num_owners):
             self._make_owner(owner)
         for rank in range(self._placement.plan.num_workers):
             self._make_rank(rank)
-        hellos = {who: self._become(who, telemetry.measure_bandwidth) for who in self.owners}
+        measure = telemetry.measure_bandwidth
+        hellos = {
+            who: control(actor.become).remote(self._roster.of(who), measure_bandwidth=measure)
+            for who, actor in self.owners.items()
+        }
         hellos |= {who: control(actor.hello).remote() for who, actor in self.ranks.items()}
         self.members = self.ask({_COORDINATOR: self.coordinator.hello.remote(), **hellos}, START_S)
         self.coordinator_life = self.ask({_COORDINATOR: self.coordinator.life.remote()}, ANSWER_S)[_COORDINATOR]
         lead = {_COORDINATOR: self.members.pop(_COORDINATOR)}
-        num_doors = 0 if self.ownership is None else len(self.ownership.door_numbers)
-        why = self.too_few_files(len(self.owners), num_doors, {**lead, _DRIVER: this_process(_DRIVER)})
-        if why is not None:
-            raise ConfigError(why)
+        here = {**lead, _DRIVER: this_process(_DRIVER)}
+        self.check_files(len(self.owners), len(ownership.door_numbers), here)
         self.local.give_janitor(Janitor(share, discovery_dir, keep=keep))
-        self._find_processes({**lead, **self.members})
+        self.local.find({**lead, **self.members}, self.driver_node)
         if telemetry.enabled:
-            exporters = plan_exporters(self._run, {**lead, **self.members}, telemetry, slab_dir)
+            exporters = plan_exporters(self._run, {**lead, **self.members}, telemetry, Path(zero.slab_dir))
             self.exporters = Exporters(exporters, telemetry.bind, self.certificates)
             self._open_exporters()
         addresses = self._open_ports()
         if share is not None and former is not None:
-            take_over(share, former)
+            take_over(share, former, is_continued=succeeds)
         self.spares = Spares(
             warm_spares, [self.members[who].node for who in self._roster.with_shards], self._make_spare
         )
         self.spares.fill()
         return addresses
 
-    def too_few_files(
+    def check_files(
         self, num_owners: int, num_doors: int, others: Mapping[str, Member], *, num_ranks: int | None = None
-    ) -> str | None:
-        """Why this run cannot have so many optimizer actors, by what its processes may open; see the function.
+    ) -> None:
+        """Raise ConfigError if this run cannot have so many optimizer actors, by the files that its processes may open.
         ``others``: processes beside those of now. ``num_ranks``: that another library starts; None: its own."""
         ranks = len(self.ranks) if num_ranks is None else num_ranks
-        return too_few_files({**self.members, **others}, ranks, num_owners, self._roster.num_beside, num_doors)
+        why = too_few_files({**self.members, **others}, ranks, num_owners, self._roster.num_beside, num_doors)
+        if why is not None:
+            raise ConfigError(why)
 
     @property
     def with_shards(self) -> dict[str, Any]:
         return {who: self.owners[who] for who in self._roster.with_shards}
 
     @property
-    def ownership(self) -> Ownership | None:
+    def ownership(self) -> Ownership:
         return self._roster.ownership
 
     @property
     def _serving(self) -> dict[str, Any]:
-        """The actors that owners are in, by name, in order of owner index."""
         return {who: self.handle(who) for who in self._roster.names}
 
     def _make_owner(self, owner: int) -> Any:
         who = optimizer_name(owner)
         self.owners[who] = actor_class(OptimizerActor).options(**self.places.options(owner)).remote()
         return self.owners[who]
-
-    def _become(self, who: str, measure_bandwidth: bool) -> Any:
-        """Make a process an owner; returns the call that answers with a Member."""
-        bind = self._placement.plan.bind_numa
-        become = control(self.owners[who].become)
-        return become.remote(self._roster.of(who), measure_bandwidth=measure_bandwidth, bind_numa=bind)
 
     def _make_spare(self, owner: int) -> tuple[Any, list[Any]]:
         actor = actor_class(OptimizerActor).options(**self._placement.spare_options(owner)).remote()
@@ -218,9 +211,6 @@ class RunActors:
         self.ranks[who] = actor_class(RankWorker).options(**options).remote(rank, threads, self._roster.of(who))
         return self.ranks[who]
 
-    def _find_processes(self, everyone: Mapping[str, Member]) -> None:
-        self.local.find(everyone, self.driver_node)
-
     def _open_ports(self) -> tuple[str, ...]:
         nodes = {member.node for member in self.members.values()}
         # ranks of another library may be on any host
@@ -231,7 +221,8 @@ class RunActors:
         addresses = tuple(ask_config(self._run, opened, self.members, START_S).values())
         if not one_node:
             self._require_reached(addresses)
-        self.ask({who: control(a.connect_peers).remote(addresses) for who, a in serving.items()}, START_S)
+        told = {who: control(a.call_owner).remote("connect_peers", [addresses]) for who, a in serving.items()}
+        self.ask(told, START_S)
         self.enlist()
         return addresses
 
@@ -271,19 +262,10 @@ class RunActors:
 
     # ---- while it runs ------------------------------------------------------------------------------------------
 
-    def run_loops(self, settings: Sequence[RankSettings], packed_loop: PackedLoop) -> dict[Any, str]:
-        """Start every rank's loop. Returns call -> the rank's name; a call lasts until its loop ends. ``settings``: one
-        per rank."""
-        calls: dict[Any, str] = {}
-        for own in settings:
-            calls |= self.run_loop(own, packed_loop)
-        return calls
-
-    def run_loop(self, settings: RankSettings, packed_loop: PackedLoop) -> dict[Any, str]:
-        """Start one rank's loop; see ``run_loops``."""
-        who = rank_name(settings.rank)
+    def run_loop(self, settings: RankSettings, packed_loop: PackedLoop) -> Any:
+        """Start a rank's loop. Returns the call, which lasts until the loop ends."""
         own = replace(settings, tls=self.certificates.of_rank(settings.rank))
-        return {self.ranks[who].run.remote(own, packed_loop, self.coordinator): who}
+        return self.ranks[rank_name(settings.rank)].run.remote(own, packed_loop, self.coordinator)
 
     # ---- members that are replaced ------------------------------------------------------------------------------
 
@@ -293,16 +275,15 @@ class RunActors:
         who = optimizer_name(owner)
         spare = self.spares.give(self.members[who].node)
         actor = self.owners[who] = spare or self._make_owner(owner)
-        bind = self._placement.plan.bind_numa
         place = self._roster.host(who), self.exporters.of(who), self.coordinator
-        return control(actor.take_place).remote(self._roster.of_successor(who), bind, *place)
+        return control(actor.take_place).remote(self._roster.of_successor(owner), *place)
 
     # ---- other owners -------------------------------------------------------------------------------------------
 
     def join_owner(self, owner: int, ownership: Ownership, node: str) -> tuple[Joining, Any]:
         """Start a process on ``node`` (id) that becomes an owner in the epoch of ``ownership``. Returns the call that
         answers once it serves, as ``start_owner``'s."""
-        there = {self._roster.number(who): self.members[who].node for who in self.with_shards}
+        there = {number: self.members[who].node for number, who in enumerate(self.with_shards)}
         settings = self._roster.of_joining(owner, ownership)
         is_door, coming = owner in ownership.door_numbers, {each.node: each.place for each in self._joining}
         place = door_place(node) if is_door else self.places.find(owner, node, there, coming)
@@ -318,8 +299,7 @@ class RunActors:
         )
         self._joining.append(joining)
         ask = control(joining.actor.take_place)
-        bind = self._placement.plan.bind_numa
-        return joining, ask.remote(settings, bind, joining.host, exporter, self.coordinator)
+        return joining, ask.remote(settings, joining.host, exporter, self.coordinator)
 
     def listen_at_nodes(self, addresses: Sequence[str]) -> tuple[str, ...]:
         """Let every owner be reached from other nodes. ``addresses``: those of now. Returns those that serve; blocks.
@@ -335,7 +315,6 @@ class RunActors:
         return tuple(found.get(who, address) for who, address in zip(self._roster.names, addresses, strict=True))
 
     def _exporter_of(self, owner: int, node: str) -> ExporterSettings | None:
-        """The exporter of an owner that joins on ``node``; None without telemetry."""
         if not self.exporters.targets:
             return None
         address = next(known.address for known in alive_nodes() if known.id == node)
@@ -346,7 +325,7 @@ class RunActors:
     def joined(self, joining: Joining, member: Member, target: Target | None) -> None:
         """An owner that joins has answered. It has no shards before ``enter``."""
         joining.member, joining.target = member, target
-        self._find_processes({joining.process: member})
+        self.local.find({joining.process: member}, self.driver_node)
 
     def try_to_reach(self, joining: Joining, address: str, addresses: Sequence[str]) -> ReachTrial:
         """Have other hosts connect to an owner that joins, and that one to the others. ``address``: its own;
@@ -370,48 +349,46 @@ class RunActors:
         self.local.await_ending(STOP_S)
         self._joining = []
 
-    def enter(self, ownership: Ownership, addresses: Sequence[str]) -> None:
+    def enter(self, ownership: Ownership) -> None:
         """The next epoch stands: an optimizer actor that joins is an owner from now on, also in the place of one that
         parts; and a later successor of an owner belongs to it."""
         joining, self._joining = self._joining, []
         for each in joining:
             assert each.member is not None, f"{each.who} has not answered"
             if each.who in self.owners:
-                self._drop(each.who)
+                self._drop(each.settings.owner)
             self.owners[each.who], self.members[each.who] = each.actor, each.member
-            self._roster.enter(each.settings, each.host or each.member.host)
+            self._roster.listen({each.who: each.host or each.member.host})
             if each.exporter is not None:
                 self.exporters.enter(each.exporter, each.target)
             self.places.take(each.settings.owner, each.place)
             self.local.rename(each.process, each.who)
-        self._roster.begin_epoch(ownership, len(addresses))
+        self._roster.begin_epoch(ownership)
 
     def part(self, actor: Any, owner: int) -> None:
         """End the process of an owner that has no shards any more."""
-        who = optimizer_name(owner)
-        if self.owners.get(who) is actor:
-            self._drop(who)
+        if self.owners.get(optimizer_name(owner)) is actor:
+            self._drop(owner)
         control(actor.stop).remote()
         actor.__ray_terminate__.remote()
         self.places.free(self._parted.get(actor))
 
-    def _drop(self, who: str) -> None:
-        """The process that was an owner is none any more."""
-        actor = self.owners.pop(who)
-        self._parted[actor] = self.places.take(self._roster.leave(who).owner, None)
+    def _drop(self, owner: int) -> None:
+        who = optimizer_name(owner)
+        self._parted[self.owners.pop(who)] = self.places.take(owner, None)
+        self._roster.leave(who)
         self.exporters.leave(who)
         del self.members[who]
         self.local.let_end(who)
 
     def enlist(self) -> None:
-        """Tell the coordinator who the run's processes are now."""
         told = self.coordinator.enlist.remote(list(self.members.values()), self.exporters.targets)
         self.ask({_COORDINATOR: told}, ANSWER_S)
 
     def take_spare(self, call: Any) -> None:
         member = self.spares.take(call)
         if member is not None:
-            self._find_processes({member.who: member})
+            self.local.find({member.who: member}, self.driver_node)
 
     def start_rank(self, rank: int) -> Any:
         """Start another process as this rank. Returns the call that answers once it is there, as ``start_owner``'s."""
@@ -422,7 +399,7 @@ class RunActors:
         """A new process has answered in the place of a member; ``enlist`` it then."""
         before = self.members[who]
         self.members[who] = member
-        self._find_processes({who: member})
+        self.local.find({who: member}, self.driver_node)
         if target is not None:
             self.exporters.opened([target])
         log.info("%s is pid %d now, it was pid %d", who, member.pid, before.pid)
@@ -433,13 +410,8 @@ class RunActors:
         again = self.exporters.again(_COORDINATOR), self.certificates.viewer
         told = self.coordinator.resume.remote(*known, *again)
         member: Member = self.ask({_COORDINATOR: told}, ANSWER_S)[_COORDINATOR]
-        self._find_processes({_COORDINATOR: member})
+        self.local.find({_COORDINATOR: member}, self.driver_node)
         return member.pid
-
-    def tell(self, who: str, method: str, *arguments: Any) -> Any:
-        """Call a method of a member while its loop or its service lasts; returns the call. What a dead one does not
-        answer, the call that lasts as long as its process reports."""
-        return control(getattr(self.handle(who), method)).remote(*arguments)
 
     def handle(self, who: str) -> Any:
         return self.owners.get(who) or self.ranks[who]

@@ -222,7 +222,6 @@ def latest_metrics(rows: Sequence[Row]) -> Row | None:
 
 
 def _mean(values: Sequence[Any]) -> float | None:
-    """The mean; None if a value is not a number."""
     if not all(isinstance(value, int | float) for value in values):
         return None
     return sum(map(float, values)) / len(values)

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -82,7 +82,6 @@ class RunCheckpoints:
             self._elsewhere[whole] = None
 
     def catalog(self) -> Catalog:
-        """Read the manifests of all of them."""
         return Catalog.of(self.folder, self._elsewhere)
 
     def folders(self) -> list[Path]:
@@ -93,7 +92,6 @@ class RunCheckpoints:
         return checkpoint.is_relative_to(self.folder.parent) or checkpoint in self._elsewhere
 
     def anything_stale(self) -> bool:
-        """Whether an interrupted save left anything in the folder."""
         return bool(stale_folders(self.folder))
 
     def sweep(self) -> None:
@@ -103,7 +101,6 @@ class RunCheckpoints:
             sweep_stale(path.parent, path.name)
 
     def name_of(self, checkpoint: Path) -> str:
-        """Its name if it is in the folder, else its path."""
         return checkpoint.name if checkpoint.parent == self.folder else str(checkpoint)
 
 
@@ -149,12 +146,6 @@ class RunLock:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def __enter__(self) -> RunLock:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
 
 def _holder(directory: Path) -> str:
     """Who holds the lock; a holder that has only just taken it has not signed yet."""
@@ -193,8 +184,9 @@ class RunDirectory:
         checkpoints = checkpoints_of(path)
         lock, hold = _lock_run(path, checkpoints), None
         try:
-            hold = _hold(path, successor)
-            start = _choose(config, path, checkpoints, successor, setting)
+            before = _record_before(path)
+            hold = _hold(before, successor)
+            start = _choose(config, path, before, checkpoints, successor, setting)
             _make(checkpoints.folder, setting)
             lock = lock or RunLock.take(path)
             lock.sign()
@@ -291,8 +283,9 @@ def find_start(config: RunConfig, successor: Successor | None = None, *, setting
     lock."""
     path = config.path.absolute()
     checkpoints = checkpoints_of(path)
-    with _lock_run(path, checkpoints) or nullcontext():
-        return _choose(config, path, checkpoints, successor, setting)
+    lock = _lock_run(path, checkpoints)
+    with nullcontext() if lock is None else closing(lock):
+        return _choose(config, path, _record_before(path), checkpoints, successor, setting)
 
 
 def _lock_run(path: Path, checkpoints: RunCheckpoints) -> RunLock | None:
@@ -311,10 +304,17 @@ def _lock_run(path: Path, checkpoints: RunCheckpoints) -> RunLock | None:
 
 
 def _choose(
-    config: RunConfig, path: Path, checkpoints: RunCheckpoints, successor: Successor | None, setting: str
+    config: RunConfig,
+    path: Path,
+    before: Mapping[str, Any] | None,
+    checkpoints: RunCheckpoints,
+    successor: Successor | None,
+    setting: str,
 ) -> StartPoint:
-    """Decide what a run in ``path`` starts from; no other function does."""
-    killed, former = _killed_run(path), _lineage_before(path)
+    """Decide what a run in ``path`` starts from; no other function does. ``before``: the record of the run before."""
+    killed = _if_killed(before)
+    # what is left of a run that has not finished may be in this one's way
+    former = _lineage(before) if before is not None and before["state"] != RunState.FINISHED else None
     if config.resume is False:
         _refuse_other_run(path, checkpoints, setting)
         return StartPoint(checkpoint=None, step=0, former=former, is_after_kill=killed is not None)
@@ -339,22 +339,16 @@ def _choose(
     return start
 
 
-def _killed_run(path: Path) -> dict[str, Any] | None:
-    """The record of the run before, if its driver could not write its end."""
+def _record_before(path: Path) -> dict[str, Any] | None:
     with suppress(ConfigError):  # a damaged one was warned of
-        record = read_record(path)
-        if record is not None and record["state"] in (RunState.STARTING, RunState.RUNNING):
-            return record
+        return read_record(path)
     return None
 
 
-def _lineage_before(path: Path) -> str | None:
-    """The lineage of the run before, unless it has finished: what is left of it may be in this one's way."""
-    with suppress(ConfigError):
-        record = read_record(path)
-        if record is not None and record["state"] != RunState.FINISHED:
-            return _lineage(record)
-    return None
+def _if_killed(before: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The record of the run before, if its driver could not write its end."""
+    is_open = before is not None and before["state"] in (RunState.STARTING, RunState.RUNNING)
+    return before if is_open else None
 
 
 def _lineage(killed: Mapping[str, Any]) -> str | None:
@@ -384,9 +378,9 @@ def _continued(killed: Mapping[str, Any], checkpoints: RunCheckpoints, successor
     )
 
 
-def _hold(path: Path, successor: Successor | None) -> Hold | None:
+def _hold(before: Mapping[str, Any] | None, successor: Successor | None) -> Hold | None:
     """Hold what a killed run has left, before looking at it. None: there was no such run."""
-    killed = _killed_run(path)
+    killed = _if_killed(before)
     lineage = None if killed is None else _lineage(killed)
     if lineage is None or successor is None or successor.directory is None:
         return None
@@ -397,7 +391,6 @@ def _hold(path: Path, successor: Successor | None) -> Hold | None:
 
 
 def _newest(checkpoints: RunCheckpoints, why: str | None) -> Path:
-    """``why``: why a killed run's memory is not used, if there was one."""
     catalog = checkpoints.catalog()
     if (found := catalog.newest()) is None:
         damaged = "".join(f"; {why}" for why in catalog.damaged.values())

@@ -15,8 +15,7 @@ from rayzero.files import replace_file
 from rayzero.records import parse_record
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.scrape import Viewer, discover, read_pages
-from rayzero.telemetry.spans import ASKED_S, Recorded
-from rayzero.telemetry.trace_file import trace_of
+from rayzero.telemetry.spans import ASKED_S, Recorded, trace_of
 
 TRACE_FILE = "trace.json"  # in the folder of a run that kept its trace
 
@@ -38,11 +37,11 @@ def trace_run(run_dir: Path, seconds: float) -> dict[str, Recorded]:
         )
     viewer = read_viewer(run_dir)
     urls = _traced(record["telemetry"]["http_sd"], name, viewer)
-    found = _ask_all(urls, name, viewer)
+    found = _spans(urls, name, viewer)
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(left, ASKED_S / 2))
-        found = _ask_all(urls, name, viewer)
+        found = _spans(urls, name, viewer)
     return found
 
 
@@ -53,8 +52,7 @@ def _not_running(name: str, state: str, kept: Path) -> str:
         return f"run {name!r} is not running any more ({state}); its trace is in {kept}"
     return (
         f"run {name!r} is not running any more ({state}) and kept no trace; trace a run while it runs, or start it "
-        f"with "
-        "run.telemetry.trace_steps=10 for a trace of its last 10 steps"
+        "with run.telemetry.trace_steps=10 for a trace of its last 10 steps"
     )
 
 
@@ -72,26 +70,17 @@ def _traced(http_sd: str, run: str, viewer: Viewer) -> dict[str, str]:
     return {one.who: one.url(TRACE_PATH) for one in found}
 
 
-def _ask_all(urls: Mapping[str, str], run: str, viewer: Viewer) -> dict[str, Recorded]:
-    pages = _pages(urls, run, viewer)
-    return {who: _recorded(who, page, run) for who, page in pages.items()}
-
-
-def _recorded(who: str, page: bytes, run: str) -> Recorded:
-    try:
-        return parse_record(page, Recorded)
-    except ValueError as error:
-        raise RunFailedError(f"{who} of run {run!r} answers with no spans: {error}") from error
-
-
-def _pages(urls: Mapping[str, str], run: str, viewer: Viewer) -> dict[str, bytes]:
-    """Process -> its answer. Asks all at the same time, and names one that does not answer."""
-    found: dict[str, bytes] = {}
+def _spans(urls: Mapping[str, str], run: str, viewer: Viewer) -> dict[str, Recorded]:
+    """Process -> its spans. Asks all at the same time, and names one that does not answer."""
+    found: dict[str, Recorded] = {}
     pages = read_pages([*urls.values()], timeout_s=_ANSWER_S, viewer=viewer)
     for (who, url), page in zip(urls.items(), pages, strict=True):
         if isinstance(page, str):
             raise _silent(f"{who} of run {run!r}", url, page)
-        found[who] = page
+        try:
+            found[who] = parse_record(page, Recorded)
+        except ValueError as error:
+            raise RunFailedError(f"{who} of run {run!r} answers with no spans: {error}") from error
     return found
 
 

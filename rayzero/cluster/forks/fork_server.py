@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import Any
 
 from rayzero.cluster.forks.worker_fork import LENGTH, READ_ONCE, peer_is_us
-from rayzero.concurrency.uncollected import uncollected
+from rayzero.concurrency.own_process import uncollected
 
 with uncollected():
     import numpy.random
@@ -112,7 +112,6 @@ class ForkServer:
                 self._workers.discard(pid)
 
     def _leave(self) -> None:
-        """In a worker: nothing of the server stays."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._listener.close()

@@ -1,4 +1,5 @@
-"""What Ray starts in place of an interpreter for a run's actors: it has the host's fork server fork the worker.
+"""What Ray starts in place of an interpreter for a run's actors: it has the host's fork server fork the worker. And
+what the raylet of a driver's own Ray runs to start any worker, in place of Ray's own ``setup_worker.py``.
 
 A Ray worker imports torch and RayZero for 3 CPU seconds. On a host with 8 ranks and 4 optimizer actors that happens
 once, in the fork server, and what was loaded is memory that all of them share. This process is the one that the raylet
@@ -7,9 +8,13 @@ started, so it stays until the worker has ended. It imports almost nothing, beca
 [Note: one fork server a driver and raylet] Its address is an abstract socket: it needs no file, and is gone with its
 process. A worker may be forked only where it would be what a new interpreter is, so the address has the driver, whose
 actors all have one environment, the raylet, which Ray's library reads from it once, and what tells containers of one
-host apart. The process of a driver's own Ray (nodes/local_ray_process.py) starts the server before Ray, names it by the
+host apart. The process of a driver's own Ray (nodes/local_ray.py) starts the server before Ray, names it by the
 driver alone, and has it import Ray for the job that the driver will most likely be. A worker of another job is not
 forked.
+
+[Note: what a raylet runs] Ray's program imports Ray, for half a CPU second a worker, to run a command that a runtime
+environment names, which is a shell that becomes another interpreter (actors/actor_calls.py). This file as a program
+knows a worker of a run by its environment, and has it forked. Every other one is left to Ray's.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ READ_ONCE = ("RAY_RAYLET_PID", "RAY_JOB_ID")  # what Ray's library reads of its 
 _IDLE_S = 5.0  # how long a server waits for a worker while it has none
 _START_S = 40.0  # until a server answers; it imports first. Ray waits 60 s for a worker
 _LOOK_S = 0.01  # between two looks whether it does
+_CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="  # of a raylet's command lines
 
 
 def main() -> None:
@@ -104,7 +110,6 @@ def _connect_or_start(name: str) -> socket.socket:
 
 @cache
 def fork_token() -> str:
-    """What names this process as a driver."""
     return os.urandom(16).hex()
 
 
@@ -145,5 +150,37 @@ def _text(path: str) -> str:
         return file.read()
 
 
-if __name__ == "__main__":
+# ---- what a raylet runs ---------------------------------------------------------------------------------------------
+
+
+def set_up_worker() -> None:
+    """Be the worker of this command line, as a raylet's runtime environment says; see [Note: what a raylet runs]."""
+    arguments = sys.argv[1:]
+    given = next((one.removeprefix(_CONTEXT) for one in arguments if one.startswith(_CONTEXT)), "{}")
+    variables = _of_a_forked_worker(json.loads(given))
+    if variables is None:
+        os.execv(sys.executable, [sys.executable, _rays_own(), *arguments])
+    os.environ |= variables
+    sys.argv[1:] = [one for one in arguments if not one.startswith((_CONTEXT, _LANGUAGE))]
     main()
+
+
+def _rays_own() -> str:
+    """The path of Ray's program, found without importing Ray."""
+    from importlib.util import find_spec  # few workers need it
+
+    ray = find_spec("ray")
+    assert ray is not None
+    assert ray.submodule_search_locations is not None
+    return os.path.join(ray.submodule_search_locations[0], "_private", "workers", "setup_worker.py")
+
+
+def _of_a_forked_worker(context: dict[str, object]) -> dict[str, str] | None:
+    """The environment variables of a runtime environment that makes a run's worker and does nothing else."""
+    variables = context.get("env_vars")
+    others = {name for name, value in context.items() if value} - {"env_vars", "py_executable"}
+    return variables if isinstance(variables, dict) and set(variables) == {TOKEN} and not others else None
+
+
+if __name__ == "__main__":
+    set_up_worker()

@@ -227,7 +227,6 @@ class LivePage:
                 self._wanted.clear()
 
     def refresh(self) -> None:
-        """Read new rows, scrape the exporters, make the JSON."""
         while rows := self._tail.next():
             for row in rows:
                 self._curves.add(row["step"], values_of(row) or {})
@@ -244,7 +243,6 @@ class LivePage:
         self._viewer = viewer
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
         self._closed.set()
         self._wanted.set()
         self._thread.join()

@@ -125,7 +125,6 @@ class Loggers:
         return child
 
     def _listen(self, child: _Child) -> None:
-        """Take what a child says until it has ended."""
         with suppress(ConnectionResetError), child.line.makefile("rb") as lines:  # it was killed
             for line in lines:
                 self._take(child, LoggerProgress(**json.loads(line)))
@@ -140,7 +139,6 @@ class Loggers:
                         self._run_dir / FOLDER / f"{child.name}.log")  # fmt: skip
 
     def described(self) -> list[dict[str, Any]]:
-        """How far each one is, for ``run.json``."""
         return [{"logger": child.name, **asdict(child.progress)} for child in self._children]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

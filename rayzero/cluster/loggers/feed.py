@@ -160,7 +160,6 @@ class Feed:
 
 
 def said(error: Exception) -> str:
-    """An error in one line of bounded length."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
@@ -218,7 +217,6 @@ def _locked(path: Path) -> int:
 
 
 def _feed(request: LoggerJob, saved: FeedState) -> tuple[Feed, Reporter]:
-    """Open the logger. Raises whatever it raises."""
     run_dir = Path(request.run_dir)
     first = begin(saved, run_dir, replaces=replaces(request.logger))
     run = LoggedRun(name=request.run, directory=run_dir, settings=request.settings, memory=saved.memory)
@@ -242,7 +240,6 @@ def _opened(driver: Driver, request: LoggerJob, saved: FeedState) -> tuple[Feed,
 
 
 def _follow(driver: Driver, feed: Feed, reporter: Reporter) -> None:
-    """Send rows until the run has ended, then the last ones."""
     wait_s, word, told = _RETRY_S[0], None, None
     while word is None:
         taken = feed.forward()

@@ -5,7 +5,7 @@ worker and the optimizer actors beside it on the same node (optimizer ``k`` besi
 every rank is a group of its own and all optimizer actors are another, close together (``"packed"``) or spread over the
 nodes that carry the labels of ``scaling_config.optimizer_labels`` (``"cpu_nodes"``).
 
-[Note: open files] Each process raises its own limit of open files as it starts (concurrency/open_files.py) and says
+[Note: open files] Each process raises its own limit of open files as it starts (concurrency/own_process.py) and says
 what it may open then; the driver compares that with what the run needs before the first port is open, and before it
 lets other owners in.
 """
@@ -16,7 +16,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Literal
 
 from rayzero.cluster.run import Member, optimizer_name, rank_name
@@ -65,18 +64,6 @@ class ResourceGroup:
     strategy: Strategy
     labels: Mapping[str, str] = field(default_factory=dict)  # that every node of the group must carry
 
-    @cached_property
-    def cpus(self) -> float:
-        return round(math.fsum(share.cpus for share in self.shares), 4)
-
-    @cached_property
-    def gpus(self) -> int:
-        return sum(share.gpus for share in self.shares)
-
-    @cached_property
-    def memory(self) -> int:
-        return sum(share.memory for share in self.shares)
-
     def pieces(self) -> Iterator[tuple[Share, ...]]:
         """Its processes, in parts that may be on different nodes."""
         if self.strategy == "STRICT_PACK":
@@ -98,15 +85,15 @@ class ResourcePlan:
 
     @property
     def cpus(self) -> float:
-        return math.fsum(group.cpus for group in self.groups)
+        return math.fsum(_sum(group.shares)[0] for group in self.groups)
 
     @property
     def gpus(self) -> int:
-        return sum(group.gpus for group in self.groups)
+        return sum(share.gpus for group in self.groups for share in group.shares)
 
     @property
     def memory(self) -> int:
-        return sum(group.memory for group in self.groups)
+        return sum(share.memory for group in self.groups for share in group.shares)
 
     def place_of_optimizer(self, optimizer: int) -> tuple[int, int]:
         """(group, place in the group's shares) of an optimizer actor; a rank's is (rank, 0)."""
@@ -179,7 +166,7 @@ def describe_nodes(nodes: Sequence[Node]) -> str:
 
 
 def _no_such_node(group: ResourceGroup, nodes: Sequence[Node]) -> str:
-    wanted = selector_text(group.labels)
+    wanted = ",".join(f"{name}={condition}" for name, condition in group.labels.items())
     seen = sorted({f"{key}={value}" for node in nodes for key, value in node.labels.items() if key in group.labels})
     have = f"they carry {', '.join(seen)}" if seen else "none carries such a label"
     return (
@@ -194,18 +181,16 @@ def _stand_together(plan: ResourcePlan) -> bool:
 
 
 def _cpu_demand(plan: ResourcePlan) -> str:
-    return (
-        f"{count(plan.cpus, 'CPU')} ({count(plan.num_workers, 'rank')} x {plan.worker.cpus:g} + "
-        f"{count(plan.num_optimizers, 'optimizer')} x {plan.optimizer.cpus:g})"
-    )
+    return f"{count(plan.cpus, 'CPU')} {_each(plan, f'{plan.worker.cpus:g}', f'{plan.optimizer.cpus:g}')}"
 
 
 def _memory_demand(plan: ResourcePlan) -> str:
-    return (
-        f"{format_bytes(plan.memory)} of memory ("
-        f"{count(plan.num_workers, 'rank')} x {format_bytes(plan.worker.memory)} + "
-        f"{count(plan.num_optimizers, 'optimizer')} x {format_bytes(plan.optimizer.memory)})"
-    )
+    each = _each(plan, format_bytes(plan.worker.memory), format_bytes(plan.optimizer.memory))
+    return f"{format_bytes(plan.memory)} of memory {each}"
+
+
+def _each(plan: ResourcePlan, worker: str, optimizer: str) -> str:
+    return f"({count(plan.num_workers, 'rank')} x {worker} + {count(plan.num_optimizers, 'optimizer')} x {optimizer})"
 
 
 def _groups_selector_text(plan: ResourcePlan) -> str:
@@ -311,11 +296,6 @@ def _meets(condition: str, value: str | None) -> bool:
     else:
         wanted = {condition}
     return (value in wanted) is not negated
-
-
-def selector_text(selector: Mapping[str, str]) -> str:
-    """``a=x,b=in(y,z)``."""
-    return ",".join(f"{name}={condition}" for name, condition in selector.items())
 
 
 # ---- open files: [Note: open files] -----------------------------------------------------------------------------

@@ -128,7 +128,6 @@ def started_here() -> bool:
 
 
 def alive_nodes() -> list[Node]:
-    """All resources of each node of the cluster, used or not."""
     return [
         _node(node["Resources"], node["NodeID"], node["NodeManagerAddress"], node.get("Labels", {}))
         for node in ray.nodes()

@@ -26,7 +26,7 @@ from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.live.page import Known, LivePage, RunEvent
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
 from rayzero.cluster.run import DISCOVERY_PATH, Member, Report, RunState
-from rayzero.concurrency.open_files import raise_open_files
+from rayzero.concurrency.own_process import raise_open_files
 from rayzero.quantities import count
 from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.http import Page
@@ -97,28 +97,7 @@ class HeardReports:
         return True
 
     def come_again(self) -> None:
-        """The last reports of all ranks may come again."""
         self._before = dict(self._newest)
-
-
-class UnreadReports:
-    """The ranks' reports that the driver has not had. Knows values; not Ray or files."""
-
-    def __init__(self) -> None:
-        self._heard = HeardReports()
-        self._unread: deque[Report] = deque(maxlen=REPORTS_KEPT)
-
-    def add(self, reports: Sequence[Report]) -> list[Report]:
-        """Take a rank's reports, in its order. Returns those that no life of the rank had made before."""
-        new = [report for report in reports if self._heard.is_new(report)]
-        self._unread.extend(new)
-        return new
-
-    def take(self) -> list[Report]:
-        """Reports not taken before, in order of arrival."""
-        unread = list(self._unread)
-        self._unread.clear()
-        return unread
 
 
 class Heartbeats:
@@ -139,7 +118,6 @@ class Heartbeats:
         self._worked = {who: seconds for who, seconds in self._worked.items() if who in self._heard}
 
     def beat(self, who: str, update_seconds: float | None) -> None:
-        """Record a heartbeat. ``update_seconds``: of an owner, since its start."""
         if who not in self._heard:
             return
         self._heard[who] = monotonic()
@@ -148,7 +126,6 @@ class Heartbeats:
             self._compare()
 
     def _compare(self) -> None:
-        """Compute the imbalance once every owner has reported more work."""
         owners = [who for who in self._heard if kind_of(who) == "optimizer"]
         done = [self._worked.get(who, 0.0) - self._before.get(who, 0.0) for who in owners]
         if done and min(done) > 0:
@@ -156,7 +133,6 @@ class Heartbeats:
             self._before = dict(self._worked)
 
     def readings(self) -> Iterator[Reading]:
-        """The coordinator's gauges for it."""
         now, states = monotonic(), Counter[tuple[str, str]]()
         for who, heard in list(self._heard.items()):
             age = now - heard
@@ -171,7 +147,6 @@ class Heartbeats:
 
 
 def kind_of(who: str) -> str:
-    """``"rank 0"`` -> ``"rank"``."""
     return who.partition(" ")[0]
 
 
@@ -184,7 +159,7 @@ class Coordinator:
         self._life = secrets.token_hex(4)
         self._run, self._started_at, self._state = run, started_at, RunState.STARTING
         self._hosts: Mapping[str, str] = {}  # of the members; replaced as a whole: the live page's thread reads it
-        self._unread = UnreadReports()
+        self._heard, self._unread = HeardReports(), deque[Report](maxlen=REPORTS_KEPT)  # that the driver has not had
         self._checkpoints: set[str] = set()  # that were reported
         self._log = log
         self._heartbeats = Heartbeats()
@@ -219,7 +194,6 @@ class Coordinator:
         return self._exporter.target
 
     async def renew(self, new: Renewed) -> None:
-        """Show what is new from now on."""
         if new.metrics is not None and self._exporter is not None:
             self._exporter.renew(new.metrics)
         if new.viewer is not None and self._live is not None:
@@ -242,7 +216,6 @@ class Coordinator:
         self._heartbeats.beat(who, update_seconds)
 
     async def move(self, state: RunState) -> None:
-        """The run is in another state."""
         self._state = state
         self._happened(f"the run is {state}", bad=state is RunState.FAILED)
         if state is RunState.RUNNING:
@@ -310,7 +283,8 @@ class Coordinator:
         await self._ready.wait()
         if life not in (None, self._life):
             return Received(self._life)
-        new = self._unread.add(reports)
+        new = [report for report in reports if self._heard.is_new(report)]
+        self._unread.extend(new)
         for checkpoint in (report.checkpoint for report in new):
             if checkpoint is not None and checkpoint not in self._checkpoints:
                 self._checkpoints.add(checkpoint)
@@ -329,7 +303,8 @@ class Coordinator:
         await self._news.wait()
         if not self._ended:
             self._news.clear()
-        unread = self._unread.take()
+        unread = list(self._unread)
+        self._unread.clear()
         self._passing_on = {report.rank: (report.step, report.number) for report in unread}
         return News(unread, self._life)
 

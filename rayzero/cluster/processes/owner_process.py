@@ -12,18 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rayzero.concurrency.uncollected import uncollected
+from rayzero.concurrency.own_process import uncollected
 
 with uncollected():  # a process of a run does nothing else meanwhile
     import torch
 
+    from rayzero.cluster.janitor import Remains
     from rayzero.cluster.nodes.numa import bind
     from rayzero.cluster.nodes.reachability import address_to_serve, own_addresses, unreachable
     from rayzero.cluster.processes.coordinator import this_process
     from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
-    from rayzero.cluster.processes.remains import Remains
     from rayzero.cluster.run import Load, Member, optimizer_name
-    from rayzero.elastic.reform import Step
     from rayzero.kernels.bandwidth import measure_bandwidth
     from rayzero.memory.pressure import PressureGauge, PressureLimits
     from rayzero.memory.process_memory import own_bytes
@@ -55,11 +54,12 @@ class OwnerSettings:
     owner: int
     num_owners: int
     threads: int  # that compute updates
+    bind_numa: bool = False  # an optimizer actor runs on one node's CPUs
     memory_budget: int | None  # bytes its plan may use; None: what its host has
     share: Path | None  # directory of memory that is shared with ranks of the same host; None: do not share
     norms_every: int | None  # steps between measurements of norms by layer group; None: never
     device: str = "cpu"  # where masters and states lie
-    ownership: Ownership | None = None  # who owns what by now; None: it is the run's first epoch
+    ownership: Ownership  # who owns what by now
     succeeds: bool = False  # it takes over the slabs of a dead owner of its number, or those prepared for its epoch
     replaces_members: bool = False  # the dead are started again
     token: str = field(repr=False)  # every call to the owner must carry it
@@ -120,7 +120,6 @@ class ServedOwner:
         return address_to_serve(f"optimizer {self._settings.owner}", host, self._settings.network, own_addresses())
 
     def renew(self, tls: Credentials) -> None:
-        """Show this from now on; connections stay open."""
         if self._identity is not None:
             self._identity.renew(tls)
 
@@ -155,18 +154,9 @@ class MemberProcess:
     def listen(self, host: str) -> str:
         return self._served.listen(host)
 
-    def connect_peers(self, addresses: Sequence[str]) -> None:
-        self._served.server.connect_peers(addresses)
-
-    def lose(self, rank: int, life: int) -> None:
-        self._served.server.lose(rank, life)
-
-    def abandon(self) -> None:
-        self._served.server.abandon()
-
-    def carry_out(self, step: Step, arguments: Sequence[Any]) -> Any:
-        """Take a step of a change of the owners; see elastic/reform.py. Raises RayZeroError if it cannot."""
-        return getattr(self._served.server, step)(*arguments)
+    def call_owner(self, method: str, arguments: Sequence[Any]) -> Any:
+        """Call a method of ``OwnerServer``. Raises RayZeroError as that does."""
+        return getattr(self._served.server, method)(*arguments)
 
     # ---- the host
 
@@ -198,15 +188,14 @@ class OptimizerActor(MemberProcess):
         own = self._settings
         if own is None:
             return this_process("spare")
-        is_door = own.ownership is not None and own.owner in own.ownership.door_numbers
-        return replace(this_process(optimizer_name(own.owner)), has_shards=not is_door)
+        has_shards = own.owner not in own.ownership.door_numbers
+        return replace(this_process(optimizer_name(own.owner)), has_shards=has_shards)
 
-    def become(self, settings: OwnerSettings, *, measure_bandwidth: bool, bind_numa: bool) -> Member:
+    def become(self, settings: OwnerSettings, *, measure_bandwidth: bool) -> Member:
         """Become an owner, once and before any other call but ``hello`` and ``watch``; who and where this is.
 
-        ``measure_bandwidth``: measure the host's memory bandwidth with the exporter's start. ``bind_numa``: bind to one
-        node's CPUs."""
-        if bind_numa:
+        ``measure_bandwidth``: measure the host's memory bandwidth with the exporter's start."""
+        if settings.bind_numa:
             bind(optimizer_name(settings.owner), settings.owner, settings.threads)
         torch.set_num_threads(settings.threads)
         self._measure_bandwidth = measure_bandwidth
@@ -214,16 +203,11 @@ class OptimizerActor(MemberProcess):
         return self.hello()
 
     def take_place(
-        self,
-        settings: OwnerSettings,
-        bind_numa: bool,
-        host: str | None,
-        exporter: ExporterSettings | None,
-        coordinator: Any,
+        self, settings: OwnerSettings, host: str | None, exporter: ExporterSettings | None, coordinator: Any
     ) -> tuple[Member, str, Target | None]:
         """Become the successor of an owner that has died, or one that joins: who this is, where it serves, and its
         exporter. ``host``: to serve on; None: this node's address."""
-        member = self.become(settings, measure_bandwidth=False, bind_numa=bind_numa)
+        member = self.become(settings, measure_bandwidth=False)
         address = self.serve(host or member.host)
         return member, address, None if exporter is None else self.open_exporter(exporter, coordinator)
 
@@ -235,16 +219,10 @@ class OptimizerActor(MemberProcess):
         if new.metrics is not None and self._exporter is not None:
             self._exporter.renew(new.metrics)
 
-    def succeed(self, owner: int, address: str) -> None:
-        """Another owner has died; its successor is at ``address``."""
-        self._served.server.succeed(owner, address)
-
     def open_exporter(self, settings: ExporterSettings, coordinator: Any) -> Target:
         """Open this process's exporter and begin its heartbeat. Raises ConfigError where it has no port."""
-
         owner, own = self._served, self._settings
         assert own is not None
-
         self._recorder.set(OPTIMIZER_THREADS, own.threads)
         self._recorder.set(OPTIMIZER_CORES, len(os.sched_getaffinity(0)))
         bandwidth = measure_bandwidth(own.threads) if self._measure_bandwidth else None

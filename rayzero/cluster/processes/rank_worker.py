@@ -5,7 +5,10 @@ A report is queued at once and sent in order by a thread; no step waits for it."
 
 from __future__ import annotations
 
+import inspect
 import logging
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,26 +18,25 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray import cloudpickle
 
-from rayzero.concurrency.uncollected import uncollected
+from rayzero.concurrency.own_process import uncollected
 
 with uncollected():  # a process of a run does nothing else meanwhile
     import torch
 
-    from rayzero.cluster.loop import PackedLoop, unpack_loop
+    from rayzero.cluster.janitor import Remains, leaving_nothing
     from rayzero.cluster.nodes.numa import bind, cpus_near_gpu
     from rayzero.cluster.processes.coordinator import Received, this_process
     from rayzero.cluster.processes.owner_process import MemberProcess, OwnerSettings, ServedOwner
     from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
-    from rayzero.cluster.processes.remains import Remains, leaving_nothing
     from rayzero.cluster.run import Load, Member, Report, rank_name
     from rayzero.cluster.supervision import RankOutcome, failure_of
     from rayzero.config import CheckpointErrors, ZeroConfig
-    from rayzero.elastic.reform import Step
     from rayzero.engine.context import RankContext, running_in
     from rayzero.engine.loop.reports import LoopReport, RecentReports
     from rayzero.engine.private_torch import load_compiler_only_to_compile
-    from rayzero.errors import StoreClosedError
+    from rayzero.errors import ConfigError, StoreClosedError
     from rayzero.memory.malloc import map_blocks
     from rayzero.protocol.ownership import Ownership
     from rayzero.protocol.store import ParameterStore
@@ -119,28 +121,19 @@ class RankWorker(MemberProcess):
 
     def succeed(self, owner: int, address: str) -> None:
         """Tell the rank that an owner has died, and that its successor is at ``address``. The owner beside the rank is
-        told by ``succeed_beside``: while owners change, it enters the next epoch before the rank does."""
+        told by ``call_owner``: while owners change, it enters the next epoch before the rank does."""
         with self._moving:
             self._successors.append((owner, address))
             if self._table is not None:
                 self._table.succeed(owner, address)
 
-    def succeed_beside(self, owner: int, address: str) -> None:
-        """Tell the owner beside this rank what ``succeed`` tells the rank."""
-        self._served.server.succeed(owner, address)
-
-    def carry_out(self, step: Step, arguments: Sequence[Any]) -> Any:
-        """Take a step of a change of the owners. As a rank, go over to other ones: the addresses and the ownership of
-        the next epoch (``OwnerTable.go_over``). The other steps are those of the owner beside it."""
-        if step is not Step.CHANGE:
-            return super().carry_out(step, arguments)
-        addresses, ownership = arguments
+    def change(self, addresses: Sequence[str], ownership: Ownership) -> None:
+        """Go over to the owners of the next epoch (``OwnerTable.go_over``)."""
         with self._moving:
             self._owners, self._successors = (addresses, ownership), []
             over = None if self._table is None else self._table.go_over(addresses, ownership)
         if over is not None:
             over.result()  # a successor may be told of meanwhile, and it may need it
-        return None
 
     def load(self) -> Load:
         steps = self._recorder.timing(STEP_SECONDS)
@@ -393,3 +386,55 @@ def _context(
         recorder=recorder,
     )
     return context
+
+
+# ---- the user's loop as bytes: checked and packed before Ray starts, unpacked where it runs -------------------------
+
+TrainLoop = Callable[..., Any]  # train_loop(config), or train_loop()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLoop:
+    """A loop and its config, packed for the ranks."""
+
+    code: bytes
+    paths: tuple[str, ...]  # the driver's sys.path: where the modules that ``code`` names are, on hosts that have it
+
+
+def pack_loop(train_loop: TrainLoop, config: Any) -> PackedLoop:
+    """Pack the loop and its config for the ranks. Functions of ``__main__`` are sent by value, others by name.
+
+    Raises ConfigError when the loop is not a function of at most one argument, or cannot be sent.
+    """
+    _check_signature(train_loop)
+    try:
+        code = bytes(cloudpickle.dumps((train_loop, config)))
+    except Exception as error:  # a user's object may raise anything when it is pickled
+        raise ConfigError(
+            f"train_loop and train_loop_config cannot be sent to other processes ({type(error).__name__}: {error}); "
+            f"make them picklable"
+        ) from error
+    return PackedLoop(code=code, paths=tuple(os.path.abspath(path) for path in sys.path))
+
+
+def unpack_loop(packed: PackedLoop) -> Callable[[], Any]:
+    """A call that runs the loop with its config; raises ConfigError when this process cannot import what it needs."""
+    sys.path.extend(path for path in packed.paths if path not in sys.path and os.path.isdir(path))
+    try:
+        train_loop, config = cloudpickle.loads(packed.code)
+    except Exception as error:  # importing the user's modules may raise anything
+        raise ConfigError(
+            f"a rank worker cannot load train_loop: {type(error).__name__}: {error}; the module it is in must be "
+            "importable there (ray job submit --working-dir, or an installed package)"
+        ) from error
+    takes_config = bool(inspect.signature(train_loop).parameters)
+    return (lambda: train_loop(config)) if takes_config else train_loop
+
+
+def _check_signature(train_loop: TrainLoop) -> None:
+    if not callable(train_loop):
+        raise ConfigError(f"train_loop must be a function, got {type(train_loop).__name__}")
+    parameters = inspect.signature(train_loop).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(required) > 1:
+        raise ConfigError(f"train_loop must take one argument, its config, or none; it takes {', '.join(required)}")

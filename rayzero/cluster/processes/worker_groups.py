@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
-from rayzero.cluster.processes.remains import Remains
+from rayzero.cluster.janitor import Remains
 from rayzero.protocol.ownership import Ownership
 from rayzero.security.credentials import Credentials
 
@@ -118,25 +118,11 @@ class WorkerGroups:
             return self._newest
 
     async def open(self, group: str, start: GroupStart) -> None:
-        """Answer the ranks of ``group``, unless there is a newer one."""
+        """Answer the ranks of ``group``, unless there is a newer one; also anew, once an owner is at another address or
+        ranks are to show something else."""
         async with self._news:
             if self._is_newest(group):
                 self._start = start
-                self._news.notify_all()
-
-    async def succeed(self, group: str, owner: int, address: str) -> None:
-        """An owner of ``group`` is at ``address`` now."""
-        async with self._news:
-            if self._is_newest(group) and self._start is not None:
-                told = self._start.addresses
-                self._start = replace(self._start, addresses=(*told[:owner], address, *told[owner + 1 :]))
-                self._news.notify_all()
-
-    async def renew(self, group: str, tls: Credentials) -> None:
-        """The ranks of ``group`` show this from now on."""
-        async with self._news:
-            if self._is_newest(group) and self._start is not None:
-                self._start = replace(self._start, tls=tls)
                 self._news.notify_all()
 
     async def fail(self, group: str, why: str) -> None:
@@ -163,11 +149,7 @@ class GroupsAsked:
     actor: Any
 
     def join(self, group: WorkerGroup, rank: int, process: str) -> GroupStart | GroupEnded:
-        try:
-            answer: GroupStart | GroupEnded = ray.get(self.actor.join.remote(group, rank, process))
-        except ray.exceptions.RayError as error:
-            return _gone(error)
-        return answer
+        return _answer(self.actor.join.remote(group, rank, process))
 
     def news(self, group: str, known: GroupStart, unwanted: threading.Event) -> GroupStart | GroupEnded | None:
         """See ``WorkerGroups.news``; None once the answer is ``unwanted``."""
@@ -175,13 +157,13 @@ class GroupsAsked:
         while not ray.wait([call], timeout=_LOOK_S)[0]:
             if unwanted.is_set():
                 return None
-        try:
-            answer: GroupStart | GroupEnded = ray.get(call)
-        except ray.exceptions.RayError as error:
-            return _gone(error)
-        return answer
+        return _answer(call)
 
 
-def _gone(error: Exception) -> GroupEnded:
-    said = str(error).strip().partition("\n")[0]
-    return GroupEnded(why=f"the process that knows them has ended, perhaps with its driver: {said}")
+def _answer(call: Any) -> GroupStart | GroupEnded:
+    try:
+        answer: GroupStart | GroupEnded = ray.get(call)
+    except ray.exceptions.RayError as error:
+        said = str(error).strip().partition("\n")[0]
+        return GroupEnded(why=f"the process that knows them has ended, perhaps with its driver: {said}")
+    return answer

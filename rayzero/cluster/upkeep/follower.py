@@ -17,11 +17,11 @@ from rayzero.cluster.files.key_files import FOLLOWER_FILE, write_key
 from rayzero.cluster.files.run_dir import StartPoint
 from rayzero.cluster.files.viewer_file import write_viewer
 from rayzero.cluster.interrupts import postponed, shielded
+from rayzero.cluster.janitor import Remains
 from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.processes.coordinator import HeardReports, News
 from rayzero.cluster.processes.rank_worker import RankSettings
-from rayzero.cluster.processes.remains import Remains
-from rayzero.cluster.run import Load, Recovery, Rescaled, RunState, actor_name
+from rayzero.cluster.run import Load, Recovery, Rescaled, RunState, rank_name
 from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, is_lost
 from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.cluster.upkeep.renewal import Renewal
@@ -62,8 +62,7 @@ def remains_of(request: RunRequest, actors: RunActors) -> Remains:
 def _rank_settings(request: RunRequest, actors: RunActors, addresses: tuple[str, ...]) -> list[RankSettings]:
     start = request.directory.start
     goes_on = start.continuation
-    names = [actor_name(MemberId(MemberKind.RANK, rank)) for rank in range(request.scaling.num_workers)]
-    nodes = [actors.members[name].node for name in names]
+    nodes = [actors.members[rank_name(rank)].node for rank in range(request.scaling.num_workers)]
     remains = remains_of(request, actors)
     return [
         RankSettings(
@@ -95,7 +94,6 @@ def _rank_life(start: StartPoint) -> int:
 
 
 def _bound(request: RunRequest) -> frozenset[MemberId]:
-    """The members whose part of the optimizer ends with their process."""
     bound: list[MemberId] = []
     if request.zero.shared_directory is None:
         bound += [MemberId(MemberKind.OWNER, owner) for owner in range(request.scaling.num_optimizers)]
@@ -139,15 +137,10 @@ class Follower:
             join_s=request.scaling.placement_timeout,
         )
         self._loops = self._processes.loops
-        self._loops |= actors.run_loops(settings, request.packed_loop)
-        self._replacement = Replacement(
-            actors,
-            self._controller,
-            self._processes,
-            journal,
-            say=request.on_phase,
-            changed=request.record.write,
-        )
+        for own in settings:
+            self._loops[actors.run_loop(own, request.packed_loop)] = rank_name(own.rank)
+        journal.say, journal.changed = request.on_phase, request.record.write
+        self._replacement = Replacement(actors, self._controller, self._processes, journal)
         self._rescaling = self._replacement.rescaling = Rescaling(
             actors,
             self._replacement.supervisor,
@@ -155,8 +148,6 @@ class Follower:
             journal,
             zero=request.zero,
             scaling=request.scaling,
-            say=request.on_phase,
-            changed=request.record.write,
         )
         access, folder, of_follower = request.access, request.directory.path, actors.certificates.of_follower
         tools = {} if access is None else {"rayzero top": lambda: write_viewer(folder, access.viewer)}
@@ -207,7 +198,6 @@ class Follower:
                 self._autoscaling.act(time.monotonic())
 
     def _take_request(self) -> None:
-        """Take requests for other optimizers; see elastic/requests.py."""
         requests = take(self._run_dir)
         for request in requests[:-1]:
             self._rescaling.replace(request)
@@ -327,7 +317,6 @@ class Follower:
             self._hear(news)
 
     def _hear(self, news: News) -> None:
-        """Pass on the reports, and ask for the next ones."""
         before, self._life = self._life, news.life
         if news.life != before:
             self._take_coordinator()

@@ -1,24 +1,29 @@
-"""The members of a run on Ray, as a ``Supervisor`` starts, calls and ends them."""
+"""The members of a run on Ray, as a ``Supervisor`` starts, calls and ends them.
+
+[Note: two witnesses] Ray reports a death from any node, with a reason, but not at once, and not when it happened. The
+kernel reports it at once, to a pidfd, but only of processes on the driver's node. So a death counts from the first
+word, its moment is known only where the kernel saw it, and Ray's words describe it if they have come by then.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import ray
 
 from rayzero.cluster.actors.actor_calls import ANSWER_S, START_S, control, failure_from_ray
 from rayzero.cluster.actors.reach_trial import ReachTrial
-from rayzero.cluster.actors.run_actors import Joining, RunActors
-from rayzero.cluster.loop import PackedLoop
-from rayzero.cluster.processes.rank_worker import RankSettings
+from rayzero.cluster.actors.roster import Joining
+from rayzero.cluster.actors.run_actors import RunActors
+from rayzero.cluster.processes.rank_worker import PackedLoop, RankSettings
 from rayzero.cluster.run import actor_name
-from rayzero.cluster.supervision import Failure
-from rayzero.cluster.upkeep.deaths import Death, Deaths, EndWatch
-from rayzero.concurrency.processes import Sleepers
+from rayzero.cluster.supervision import Failure, death_of
+from rayzero.concurrency.processes import Sleepers, process_with, watch_process
 from rayzero.elastic.members import MemberId, MemberKind, Process
 from rayzero.elastic.reform import Step
 from rayzero.elastic.supervisor import Answered, Died, Event, Serves
@@ -83,7 +88,6 @@ class RayProcesses:
         self._past: set[Any] = set()  # calls to processes whose deaths were acted on before Ray told of them
         self.nodes: Mapping[int, str] = {}  # owner that is to join -> its node
         self._joining: dict[Process, Joining] = {}
-        self._coming: Ownership | None = None  # once they have joined
         self._addresses: Sequence[str] = ()  # of the owners before
         self._arrivals: dict[Process, _Arrival] = {}  # of those that join
         self._deaths = Deaths(_CALM_S if replaces else 0.0)
@@ -95,7 +99,6 @@ class RayProcesses:
                 self._ends.watch(who, actors.local.pid(who))
 
     def close(self) -> None:
-        """Watch no process any more. Idempotent."""
         self._ends.close()
 
     def present(self, who: str) -> Process:
@@ -117,7 +120,7 @@ class RayProcesses:
         self._starts[call] = _OpenCall(process, Step.START, time.monotonic())
 
     def join(self, process: Process, ownership: Ownership, addresses: Sequence[str]) -> None:
-        self._coming, self._addresses = ownership, addresses
+        self._addresses = addresses
         joining, call = self._actors.join_owner(process.member.index, ownership, self.nodes[process.member.index])
         self._joining[process], self._handles[process] = joining, joining.actor
         self._starts[call] = _OpenCall(process, Step.START, time.monotonic())
@@ -127,23 +130,21 @@ class RayProcesses:
         own = replace(
             self._settings[rank.member.index], life=rank.life, addresses=tuple(addresses), ownership=ownership
         )
-        self.loops |= self._actors.run_loop(own, self._packed_loop)
+        self.loops[self._actors.run_loop(own, self._packed_loop)] = actor_name(rank.member)
 
     def call(self, processes: Sequence[Process], method: str, *arguments: Any) -> None:
         if method == Step.ENTER:
-            self._enter(*arguments)
-        calls = {self._remote(each, method, arguments): each for each in processes}
+            self._enter(arguments[0])
+        calls = {self._remote(each, str(method), arguments): each for each in processes}
         self._asked |= {call: _OpenCall(each, method, time.monotonic()) for call, each in calls.items()}
         if method == "abandon" and calls:  # Ray may carry out what another attempt asks before it
             ray.wait(list(calls), num_returns=len(calls), timeout=ANSWER_S)
 
     def _remote(self, process: Process, method: str, arguments: Sequence[Any]) -> Any:
         actor = self._handles[process]
-        if method in list(Step):
-            return control(actor.carry_out).remote(Step(method), list(arguments))
-        if method == "succeed" and process.member.kind is MemberKind.BESIDE:
-            method = "succeed_beside"
-        return control(getattr(actor, method)).remote(*arguments)
+        if process.member.kind is MemberKind.RANK:
+            return control(getattr(actor, method)).remote(*arguments)
+        return control(actor.call_owner).remote(method, arguments)
 
     def kill(self, processes: Sequence[Process]) -> None:
         others = [process for process in processes if process not in self._joining]
@@ -168,12 +169,12 @@ class RayProcesses:
             self.let_go(who)
         self._actors.part(actor, process.member.index)
 
-    def _enter(self, ownership: Ownership, addresses: Sequence[str]) -> None:
+    def _enter(self, ownership: Ownership) -> None:
         """Owners that are replaced are not to be missed, and those that join are members from now on."""
         joining, self._joining = self._joining, {}
         for process in joining:
             self.let_go(actor_name(process.member))
-        self._actors.enter(ownership, addresses)
+        self._actors.enter(ownership)
         self._present |= {actor_name(process.member): process for process in joining}
         for process in joining:
             if process in self._watches.values():  # else it has died, which is known
@@ -252,11 +253,11 @@ class RayProcesses:
             return [Died(process)]
         joining = self._joining[process]
         self._actors.joined(joining, member, target)
-        assert self._coming is not None
-        num_doors = len(self._coming.door_numbers)
-        why = self._actors.too_few_files(self._coming.num_owners, num_doors, {str(process.member): member})
-        if why is not None:
-            return [Answered(process, Step.START, refused=why)]
+        coming = joining.settings.ownership
+        try:
+            self._actors.check_files(coming.num_owners, len(coming.door_numbers), {str(process.member): member})
+        except ConfigError as error:
+            return [Answered(process, Step.START, refused=str(error))]
         self._watches[joining.actor.watch.remote()] = process
         trial = self._actors.try_to_reach(joining, address, self._addresses)
         self._arrivals[process] = _Arrival(address, trial, time.monotonic())
@@ -337,6 +338,90 @@ class RayProcesses:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Why a process refuses a step."""
     said = str(error).strip().partition("\n")[0]
     return said if isinstance(error, RayZeroError) else f"{type(error).__name__}: {said}"
+
+
+# ---- deaths, from the first word of one until it is acted on --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """A process that has died."""
+
+    failure: Failure
+    since: float  # monotonic seconds: when it happened if it was ``seen``, else when Ray told of it
+    seen: bool  # by the kernel
+
+
+class Deaths:
+    """Deaths that nobody has acted on. Each waits until it is ``calm_s`` old.
+
+    Knows names; not processes, Ray or a clock (callers pass monotonic seconds)."""
+
+    def __init__(self, calm_s: float) -> None:
+        self._calm_s = calm_s
+        self._known: dict[str, Death] = {}
+
+    def told(self, failure: Failure, now: float) -> None:
+        known = self._known.get(failure.who)
+        since, seen = (known.since, known.seen) if known is not None else (now, False)
+        self._known[failure.who] = Death(failure=failure, since=since, seen=seen)
+
+    def saw(self, who: str, pid: int, at: float) -> None:
+        known = self._known.get(who)
+        failure = known.failure if known is not None else death_of(who, pid, "")
+        self._known[who] = Death(failure=failure, since=at, seen=True)
+
+    def patience_s(self, now: float) -> float | None:
+        """Seconds until ``take`` returns a death; None: it will not."""
+        return min((max(0.0, death.since + self._calm_s - now) for death in self._known.values()), default=None)
+
+    def take(self, now: float) -> list[Death]:
+        """The deaths that are old enough, the oldest first; they are acted on now."""
+        calm = [death for death in self._known.values() if now - death.since >= self._calm_s]
+        for death in calm:
+            del self._known[death.failure.who]
+        return sorted(calm, key=lambda death: death.since)
+
+
+class EndWatch:
+    """Notices the ends of processes on this node. [Note: two witnesses]"""
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        """``wake``: called on another thread when ``take`` has something to return."""
+        self._wake = wake
+        self._ended: SimpleQueue[tuple[str, int, float]] = SimpleQueue()
+        self._watched: dict[str, tuple[int, Callable[[], None]]] = {}  # who -> pid, and what ends the watch
+
+    def watch(self, who: str, pid: int | None) -> None:
+        """Watch this process, and no earlier one of that name. None: it is on another node."""
+        self.forget(who)
+        process = None if pid is None else process_with(pid)
+        if process is None:
+            return
+
+        def died() -> None:
+            self._ended.put((who, process.pid, time.monotonic()))
+            self._wake()
+
+        end = watch_process(process, died)
+        if end is not None:
+            self._watched[who] = process.pid, end
+
+    def forget(self, who: str) -> None:
+        if who in self._watched:
+            self._watched.pop(who)[1]()
+
+    def take(self) -> list[tuple[str, int, float]]:
+        """(who, pid, monotonic seconds of the end) of each process that has ended since the last call."""
+        found = []
+        try:
+            while True:
+                found.append(self._ended.get_nowait())
+        except Empty:
+            return [(who, pid, at) for who, pid, at in found if self._watched.get(who, (0,))[0] == pid]
+
+    def close(self) -> None:
+        for who in list(self._watched):
+            self.forget(who)

@@ -105,7 +105,6 @@ class Renewal:
             log.info("everybody has new certificates")
 
     def _tell(self, what: str) -> None:
-        """Say what was not said since the last renewal."""
         if what not in self._said:
             self._said.add(what)
             self._say(what)

@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.interrupts import postponed
-from rayzero.cluster.journal import Journal, OnPhase
+from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.session import ray_answers
-from rayzero.cluster.run import actor_name
+from rayzero.cluster.run import Recovery, actor_name
 from rayzero.cluster.supervision import Failure, OneCause, death_of
-from rayzero.cluster.upkeep.deaths import Death, Recovering
-from rayzero.cluster.upkeep.ray_processes import RayProcesses
+from rayzero.cluster.upkeep.ray_processes import Death, RayProcesses
 from rayzero.cluster.upkeep.rescaling import Rescaling
 from rayzero.elastic.controller import Controller, Start, Succeed, still_outlived
 from rayzero.elastic.members import MemberId, MemberKind, Process
 from rayzero.elastic.supervisor import Answered, Died, Event, Serves, Supervisor
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovering:
+    """A member whose place another process takes; the times are monotonic seconds."""
+
+    who: str
+    death: Death
+    acted: float  # when the new process was asked for
+    answered: float = 0.0  # when it answered
+    pid: int = 0  # its own
+    telling: set[Process] = field(default_factory=set)  # others that are told of it and have not answered
+
+    def recovery(self, now: float) -> Recovery:
+        """The recovery, which has ended. A phase that nobody has measured is not in it."""
+        phases = {"detect": self.acted - self.death.since} if self.death.seen else {}
+        phases["start"] = self.answered - self.acted
+        if not self.telling:
+            phases["re-form"] = now - self.answered
+        return Recovery(who=self.who, pid=self.pid, seconds=now - self.death.since, phases=phases)
 
 
 class Replacement:
@@ -26,20 +44,9 @@ class Replacement:
 
     Knows what a death costs and how long a recovery takes; not Ray's calls, nor how a loop ends."""
 
-    def __init__(
-        self,
-        actors: RunActors,
-        controller: Controller,
-        processes: RayProcesses,
-        journal: Journal,
-        *,
-        say: OnPhase,
-        changed: Callable[[], object],
-    ) -> None:
-        """``journal``: where recoveries and the members of now are entered. ``say``: called with what happens,
-        ``changed`` when others are being replaced."""
+    def __init__(self, actors: RunActors, controller: Controller, processes: RayProcesses, journal: Journal) -> None:
+        """``journal``: where recoveries and the members of now are entered."""
         self._actors, self._controller, self._processes, self._journal = actors, controller, processes, journal
-        self._say, self._changed = say, changed
         self.supervisor = Supervisor(controller, processes)
         self.rescaling: Rescaling | None = None  # of owners, if they may change
         self._dead: dict[MemberId, Recovering] = {}  # until other processes are started
@@ -47,7 +54,6 @@ class Replacement:
         self._one_cause = OneCause()
 
     def close(self) -> None:
-        """Watch nobody any more. Idempotent."""
         self._processes.close()
         for member in [member for member, one in self._recovering.items() if one.telling]:
             self._end_recovery(member)
@@ -58,7 +64,6 @@ class Replacement:
         return self._processes.calls
 
     def patience_s(self, now: float) -> float | None:
-        """Seconds until ``act`` has something to do without an event."""
         return self._processes.patience_s(now)
 
     def failed(self) -> list[Failure]:
@@ -67,7 +72,6 @@ class Replacement:
         return found
 
     def take(self, call: Any) -> None:
-        """One of ``calls`` has ended."""
         for event in self._processes.take(call):
             if isinstance(event, Died):  # before it was a member
                 failure = death_of(str(event.process), self._processes.joining_pid(event.process), "")
@@ -92,7 +96,7 @@ class Replacement:
                 case Start(member, _):
                     self._recovering[member] = self._dead.pop(member)
                     self._note_start(self._recovering[member])
-                case Succeed(owner, _, _, others):
+                case Succeed(owner, _, others):
                     telling = {Process(other, self._controller.life(other)) for other in others}
                     self._recovering[MemberId(MemberKind.OWNER, owner)].telling = telling
                 case _:  # of a change of the owners
@@ -143,7 +147,6 @@ class Replacement:
         self._processes.failures.append(replace(failure, what=what, restarts=restarts))
 
     def _give_up(self, process: Process) -> None:
-        """No process could take this one's place."""
         who = actor_name(process.member)
         late = Failure(who=who, what="died, and no other process could take its place.", restarts=True)
         if self._actors.has_lost_host(who):
@@ -154,7 +157,6 @@ class Replacement:
     # ---- recoveries
 
     def _note(self, event: Event) -> None:
-        """What an event says of recoveries."""
         recovering = self._recovering.get(event.process.member)
         match event:
             case Serves() if recovering is not None:
@@ -171,9 +173,9 @@ class Replacement:
     def _note_start(self, recovering: Recovering) -> None:
         failure = recovering.death.failure
         left = still_outlived(self._controller.max_failures, self._controller.outlived)
-        self._say(f"{failure.who} {failure.what} Another process takes its place {left}")
+        self._journal.say(f"{failure.who} {failure.what} Another process takes its place {left}")
         self._journal.replacing = [*self._without(failure.who), failure.who]
-        self._changed()
+        self._journal.changed()
 
     def _without(self, who: str) -> list[str]:
         return [other for other in self._journal.replacing if other != who]
@@ -188,6 +190,6 @@ class Replacement:
         recovery = self._recovering.pop(member).recovery(time.monotonic())
         self._actors.coordinator.recovered.remote(str(member.kind), recovery.who, recovery.phases)
         self._journal.replacing = self._without(recovery.who)
-        self._changed()
+        self._journal.changed()
         self._journal.recoveries.append(recovery)
-        self._say(f"{recovery.who} is back as pid {recovery.pid}, {recovery.seconds:.1f} s after its death")
+        self._journal.say(f"{recovery.who} is back as pid {recovery.pid}, {recovery.seconds:.1f} s after its death")

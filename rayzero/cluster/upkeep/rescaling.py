@@ -1,26 +1,30 @@
-"""Changes the owners of a run on Ray while it goes on: where each is to be, and what came of it."""
+"""Changes the owners of a run on Ray while it goes on: the request for it, where each is to be, and what came of it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from rayzero.cluster.actors.run_actors import RunActors
-from rayzero.cluster.journal import Journal, OnPhase
-from rayzero.cluster.nodes.owner_places import check_memory, check_nodes, choose, is_placed
+from rayzero.cluster.files.run_record import LOST, run_status
+from rayzero.cluster.journal import Journal
+from rayzero.cluster.nodes.places import check_memory, check_nodes, choose, is_placed
 from rayzero.cluster.nodes.session import alive_nodes
-from rayzero.cluster.run import Rescaled, optimizer_name
+from rayzero.cluster.run import Rescaled, RunState, optimizer_name
 from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.config import ScalingConfig, ZeroConfig
+from rayzero.config.zero import Placement
 from rayzero.elastic import reform
 from rayzero.elastic.controller import Action, still_outlived
 from rayzero.elastic.doors import with_doors
 from rayzero.elastic.members import MemberKind
 from rayzero.elastic.reform import Step
-from rayzero.elastic.requests import ScaleRequest
+from rayzero.elastic.requests import ScaleRequest, ask, withdraw
 from rayzero.elastic.supervisor import Answered, Event, Serves, Supervisor
-from rayzero.errors import ConfigError
+from rayzero.errors import ConfigError, RunFailedError
 from rayzero.layout.rescale import Rescale
 from rayzero.protocol.ownership import Prepared, device_owners
 from rayzero.quantities import count, format_bytes
@@ -101,14 +105,11 @@ class Rescaling:
         *,
         zero: ZeroConfig,
         scaling: ScalingConfig,
-        say: OnPhase,
-        changed: Callable[[], object],
     ) -> None:
-        """``journal``: where changes are entered. ``say``: called with what happens, ``changed`` with each step."""
+        """``journal``: where changes are entered."""
         self._actors, self._supervisor, self._processes, self._journal = actors, supervisor, processes, journal
         self._controller, self._zero, self._scaling = supervisor.controller, zero, scaling
         self._placement = zero.placement  # that of the last change that named one
-        self._say, self._changed = say, changed
         self._refusal = why_not(zero, self._controller.max_failures)
         self._waiting: _Change | None = None  # asked for while another one was under way
         self._change: _Change | None = None
@@ -140,18 +141,18 @@ class Rescaling:
             wanted = self._planned(change)
             changes = reform.resolved(wanted, self._controller.ownership) is not None
             if changes:
-                self._check_files(wanted)
+                self._actors.check_files(len(wanted.former), wanted.doors, {})
                 self._check_hosts(change, wanted)
         except ConfigError as error:
             self._end(change, str(error))
             return
         if not changes:
-            self._say(f"it has {count(change.before, 'optimizer')} already")
+            self._journal.say(f"it has {count(change.before, 'optimizer')} already")
             self._enter(change.rescaled(time.monotonic()))
             return
         self._change = change
         change.began[Step.START] = time.monotonic()
-        self._say(f"changing {change} ({change.why})")
+        self._journal.say(f"changing {change} ({change.why})")
         self._progress(f"{change}: {_SAID[Step.START]}")
         self._processes.nodes = change.nodes
         self._note_actions(self._supervisor.scale(wanted))
@@ -191,12 +192,6 @@ class Rescaling:
         change.nodes |= doors
         return whole
 
-    def _check_files(self, wanted: Rescale) -> None:
-        """Raise ConfigError if a process may not open a connection to each owner after a change."""
-        why = self._actors.too_few_files(len(wanted.former), wanted.doors, {})
-        if why is not None:
-            raise ConfigError(why)
-
     def _check_hosts(self, change: _Change, wanted: Rescale) -> None:
         """Raise ConfigError if ranks could not reach the owners after a change, or owners not each other; let them, if
         the run has been on one node until now."""
@@ -228,7 +223,7 @@ class Rescaling:
             said = f"the run has {now} now; training stood for {rescaled.pause:.2f} s; {moved} have another owner"
         else:
             said = f"{count(change.before, 'optimizer')} as before: {failed}"
-        self._say(said)
+        self._journal.say(said)
         self._progress(None)
         if failed is None:
             self._journal.num_optimizers = rescaled.after
@@ -237,16 +232,15 @@ class Rescaling:
 
     def _enter(self, rescaled: Rescaled) -> None:
         self._journal.rescales.append(rescaled)
-        self._changed()
+        self._journal.changed()
 
     def _progress(self, said: str | None) -> None:
         self._journal.rescaling = said
-        self._changed()
+        self._journal.changed()
 
     # ---- what comes of one
 
     def note(self, event: Event, actions: Sequence[Action]) -> None:
-        """What a Supervisor has done for an event."""
         change = self._change
         is_late = any(isinstance(action, reform.Release) for action in actions)  # of an attempt that is given up
         match event:
@@ -281,7 +275,7 @@ class Rescaling:
             self._change.begin_again(time.monotonic())
             self._progress(f"{self._change}: {_SAID[Step.START]}")
             left = still_outlived(self._controller.max_failures, self._controller.outlived)
-            self._say(f"the change of the optimizers begins again: {why} {left}")
+            self._journal.say(f"the change of the optimizers begins again: {why} {left}")
             return
         change, self._change = self._change, None
         if change is not None:
@@ -292,3 +286,78 @@ class Rescaling:
         if change is not None:
             change.before = self._controller.ownership.num_optimizers
             self._begin(change)
+
+
+# ---- asking for it, from any process that sees the run's folder -----------------------------------------------------
+
+
+_LOOK_S = 0.2
+_TAKEN_S = 120.0  # in which a driver takes a request: it looks twice a second, but not while it starts the run again
+
+
+def scale(
+    run: str | Path,
+    num_optimizers: int,
+    *,
+    avoid: Sequence[str] = (),
+    placement: Placement | None = None,
+    wait: bool = True,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> Rescaled | None:
+    """Give a run other optimizer actors while it trains; no step is lost and no bit changes. The newest request counts.
+
+    run: its folder. avoid: nodes (ids or addresses) on which no optimizer actor is to have shards; those that have are
+        replaced by others. placement: where all of them are to be from now on (``ZeroConfig.placement``); those that
+        are elsewhere are replaced by others. wait: until they have changed; returns then what came of it. on_progress:
+        called with each step, while it waits.
+
+    Raises ConfigError if there is no such run, or it cannot change its optimizers, RunFailedError if they stayed as
+    they were, the run ended before, or its driver does not take the request, which is withdrawn then."""
+    run_dir = Path(run)
+    _require_running(run_status(run_dir))
+    request = ScaleRequest(num_optimizers=num_optimizers, avoid=tuple(avoid), placement=placement)
+    try:
+        ask(run_dir, request)
+    except OSError as error:
+        raise ConfigError(f"cannot leave a request in {run_dir}: {error.strerror}") from error
+    return _outcome(run_dir, request, on_progress) if wait else None
+
+
+def _require_running(record: Mapping[str, Any]) -> None:
+    if record["state"] not in (RunState.STARTING, RunState.RUNNING):
+        gone = "its driver is gone" if record["state"] == LOST else f"it has {record['state']}"
+        raise ConfigError(f"run {record['run']!r} does not go on, because {gone}: only a run that goes on can change")
+    try:
+        config = record["config"]
+        zero, failures = ZeroConfig.from_mapping(config["zero"]), config["run"]["max_failures"]
+    except (KeyError, TypeError, ConfigError) as error:
+        raise ConfigError(f"the record of run {record['run']!r} does not say how it is configured: {error}") from error
+    reason = why_not(zero, failures)
+    if reason is not None:
+        raise ConfigError(f"the optimizers of run {record['run']!r} cannot change: {reason}")
+
+
+def _outcome(run_dir: Path, request: ScaleRequest, on_progress: Callable[[str], None]) -> Rescaled:
+    said, asked = None, time.monotonic()
+    while True:
+        record = run_status(run_dir)
+        found = next((one for one in record["rescales"] if one["id"] == request.id), None)
+        if found is not None:
+            if found["failed"] is not None:
+                raise RunFailedError(f"the optimizers stay as they are: {found['failed']}")
+            return Rescaled(**found)
+        progress = record["rescaling"]
+        if progress is not None and progress != said:
+            said = progress
+            on_progress(progress)
+        if record["state"] not in (RunState.STARTING, RunState.RUNNING):
+            raise RunFailedError(f"run {record['run']!r} ended before its optimizers changed")
+        if record["state"] == RunState.STARTING:
+            asked = time.monotonic()
+        elif time.monotonic() - asked > _TAKEN_S and withdraw(run_dir, request):
+            pid, host = record["driver"]["pid"], record["driver"]["host"]
+            raise RunFailedError(
+                f"the driver of run {record['run']!r}, pid {pid} on {host}, has not taken the request within "
+                f"{_TAKEN_S:.0f} s: see there whether it was killed or is stopped"
+            )
+        time.sleep(_LOOK_S)

@@ -1,23 +1,28 @@
-"""Places for optimizer actors that join a run while it goes on.
+"""Places of a run's processes: reserved as it begins, in one Ray placement group for each group of processes, and found
+for optimizer actors that join while it goes on.
 
-An actor of a number that the run began with goes back to the place that is reserved for it. Any other gets a placement
-group of its own, on one node, so that its CPUs are free again when it parts. Where the run's CPU counts are set by
-nobody, it may have divided all CPUs among its processes: then a new actor shares those of one that is there.
+An actor that joins with a number that the run began with goes back to the place that is reserved for it. Any other
+gets a placement group of its own, on one node, so that its CPUs are free again when it parts. Where the run's CPU
+counts are set by nobody, it may have divided all CPUs among its processes: then a new actor shares those of one that is
+there.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rayzero.cluster.nodes.reservation import Reservation
-from rayzero.cluster.nodes.resources import Node, matches
-from rayzero.cluster.nodes.session import ray_answers
+from rayzero.cluster.nodes.resources import Node, ResourceGroup, ResourcePlan, Share, matches, missing_resources
+from rayzero.cluster.nodes.session import alive_nodes, free_resources, ray_answers, started_here
+from rayzero.elastic.doors import hosts_without_owner
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import Ownership
 from rayzero.quantities import count, format_bytes
@@ -25,6 +30,108 @@ from rayzero.quantities import count, format_bytes
 _NODE_LABEL = "ray.io/node-id"
 _PROCESS_BYTES = 100 << 20  # of an optimizer actor that owns nothing: what it does not share (docs/scaling.md)
 _FREE_S = 1  # how long Ray may take to reserve CPUs that are free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """Reserved places, and the actor options that use them."""
+
+    plan: ResourcePlan
+    groups: tuple[Any, ...]  # Ray placement groups, one for each of the plan's
+
+    def worker_options(self, rank: int) -> dict[str, Any]:
+        """Ray actor options of a rank worker: bundle 0 of its group."""
+        return _in_bundle(self.plan.worker, self.groups[rank])
+
+    def optimizer_options(self, owner: int) -> dict[str, Any]:
+        group, bundle = self.plan.place_of_optimizer(owner)
+        return _in_bundle(self.plan.optimizer, self.groups[group], bundle)
+
+    def spare_options(self, owner: int) -> dict[str, Any]:
+        """Ray actor options of a process that waits at the place of an optimizer actor: it reserves nothing, and later
+        uses what a dead one leaves."""
+        return _beside(self.optimizer_options(owner))
+
+    def nodes(self) -> dict[tuple[int, int], str]:
+        table = placement_group_table()
+        bundles = {index: table[group.id.hex()]["bundles_to_node_id"] for index, group in enumerate(self.groups)}
+        return {(group, bundle): node for group, found in bundles.items() for bundle, node in found.items()}
+
+    def rank_nodes(self) -> list[str]:
+        at = self.nodes()
+        return [at[rank, 0] for rank in range(self.plan.num_workers)]
+
+    def nodes_without_optimizer(self, rank_nodes: Sequence[str]) -> list[str]:
+        """The nodes (ids) with ranks and without an optimizer actor. ``rank_nodes``: of each rank."""
+        at, plan = self.nodes(), self.plan
+        owners = [at[plan.place_of_optimizer(owner)] for owner in range(plan.num_optimizers)]
+        return hosts_without_owner(rank_nodes, owners)
+
+
+def _in_bundle(share: Share, group: Any, bundle: int = 0) -> dict[str, Any]:
+    """Ray actor options of a process that uses what a placement group has reserved."""
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
+    )
+    options = {"num_cpus": share.cpus, "num_gpus": share.gpus, "scheduling_strategy": strategy}
+    return options | ({"memory": share.memory} if share.memory else {})
+
+
+def _beside(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Ray actor options of a process that shares a place, and reserves nothing."""
+    return {name: value for name, value in options.items() if name != "memory"} | {"num_cpus": 0, "num_gpus": 0}
+
+
+@contextmanager
+def placed(plan: ResourcePlan, *, timeout_s: float) -> Iterator[Reservation]:
+    """Reserve the resources of the plan for the length of the block; also releases them if they cannot all be had.
+
+    Raises ConfigError, naming what is missing: at once on a cluster that this process started; after ``timeout_s`` on
+    any other, which may grow, or on which others may release CPUs.
+    """
+    if started_here() and (missing := missing_resources(plan, alive_nodes())):
+        raise ConfigError(missing)
+    groups: list[Any] = []
+    try:
+        for group in plan.groups:
+            groups.append(_reserve(group))
+        _wait_placed(plan, groups, timeout_s)
+        yield Reservation(plan=plan, groups=tuple(groups))
+    finally:
+        for reserved in groups if ray_answers() else ():  # a Ray that is gone has none, and the call would wait for it
+            remove_placement_group(reserved)
+
+
+def _reserve(group: ResourceGroup) -> Any:
+    bundles = [_bundle(share) for share in group.shares]
+    selectors = [dict(group.labels) for _ in bundles] if group.labels else None
+    return placement_group(bundles, strategy=group.strategy, bundle_label_selector=selectors)
+
+
+def _bundle(share: Share) -> dict[str, float]:
+    wanted = {"CPU": share.cpus, "GPU": float(share.gpus), "memory": float(share.memory)}
+    return {resource: amount for resource, amount in wanted.items() if amount}
+
+
+def _wait_placed(plan: ResourcePlan, groups: list[Any], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    ready = [group.wait(math.ceil(max(0.0, deadline - time.monotonic()))) for group in groups]  # Ray cuts to seconds
+    if not all(ready):
+        raise ConfigError(missing_resources(plan, alive_nodes()) or _busy(plan, sum(ready), timeout_s))
+
+
+def _busy(plan: ResourcePlan, num_ready: int, timeout_s: float) -> str:
+    free = free_resources()
+    return (
+        f"only {num_ready} of {len(plan.groups)} groups of processes found a place within {timeout_s:g} s: the run "
+        f"needs {count(plan.cpus, 'CPU')} and {count(plan.gpus, 'GPU')} in all, and "
+        f"{count(free.cpus, 'CPU')} and {count(free.gpus, 'GPU')} are free besides those that it has already; other "
+        f"programs use the rest. Wait for them, lower scaling_config.cpus_per_worker and "
+        "cpus_per_optimizer, or raise scaling_config.placement_timeout"
+    )
+
+
+# ---- optimizer actors that join -------------------------------------------------------------------------------------
 
 
 def check_nodes(named: Collection[str], nodes: Sequence[Node]) -> None:
@@ -112,23 +219,14 @@ class OwnerPlaces:
         if is_free and owner < self._placement.plan.num_optimizers and self._reserved_node(owner) == node:
             return OwnerPlace(self._placement.optimizer_options(owner))
         share = self._placement.plan.optimizer
-        group = placement_group(
-            [{"CPU": share.cpus} | ({"memory": float(share.memory)} if share.memory else {})],
-            bundle_label_selector=[{_NODE_LABEL: node}],
-        )
+        group = placement_group([_bundle(share)], bundle_label_selector=[{_NODE_LABEL: node}])
         beside = next((self.options(other) for other, at in there.items() if at == node), None)
         if beside is None and node in coming:
             beside = coming[node].options
         if self._cpus_are_set or beside is None or group.wait(_FREE_S):
-            strategy = PlacementGroupSchedulingStrategy(
-                placement_group=group, placement_group_bundle_index=0, placement_group_capture_child_tasks=False
-            )
-            options = {"num_cpus": share.cpus, "num_gpus": 0, "scheduling_strategy": strategy}
-            return OwnerPlace(options | ({"memory": share.memory} if share.memory else {}), group)
+            return OwnerPlace(_in_bundle(share, group), group)
         remove_placement_group(group)
-        options = beside | {"num_cpus": 0}
-        options.pop("memory", None)
-        return OwnerPlace(options)
+        return OwnerPlace(_beside(beside))
 
     def _reserved_node(self, owner: int) -> str | None:
         return self._placement.nodes().get(self._placement.plan.place_of_optimizer(owner))
@@ -145,7 +243,6 @@ class OwnerPlaces:
         return ownership
 
     def options(self, owner: int) -> dict[str, Any]:
-        """Ray actor options of an optimizer actor."""
         place = self._taken.get(owner)
         return self._placement.optimizer_options(owner) if place is None else place.options
 
@@ -167,12 +264,10 @@ class OwnerPlaces:
 
     @property
     def needs(self) -> str:
-        """What each actor needs, for messages."""
         share = self._placement.plan.optimizer
         return count(share.cpus, "CPU") + (f" and {format_bytes(share.memory)} of memory" if share.memory else "")
 
     def close(self) -> None:
-        """Give all of them back. Idempotent."""
         taken, self._taken = self._taken, {}
         for place in taken.values():
             self.free(place)

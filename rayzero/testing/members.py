@@ -1,22 +1,25 @@
-"""The owners of ``run_ranks``: objects of this process, servers in this process, or processes of their own."""
+"""The members of ``run_ranks``: a rank's number, what its context says and how its loop ends; owners, as objects of
+this process, servers in this process, or processes of their own."""
 
 from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 
 from rayzero.config import ZeroConfig
 from rayzero.elastic.reform import Step
-from rayzero.errors import RayZeroError
+from rayzero.engine.context import RankContext
+from rayzero.errors import RankLeftError, RayZeroError
 from rayzero.owner.terms import OwnerTerms
 from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
@@ -28,27 +31,106 @@ from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.owner_table import OwnerTable
 from rayzero.store.remote.remote_connection import RankTerms
-from rayzero.telemetry.recorder import Recorder
-from rayzero.testing.place import Connect, LivingConnect
+from rayzero.telemetry.recorder import MemoryRecorder, Recorder
+
+T = TypeVar("T")
+Loop = Callable[[RankContext], T]
+Connect = Callable[[int, Recorder, int], ParameterStore]  # (rank, recorder, number of the model) -> its store
+LivingConnect = Callable[[int, Recorder, int, int], ParameterStore]  # the same, and how often the rank has died
+
+
+class Killed(BaseException):
+    """Raise it in a rank that is a thread: the rank dies as a process dies that is killed, without a word to anyone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """A rank's number, and what its context says."""
+
+    rank: int
+    world_size: int
+    run: str
+    lineage: str  # of the run's states in shared memory
+    config: ZeroConfig | None
+    resume: Path | None
+    run_dir: Path | None
+    threads: int
+
+    def context(self, connect: LivingConnect, ending: Ending, life: int) -> RankContext:
+        recorder = MemoryRecorder()
+        context = RankContext(
+            rank=self.rank,
+            world_size=self.world_size,
+            life=life,
+            run=self.run,
+            lineage=self.lineage,
+            run_dir=self.run_dir,
+            resume=self.resume,
+            config=self.config,
+            recorder=recorder,
+        )
+        context.connect = partial(_connected, context, connect, ending)
+        return context
+
+
+@dataclass(slots=True)
+class Ending:
+    """Why ranks may no longer connect, once one has failed."""
+
+    reason: str | None = None
+
+
+def _connected(context: RankContext, connect: LivingConnect, ending: Ending, model: int) -> ParameterStore:
+    """A store that closes with its rank's context, because another rank's failure may close the context while
+    prepare() runs."""
+    store = connect(context.rank, context.recorder, model, context.life)
+    context.on_close(store.close)
+    if ending.reason is not None:  # the context was closed before the store existed
+        store.close(ending.reason)
+    return store
+
+
+@dataclass(slots=True)
+class RankResult:
+    """How one rank ended: with a result, or with an error and its traceback."""
+
+    rank: int
+    result: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+
+    def name_rank(self) -> BaseException:
+        """The error, with a note that names the rank, and with the traceback if the error has lost its own."""
+        assert self.error is not None
+        lost = self.trace and self.error.__traceback__ is None
+        self.error.add_note(f"on rank {self.rank}" + (f":\n{self.trace}" if lost else ""))
+        return self.error
+
+
+def outcome_of(fn: Loop[Any], context: RankContext) -> RankResult:
+    """Run the loop in its context. The outcome has its result, or the error that it raised."""
+    outcome = RankResult(context.rank)
+    try:
+        outcome.result = fn(context)
+    except BaseException as exc:  # run_ranks raises it again
+        outcome.error, outcome.trace = exc, traceback.format_exc()
+    return outcome
+
+
+def results_of(outcomes: Sequence[RankResult]) -> list[Any]:
+    """The results by rank; ``outcomes``: in the order in which loops ended. Raises the first error: one that says that
+    a rank has left only if there is no other, because that rank may leave before its own error is noted."""
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    for outcome in sorted(failed, key=lambda outcome: isinstance(outcome.error, RankLeftError)):
+        raise outcome.name_rank()
+    return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
+
+
+# ---- owners ---------------------------------------------------------------------------------------------------------
 
 Lose = Callable[[int, int], None]  # (rank, life): tells the owners that a rank has died and comes back in that life
-
-
-class Reach(Protocol):
-    """How a rank reaches the owners, in any process."""
-
-    def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
-        """The rank's store for its prepared model ``model``."""
-
-
-@dataclass(frozen=True, slots=True)
-class OwnReach:
-    """A transport of the caller's own, which knows no lives."""
-
-    own: Connect
-
-    def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
-        return self.own(rank, recorder, model)
+Reach = Callable[[OwnerTable, int, Recorder, int, int], ParameterStore]
+"""How a rank reaches the owners in any process: (they, rank, recorder, number of the model, life) -> its store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +146,7 @@ class ServedReach:
     world_size: int = 1
     tls: Identity | None = None
 
-    def connect(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
-
+    def __call__(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
         terms = RankTerms(
             token=self.token,
             tls=self.tls,
@@ -85,7 +166,6 @@ class ServedReach:
         return self.hosts.get(f"rank {rank}", self.share)
 
     def _ranks_with(self, rank: int) -> list[int]:
-        """The ranks on the host of one, itself included."""
         return [other for other in range(self.world_size) if self._host_of(other) == self._host_of(rank)]
 
 
@@ -141,7 +221,6 @@ class Service:
 
     @property
     def ownership(self) -> Ownership:
-        """Who owns what in the first epoch."""
         return Ownership(self.num_owners - self.beside, doors=len(self.doors))
 
     def first_home(self, owner: int) -> Path | None:
@@ -191,7 +270,6 @@ def _carry_out(server: OwnerServer, order: tuple[Any, ...], pipe: Connection, se
 
 @contextmanager
 def served_owners(service: Service, reach: Reach) -> Iterator[OwnersHere]:
-    """Behind servers, in this process."""
     with ExitStack() as stack:
         servers = []
         for owner in range(service.num_owners):
@@ -207,7 +285,7 @@ def served_owners(service: Service, reach: Reach) -> Iterator[OwnersHere]:
                 server.lose(rank, life)
 
         table = OwnerTable(addresses, service.ownership)
-        yield OwnersHere(partial(reach.connect, table), lose, reach, addresses, service.ownership)
+        yield OwnersHere(partial(reach, table), lose, reach, addresses, service.ownership)
 
 
 def serve_owner(

@@ -1,0 +1,289 @@
+"""Who is in a run. Owners: the settings of each, also of those that come later, and where it listens. Spares: processes
+that have imported what an owner needs, and wait to become the successor of one that dies. Exporters: where each
+listens, what it asks of its clients, where Prometheus finds it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rayzero.cluster.actors.certificates import Certificates
+from rayzero.cluster.nodes.places import OwnerPlace
+from rayzero.cluster.nodes.resources import ResourcePlan
+from rayzero.cluster.processes.owner_process import OwnerSettings
+from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings
+from rayzero.cluster.run import Member, optimizer_name, rank_name
+from rayzero.config import TelemetryConfig
+from rayzero.protocol.ownership import Ownership
+from rayzero.telemetry.discovery import Target
+from rayzero.telemetry.metric import Role
+
+log = logging.getLogger(__name__)
+
+
+class OwnerRoster:
+    """The owners of one run by the names of their processes: "optimizer 0", and "rank 0" for one beside a rank.
+    Optimizer actors come first, those without shards last among them, then the owners beside ranks.
+
+    Knows settings and addresses; not actors, nor who lives."""
+
+    def __init__(
+        self, first: OwnerSettings, plan: ResourcePlan, certificates: Certificates, beside_ranks: str | None = None
+    ) -> None:
+        """``first``: the settings of owner 0, which has shards. ``certificates``: with those of owners that come later.
+        ``beside_ranks``: the device on which owners beside the ranks have their states; None: there are none."""
+        self._first, self._plan, self._certificates, self._device = first, plan, certificates, beside_ranks
+        self._hosts: dict[str, str] = {}
+        self.num_beside = 0 if beside_ranks is None else plan.num_workers
+
+    @property
+    def names(self) -> list[str]:
+        """Of all of them, in order of owner index."""
+        return [*map(optimizer_name, range(self.ownership.num_owners)), *self.beside]
+
+    @property
+    def ownership(self) -> Ownership:
+        return self._first.ownership
+
+    @property
+    def with_shards(self) -> list[str]:
+        return list(map(optimizer_name, range(self.ownership.num_optimizers)))
+
+    @property
+    def beside(self) -> list[str]:
+        return list(map(rank_name, range(self.num_beside)))
+
+    def of(self, who: str) -> OwnerSettings | None:
+        """The settings of a process of now; None: it is no owner."""
+        names = self.names
+        return self._settings(names.index(who), self.ownership) if who in names else None
+
+    def of_successor(self, owner: int) -> OwnerSettings:
+        """The settings of a process that takes the place of this owner, which has died."""
+        return self.of_joining(owner, self.ownership)
+
+    def of_joining(self, owner: int, ownership: Ownership) -> OwnerSettings:
+        """The settings of a process that becomes an owner in the epoch of ``ownership``."""
+        return replace(self._settings(owner, ownership), succeeds=True)
+
+    def _settings(self, owner: int, ownership: Ownership) -> OwnerSettings:
+        is_beside, is_door = owner >= ownership.num_owners, owner in ownership.door_numbers
+        share = self._plan.worker if is_beside else self._plan.optimizer
+        return replace(
+            self._first,
+            owner=owner,
+            num_owners=ownership.num_owners + self.num_beside,
+            threads=1 if is_door else share.threads,  # a door computes nothing
+            device=self._device if is_beside and self._device is not None else self._first.device,
+            ownership=ownership,
+            tls=self._certificates.of_owner(owner),
+        )
+
+    def begin_epoch(self, ownership: Ownership) -> None:
+        """A successor of an owner belongs from now on to the epoch of ``ownership``."""
+        self._first = replace(self._first, ownership=ownership)
+
+    # ---- where they listen
+
+    def host(self, who: str) -> str:
+        return self._hosts[who]
+
+    def listen(self, hosts: Mapping[str, str]) -> None:
+        self._hosts |= hosts
+
+    def leave(self, who: str) -> None:
+        """A process is no owner any more."""
+        self._hosts.pop(who, None)
+
+    @property
+    def has_network(self) -> bool:
+        """Whether the user has said at which addresses they listen."""
+        return self._first.network is not None
+
+    @property
+    def on_loopback(self) -> list[str]:
+        return [who for who, host in self._hosts.items() if host == LOOPBACK]
+
+
+@dataclass(slots=True, kw_only=True)
+class Joining:
+    """A process that becomes an owner in the next epoch."""
+
+    who: str
+    actor: Any
+    settings: OwnerSettings
+    node: str
+    host: str | None  # where it listens; None: at its node's address
+    exporter: ExporterSettings | None
+    place: OwnerPlace
+    member: Member | None = None  # once it has answered
+    target: Target | None = None
+
+    @property
+    def process(self) -> str:
+        """The name of its process until then: another one may have its own."""
+        return f"{self.who} (joins)"
+
+
+# ---- spares ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Spare:
+    actor: Any
+    node: str  # node id
+    member: Member | None = None  # once it has imported everything
+
+
+class Spares:
+    """The spare processes of one run, on the nodes of its owners.
+
+    Knows actors that have no work yet; not who dies, or how one becomes an owner."""
+
+    def __init__(self, number: int, nodes: Sequence[str], make: Callable[[int], tuple[Any, Sequence[Any]]]) -> None:
+        """``number``: how many there shall be. ``nodes``: of each owner. ``make``: starts a process at the place of an
+        owner (by index), and returns its actor and its calls, see ``calls``."""
+        self._number, self._nodes, self._make = number, tuple(nodes), make
+        self._spares: dict[str, _Spare] = {}
+        self._made = 0
+        self.calls: dict[Any, str] = {}  # for ``take``: one answers when a process is up, one when it has died
+
+    @property
+    def actors(self) -> list[Any]:
+        return [spare.actor for spare in self._spares.values()]
+
+    @property
+    def members(self) -> list[Member]:
+        return [spare.member for spare in self._spares.values() if spare.member is not None]
+
+    def fill(self) -> None:
+        """Start the missing ones, where the fewest are."""
+        while len(self._spares) < self._number:
+            there = Counter(spare.node for spare in self._spares.values())
+            owner = min(range(len(self._nodes)), key=lambda index: there[self._nodes[index]])
+            who = f"spare {self._made}"
+            actor, calls = self._make(owner)
+            self._spares[who] = _Spare(actor, self._nodes[owner])
+            self.calls |= dict.fromkeys(calls, who)
+            self._made += 1
+
+    def take(self, call: Any) -> Member | None:
+        """Take a call that has ended: the process that is up now, or None if it has died. A dead one is replaced by the
+        next ``fill``, not at once: it may have died of what will kill the next one too."""
+        who = self.calls.pop(call)
+        try:
+            answer: Member = ray.get(call)
+        except ray.exceptions.RayError as error:
+            if self._spares.pop(who, None) is not None:
+                log.warning("%s died: %s", who, str(error).partition("\n")[0])
+            return None
+        if who not in self._spares:  # it has died since
+            return None
+        self._spares[who].member = replace(answer, who=who)
+        return self._spares[who].member
+
+    def give(self, node: str) -> Any:
+        """A process of this node that is up, which is no spare any more; None: there is none."""
+        for who, spare in self._spares.items():
+            if spare.member is not None and spare.node == node:
+                del self._spares[who]
+                self.calls = {call: name for call, name in self.calls.items() if name != who}
+                return spare.actor
+        return None
+
+
+# ---- exporters ------------------------------------------------------------------------------------------------------
+
+
+def plan_exporters(
+    run: str, members: Mapping[str, Member], config: TelemetryConfig, slab_dir: Path
+) -> dict[str, ExporterSettings]:
+    """Each process's exporter settings, but for what is asked of clients. ``members``: the coordinator first, then the
+    others in the order of their ports."""
+    everywhere = config.bind == "node" or (config.bind == "auto" and len({m.node for m in members.values()}) > 1)
+    found: dict[str, ExporterSettings] = {}
+    for number, (who, member) in enumerate(members.items()):
+        kind, _, index = who.partition(" ")
+        found[who] = ExporterSettings(
+            run=run,
+            role=Role(kind),
+            who=who,
+            index=int(index) if index else None,
+            node=member.host,
+            host=member.host if everywhere else LOOPBACK,
+            port=config.port if not number else config.exporter_ports and config.exporter_ports + number - 1,
+            slab_dir=slab_dir,
+            trace=config.trace_steps is not None,
+        )
+    return found
+
+
+class Exporters:
+    """The exporters of one run, by process; none without telemetry.
+
+    Knows settings and addresses; not actors, nor who lives."""
+
+    def __init__(self, planned: Mapping[str, ExporterSettings], bind: str, certificates: Certificates) -> None:
+        """``planned``: see ``plan_exporters``. ``bind``: of ``TelemetryConfig``. ``certificates``: what they ask of
+        clients."""
+        self._settings, self._bind, self._certificates = dict(planned), bind, certificates
+        self._targets: dict[str, Target] = {}  # of those that are open
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """Where those are that are open, the coordinator's first."""
+        return tuple(self._targets.values())
+
+    def of(self, who: str) -> ExporterSettings | None:
+        """How a process opens its exporter by now; None: it has none."""
+        settings = self._settings.get(who)
+        return None if settings is None else self._protected(settings)
+
+    def again(self, who: str) -> ExporterSettings | None:
+        """How a process that has been started again opens the exporter that it had: where Prometheus and the user look
+        for it."""
+        settings = self.of(who)
+        if settings is None:
+            return None
+        return replace(settings, port=int(self._targets[who].address.rpartition(":")[2]))
+
+    def for_owner(
+        self, owner: int, address: str, *, beside_first: bool, coming: Iterable[ExporterSettings]
+    ) -> ExporterSettings:
+        """How an owner that joins opens its exporter, if the others have any: where those have ports of their own, at
+        the first one behind them. ``address``: of its node. ``beside_first``: whether that is the first owner's.
+        ``coming``: of others that join."""
+        first = self._settings[optimizer_name(0)]
+        known = [*self._settings.values(), *coming]
+        at_home = self._bind == "loopback" or (first.host == LOOPBACK and beside_first)
+        joining = replace(
+            first,
+            who=optimizer_name(owner),
+            index=owner,
+            node=address,
+            host=LOOPBACK if at_home else address,
+            port=first.port and max(settings.port for settings in known) + 1,
+        )
+        return self._protected(joining)
+
+    def _protected(self, settings: ExporterSettings) -> ExporterSettings:
+        return replace(settings, protection=self._certificates.of_exporter(settings.host, self._bind))
+
+    def opened(self, targets: Iterable[Target]) -> None:
+        """These are open, also in the places of earlier ones."""
+        self._targets |= {target.who: target for target in targets}
+
+    def enter(self, settings: ExporterSettings, target: Target | None) -> None:
+        self._settings[settings.who] = settings
+        if target is not None:
+            self.opened([target])
+
+    def leave(self, who: str) -> None:
+        self._settings.pop(who, None)
+        self._targets.pop(who, None)
