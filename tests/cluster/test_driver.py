@@ -24,6 +24,7 @@ from rayzero.cluster.actors import run_actors as actors_module
 from rayzero.cluster.actors.local_processes import LocalProcesses
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.driver import _again, _follow
+from rayzero.cluster.files.key_files import FollowerKey
 from rayzero.cluster.files.metrics_log import MetricsLog, read_log
 from rayzero.cluster.files.run_dir import RunCheckpoints, StartPoint
 from rayzero.cluster.files.run_record import read_record
@@ -61,7 +62,8 @@ class EndedRun:
         self.spares = SimpleNamespace(calls=[])
         self.everybody: list[str] = []
         self.owners: dict[str, Any] = {}
-        self.certificates, self.local = SimpleNamespace(warnings=[]), LocalProcesses()
+        self.certificates = SimpleNamespace(warnings=[], of_follower=lambda: FollowerKey(token="secret"))
+        self.local = LocalProcesses()
         self.moves: list[RunState] = []
 
     def _take_unread(self, life: str) -> News:

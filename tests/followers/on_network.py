@@ -23,7 +23,7 @@ def describe(context: RankContext, folder: Path, **entries: Any) -> None:
     """Write ``run.json`` and the followers' key as a driver does, from what a rank knows."""
     connect: Any = context.connect
     of_owners = connect.args[1]  # OwnersHere.connect: what reaches the owners, with their table
-    table, reach = of_owners.args[0], of_owners.func.__self__
+    table, reach = of_owners.args[0], of_owners.func
     record = {
         "run": context.run,
         "state": "running",
