@@ -45,8 +45,8 @@ def follow(
     of transformers, for the names that it publishes; None: that in the run's folder, or else the names of the model's
     parameters. slab_dir: the run's, if it is followed by its name and that is not /dev/shm.
 
-    A run that starts later is waited for. Raises ConfigError if there is no such run, folder or config, or the run has
-    ended; later UnsupportedError if its optimizers cannot be reached from here."""
+    By its name, a run that starts later is waited for. Raises ConfigError if there is no such folder or config, or the
+    folder's run has not started or has ended; later UnsupportedError if its optimizers cannot be reached from here."""
     folder = Path(run)
     named = None if config is None else Path(config)
     if (folder / RECORD).is_file():
