@@ -235,8 +235,8 @@ class HostRun:
         """What keeps a follower from reading the control slabs ``now`` of those that are there; "": nothing."""
         if not opened:
             return (
-                f"run {self.run!r} has no optimizers in {self._directory}: if it has ended, or is on another host, follow it "
-                "by its folder, which says so"
+                f"run {self.run!r} has no optimizers in {self._directory}: if it has ended, or is on another host, "
+                "follow it by its folder, which says so"
             )
         if not now:
             return f"the first optimizer of run {self.run!r} is on another host, or has not started"
