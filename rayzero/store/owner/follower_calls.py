@@ -20,6 +20,7 @@ from rayzero.protocol.messages import canonical_json
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.long_polls import result_of
 from rayzero.store.owner.calls.refused import TooManyCallsError
+from rayzero.store.owner.publish_streams import PublishStream
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.owner.tensor_port import OwnerStream
 from rayzero.store.owner.upload_stream import connection_of, open_connection
@@ -45,6 +46,7 @@ class FollowerCalls:
         self._model, self._instance = model, secrets.randbits(63)
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._taken: dict[str, int] = {}  # by follower: the oldest version that it has of a shard here; -1: none
+        self._streams: dict[str, PublishStream] = {}  # by follower: its newest
         self._heard: dict[int, tuple[int, float]] = {}  # by shard: its version, and since when: seconds, the loop's
         self._newest = -1  # of those
         self._news = asyncio.Event()  # set, and replaced, when changes are noted
@@ -66,7 +68,7 @@ class FollowerCalls:
             model.service.changes.listen(partial(self._tell, loop))
         stream = model.published.open(name)
         stream.hears_totals = False
-        self._taken[name] = -1
+        self._taken[name], self._streams[name] = -1, stream
         ownership = model.service.ownership
         first: pb.Followed | None = pb.Followed(
             layout=canonical_json(spec.layout.to_json()).encode(),
@@ -91,7 +93,8 @@ class FollowerCalls:
                     raise error
         finally:
             model.published.close(stream)
-            del self._taken[name]
+            if self._streams[name] is stream:  # else a newer one, which ended this
+                del self._taken[name], self._streams[name]
             self._measure()
 
     def _tell(self, loop: asyncio.AbstractEventLoop, shards: Sequence[int]) -> None:

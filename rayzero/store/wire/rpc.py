@@ -220,8 +220,8 @@ def link_of(metadata: Iterable[tuple[str, str | bytes]]) -> LinkNumber | None:
     if sent is None:
         return None
     caller, _, number = str(sent).rpartition(" ")
-    if not number.isdecimal():
-        raise StoreError(f"{LINK_KEY} of a call is {sent!r}; it must be a caller and a number")
+    if not number.isdecimal() or len(number) > 100:
+        raise StoreError(f"{LINK_KEY} of a call is {str(sent)[:80]!r}; it must be a caller and a number")
     return LinkNumber(caller, int(number))
 
 

@@ -86,13 +86,17 @@ class Allowances:
     def __init__(self) -> None:
         self._known: WeakValueDictionary[Hashable, Allowance] = WeakValueDictionary()
 
-    def of(self, peer: str, auth: dict[str, Iterable[bytes]], metadata: Iterable[tuple[str, Any]]) -> Allowance:
+    def of(
+        self, peer: str, auth: dict[str, Iterable[bytes]], metadata: Iterable[tuple[str, Any]], *, follows: bool = False
+    ) -> Allowance:
         """A caller's. ``peer``: its address; it counts as one with others of its host, or of its certificate if it has
-        one, that say that they are the same rank. Raises StoreError if it does not say properly who it is."""
-        names, caller = names_shown(auth), caller_of(metadata)
+        one, that say that they are the same rank. ``follows``: it counts as one with other followers there, whatever it
+        says. Raises StoreError if it does not say properly who it is."""
+        names, caller = names_shown(auth), None if follows else caller_of(metadata)
         host = peer.rpartition(":")[0] if names is None else ", ".join(sorted(names))
-        key = host, None if caller is None else caller[0]
+        key = host, "follower" if follows else None if caller is None else caller[0]
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = Allowance(host if caller is None else f"rank {caller[0]} ({host})")
+            name = f"followers ({host})" if follows else host
+            found = self._known[key] = Allowance(name if caller is None else f"rank {caller[0]} ({host})")
         return found

@@ -184,6 +184,8 @@ class RunningCalls:
         self._tasks[caller].discard(task)
         if not self._tasks[caller]:
             del self._tasks[caller]
+            if caller.startswith("follower "):  # no end of new names, and a late call only reads
+                self._newest.pop(caller, None)
 
     def _order(self, link: LinkNumber) -> None:
         if self._is_late(link):

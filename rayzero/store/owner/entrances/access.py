@@ -121,7 +121,8 @@ class _Guarded:
             self._refusals.note("role", context.peer(), str(refused))
             raise
         metadata = context.invocation_metadata() or ()
-        allowance = self._allowances.of(context.peer(), context.auth_context(), metadata)
+        follows = self._service == FOLLOWER_SERVICE
+        allowance = self._allowances.of(context.peer(), context.auth_context(), metadata, follows=follows)
         if self._method.client_streaming:
             async with allowance.upload(requests) as messages:
                 return await self._call(messages, context)

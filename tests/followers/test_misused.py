@@ -1,0 +1,105 @@
+"""What somebody with a follower's token may do that no follower does: a run goes on, and owners keep nothing of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from store import toy
+from store.stores import TOKEN
+from store.test_grpc import connected, serving
+
+from rayzero.errors import StoreError
+from rayzero.followers.follower import Follower
+from rayzero.followers.remote_shards import RemoteRun
+from rayzero.security.credentials import follower_token
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner.server import OwnerServer
+from rayzero.store.wire.rpc import (
+    FOLLOWER_SERVICE,
+    CallTerms,
+    LinkNumber,
+    Metadata,
+    life_metadata,
+    link_of,
+    methods,
+    open_channel,
+    token_metadata,
+)
+from tests.support.waiting import until
+
+
+def of(name: str) -> Metadata:
+    """What a call of a follower shows."""
+    return (*token_metadata(follower_token(TOKEN)), *LinkNumber(f"follower {name}", 1).metadata)
+
+
+@contextmanager
+def one_owner() -> Iterator[tuple[OwnerServer, Any]]:
+    """The server of a run's only owner, and what lets the run take a step."""
+    with serving() as (server,), connected([server]) as stores:
+        spec = toy.make_spec(1)
+        ranks = toy.start(stores, spec)
+        yield server, lambda: toy.take_step(ranks, [toy.random_grads(spec, 1)], 0.5)
+
+
+def test_bodies_that_do_not_come_take_no_ranks_places() -> None:
+    over = threading.Event()
+
+    def never() -> Iterator[bytes]:
+        over.wait(60)
+        yield from ()
+
+    with one_owner() as (server, take_step), open_channel(server.address, None) as channel:
+        take_step()
+        call = channel.stream_stream(methods(FOLLOWER_SERVICE)["GetShards"].path)
+        said = [(*of(str(each)), *life_metadata(0, 0)) for each in range(20)]  # that they are the rank
+        calls = [call(never(), metadata=each, timeout=60) for each in said]
+        try:
+            take_step()
+        finally:
+            over.set()
+            for each in calls:
+                each.cancel()
+
+
+def test_a_follower_that_opens_a_second_stream_of_notices_is_counted_once_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with one_owner() as (server, take_step), open_channel(server.address, None) as channel, ExitStack() as stack:
+        notices = methods(FOLLOWER_SERVICE)["Notices"].bind(channel)
+        streams = []
+        for _ in range(3):
+            streams.append(notices(pb.NoticesRequest(), metadata=of("twice")))
+            stack.callback(streams[-1].cancel)
+            assert next(streams[-1]).HasField("followed")
+        for older in streams[:-1]:
+            with pytest.raises(grpc.RpcError):
+                list(older)
+        take_step()
+        assert next(streams[-1]).published
+        taken = server._models.made[0]._services[FOLLOWER_SERVICE]._taken  # type: ignore[union-attr]
+        assert list(taken) == ["follower twice"]
+        streams[-1].cancel()
+        until(lambda: not taken)
+    assert "Traceback" not in caplog.text
+
+
+def test_owners_keep_no_names_of_those_that_have_gone() -> None:
+    terms = CallTerms(token=follower_token(TOKEN))
+    with one_owner() as (server, _):
+        for _ in range(3):
+            with Follower(RemoteRun("toy", lambda: ([server.address], terms)), None, lambda: True) as follower:
+                follower.read(0)
+        newest = server._models.made[0].model.calls._newest
+        until(lambda: list(newest) == ["rank 0"])
+
+
+def test_the_number_of_a_link_has_an_end() -> None:
+    sent = "follower x " + "9" * 5000
+    with pytest.raises(StoreError, match="must be a caller and a number"):
+        link_of([("rayzero-link", sent)])
