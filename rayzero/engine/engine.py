@@ -537,7 +537,7 @@ class Engine:
             why = "it was called in a forward or backward" if within else "the open step has a graph or gradients"
             raise UnsupportedError(
                 f"rayzero.release() gives back what no step needs, but {why}: call it between optimizer.step() and the "
-                "next forward with gradients (torch.no_grad() for those that have no backward)"
+                "next forward or use of a parameter (under torch.no_grad() both are allowed)"
             )
         self.cache.wait_published()  # until then owners read gradients
         self.cache.fence()

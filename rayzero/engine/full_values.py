@@ -61,6 +61,7 @@ def release(model: nn.Module) -> None:
     keep. Parameters that views hold stay; no value changes. Waits for the last step's update, and so for the other
     ranks' ``step()``.
 
-    Raises UnsupportedError inside a forward or backward, and while the open step has a graph or gradients. If gradients
-    find no room afterwards, the backward raises MemoryPlanError."""
+    Raises UnsupportedError inside a forward or backward, and while the open step may have a graph or gradients: also
+    after parameters were used outside a forward, but under torch.no_grad(). If gradients find no room afterwards, the
+    backward raises MemoryPlanError. Call it from the thread that trains."""
     engine_of(model).release()

@@ -385,6 +385,7 @@ def test_calls_that_are_lost_are_repeated_over_tls(
     Disturbed(tmp_path, WIRE[fault], transport="grpc", tls=True).changes_no_bit(expected, caplog)
 
 
+@pytest.mark.thorough
 def test_what_dead_ranks_had_pushed_takes_no_memory_once_it_is_applied(tmp_path: Path, expected: Any) -> None:
     """Each death would otherwise cost the host the size of all gradients until the run ends."""
     faults = Faults(tmp_path, tuple(killed("rank 1", "rank.pushed", 4, life) for life in range(3)))
@@ -430,8 +431,8 @@ def test_an_owner_that_dies_while_a_rank_maps_its_memory_ends_the_run_by_name(po
     """It has published nothing, so its successor makes other memory. ``point``: where rank 0 is meanwhile, which has
     shaken hands with it; rank 1 comes later, and its handshake is what the owner dies in."""
     faults = (
-        Fault("rank 0", point, "delay", 2, seconds=1.5),
-        Fault("rank 1", "rank.attach", "delay", seconds=0.5),
+        Fault("rank 0", point, "delay", 2, seconds=4.0),
+        Fault("rank 1", "rank.attach", "delay", seconds=2.0),  # longer than rank 0 takes to shake hands
         killed("optimizer 1", "owner.attach", 2),
     )
     disturbed = Disturbed(tmp_path, *faults)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,7 +14,8 @@ from store import toy
 from store.stores import TOKEN
 from store.test_grpc import connected, serving
 
-from rayzero.errors import StoreError
+from rayzero.cluster.files.key_files import FOLLOWER_FILE, FollowerKey, read_follower, write_key
+from rayzero.errors import ConfigError, StoreError
 from rayzero.followers.follower import Follower
 from rayzero.followers.remote_shards import RemoteRun
 from rayzero.security.credentials import follower_token
@@ -103,3 +105,10 @@ def test_the_number_of_a_link_has_an_end() -> None:
     sent = "follower x " + "9" * 5000
     with pytest.raises(StoreError, match="must be a caller and a number"):
         link_of([("rayzero-link", sent)])
+
+
+@pytest.mark.parametrize("token", ["", "a\nb", "\0", "\u2603"])
+def test_a_key_whose_token_no_call_can_carry_is_refused_in_words(token: str, tmp_path: Path) -> None:
+    write_key(tmp_path, FOLLOWER_FILE, FollowerKey(token=token))
+    with pytest.raises(ConfigError, match="its token is not hexadecimal; copy it again from the run"):
+        read_follower(tmp_path)

@@ -166,7 +166,6 @@ def attackers() -> dict[str, Attacker]:
         "another run's rank 0": Attacker(Identity(OTHER.issue("rank 0", [name_of_rank(0)])), (*token, *rank_0), True),
         "rank 0 with another run's token": Attacker(of_rank[0], (*guess, *rank_0), True),
         "rank 1 as rank 0": Attacker(of_rank[1], (*token, *rank_0), True),
-        "an owner as rank 0": Attacker(Identity(RUN.issue("optimizer", [OWNER])), (*token, *rank_0), False),
         "rank 0, which does not say so": Attacker(of_rank[0], token, True),
         "rank 0, damaged": Attacker(of_rank[0], (*token, *rank_0), False, only_bent=True),
     }

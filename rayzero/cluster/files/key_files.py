@@ -32,7 +32,11 @@ class FollowerKey:
 def read_follower(run_dir: Path) -> FollowerKey | None:
     """What a run's owners want to see of a follower; None: the run has written no such file (yet, or any more). Raises
     as ``read_key``."""
-    return read_key(run_dir, FOLLOWER_FILE, FollowerKey, "a key to a run's weights", "copy it again from the run")
+    what, instead = "a key to a run's weights", "copy it again from the run"
+    found = read_key(run_dir, FOLLOWER_FILE, FollowerKey, what, instead)
+    if found is not None and not (found.token.isascii() and found.token.isalnum()):
+        raise ConfigError(f"{run_dir / FOLLOWER_FILE} is not {what}, because its token is not hexadecimal; {instead}")
+    return found
 
 
 def write_key(run_dir: Path, name: str, key: Any) -> None:
