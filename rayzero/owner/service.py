@@ -301,8 +301,7 @@ class ShardService:
             held["grad", "ram"] += rank.landing_bytes
             held["staging", "ram"] += rank.staging_bytes
         held["grad", "ram"] += parts.contributions.spare_bytes
-        if parts.changes.kept_bytes:
-            held["changes", "ram"] += parts.changes.kept_bytes
+        held["changes", "ram"] += parts.changes.kept_bytes
         held["staging", "ram"] += parts.updates.scratch_bytes + parts.checkpoints.copied_bytes
         for (kind, tier), size in held.items():
             yield Reading(MEMORY_BYTES, size, {"kind": kind, "tier": tier})
