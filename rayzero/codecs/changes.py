@@ -81,10 +81,10 @@ def carried(checksum: int, plain: int, weighted: int) -> int:
     return (checksum + plain) & _HALF | ((checksum >> 32) + weighted & _HALF) << 32
 
 
-def compare(was: Tensor, now: Tensor) -> Changed:
-    """What differs between two states of a shard."""
+def compare(was: Tensor, now: Tensor, had: int | None = None) -> Changed:
+    """What differs between two states of a shard. ``had``: the checksum of ``was``; None: it is summed up here."""
     bitmap = torch.from_numpy(np.packbits(words_of(was) != words_of(now), bitorder="little"))
-    before, after = checksum(was), checksum(now)
+    before, after = checksum(was) if had is None else had, checksum(now)
     sums = (after & _HALF) - (before & _HALF), (after >> 32) - (before >> 32)
     return Changed(bitmap, torch.tensor(sums, dtype=torch.int64, device="cpu"))
 

@@ -159,8 +159,10 @@ class ChangeLog:
 
     def after(self, owned: OwnedShard) -> None:
         """The update has been published."""
-        if owned.shard.index in self._known:
-            self._noted[owned.shard.index] = owned.changed if self._was is None else compare(self._was, owned.params)
+        known = self._known.get(owned.shard.index)
+        if known is not None:
+            noted = owned.changed if self._was is None else compare(self._was, owned.params, known.now_sum)
+            self._noted[owned.shard.index] = noted
         owned.changed = self._was = None
 
     def published(self, version: int) -> None:
