@@ -45,8 +45,9 @@ class StagedWrites:
         restaged: bool = False,
         on_write: WriteListener = nothing_written,
     ) -> None:
-        """``checkpoints``: keeps what a checkpoint still needs, before a shard changes. ``changes``: hears of it
-        afterwards. ``restaged``: a former life of this owner may have had values, which rank 0 stages again."""
+        """``checkpoints``: keeps what a checkpoint still needs, before a shard changes. ``changes``: begins that
+        shard's changes anew. ``restaged``: a former life of this owner may have had values, which rank 0 stages
+        again."""
         self._restaged, self._checkpoints, self._changes, self._on_write = restaged, checkpoints, changes, on_write
         self._waiting: tuple[Write, Future[None]] | None = None  # the last write, until its values are here
         self._shards, self._rule, self._updater = shards, rule, updater

@@ -28,7 +28,7 @@ class Recovering:
     acted: float  # when the new process was asked for
     answered: float = 0.0  # when it answered
     pid: int = 0  # its own
-    telling: set[Process] = field(default_factory=set)  # others that are told of it and have not answered
+    telling: set[Process] = field(default_factory=set)  # processes that have been told about it and have not answered
 
     def recovery(self, now: float) -> Recovery:
         """The recovery, which has ended. A phase that nobody has measured is not in it."""

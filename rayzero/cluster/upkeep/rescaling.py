@@ -307,8 +307,8 @@ def scale(
     """Give a run other optimizer actors while it trains; no step is lost and no bit changes. The newest request counts.
 
     run: its folder. avoid: nodes (ids or addresses) on which no optimizer actor is to have shards; those that have are
-        replaced by others. placement: where all of them are to be from now on (``ZeroConfig.placement``); those that
-        are elsewhere are replaced by others. wait: until they have changed; returns then what came of it. on_progress:
+        replaced. placement: where all of them are to be from now on (``ZeroConfig.placement``); those on other nodes
+        are replaced. wait: until they have changed; returns then what came of it. on_progress:
         called with each step, while it waits.
 
     Raises ConfigError if there is no such run, or it cannot change its optimizers, RunFailedError if they stayed as
