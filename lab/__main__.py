@@ -20,6 +20,7 @@ ROOMS = {
         "async_save",
         "at_ranks",
         "at_rest",
+        "follow_links",
         "followers",
         "frozen_codecs",
         "give_shards",
