@@ -99,8 +99,9 @@ class ZeroConfig(ZeroSetters):
     cpu_compression: CpuCompressionMethod = CpuCompressionMethod.NONE
     """How owners keep the parameters of frozen units, and how these travel: ranks decode them. Parameters whose dtype
     the method does not make smaller (bf16 by "bf16") stay as they are. A lossy method replaces the values: also
-    full_state_dict, checkpoints and exports have what it kept, and ``frozen_masters`` has no effect. Trained parameters
-    stay exact; ``moments`` compresses their optimizer states, ``wire_compression`` gradients on the way,
+    full_state_dict, checkpoints and exports have what it kept. Without one, owners also keep the
+    fp32 values of frozen parameters that the compute dtype would round (4 bytes a parameter). Trained parameters stay
+    exact; ``moments`` compresses their optimizer states, ``wire_compression`` gradients on the way,
     ``ActivationOffload`` activations."""
 
     auto_memory_management: AutoMemoryStrategy = AutoMemoryStrategy.AGGRESSIVE
@@ -141,11 +142,6 @@ class ZeroConfig(ZeroSetters):
 
     keep_fp32: Names = ()
     """Patterns (fnmatch) of module names whose parameters stay fp32 under a lower precision."""
-
-    frozen_masters: Flag = True
-    """True: owners keep the fp32 values of frozen parameters that the compute dtype would round (4 bytes a parameter),
-    so that full_state_dict, checkpoints and exports have them exactly. False: they are rounded, and prepare() says so.
-    Frozen parameters that already have the compute dtype at prepare() cost nothing in either case."""
 
     transport: Transport = "auto"
     """How ranks reach owners in other processes. "auto": shared memory with owners on the same host, gRPC with the

@@ -14,10 +14,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Complete CPU tensors under plain names, in the model's own order; loads into the plain model.
 
     Parameters are the fp32 masters after exactly the last step, with what this rank has written since; tied ones appear
-    under each of their names. A frozen parameter has the compute dtype if that holds its values exactly, else fp32
-    (with ``frozen_masters=False``: the compute dtype, rounded). Persistent buffers keep their dtype. Reads unit by
-    unit; waits for the last step's update, but for no other rank. Raises UnsupportedError if the model is not
-    prepared, or if it was given parameters since."""
+    under each of their names. A frozen parameter has the compute dtype if that holds its values exactly, else fp32.
+    Persistent buffers keep their dtype. Reads unit by unit; waits for the last step's update, but for no other rank.
+    Raises UnsupportedError if the model is not prepared, or if it was given parameters since."""
     engine = engine_of(model)
     engine.registered.refuse_added()
     values: dict[int, Tensor] = {}

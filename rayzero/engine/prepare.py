@@ -16,7 +16,6 @@ from torch import nn
 from rayzero.activations.attach import match_modules
 from rayzero.activations.offload import ActivationOffload
 from rayzero.activations.policy import OffloadPolicy
-from rayzero.codecs import CODECS
 from rayzero.concurrency.cuda_device import with_index
 from rayzero.config import ZeroConfig
 from rayzero.convert.weights import Weights, WeightSource
@@ -334,7 +333,6 @@ def plan_units(
 ) -> UnitPlan:
     """The unit plan of a model under a config. ``units``: overrides the config's. ``whole_parameters``: see
     ``build_layout``."""
-    codec = CODECS[config.cpu_compression]
     return build_layout(
         model,
         units=config.units if units is None else units,
@@ -342,8 +340,7 @@ def plan_units(
         shard_bytes=config.shard_bytes,
         compute_dtype=COMPUTE_DTYPES[config.precision],
         keep_fp32=config.keep_fp32,
-        frozen_masters=config.frozen_masters and not codec.lossy,
-        frozen_codec=codec.name,
+        frozen_codec=config.cpu_compression.value,
         whole_parameters=whole_parameters,
     )
 

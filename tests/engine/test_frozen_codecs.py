@@ -196,7 +196,7 @@ def kept_and_planned(dtype: torch.dtype, config: ZeroConfig) -> tuple[float, int
 @pytest.mark.parametrize("method", METHODS)
 def test_a_loaded_owner_plans_with_the_bytes_that_it_measured(method: str, dtype: torch.dtype) -> None:
     precision: Precision = "fp32" if dtype is torch.float32 else "bf16"
-    config = ZeroConfig(precision=precision, units=("Linear",), frozen_masters=False)
+    config = ZeroConfig(precision=precision, units=("Linear",))
     plain, all_of_it = kept_and_planned(dtype, config)
     held, planned = kept_and_planned(dtype, config.replace(cpu_compression=method))
     assert all_of_it - planned == pytest.approx(plain - held, abs=64 * 16)

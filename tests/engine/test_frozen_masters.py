@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,6 @@ from rayzero.testing import Transport, run_ranks
 from .models import Net, fit, frozen_base, prepared_frozen, same_bits, seeded
 
 BF16 = ZeroConfig(precision="bf16")
-ROUNDED = ZeroConfig(precision="bf16", frozen_masters=False)
 
 Config = ZeroConfig | None
 
@@ -81,10 +81,10 @@ def test_owners_beside_ranks_have_them_exactly() -> None:
 def test_ranks_compute_with_what_they_computed_with(alone: RankContext) -> None:
     """Masters change nothing in training, and nothing more comes to a rank."""
     results = []
-    for config in (BF16, ROUNDED):
-        model = frozen_base()
+    for dtype in (torch.float32, torch.bfloat16):
+        model = frozen_base(dtype)
         given = frozen_of(model)
-        model, optimizer = prepared_frozen(model, config)
+        model, optimizer = prepared_frozen(model, BF16)
         fit(model, optimizer, range(3))
         state = rayzero.full_state_dict(model)
         results.append({name: value.to(torch.bfloat16) if name in given else value for name, value in state.items()})
@@ -96,14 +96,14 @@ def test_ranks_compute_with_what_they_computed_with(alone: RankContext) -> None:
 
 
 @pytest.mark.promise("recoverable", "precisions")
-@pytest.mark.parametrize(("first", "then"), [(BF16, BF16), (BF16, ROUNDED), (ROUNDED, BF16), (ROUNDED, ROUNDED)])
-def test_checkpoints_hold_them_and_runs_resume_with_them(tmp_path: Path, first: ZeroConfig, then: ZeroConfig) -> None:
-    model = frozen_base()
-    given = frozen_of(model)
+@pytest.mark.parametrize(("first", "then"), list(product((torch.float32, torch.bfloat16), repeat=2)))
+def test_checkpoints_hold_them_and_runs_resume_with_them(tmp_path: Path, first: torch.dtype, then: torch.dtype) -> None:
+    """``first``, ``then``: of the base that is prepared."""
+    given = frozen_of(frozen_base(first))
     rounded = {name: value.to(torch.bfloat16) for name, value in given.items()}
-    kept = first.frozen_masters
+    kept = first is torch.float32
     with running_in(RankContext()):
-        model, optimizer = prepared_frozen(model, first)
+        model, optimizer = prepared_frozen(frozen_base(first), BF16)
         fit(model, optimizer, range(2))
         rayzero.save_checkpoint(optimizer, tmp_path / "ck", {})
         fit(model, optimizer, range(2, 4))
@@ -112,17 +112,14 @@ def test_checkpoints_hold_them_and_runs_resume_with_them(tmp_path: Path, first: 
         reader.verify()
         assert {kind for name in given for kind in reader.kinds(name)} == {MASTER if kept else COMPUTE}
     exported = load_file(export_full(tmp_path / "ck", tmp_path / "out"))
-    assert same_bits(part(exported, given), given if kept else rounded)
+    assert same_bits(part(exported, given), given)
     cast = load_file(export_full(tmp_path / "ck", tmp_path / "cast", dtype=torch.bfloat16))
     assert same_bits(part(cast, given), rounded)
 
     with running_in(RankContext(resume=tmp_path / "ck")):
-        model, optimizer = prepared_frozen(frozen_base(), then)
+        model, optimizer = prepared_frozen(frozen_base(then), BF16)
         state = part(rayzero.full_state_dict(model), given)
-        if then.frozen_masters:
-            assert same_bits(state, given if kept else {name: value.float() for name, value in rounded.items()})
-        else:
-            assert same_bits(state, rounded)
+        assert same_bits(state, {name: value.to(then) for name, value in given.items()})
         fit(model, optimizer, range(2, 4))
         after = rayzero.full_state_dict(model)
     trained = {name: value for name, value in expected.items() if name not in given}
@@ -222,21 +219,7 @@ def test_weights_swapped_and_swapped_back_are_the_same(alone: RankContext) -> No
 # ---- without masters
 
 
-def test_without_masters_prepare_says_once_what_is_rounded(
-    alone: RankContext, caplog: pytest.LogCaptureFixture
-) -> None:
-    given = frozen_of(frozen_base())
-    given.pop("head.weight")  # the embedding's
-    with caplog.at_level(logging.WARNING, "rayzero.engine.prepare"):
-        model, _ = prepared_frozen(frozen_base(), ROUNDED)
-    count, numel = len(given), sum(value.numel() for value in given.values())
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert f"{count} frozen parameters ({numel} elements, {4 * numel} bytes in fp32) are rounded to bfloat16" in said
-    state = part(rayzero.full_state_dict(model), given)
-    assert same_bits(state, {name: value.to(torch.bfloat16) for name, value in given.items()})
-
-
-@pytest.mark.parametrize("config", [BF16, ROUNDED.replace(precision="fp32")])
+@pytest.mark.parametrize("config", [BF16, ZeroConfig()])
 def test_what_loses_nothing_is_said_nothing_of_and_has_no_master(
     config: ZeroConfig, alone: RankContext, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -248,12 +231,12 @@ def test_what_loses_nothing_is_said_nothing_of_and_has_no_master(
 
 
 def test_masters_are_planned_for_and_kept_by_owners_alone(alone: RankContext) -> None:
-    sizes = {}
-    for config in (BF16, ROUNDED):
-        _, optimizer = prepared_frozen(frozen_base(), config)
-        sizes[config.frozen_masters] = optimizer.engine.store.connection.owners.services[0].planned_bytes
+    sizes = []
+    for dtype in (torch.float32, torch.bfloat16):
+        _, optimizer = prepared_frozen(frozen_base(dtype), BF16)
+        sizes.append(optimizer.engine.store.connection.owners.services[0].planned_bytes)
     units = plan_units(frozen_base(), BF16).layout.units
-    assert sizes[True] - sizes[False] == 4 * sum(unit.numel for unit in units if unit.frozen_master)
+    assert sizes[0] - sizes[1] == 4 * sum(unit.numel for unit in units if unit.frozen_master)
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])

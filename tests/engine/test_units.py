@@ -207,7 +207,7 @@ def test_frozen_parameters_that_would_be_rounded_are_units_with_a_master() -> No
     }
     layout = plan.layout
     assert check_record(layout.to_json(), ModelLayout) == layout
-    without = build_layout(model, compute_dtype=torch.bfloat16, units=["Block"], frozen_masters=False).layout
+    without = build_layout(model, compute_dtype=torch.bfloat16, units=["Block"], frozen_codec="bf16").layout
     assert [unit.name for unit in without.units] == ["root:frozen", "blocks.0:frozen", "blocks.1:frozen"]
     assert not any(unit.has_master or "frozen_master" in str(unit_json) for unit, unit_json in zip(
         without.units, without.to_json()["units"], strict=True

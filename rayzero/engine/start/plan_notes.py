@@ -8,11 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from rayzero.codecs.record import codec_of
 from rayzero.config import CpuCompressionMethod, ZeroConfig
-from rayzero.layout.model_layout import ModelLayout, dtype_name, loses_bits
+from rayzero.layout.model_layout import ModelLayout, dtype_name
 from rayzero.layout.shard_map import device_shards
-from rayzero.memory.planner import FP32
 from rayzero.quantities import count
 
 log = logging.getLogger("rayzero.engine.prepare")  # the call that the user knows
@@ -22,7 +20,6 @@ def tell_plan(layout: ModelLayout, config: ZeroConfig, params: Mapping[str, nn.P
     """Log it. Call it on rank 0. ``params``: the model's, by name."""
     _tell_fraction(layout, config)
     _tell_coded(layout, config)
-    _tell_rounded(layout, params)
     if config.precision == "fp32":
         _tell_widened(params)
 
@@ -76,23 +73,4 @@ def _tell_coded(layout: ModelLayout, config: ZeroConfig) -> None:
             "cpu_compression=%r has no effect: %s",
             config.cpu_compression.value,
             "it does not make the frozen parameters' dtype smaller" if frozen else "the model has no frozen parameters",
-        )
-
-
-def _tell_rounded(layout: ModelLayout, params: Mapping[str, nn.Parameter]) -> None:
-    """Frozen parameters whose fp32 values are lost (``frozen_masters=False``)."""
-    exact = [unit for unit in layout.units if not (unit.has_master or unit.opaque or codec_of(unit).lossy)]
-    frozen = [(slot, unit) for unit in exact for slot in unit.slots]
-    rounded = [(slot, unit) for slot, unit in frozen if loses_bits(params[slot.name].dtype, unit.dtype)]
-    if rounded:
-        many, numel = len(rounded), sum(slot.numel for slot, _ in rounded)
-        log.warning(
-            "frozen_masters=False: %d frozen parameter%s (%d elements, %d bytes in fp32) %s rounded to %s, also in "
-            "full_state_dict, checkpoints and exports; with frozen_masters=True the owners keep them exactly",
-            many,
-            "s" if many > 1 else "",
-            numel,
-            numel * FP32,
-            "are" if many > 1 else "is",
-            dtype_name(rounded[0][1].dtype),
         )

@@ -27,7 +27,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from rayzero.codecs import codec_for
+from rayzero.codecs import CODECS, codec_for
+from rayzero.config.choices import CpuCompressionMethod
 from rayzero.engine.private_torch import has_memory
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.layout.model_layout import (
@@ -67,7 +68,6 @@ def build_layout(
     shard_bytes: int = 8 << 20,
     compute_dtype: torch.dtype = torch.float32,
     keep_fp32: Sequence[str] = (),
-    frozen_masters: bool = True,
     frozen_codec: str = "none",
     whole_parameters: bool = False,
 ) -> UnitPlan:
@@ -78,9 +78,9 @@ def build_layout(
     min_unit_bytes: in the unit's dtype, for ``"auto"``.
     shard_bytes: bytes of fp32 master in a shard, a multiple of 256.
     compute_dtype: dtype of units, except modules whose name, or an enclosing module's, matches ``keep_fp32``.
-    frozen_masters: frozen parameters whose values the units' dtype does not hold exactly are units of their own, of
+    frozen_codec: how owners keep the published parameters of frozen units whose dtype it takes (codecs/). Unless it
+        loses bits, frozen parameters whose values the units' dtype does not hold exactly are units of their own, of
         which owners keep fp32 masters.
-    frozen_codec: how owners keep the published parameters of frozen units whose dtype it takes (codecs/).
     whole_parameters: no shard cuts a trained parameter; ``shard_bytes`` is the most of one with several.
 
     A tied parameter is laid out under its first name. Raises UnsupportedError, naming the parameter, for complex,
@@ -88,7 +88,7 @@ def build_layout(
     settings that match nothing. [Note: opaque]
     """
     tree = _ModuleTree(model)
-    found = _collect(model, tree, compute_dtype, keep_fp32, frozen_masters)
+    found = _collect(model, tree, compute_dtype, keep_fp32, not CODECS[CpuCompressionMethod(frozen_codec)].lossy)
     _refuse_overlaps(found)
     unit_modules = _choose(tree, found, units, min_unit_bytes)
     groups = _group(tree, found, unit_modules)
