@@ -97,7 +97,7 @@ class FollowerCalls:
                 del self._taken[name], self._streams[name]
             self._measure()
 
-    def _tell(self, loop: asyncio.AbstractEventLoop, shards: Sequence[int]) -> None:
+    def _tell(self, loop: asyncio.AbstractEventLoop) -> None:
         with suppress(RuntimeError):  # the loop is closed: the process ends
             loop.call_soon_threadsafe(self._noted)
 
