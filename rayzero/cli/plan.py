@@ -168,7 +168,8 @@ def format_plan(planned: RecipePlan) -> str:
         f"  at most {device.describe()}",
     ]
     lines += [
-        f"optimizer {owner.owner}: {owner.describe()}; for followers on other hosts up to {format_bytes(owner.changes)}"
+        f"optimizer {owner.owner}: {owner.describe()}; for followers on other hosts up to "
+        f"{format_bytes(owner.followers)}"
         for owner in planned.bytes.owners
     ]
     owners, doors = len(planned.bytes.owners), planned.bytes.doors

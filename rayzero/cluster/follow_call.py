@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -30,6 +31,8 @@ _CONFIG = "config.json"  # of transformers, which the recipe puts into a run's f
 _GOES_ON = RunState.STARTING, RunState.RUNNING
 _LOOK_S = 1.0  # between two looks whether owners are on other hosts; a record is written as often
 
+log = logging.getLogger(__name__)
+
 
 def follow(
     run: str | PathLike[str],
@@ -45,8 +48,9 @@ def follow(
     of transformers, for the names that it publishes; None: that in the run's folder, or else the names of the model's
     parameters. slab_dir: the run's, if it is followed by its name and that is not /dev/shm.
 
-    By its name, a run that starts later is waited for. Raises ConfigError if there is no such folder or config, or the
-    folder's run has not started or has ended; later UnsupportedError if its optimizers cannot be reached from here."""
+    By its name, a run that starts later is waited for, and a warning says so. Raises ConfigError if there is no such
+    folder or config, or the folder's run has not started or has ended; UnsupportedError, also later, if its optimizers
+    cannot be reached from here."""
     folder = Path(run)
     named = None if config is None else Path(config)
     if (folder / RECORD).is_file():
@@ -67,6 +71,8 @@ def follow(
         here = HostRun(f"{name} model {model}" if model else name, directory)
     if record is None:
         assert here is not None
+        if here.shards() is None and here.gone:
+            log.warning("follow(%r) waits for a run of that name: %s", name, here.missing)
         return Follower(here, named, lambda: True)
     return Follower(_RunOfFolder(folder, name, model, here), named, lambda: not _goes_on(run_status(folder)))
 

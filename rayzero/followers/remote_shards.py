@@ -147,11 +147,9 @@ def _receive(
     stream.pass_all(Receiving(stream, Assembly(shard.index, part.size_bytes, byte_view(out))))
     if part.positions:
         assert had is not None
-        payload = out.numpy().tobytes()
-        change = Change(
-            before=int(had[-2]), after=part.version, form=Form.POSITIONS, payload=payload, checksum=part.checksum
-        )
-        apply(change, values, int(had[-1]))
+        payload, before = byte_view(out).data, int(had[-2])
+        change = Change(before=before, after=part.version, form=Form.POSITIONS, payload=payload, checksum=part.checksum)
+        apply(change, values)
         return part.checksum
     if unit.is_coded:
         read_record(out, unit, shard, values)

@@ -97,26 +97,6 @@ class Segment:
         assert self.length % ALIGN == 0, self.length
 
 
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """Which 16-bit words of a shard's published parameters an update changes, and what that adds to their checksum
-    (codecs/changes.py)."""
-
-    bitmap: Tensor  # 1D uint8: bit i % 8 of byte i // 8 is word i
-    sums: Tensor  # 1D int64, two, mod 2^32: of differences, and of differences times 2 i + 1
-
-    @classmethod
-    def nothing(cls, count: int) -> Changed:
-        """None of ``count`` words."""
-        bitmap = torch.zeros(-(-count // 8), dtype=torch.uint8, device="cpu")
-        return cls(bitmap, torch.zeros(2, dtype=torch.int64, device="cpu"))
-
-    def clear(self) -> None:
-        """Note nothing again."""
-        self.bitmap.numpy()[:] = 0  # torch would wake its threads for it
-        self.sums.zero_()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamMemory:
     """One shard's tensors, all 1D with the shard's padded number of elements."""
@@ -128,7 +108,9 @@ class AdamMemory:
     params: Tensor | None  # published parameters, in the unit's dtype; None: the master itself is published
     stamps: TileStamps | None = None  # set tile by tile; None: the memory does not outlive the process
     scales: tuple[Tensor, Tensor] | None = None  # of exp_avg and exp_avg_sq where these are codes: kernels/moments.py
-    changed: Changed | None = None  # filled by a kernel that ``notes``: params are 16-bit, what a master was rounded to
+    # 1D uint8, of a kernel that ``notes``: bit i % 8 of byte i // 8 says whether element i of params changes, where a
+    # segment is; params are 16-bit, and what the master was rounded to
+    changed: Tensor | None = None
 
     @classmethod
     def over(
@@ -151,7 +133,7 @@ class AdamMemory:
         moments: Mapping[str, Moment],
         params: Tensor | None,
         stamps: TileStamps | None,
-        changed: Changed | None = None,
+        changed: Tensor | None = None,
     ) -> AdamMemory:
         """As ``over``, with moments however they are kept."""
         states = {kind: moment.tensors[0] for kind, moment in moments.items()}

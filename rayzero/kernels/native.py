@@ -12,7 +12,7 @@ import math
 import sysconfig
 import weakref
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -30,7 +30,7 @@ from rayzero.protocol.totals import KeptTotal
 
 Range = tuple[int, int]  # start, stop: elements of a shard
 
-ABI = 12  # version of the tables below: RZ_ABI in adam.c
+ABI = 13  # version of the tables below: RZ_ABI in adam.c
 LEAF = 65536  # elements of a leaf of a sum of squares
 TILE = STAMP  # elements that a thread claims at once: few, so that all threads end together; a multiple of 64
 STRETCH = 1 << 24  # elements of one call into the library, after which progress is reported; a multiple of TILE
@@ -87,7 +87,6 @@ class _Memory(ctypes.Structure):
         ("undo", c_void_p),
         ("undo_entries", c_int64),
         ("changed", c_void_p),
-        ("change_sums", c_void_p),
     )
 
 
@@ -123,8 +122,8 @@ class NativeLibrary:
         blocks = (c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int64, c_void_p)
         self.encode_blocks = typed(library.rz_encode_blocks, None, *blocks)
         self.decode_blocks = typed(library.rz_decode_blocks, None, *blocks)
-        self.checksum = typed(library.rz_checksum, c_uint64, c_void_p, c_int64)
         self.pack = typed(library.rz_pack, c_int64, c_int32, *[c_void_p] * 2, c_int64, *[c_void_p] * 3)
+        self.unpack = typed(library.rz_unpack, c_int32, c_void_p, c_int64, c_void_p, c_int64)
         self.rewrite = typed(library.rz_rewrite, None, *[c_void_p] * 4, c_int64, c_float, c_int64)
 
     def isa(self, name: str | None = None) -> int:
@@ -464,7 +463,7 @@ def _memory_table(memory: AdamMemory, end: int, *, amsgrad: bool) -> _Memory:
         0 if params is None else _DTYPES[params.dtype],
         *((None, 0, 0) if stamps is None else (stamps.words.data_ptr(), stamps.whole, stamps.first)),
         *((None, 0) if stamps is None or stamps.undo is None else (stamps.undo.data_ptr(), len(stamps.undo))),
-        *((None, None) if changed is None else (changed.bitmap.data_ptr(), changed.sums.data_ptr())),
+        None if changed is None else changed.data_ptr(),
     )
 
 

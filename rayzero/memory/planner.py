@@ -21,6 +21,8 @@ from rayzero.protocol.products import PRODUCT_DTYPE, shards_ahead
 from rayzero.quantities import count, format_bytes
 
 FP32 = 4  # bytes
+SERVED_AT_ONCE = 4  # followers on other hosts that an owner gives shards
+SERVED_BYTES = 32 << 20  # of copies for one of them; the last shard of them may be beyond that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ class OwnerPlan:
     norms: int = 0  # to measure norms by layer group: the largest shard in fp32; in no slab
     products: int = 0  # what ranks multiply for it, on its way to them and back; in no slab
     copies: int = 0  # of shards that change while a checkpoint is written, at most; in no slab
-    changes: int = 0  # for followers on other hosts, at most; not planned for: owners note less where there is no room
+    followers: int = 0  # for those on other hosts, at most; not planned for: changes are fewer where there is no room
     on_device: int = 0  # masters and states of an owner beside a rank, in that rank's device memory
 
     @property
@@ -48,7 +50,7 @@ class OwnerPlan:
 
     @property
     def total(self) -> int:
-        """All bytes on the host; ``on_device`` and ``changes`` do not count."""
+        """All bytes on the host; ``on_device`` and ``followers`` do not count."""
         return self.params + self.master + self.moments + self.gradients + self.staging + self.undo + self.private
 
     @property
@@ -95,7 +97,7 @@ def plan_owner(
     host's ranks keep their gradients themselves, so no staging is needed. measures_norms: the owner measures norms by
     layer group (owner/updates.py). copies: ``ZeroConfig.checkpoint_copies``, of which no more is planned than masters
     and states take. products: shards whose matrices ranks multiply."""
-    params = master = frozen = gradients = largest = of_class = changes = 0
+    params = master = frozen = gradients = largest = of_class = changes = served = longest = 0
     on_device = shard_map.on_device(owner)
     for index in shard_map.shards_of(owner):
         shard = layout.shards[index]
@@ -106,6 +108,7 @@ def plan_owner(
         frozen += shard.numel * FP32 if unit.frozen_master else 0
         largest = max(largest, trained)
         changes += published + published // 16 if trained else 0  # and a bitmap of 16-bit words: owner/changes.py
+        served, longest = served + published, max(longest, published)
         of_class += state_bytes(shard) if callable(state_bytes) and trained else 0
         gradients += trained * gradient_dtype(unit, adds_up(world_size, accumulation_steps)).itemsize
     states = of_class if callable(state_bytes) else int(master // FP32 * state_bytes)
@@ -128,7 +131,7 @@ def plan_owner(
         norms=largest * FP32 if measures_norms else 0,
         products=product_bytes(layout, set(products) & set(shard_map.shards_of(owner)), world_size),
         copies=min(copies, master + states),
-        changes=changes,
+        followers=changes + SERVED_AT_ONCE * min(served, SERVED_BYTES + longest),
         on_device=master + states if on_device else 0,
     )
 

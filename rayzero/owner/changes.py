@@ -2,11 +2,11 @@
 owners have reached without one being held for them.
 
 [Note: when changes are noted] An update says which words it changed, in a bitmap. What a follower gets is made of that
-after the step's last publication, so no rank waits for it. The native kernel fills the bitmap in its one pass: what was
-published is its old master, rounded, which it has in registers. (Not if a NaN was there when noting began: others may
-have rounded it to another NaN.) With other kernels, and classes, the bytes from before are kept and compared. Published
-fp32 changes nearly everywhere, so all of it is noted, as often as that fits. While nobody follows, nothing is noted.
-lab/RESULTS.md has what it costs.
+after the step's last publication, so no rank waits for it; the checksum, too. The native kernel fills the bitmap in its
+one pass: what was published is its old master, rounded, which it has in registers. (Not if a NaN was there when noting
+began: others may have rounded it to another NaN.) With other kernels, and classes, the bytes from before are kept and
+compared. Published fp32 changes nearly everywhere, so all of it is noted, as often as that fits. While nobody follows,
+nothing is noted. lab/RESULTS.md has what it costs.
 
 [Note: how far back] Changes take at most as many bytes as the published parameters, or a quarter of the memory that is
 free when somebody begins to follow, if that is less; the oldest go first. Who needs more takes a shard whole.
@@ -20,10 +20,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from rayzero.codecs.changes import Change, Form, carried, checksum, compare, encode
-from rayzero.kernels import Changed
+from rayzero.codecs.changes import Change, Form, checksum, compare, encode
 from rayzero.memory.process_memory import host_limits
 from rayzero.owner.rules import UpdateRule
 from rayzero.owner.shard import OwnedShard
@@ -34,15 +34,13 @@ from rayzero.telemetry.recorder import Recorder
 
 QUIET_S = 60.0  # without a question, until nothing is noted any more
 
-ChangeListener = Callable[[Sequence[int]], None]  # shards of which something new is known
-
 
 @dataclass(eq=False)
 class _Shard:
     """What is known of one shard."""
 
     base: int  # the version before the oldest change, or the one that the shard has had since noting began
-    noted: Changed | None  # by the update itself; None: it does not note
+    noted: Tensor | None  # where the update itself notes, all zeros before it; None: it does not
     base_sum: int | None = None  # its checksum; None: of a frozen shard that nobody has asked for
     now_sum: int | None = None  # that of the newest version
     changes: deque[Change] = field(default_factory=deque)
@@ -87,9 +85,9 @@ class ChangeLog:
         self._order: deque[int] = deque()  # shards of all changes, oldest first
         self._kept = self._budget = 0  # bytes
         self._words = 0  # of all trained shards
-        self._noted: dict[int, Changed | None] = {}  # by shard, of this step; None: all of it
+        self._noted: dict[int, Tensor | None] = {}  # by shard, of this step; None: all of it
         self._was: Tensor | None = None  # published bytes before the update in progress
-        self._listeners: list[ChangeListener] = []
+        self._listeners: list[Callable[[], object]] = []
 
     @property
     def kept_bytes(self) -> int:
@@ -119,7 +117,7 @@ class ChangeLog:
                 return []  # it is noted in a moment
             return None if known is None or have > version else known.since(have, had, version)
 
-    def listen(self, listener: ChangeListener) -> None:
+    def listen(self, listener: Callable[[], object]) -> None:
         """Call ``listener``, in the updater's thread, whenever ``since`` may have another answer. A version's changes
         are known a little after it is published."""
         self._listeners.append(listener)
@@ -137,13 +135,15 @@ class ChangeLog:
         began = {index: self._began(owned) for index, owned in self._shards.items()}
         with self._lock:
             self._known, self._version = began, max((owned.published for owned in shards), default=-1)
-        self._tell(list(began))
+        self._tell()
 
     def _began(self, owned: OwnedShard) -> _Shard:
         if not owned.trainable:
             return _Shard(base=owned.published, noted=None)
         found, by_kernel = checksum(owned.params), self._rule.notes and owned.params.itemsize == 2
-        noted = Changed.nothing(owned.shard.numel) if by_kernel and not owned.params.isnan().any() else None
+        noted = None
+        if by_kernel and not owned.params.isnan().any():
+            noted = torch.zeros(-(-owned.shard.numel // 8), dtype=torch.uint8, device="cpu")
         return _Shard(base=owned.published, noted=noted, base_sum=found, now_sum=found)
 
     def before(self, owned: OwnedShard) -> None:
@@ -152,7 +152,6 @@ class ChangeLog:
         if known is None:
             return
         if known.noted is not None:
-            known.noted.clear()
             owned.changed = known.noted
         elif owned.params.itemsize == 2:
             self._was = owned.params.clone()
@@ -161,8 +160,7 @@ class ChangeLog:
         """The update has been published."""
         known = self._known.get(owned.shard.index)
         if known is not None:
-            noted = owned.changed if self._was is None else compare(self._was, owned.params, known.now_sum)
-            self._noted[owned.shard.index] = noted
+            self._noted[owned.shard.index] = owned.changed if self._was is None else compare(self._was, owned.params)
         owned.changed = self._was = None
 
     def published(self, version: int) -> None:
@@ -180,17 +178,18 @@ class ChangeLog:
             self._recorder.set(CHANGED_RATIO, differ / max(1, self._words))
             with self._lock:
                 self._version = version
-            self._tell(list(self._shards))
+            self._tell()
 
-    def _note(self, known: _Shard, index: int, version: int, changed: Changed | None) -> int:
+    def _note(self, known: _Shard, index: int, version: int, changed: Tensor | None) -> int:
         """Keep what an update has changed. Returns the number of words."""
         params = self._shards[index].params
-        form, payload, words = encode(params, None if changed is None else changed.bitmap)
+        form, payload, words = encode(params, changed)
         if form is Form.NOTHING:
             return 0
         self._recorder.add(CHANGE_BYTES, len(payload), form=form)
-        assert known.now_sum is not None
-        found = checksum(params) if changed is None else carried(known.now_sum, *changed.sums.tolist())
+        if changed is not None:
+            changed.numpy()[:] = 0  # torch would wake its threads for it
+        found = checksum(params)
         last = known.changes[-1].after if known.changes else known.base
         with self._lock:
             known.changes.append(Change(before=last, after=version, form=form, payload=payload, checksum=found))
@@ -214,13 +213,13 @@ class ChangeLog:
             old, self._known[index] = self._known[index], new
             self._kept -= sum(len(each.payload) for each in old.changes)
             self._order = deque(each for each in self._order if each != index)
-        self._tell([index])
+        self._tell()
 
     def _end(self) -> None:
         with self._lock:
             self._asked_s, self._kept = None, 0
             self._known, self._order, self._noted = {}, deque(), {}
 
-    def _tell(self, shards: Sequence[int]) -> None:
+    def _tell(self) -> None:
         for listener in self._listeners:
-            listener(shards)
+            listener()

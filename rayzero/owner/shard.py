@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rayzero.codecs.record import kept_bytes, read_record, used_bytes, write_record
 from rayzero.errors import StoreError
-from rayzero.kernels import Changed
 from rayzero.kernels.moments import BLOCK, CODED, CodedMoment, Moment, PlainMoment
 from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN, ModelLayout, Shard, SlotSlice, UnitLayout, aligned, runs
@@ -71,7 +70,7 @@ class OwnedShard:
     newest: int = field(default=-1, init=False)  # the newest version of which every byte is there, published or not
     pending: int = field(default=0, init=False)  # decisions queued or being worked on
     writes: int = field(default=0, init=False)  # of the user's, begun and ended: odd during one
-    changed: Changed | None = field(default=None, init=False)  # where the update in progress notes what it changes
+    changed: Tensor | None = field(default=None, init=False)  # where the update in progress notes what it changes
 
     def __post_init__(self) -> None:
         self.filled = sum(part.numel for part in self.slices)

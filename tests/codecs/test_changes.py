@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rayzero.codecs import changes
-from rayzero.codecs.changes import Change, Form, apply, carried, checksum, compare, encode, words_of
+from rayzero.codecs.changes import Change, Form, apply, checksum, compare, encode, words_of
 from rayzero.errors import TransferError
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -35,10 +35,8 @@ def changed(values: Tensor, share: float, seed: int) -> Tensor:
 
 
 def change_of(was: Tensor, now: Tensor) -> Change:
-    noted = compare(was, now)
-    form, payload, _ = encode(now, noted.bitmap)
-    after = carried(checksum(was), *noted.sums.tolist())
-    return Change(before=3, after=4, form=form, payload=payload, checksum=after)
+    form, payload, _ = encode(now, compare(was, now))
+    return Change(before=3, after=4, form=form, payload=payload, checksum=checksum(now))
 
 
 @pytest.fixture(params=["native", "numpy"])
@@ -59,9 +57,8 @@ def test_a_change_makes_of_what_was_what_is_in_the_fewest_bytes(
     was = shard(count, dtype, seed)
     now = changed(was, share, seed)
     change, values = change_of(was, now), was.clone()
-    assert change.checksum == checksum(now)
     assert len(change.payload) <= now.nbytes
-    apply(change, values, checksum(was) if seed % 2 else None)
+    apply(change, values)
     assert np.array_equal(words_of(values), words_of(now))
 
 
@@ -76,18 +73,25 @@ def test_every_instruction_set_and_numpy_make_the_same(count: int, monkeypatch: 
         found.append([change_of(was, now) for now in cases])
     monkeypatch.setattr(changes, "load", lambda: "not here")
     assert found == [[change_of(was, now) for now in cases]] * len(found)
+    for change, now in zip(found[0], cases, strict=True):
+        values = was.clone()
+        apply(change, values)
+        assert np.array_equal(words_of(values), words_of(now))
 
 
-@pytest.mark.usefixtures("library")
-def test_a_shard_is_checked_from_its_first_word_to_its_last() -> None:
-    """Also a word that is at another place, and with weights that do not fit 32 bits of a product."""
-    values = shard(100_000, torch.bfloat16, 1)
-    words = words_of(values).astype(object)
-    plain, weighted = sum(words), sum((2 * i + 1) * word for i, word in enumerate(words))
-    assert checksum(values) == plain % 2**32 + (weighted % 2**32 << 32)
-    swapped = values.clone()
-    swapped[[0, 99_999]] = values[[99_999, 0]]
-    assert checksum(swapped) != checksum(values)
+@pytest.mark.skipif(isinstance(changes.load(), str), reason="the native library is not built here")
+@given(st.integers(1, 700), st.sampled_from([0.0, 0.05, 0.5, 1.0]), st.data())
+def test_bytes_that_are_no_payload_write_nowhere_else(count: int, share: float, data: st.DataObject) -> None:
+    was = shard(count, torch.bfloat16, 1)
+    spoilt = bytearray(changes._packed(words_of(was), compare(was, changed(was, share, 2)).numpy())[0].tobytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(spoilt) - 1))
+        spoilt[at] = data.draw(st.integers(0, 255))
+    payload = bytes(spoilt[: data.draw(st.integers(0, len(spoilt)))]) if data.draw(st.booleans()) else bytes(spoilt)
+    around = np.zeros(count + 2048, np.uint16)
+    changes._unpack(payload, around[1024 : 1024 + count])
+    assert not around[:1024].any()
+    assert not around[1024 + count :].any()
 
 
 @pytest.mark.parametrize(("share", "most"), [(0.0, 0.0), (1e-3, 0.0062), (0.01, 0.04), (0.5, 1.15), (1.0, 2.0)])
@@ -107,18 +111,18 @@ SPOILT = {
 }
 
 
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("share", [0.01, 1.0])
 @pytest.mark.parametrize("spoilt", SPOILT)
-def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(spoilt: str, share: float) -> None:
+def test_what_does_not_fit_is_refused_by_name(spoilt: str, share: float) -> None:
     was = shard(6400, torch.bfloat16, 1)
     change, values = change_of(was, changed(was, share, 2)), was.clone()
     with pytest.raises(TransferError, match=r"v3 -> v4 of a shard does not fit: "):
         apply(SPOILT[spoilt](change), values)
-    assert np.array_equal(words_of(values), words_of(was))
 
 
 def test_a_change_of_other_values_is_refused() -> None:
     was = shard(6400, torch.bfloat16, 1)
     change, other = change_of(was, changed(was, 0.1, 2)), changed(was, 0.01, 3)
-    with pytest.raises(TransferError, match="the checksum would be"):
+    with pytest.raises(TransferError, match="the checksum is"):
         apply(change, other)

@@ -112,3 +112,12 @@ def test_a_key_whose_token_no_call_can_carry_is_refused_in_words(token: str, tmp
     write_key(tmp_path, FOLLOWER_FILE, FollowerKey(token=token))
     with pytest.raises(ConfigError, match="its token is not hexadecimal; copy it again from the run"):
         read_follower(tmp_path)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+def test_a_key_that_others_may_read_is_warned_of(mode: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_key(tmp_path, FOLLOWER_FILE, FollowerKey(token="ab"))
+    (tmp_path / FOLLOWER_FILE).chmod(mode)
+    assert read_follower(tmp_path) == read_follower(tmp_path) is not None
+    warned = [f"its mode {mode:o} lets others read it: chmod 600 it" in each.message for each in caplog.records]
+    assert warned == [True] * (mode != 0o600)

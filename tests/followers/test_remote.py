@@ -33,6 +33,7 @@ from rayzero.store.wire.rpc import CallTerms
 from rayzero.telemetry.names import FOLLOW_BYTES, FOLLOW_SECONDS, FOLLOWER_LAG, FOLLOWERS
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import run_ranks
+from tests.support import needs
 from tests.support.waiting import until
 
 from .on_network import describe
@@ -71,7 +72,9 @@ def test_after_each_of_50_steps_every_follower_has_the_bits_of_the_export(tmp_pa
     run_ranks(train, 2, 3, "grpc", tls=tls)
 
 
-def alone(tmp_path: Path, loop: Any, config: ZeroConfig = BF16, base: nn.Module | None = None) -> Any:
+def alone(
+    tmp_path: Path, loop: Any, config: ZeroConfig = BF16, base: nn.Module | None = None, transport: str = "grpc"
+) -> Any:
     """Let ``loop(context, model, optimizer)`` train on one rank with two owners; what it returns."""
     plain = seeded(Net, 3) if base is None else base
 
@@ -79,13 +82,14 @@ def alone(tmp_path: Path, loop: Any, config: ZeroConfig = BF16, base: nn.Module 
         torch.set_num_threads(1)
         trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
         model, optimizer = rayzero.prepare(plain, torch.optim.AdamW(trained, lr=1e-2), config)
-        describe(context, tmp_path)
+        if transport == "grpc":
+            describe(context, tmp_path)
         return loop(context, model, optimizer)
 
-    return run_ranks(train, 1, 2, "grpc", config=config)[0]
+    return run_ranks(train, 1, 2, transport, config=config)[0]
 
 
-def of(context: RankContext, folder: Path, model: int = 0) -> Follower:
+def of(context: RankContext, folder: Path | str, model: int = 0) -> Follower:
     """A follower that is closed with the rank."""
     follower = rayzero.follow(folder, model=model)
     context.on_close(lambda _: follower.close())
@@ -119,9 +123,10 @@ def test_parameters_of_every_kind_are_followed_and_frozen_ones_come_once(config:
     alone(tmp_path, loop, config, seeded(Several, 1))
 
 
-def test_a_users_writes_are_published_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["grpc", pytest.param("shm", marks=needs.shared_memory)])
+def test_a_users_writes_are_published_too(transport: str, tmp_path: Path) -> None:
     def loop(context: RankContext, model: nn.Module, optimizer: Any) -> None:
-        follower = of(context, tmp_path)
+        follower = of(context, tmp_path if transport == "grpc" else context.run)
         for step in range(3):
             take_step(model, optimizer, step, 0)
             assert follower.wait(step + 1) == step + 1
@@ -132,7 +137,7 @@ def test_a_users_writes_are_published_too(tmp_path: Path) -> None:
             wanted = exported(optimizer, tmp_path / str(step))  # the writes are made before
             assert same(follower.read(), wanted), step
 
-    alone(tmp_path, loop)
+    alone(tmp_path, loop, transport=transport)
 
 
 def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -615,5 +615,5 @@ def test_several_ranges_in_one_call_have_the_sums_of_each(threads: int) -> None:
 def test_instruction_sets_are_those_that_the_system_lists() -> None:
     """Whatever compiled the library: a compiler's own check of the processor says no to everything under some."""
     flags = set(re.search("^flags.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[0].split())
-    needed = {"portable": set(), "avx2": {"avx2", "fma", "f16c"}, "avx512": {"avx512f"}}
+    needed = {"portable": set(), "avx2": {"avx2", "fma", "f16c"}, "avx512": {"avx512f", "avx512bw"}}
     assert [isa for isa, needs in needed.items() if needs <= flags] == ISAS

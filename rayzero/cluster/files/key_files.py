@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +18,8 @@ FOLLOWER_FILE = ".follower.json"
 _MOST_BYTES = 1 << 20
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +58,23 @@ def write_key(run_dir: Path, name: str, key: Any) -> None:
 
 
 def read_key(run_dir: Path, name: str, kind: type[T], what: str, instead: str) -> T | None:
-    """The dataclass in such a file; None: there is none. ``what``, ``instead``: see ``load_record``. Raises ConfigError
-    if it is somebody else's or damaged."""
+    """The dataclass in such a file; None: there is none. ``what``, ``instead``: see ``load_record``. Warns once of a
+    file that others may read, as a copy easily is. Raises ConfigError if it is somebody else's or damaged."""
     path = run_dir / name
     try:
-        return load_record(path, kind, what, instead, at_most=_MOST_BYTES, follow_links=False)
+        found = load_record(path, kind, what, instead, at_most=_MOST_BYTES, follow_links=False)
+        _look_at_mode(path, path.lstat().st_mode & 0o777, what)
+        return found
     except FileNotFoundError:
         return None
     except PermissionError as error:
         raise ConfigError(f"cannot read {path}: only the user who started the run may use {what}") from error
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+@functools.cache
+def _look_at_mode(path: Path, mode: int, what: str) -> None:
+    """Not refused: some file systems show every file as open to all."""
+    if mode & 0o077:
+        log.warning("%s is %s, and its mode %o lets others read it: chmod 600 it", path, what, mode)

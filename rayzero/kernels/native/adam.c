@@ -25,7 +25,7 @@
 
 /* ---- Tables (native.py has the same in ctypes; RZ_ABI changes with them) ----------------------------------------- */
 
-#define RZ_ABI 12
+#define RZ_ABI 13
 
 enum { L2 = 1, DECAY = 2, AMSGRAD = 4, FROM_GRADIENT = 8, CLAMP = 16 }; /* flags of a segment */
 
@@ -68,7 +68,6 @@ typedef struct {
     void *undo;          /* the undo log: one entry for each thread that may write; NULL: none. See [Note: undo log] */
     int64_t undo_entries;
     uint8_t *changed; /* bit i: params[i] changes; NULL: nobody asks. See [Note: what changes] */
-    uint64_t *change_sums;
 } rz_memory;
 
 #define GROUP 8     /* consecutive ranks that are summed together first */
@@ -118,11 +117,10 @@ typedef struct {
     rz_chunk chunks[2]; /* in turn, so that one is whole while the other is filled */
 } rz_undo;
 
-/* [Note: what changes] For followers (rayzero/codecs/changes.py), an update of 16-bit parameters can set a bit for each that
- * it changes, and add to two sums mod 2^32 by how much: of the differences of the words, and of the differences times
- * 2 i + 1. What a parameter was is its old master, rounded again: reading it would be two bytes more from memory, and an
- * update has 28 in all. The second sum takes no product: a lane adds up its first sum turn by turn, which counts a
- * difference as often as turns follow. Segments are then multiples of 64. */
+/* [Note: what changes] For followers (rayzero/codecs/changes.py), an update of 16-bit parameters can write a bit for each
+ * that says whether it changes. What a parameter was is its old master, rounded again: reading it would be two bytes more
+ * from memory, and an update has 28 in all. An old NaN is rounded as if it were none, which saves a sixth of what a bit
+ * costs: what it makes is a NaN, too, whose bit may be set though it stays the same. Segments are multiples of 64. */
 
 /* Tests of every point at which a process may be killed define this (tests/kernels/crash_points.c). */
 #ifndef CRASH_POINT
@@ -137,7 +135,6 @@ typedef struct {
     int64_t first; /* element of the shard */
     rz_undo *undo;
     uint8_t *changed;
-    uint32_t *sums; /* of one thread */
 } span;
 
 /* Store a word that a successor reads, in this order. See [Note: undo log]. */
@@ -156,7 +153,7 @@ INLINE void note_chunk(rz_undo *undo, const rz_chunk *kept, int64_t at) {
     note(&undo->at, 4 * at + 2 * (kept - undo->chunks) + 1);
 }
 
-INLINE span span_at(const rz_memory *memory, rz_undo *undo, int64_t at, uint32_t *sums) {
+INLINE span span_at(const rz_memory *memory, rz_undo *undo, int64_t at) {
     return (span){
         memory->master + at,
         (float *)memory->exp_avg + at,
@@ -167,7 +164,6 @@ INLINE span span_at(const rz_memory *memory, rz_undo *undo, int64_t at, uint32_t
         at,
         undo,
         memory->changed ? memory->changed + at / 8 : 0,
-        sums,
     };
 }
 

@@ -49,32 +49,17 @@ INLINE TARGET void V(store_states)(const rz_segment *s, const span *q, V(states)
     CRASH_POINT();
 }
 
-typedef struct {
-    V(u) plain, turned; /* for each lane: the sum of differences, and the sum of what that was after each vector */
-} V(tally);
-
-/* Note which words of a pair change. See [Note: what changes]. */
-INLINE TARGET void V(compare)(V(tally) *t, uint8_t *changed, int out, const float *was, V(f) low, V(f) high) {
-    uint32_t bits = 0;
-    for (int i = 0; i < 2; i++) {
-        V(f) before = V(load)(was + i * WIDTH), after = i ? high : low;
-        V(u) old = out == BF16 ? V(to_bf16)(before) : V(to_fp16)(before);
-        V(u) new = out == BF16 ? V(to_bf16)(after) : V(to_fp16)(after);
-        bits |= V(differ)(old, new) << (i * WIDTH);
-        t->plain += new - old;
-        t->turned += t->plain;
-    }
+/* Publish a pair as 16-bit words. With `noting`, write into `changed` which of them are others than what the old masters
+ * `was` were rounded to. See [Note: what changes]. */
+INLINE TARGET void V(publish_words)(char *out, int dtype, int stream, V(f) low, V(f) high, int noting, uint8_t *changed,
+                                    const float *was) {
+    V(w) words = dtype == BF16 ? V(pack)(V(to_bf16)(low), V(to_bf16)(high)) : V(to_fp16)(low, high);
+    V(store_words)(out, words, stream);
+    if (!noting) return;
+    low = V(load)(was), high = V(load)(was + WIDTH);
+    V(w) before = dtype == BF16 ? V(pack)(V(near_bf16)(low), V(near_bf16)(high)) : V(to_fp16)(low, high);
+    uint32_t bits = V(differ)(before, words);
     memcpy(changed, &bits, PAIR / 8);
-}
-
-/* Add what `vectors` of them from element `first` on have found. */
-INLINE TARGET void V(add_tally)(const V(tally) *t, int64_t first, int64_t vectors, uint32_t *sums) {
-    uint32_t plain[WIDTH], turned[WIDTH];
-    memcpy(plain, &t->plain, sizeof plain), memcpy(turned, &t->turned, sizeof turned);
-    for (int i = 0; i < WIDTH; i++) {
-        sums[0] += plain[i];
-        sums[1] += (2 * (uint32_t)(first + i) + 1) * plain[i] + 2 * WIDTH * ((uint32_t)vectors * plain[i] - turned[i]);
-    }
 }
 
 /* `count` elements, a multiple of PAIR; dtype, out and noting are constants where this is called, stream mostly. */
@@ -82,7 +67,6 @@ INLINE TARGET void V(turns)(const rz_segment *s, const span *q, const void *grad
                             int stream, int noting) {
     const rz_segment constants = *s; /* copies: no store can change them */
     const span to = *q;
-    V(tally) tally = {0};
     rz_chunk *kept = spare_chunk(to.undo), *next = &to.undo->chunks[kept == to.undo->chunks];
     for (int64_t at = 0; at < count; at += PAIR) {
         ask_ahead(from(grads, dtype, at), PAIR * size_of(dtype), AHEAD / 2);
@@ -96,15 +80,14 @@ INLINE TARGET void V(turns)(const rz_segment *s, const span *q, const void *grad
         note_chunk(to.undo, kept, to.first + at);
         V(store_states)(&constants, &to, low, at);
         V(store_states)(&constants, &to, high, at + WIDTH);
-        if (out == BF16) V(store_bf16)(to.params + 2 * at, low.master, high.master, stream);
-        if (out == FP16) V(store_fp16)(to.params + 2 * at, low.master, high.master, stream);
         if (out == F32) V(store)((float *)to.params + at, low.master);
         if (out == F32) V(store)((float *)to.params + at + WIDTH, high.master);
-        if (noting) V(compare)(&tally, to.changed + at / 8, out, kept->master, low.master, high.master);
+        if (out == BF16 || out == FP16)
+            V(publish_words)(to.params + 2 * at, out, stream, low.master, high.master, noting, to.changed + at / 8,
+                             kept->master);
         rz_chunk *used = kept;
         kept = next, next = used;
     }
-    if (noting) V(add_tally)(&tally, to.first, count / WIDTH, to.sums);
 }
 
 INLINE TARGET void V(turns_to)(const rz_segment *s, const span *q, const void *grads, int64_t count, int dtype) {
@@ -137,7 +120,7 @@ TARGET static void V(rest)(const rz_segment *s, const span *q, const void *grads
     kept->count = count;
     memcpy(padded, grads, size_of(dtype) * count);
     rz_undo nowhere = {0};
-    span copy = {state[0], state[1], state[2], state[3], params, q->out, 0, &nowhere, 0, 0};
+    span copy = {state[0], state[1], state[2], state[3], params, q->out, 0, &nowhere, 0};
     V(whole)(s, &copy, padded, PAIR, dtype);
     note_chunk(q->undo, kept, q->first);
     for (int i = 0; i < 4; i++)
@@ -236,7 +219,7 @@ INLINE TARGET float V(encode)(const V(f) *values, char *codes, int dtype, int si
     for (int i = 0; i < VECTORS; i += 2) {
         V(f) low = V(mul)(values[i], V(set)(inverse)), high = V(mul)(values[i + 1], V(set)(inverse));
         if (dtype == BF16) {
-            V(store_bf16)(codes + 2 * i * WIDTH, low, high, 0);
+            V(store_words)(codes + 2 * i * WIDTH, V(pack)(V(to_bf16)(low), V(to_bf16)(high)), 0);
         } else if (signs) {
             V(u) first = (V(u))low, second = (V(u))high;
             found[i] = (V(u))V(to_codes)(first & 0x7fffffff, MEAN_SHIFT, MEAN_TOP, 0) | (first >> 24 & 128);
@@ -263,21 +246,20 @@ INLINE TARGET V(f) V(adam_coded)(const rz_segment *s, V(f) master, V(f) grad, V(
     return V(sub)(master, V(div)(V(mul)(V(set)(s->step_size), *mean), denominator));
 }
 
-INLINE TARGET void V(publish)(const rz_memory *memory, int64_t at, V(f) low, V(f) high) {
+INLINE TARGET void V(publish)(const rz_memory *memory, int64_t at, V(f) low, V(f) high, const float *was) {
     char *out = memory->params;
     if (!out) return;
-    if (memory->params_dtype == BF16) V(store_bf16)(out + 2 * at, low, high, 0);
-    if (memory->params_dtype == FP16) V(store_fp16)(out + 2 * at, low, high, 0);
-    if (memory->params_dtype == F32) V(store)((float *)out + at, low), V(store)((float *)out + at + WIDTH, high);
+    int dtype = memory->params_dtype, noting = memory->changed != 0;
+    if (dtype == F32) V(store)((float *)out + at, low), V(store)((float *)out + at + WIDTH, high);
+    else V(publish_words)(out + 2 * at, dtype, 0, low, high, noting, memory->changed + at / 8, was);
 }
 
 /* `count` elements, a multiple of SCALED, from element `start` of the shard on; both dtypes are constants where this is
  * called. */
 INLINE TARGET void V(blocks)(const rz_memory *m, rz_undo *undo, const rz_segment *s, const void *grads, int64_t start,
-                             int64_t count, int dtype, int coded, uint32_t *sums) {
+                             int64_t count, int dtype, int coded) {
     const rz_segment constants = *s;
     const rz_memory memory = *m;
-    V(tally) tally = {0};
     const int64_t bytes = coded == BF16 ? 2 : 1;
     rz_chunk *kept = spare_chunk(undo), *next = &undo->chunks[kept == undo->chunks];
     for (int64_t at = start; at < start + count; at += SCALED) {
@@ -304,11 +286,8 @@ INLINE TARGET void V(blocks)(const rz_memory *m, rz_undo *undo, const rz_segment
         for (int i = 0; i < VECTORS; i += 2) {
             V(store)(memory.master + at + i * WIDTH, masters[i]);
             V(store)(memory.master + at + (i + 1) * WIDTH, masters[i + 1]);
-            V(publish)(&memory, at + i * WIDTH, masters[i], masters[i + 1]);
+            V(publish)(&memory, at + i * WIDTH, masters[i], masters[i + 1], kept->master + i * WIDTH);
             CRASH_POINT();
-            if (memory.changed)
-                V(compare)(&tally, memory.changed + (at + i * WIDTH) / 8, memory.params_dtype, kept->master + i * WIDTH,
-                           masters[i], masters[i + 1]);
         }
         *mean_scale = V(encode)(means, mean, coded, 1);
         CRASH_POINT();
@@ -317,25 +296,21 @@ INLINE TARGET void V(blocks)(const rz_memory *m, rz_undo *undo, const rz_segment
         rz_chunk *used = kept;
         kept = next, next = used;
     }
-    if (memory.changed) V(add_tally)(&tally, start, count / WIDTH, sums);
 }
 
 TARGET static void V(coded)(const rz_memory *memory, rz_undo *undo, const rz_segment *s, const void *grads, int64_t start,
-                            int64_t count, int dtype, uint32_t *sums) {
-    if (memory->moments_dtype == CODES && dtype == BF16)
-        V(blocks)(memory, undo, s, grads, start, count, BF16, CODES, sums);
-    else if (memory->moments_dtype == CODES && dtype == FP16)
-        V(blocks)(memory, undo, s, grads, start, count, FP16, CODES, sums);
-    else if (memory->moments_dtype == CODES) V(blocks)(memory, undo, s, grads, start, count, F32, CODES, sums);
-    else if (dtype == BF16) V(blocks)(memory, undo, s, grads, start, count, BF16, BF16, sums);
-    else if (dtype == FP16) V(blocks)(memory, undo, s, grads, start, count, FP16, BF16, sums);
-    else V(blocks)(memory, undo, s, grads, start, count, F32, BF16, sums);
+                            int64_t count, int dtype) {
+    if (memory->moments_dtype == CODES && dtype == BF16) V(blocks)(memory, undo, s, grads, start, count, BF16, CODES);
+    else if (memory->moments_dtype == CODES && dtype == FP16) V(blocks)(memory, undo, s, grads, start, count, FP16, CODES);
+    else if (memory->moments_dtype == CODES) V(blocks)(memory, undo, s, grads, start, count, F32, CODES);
+    else if (dtype == BF16) V(blocks)(memory, undo, s, grads, start, count, BF16, BF16);
+    else if (dtype == FP16) V(blocks)(memory, undo, s, grads, start, count, FP16, BF16);
+    else V(blocks)(memory, undo, s, grads, start, count, F32, BF16);
 }
 
 /* Update elements [start, stop) of one segment. */
 TARGET static void V(update)(const rz_memory *memory, rz_undo *undo, const rz_segment *s, int64_t start, int64_t stop) {
     float sum[BLOCK], group[BLOCK];
-    uint32_t sums[2] = {0, 0};
     int64_t present;
     const rz_gradient *only = V(only)(s->gradients, s->num_gradients, &present);
     if (!present) return;
@@ -345,14 +320,13 @@ TARGET static void V(update)(const rz_memory *memory, rz_undo *undo, const rz_se
         if (!only) V(sum)(s->gradients, s->num_gradients, at, count, sum, group);
         const void *grads = only ? from(only->data, dtype, at) : sum;
         if (memory->moments_dtype != F32) {
-            V(coded)(memory, undo, s, grads, at, count, dtype, sums);
+            V(coded)(memory, undo, s, grads, at, count, dtype);
             continue;
         }
-        span whole = span_at(memory, undo, at, sums), rest = span_at(memory, undo, at + count - count % PAIR, sums);
+        span whole = span_at(memory, undo, at), rest = span_at(memory, undo, at + count - count % PAIR);
         V(whole)(s, &whole, grads, count - count % PAIR, dtype);
         if (count % PAIR) V(rest)(s, &rest, from(grads, dtype, count - count % PAIR), count % PAIR, dtype);
     }
-    for (int i = 0; memory->changed && i < 2; i++) __atomic_fetch_add(memory->change_sums + i, sums[i], __ATOMIC_RELAXED);
 }
 
 #define DOUBLES (WIDTH / 2) /* in a vector */

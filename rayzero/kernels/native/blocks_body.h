@@ -18,8 +18,8 @@ INLINE TARGET void V(narrow_block)(const float *wide, int dtype, int64_t count, 
     char *to = count < VALUES ? whole : values;
     for (int i = 0; i < VALUES; i += 2 * WIDTH) {
         V(f) low = V(load)(wide + i), high = V(load)(wide + i + WIDTH);
-        if (dtype == BF16) V(store_bf16)(to + 2 * i, low, high, 0);
-        else if (dtype == FP16) V(store_fp16)(to + 2 * i, low, high, 0);
+        if (dtype == BF16) V(store_words)(to + 2 * i, V(pack)(V(to_bf16)(low), V(to_bf16)(high)), 0);
+        else if (dtype == FP16) V(store_words)(to + 2 * i, V(to_fp16)(low, high), 0);
         else V(store)((float *)to + i, low), V(store)((float *)to + i + WIDTH, high);
     }
     if (count < VALUES) memcpy(values, whole, size_of(dtype) * count);

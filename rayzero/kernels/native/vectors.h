@@ -78,6 +78,7 @@ typedef double portable_d __attribute__((vector_size(16)));
 typedef uint32_t portable_u __attribute__((vector_size(16)));
 typedef int32_t portable_i __attribute__((vector_size(16)));
 typedef uint16_t portable_h __attribute__((vector_size(8)));
+typedef uint16_t portable_w __attribute__((vector_size(16))); /* words of two vectors */
 
 INLINE portable_f portable_load(const float *p) { portable_f x; memcpy(&x, p, 16); return x; }
 INLINE void portable_store(float *p, portable_f x) { memcpy(p, &x, 16); }
@@ -125,25 +126,27 @@ INLINE portable_f portable_load_bf16(const uint16_t *p) {
 INLINE portable_f portable_load_fp16(const uint16_t *p) {
     return (portable_f){float_of_half(p[0]), float_of_half(p[1]), float_of_half(p[2]), float_of_half(p[3])};
 }
-INLINE portable_u portable_to_bf16(portable_f x) { /* in the low halves */
-    portable_u bits = (portable_u)x, nan = (portable_u)(x != x);
-    portable_u rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return (rounded & ~nan) | (nan & 0x7fc0);
+INLINE portable_u portable_near_bf16(portable_f x) { /* of no NaN; in the low halves */
+    portable_u bits = (portable_u)x;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
-INLINE portable_u portable_to_fp16(portable_f x) { /* likewise */
-    return (portable_u){half_of_float(x[0]), half_of_float(x[1]), half_of_float(x[2]), half_of_float(x[3])};
+INLINE portable_u portable_to_bf16(portable_f x) {
+    portable_u nan = (portable_u)(x != x);
+    return (portable_near_bf16(x) & ~nan) | (nan & 0x7fc0);
 }
-INLINE void portable_store_bf16(char *out, portable_f a, portable_f b, int stream) {
-    portable_h low = __builtin_convertvector(portable_to_bf16(a), portable_h);
-    portable_h high = __builtin_convertvector(portable_to_bf16(b), portable_h);
-    memcpy(out, &low, 8);
-    memcpy(out + 8, &high, 8);
+INLINE portable_w portable_pack(portable_u a, portable_u b) { /* the low halves */
+    portable_h low = __builtin_convertvector(a, portable_h), high = __builtin_convertvector(b, portable_h);
+    portable_w packed;
+    memcpy(&packed, &low, 8);
+    memcpy((char *)&packed + 8, &high, 8);
+    return packed;
 }
-INLINE void portable_store_fp16(char *out, portable_f a, portable_f b, int stream) {
-    uint16_t packed[8];
+INLINE portable_w portable_to_fp16(portable_f a, portable_f b) {
+    portable_w packed;
     for (int i = 0; i < 4; i++) packed[i] = half_of_float(a[i]), packed[i + 4] = half_of_float(b[i]);
-    memcpy(out, packed, 16);
+    return packed;
 }
+INLINE void portable_store_words(char *out, portable_w packed, int stream) { memcpy(out, &packed, 16); }
 INLINE portable_u portable_max_u(portable_u a, portable_u b) {
     portable_u first = (portable_u)(a > b);
     return (a & first) | (b & ~first);
@@ -157,9 +160,9 @@ INLINE uint32_t portable_most(portable_u x) {
     for (int i = 0; i < 4; i++) most = x[i] > most ? x[i] : most;
     return most;
 }
-INLINE uint32_t portable_differ(portable_u a, portable_u b) { /* bit i: lane i */
+INLINE uint32_t portable_differ(portable_w a, portable_w b) { /* bit i: word i */
     uint32_t bits = 0;
-    for (int i = 0; i < 4; i++) bits |= (uint32_t)(a[i] != b[i]) << i;
+    for (int i = 0; i < 8; i++) bits |= (uint32_t)(a[i] != b[i]) << i;
     return bits;
 }
 INLINE portable_u portable_widen(const uint8_t *p) { return (portable_u){p[0], p[1], p[2], p[3]}; }
@@ -187,6 +190,7 @@ typedef __m256 avx2_f;
 typedef __m256d avx2_d;
 typedef uint32_t avx2_u __attribute__((vector_size(32)));
 typedef int32_t avx2_i __attribute__((vector_size(32)));
+typedef __m256i avx2_w;
 
 INLINE TARGET_AVX2 avx2_f avx2_load(const float *p) { return _mm256_loadu_ps(p); }
 INLINE TARGET_AVX2 void avx2_store(float *p, avx2_f x) { _mm256_storeu_ps(p, x); }
@@ -206,27 +210,25 @@ INLINE TARGET_AVX2 avx2_f avx2_load_bf16(const uint16_t *p) {
 INLINE TARGET_AVX2 avx2_f avx2_load_fp16(const uint16_t *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
-INLINE TARGET_AVX2 avx2_u avx2_to_bf16(avx2_f x) {
+INLINE TARGET_AVX2 avx2_u avx2_near_bf16(avx2_f x) {
     __m256i bits = _mm256_castps_si256(x);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    return (avx2_u)_mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+}
+INLINE TARGET_AVX2 avx2_u avx2_to_bf16(avx2_f x) {
     __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    return (avx2_u)_mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), _mm256_set1_epi32(0x7fc0), nan);
+    return (avx2_u)_mm256_blendv_epi8((__m256i)avx2_near_bf16(x), _mm256_set1_epi32(0x7fc0), nan);
 }
-INLINE TARGET_AVX2 avx2_u avx2_to_fp16(avx2_f x) {
-    return (avx2_u)_mm256_cvtepu16_epi32(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+INLINE TARGET_AVX2 avx2_w avx2_pack(avx2_u a, avx2_u b) {
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)a, (__m256i)b), 0xd8);
 }
-INLINE TARGET_AVX2 void avx2_store_16(char *out, __m256i packed, int stream) {
+INLINE TARGET_AVX2 avx2_w avx2_to_fp16(avx2_f a, avx2_f b) {
+    __m128i low = _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT), high = _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT);
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+INLINE TARGET_AVX2 void avx2_store_words(char *out, avx2_w packed, int stream) {
     if (stream) _mm256_stream_si256((__m256i *)out, packed);
     else _mm256_storeu_si256((__m256i *)out, packed);
-}
-INLINE TARGET_AVX2 void avx2_store_bf16(char *out, avx2_f a, avx2_f b, int stream) {
-    __m256i packed = _mm256_packus_epi32((__m256i)avx2_to_bf16(a), (__m256i)avx2_to_bf16(b));
-    avx2_store_16(out, _mm256_permute4x64_epi64(packed, 0xd8), stream);
-}
-INLINE TARGET_AVX2 void avx2_store_fp16(char *out, avx2_f a, avx2_f b, int stream) {
-    __m128i low = _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT), high = _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT);
-    avx2_store_16(out, _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1), stream);
 }
 INLINE TARGET_AVX2 avx2_u avx2_max_u(avx2_u a, avx2_u b) { return (avx2_u)_mm256_max_epu32((__m256i)a, (__m256i)b); }
 INLINE TARGET_AVX2 avx2_i avx2_max_i(avx2_i a, avx2_i b) { return (avx2_i)_mm256_max_epi32((__m256i)a, (__m256i)b); }
@@ -235,8 +237,10 @@ INLINE TARGET_AVX2 uint32_t avx2_most(avx2_u x) {
     most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0x4e));
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(most, _mm_shuffle_epi32(most, 0xb1)));
 }
-INLINE TARGET_AVX2 uint32_t avx2_differ(avx2_u a, avx2_u b) {
-    return (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps((__m256i)(a != b)));
+INLINE TARGET_AVX2 uint32_t avx2_differ(avx2_w a, avx2_w b) {
+    __m256i same = _mm256_cmpeq_epi16(a, b);
+    __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(same), _mm256_extracti128_si256(same, 1));
+    return ~(uint32_t)_mm_movemask_epi8(bytes) & 0xffff;
 }
 INLINE TARGET_AVX2 avx2_u avx2_widen(const uint8_t *p) {
     return (avx2_u)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
@@ -261,13 +265,14 @@ INLINE TARGET_AVX2 avx2_d avx2_add_square_high(avx2_d sum, avx2_f x) {
     return _mm256_fmadd_pd(wide, wide, sum);
 }
 
-/* ---- AVX-512 (F alone): vectors of 16 ----------------------------------------------------------------------------- */
+/* ---- AVX-512 (F and BW): vectors of 16 ---------------------------------------------------------------------------- */
 
-#define TARGET_AVX512 __attribute__((target("avx512f")))
+#define TARGET_AVX512 __attribute__((target("avx512f,avx512bw")))
 typedef __m512 avx512_f;
 typedef __m512d avx512_d;
 typedef uint32_t avx512_u __attribute__((vector_size(64)));
 typedef int32_t avx512_i __attribute__((vector_size(64)));
+typedef __m512i avx512_w;
 
 INLINE TARGET_AVX512 avx512_f avx512_load(const float *p) { return _mm512_loadu_ps(p); }
 INLINE TARGET_AVX512 void avx512_store(float *p, avx512_f x) { _mm512_storeu_ps(p, x); }
@@ -287,28 +292,26 @@ INLINE TARGET_AVX512 avx512_f avx512_load_bf16(const uint16_t *p) {
 INLINE TARGET_AVX512 avx512_f avx512_load_fp16(const uint16_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
-INLINE TARGET_AVX512 avx512_u avx512_to_bf16(avx512_f x) {
+INLINE TARGET_AVX512 avx512_u avx512_near_bf16(avx512_f x) {
     __m512i bits = _mm512_castps_si512(x);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    return (avx512_u)_mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
+}
+INLINE TARGET_AVX512 avx512_u avx512_to_bf16(avx512_f x) {
     __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    return (avx512_u)_mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), nan, _mm512_set1_epi32(0x7fc0));
+    return (avx512_u)_mm512_mask_mov_epi32((__m512i)avx512_near_bf16(x), nan, _mm512_set1_epi32(0x7fc0));
 }
-INLINE TARGET_AVX512 avx512_u avx512_to_fp16(avx512_f x) {
-    return (avx512_u)_mm512_cvtepu16_epi32(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+INLINE TARGET_AVX512 avx512_w avx512_pack(avx512_u a, avx512_u b) {
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    return _mm512_permutexvar_epi64(order, _mm512_packus_epi32((__m512i)a, (__m512i)b));
 }
-INLINE TARGET_AVX512 void avx512_store_16(char *out, __m256i low, __m256i high, int stream) {
-    __m512i packed = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+INLINE TARGET_AVX512 avx512_w avx512_to_fp16(avx512_f a, avx512_f b) {
+    __m256i low = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT), high = _mm512_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+INLINE TARGET_AVX512 void avx512_store_words(char *out, avx512_w packed, int stream) {
     if (stream) _mm512_stream_si512((__m512i *)out, packed);
     else _mm512_storeu_si512(out, packed);
-}
-INLINE TARGET_AVX512 void avx512_store_bf16(char *out, avx512_f a, avx512_f b, int stream) {
-    __m256i low = _mm512_cvtepi32_epi16((__m512i)avx512_to_bf16(a)), high = _mm512_cvtepi32_epi16((__m512i)avx512_to_bf16(b));
-    avx512_store_16(out, low, high, stream);
-}
-INLINE TARGET_AVX512 void avx512_store_fp16(char *out, avx512_f a, avx512_f b, int stream) {
-    __m256i low = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT), high = _mm512_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT);
-    avx512_store_16(out, low, high, stream);
 }
 INLINE TARGET_AVX512 avx512_u avx512_max_u(avx512_u a, avx512_u b) {
     return (avx512_u)_mm512_max_epu32((__m512i)a, (__m512i)b);
@@ -317,9 +320,7 @@ INLINE TARGET_AVX512 avx512_i avx512_max_i(avx512_i a, avx512_i b) {
     return (avx512_i)_mm512_max_epi32((__m512i)a, (__m512i)b);
 }
 INLINE TARGET_AVX512 uint32_t avx512_most(avx512_u x) { return _mm512_reduce_max_epu32((__m512i)x); }
-INLINE TARGET_AVX512 uint32_t avx512_differ(avx512_u a, avx512_u b) {
-    return _mm512_cmpneq_epu32_mask((__m512i)a, (__m512i)b);
-}
+INLINE TARGET_AVX512 uint32_t avx512_differ(avx512_w a, avx512_w b) { return _mm512_cmpneq_epu16_mask(a, b); }
 INLINE TARGET_AVX512 avx512_u avx512_widen(const uint8_t *p) {
     return (avx512_u)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
 }
@@ -355,7 +356,7 @@ static int runs_here(int isa) {
     uint64_t saved = saved_registers();
     if (isa == AVX2)
         return (saved & ymm) == ymm && (b & bit_AVX2) && (features & bit_FMA) && (features & bit_F16C);
-    if (isa == AVX512) return (saved & zmm) == zmm && (b & bit_AVX512F);
+    if (isa == AVX512) return (saved & zmm) == zmm && (b & bit_AVX512F) && (b & bit_AVX512BW);
     return 0;
 }
 
@@ -377,6 +378,7 @@ typedef float32x4_t neon_f;
 typedef float64x2_t neon_d;
 typedef uint32_t neon_u __attribute__((vector_size(16)));
 typedef int32_t neon_i __attribute__((vector_size(16)));
+typedef uint16x8_t neon_w;
 
 INLINE neon_f neon_load(const float *p) { return vld1q_f32(p); }
 INLINE void neon_store(float *p, neon_f x) { vst1q_f32(p, x); }
@@ -391,26 +393,25 @@ INLINE neon_f neon_max(neon_f a, neon_f b) { return vbslq_f32(vcgtq_f32(a, b), a
 INLINE neon_f neon_min(neon_f a, neon_f b) { return vbslq_f32(vcltq_f32(a, b), a, b); } /* likewise */
 INLINE neon_f neon_load_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
 INLINE neon_f neon_load_fp16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-INLINE neon_u neon_to_bf16(neon_f x) {
+INLINE neon_u neon_near_bf16(neon_f x) {
     uint32x4_t bits = vreinterpretq_u32_f32(x);
     uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
-    uint32x4_t rounded = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd);
-    return (neon_u)vbslq_u32(vceqq_f32(x, x), vshrq_n_u32(rounded, 16), vdupq_n_u32(0x7fc0));
+    return (neon_u)vshrq_n_u32(vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd), 16);
 }
-INLINE neon_u neon_to_fp16(neon_f x) { return (neon_u)vmovl_u16(vreinterpret_u16_f16(vcvt_f16_f32(x))); }
-INLINE void neon_store_bf16(char *out, neon_f a, neon_f b, int stream) {
-    vst1q_u16((uint16_t *)out, vcombine_u16(vmovn_u32((uint32x4_t)neon_to_bf16(a)), vmovn_u32((uint32x4_t)neon_to_bf16(b))));
+INLINE neon_u neon_to_bf16(neon_f x) {
+    return (neon_u)vbslq_u32(vceqq_f32(x, x), (uint32x4_t)neon_near_bf16(x), vdupq_n_u32(0x7fc0));
 }
-INLINE void neon_store_fp16(char *out, neon_f a, neon_f b, int stream) {
-    uint16x4_t low = vreinterpret_u16_f16(vcvt_f16_f32(a)), high = vreinterpret_u16_f16(vcvt_f16_f32(b));
-    vst1q_u16((uint16_t *)out, vcombine_u16(low, high));
+INLINE neon_w neon_pack(neon_u a, neon_u b) { return vcombine_u16(vmovn_u32((uint32x4_t)a), vmovn_u32((uint32x4_t)b)); }
+INLINE neon_w neon_to_fp16(neon_f a, neon_f b) {
+    return vcombine_u16(vreinterpret_u16_f16(vcvt_f16_f32(a)), vreinterpret_u16_f16(vcvt_f16_f32(b)));
 }
+INLINE void neon_store_words(char *out, neon_w packed, int stream) { vst1q_u16((uint16_t *)out, packed); }
 INLINE neon_u neon_max_u(neon_u a, neon_u b) { return (neon_u)vmaxq_u32((uint32x4_t)a, (uint32x4_t)b); }
 INLINE neon_i neon_max_i(neon_i a, neon_i b) { return (neon_i)vmaxq_s32((int32x4_t)a, (int32x4_t)b); }
 INLINE uint32_t neon_most(neon_u x) { return vmaxvq_u32((uint32x4_t)x); }
-INLINE uint32_t neon_differ(neon_u a, neon_u b) {
-    const neon_u lane = {1, 2, 4, 8};
-    return vaddvq_u32((uint32x4_t)((neon_u)(a != b) & lane));
+INLINE uint32_t neon_differ(neon_w a, neon_w b) {
+    const neon_w word = {1, 2, 4, 8, 16, 32, 64, 128};
+    return vaddvq_u16(vbicq_u16(word, vceqq_u16(a, b)));
 }
 INLINE neon_u neon_widen(const uint8_t *p) {
     uint32_t four;

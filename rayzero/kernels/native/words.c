@@ -2,16 +2,6 @@
 
 #include "vectors.h"
 
-/* The plain sum of words mod 2^32, and in the upper half that of each times 2 i + 1. */
-EXPORT uint64_t rz_checksum(const uint16_t *words, int64_t count) {
-    uint32_t plain = 0, weighted = 0;
-    for (int64_t i = 0; i < count; i++) {
-        plain += words[i];
-        weighted += (2 * (uint32_t)i + 1) * words[i];
-    }
-    return (uint64_t)weighted << 32 | plain;
-}
-
 /* Eight bytes of the bitmap of `count` words. */
 static uint64_t eight(const uint8_t *bitmap, int64_t count, int64_t at) {
     int64_t left = (count + 7) / 8 - at;
@@ -73,4 +63,30 @@ EXPORT int64_t rz_pack(int32_t isa, const uint16_t *words, const uint8_t *bitmap
 #endif
     *changed = (to - first) / 2;
     return to - out;
+}
+
+/* How many bits are set. */
+static int64_t bits_in(const uint8_t *bytes, int64_t count) {
+    int64_t set = 0;
+    for (int64_t at = 0; at < count; at += 8) set += __builtin_popcountll(eight(bytes, 8 * count, at));
+    return set;
+}
+
+/* Write words that rz_pack has packed to their places. Returns whether these are `size` bytes for `count` words; of others
+ * some may be written. */
+EXPORT int32_t rz_unpack(uint16_t *words, int64_t count, const uint8_t *packed, int64_t size) {
+    int64_t top = ((count + 63) / 64 + 7) / 8;
+    if (size < top) return 0;
+    const uint8_t *middle = packed + top, *bitmap = middle + bits_in(packed, top), *end = packed + size;
+    if (bitmap > end) return 0;
+    const uint8_t *from = bitmap + bits_in(middle, bitmap - middle);
+    if (from > end || end - from != 2 * bits_in(bitmap, from - bitmap)) return 0;
+    for (int64_t i = 0; i < 8 * top; i++) {
+        if (!(packed[i / 8] >> i % 8 & 1)) continue;
+        uint64_t bits = 0;
+        for (uint32_t bytes = *middle++; bytes; bytes &= bytes - 1) bits |= (uint64_t)*bitmap++ << 8 * __builtin_ctz(bytes);
+        if (64 * i + 64 > count && (64 * i >= count || bits >> (count - 64 * i))) return 0;
+        for (; bits; bits &= bits - 1, from += 2) memcpy(words + 64 * i + __builtin_ctzll(bits), from, 2);
+    }
+    return 1;
 }

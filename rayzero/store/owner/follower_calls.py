@@ -16,6 +16,7 @@ from typing import Any
 
 from rayzero.codecs.changes import Change, Form
 from rayzero.errors import EpochOverError, UnsupportedError
+from rayzero.memory.planner import SERVED_AT_ONCE, SERVED_BYTES
 from rayzero.protocol.messages import canonical_json
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.long_polls import result_of
@@ -29,8 +30,6 @@ from rayzero.store.wire.rpc import link_of
 from rayzero.telemetry.names import FOLLOW_BYTES, FOLLOW_SECONDS, FOLLOWER_LAG, FOLLOWERS
 
 MOST = 64  # followers of a model at a time
-_AT_ONCE = 4  # of them that are given shards
-_TOGETHER_BYTES = 32 << 20  # of copies that travel together, or one shard
 _NOTED_S = 1.0  # the longest that the changes of a published version are waited for
 
 Context = Any  # grpc.aio.ServicerContext of this call
@@ -44,7 +43,7 @@ class FollowerCalls:
 
     def __init__(self, model: ServedModel) -> None:
         self._model, self._instance = model, secrets.randbits(63)
-        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._turns = asyncio.Semaphore(SERVED_AT_ONCE)
         self._taken: dict[str, int] = {}  # by follower: the oldest version that it has of a shard here; -1: none
         self._streams: dict[str, PublishStream] = {}  # by follower: its newest
         self._heard: dict[int, tuple[int, float]] = {}  # by shard: its version, and since when: seconds, the loop's
@@ -97,7 +96,7 @@ class FollowerCalls:
                 del self._taken[name], self._streams[name]
             self._measure()
 
-    def _tell(self, loop: asyncio.AbstractEventLoop, shards: Sequence[int]) -> None:
+    def _tell(self, loop: asyncio.AbstractEventLoop) -> None:
         with suppress(RuntimeError):  # the loop is closed: the process ends
             loop.call_soon_threadsafe(self._noted)
 
@@ -125,7 +124,7 @@ class FollowerCalls:
                 going = await self._changes(wanted, request.version)
                 batch += [await self._whole(wanted)] if going is None else going
                 versions.append(batch[-1][0].version)
-                if sum(part.size_bytes for part, _ in batch) >= _TOGETHER_BYTES:
+                if sum(part.size_bytes for part, _ in batch) >= SERVED_BYTES:
                     await self._send(batch, stream, context)
                     batch = []
             await self._send(batch, stream, context)
