@@ -33,7 +33,7 @@ from rayzero.kernels.moments import BLOCK, CODED, moment_bytes
 from rayzero.kernels.native import NativeKernel, NativeLibrary, Team
 from rayzero.kernels.torch_kernel import TorchKernel
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
-from rayzero.owner.memory import PrivateMemory
+from rayzero.owner.memory import HostMemory
 from rayzero.owner.rules import AdamRule
 from rayzero.owner.shard import OwnedShard, ShardWork, allocate
 from rayzero.protocol.messages import Hyper, ModelSpec
@@ -154,7 +154,7 @@ def shards_path(gradient: Tensor) -> Path:
         kernel=NativeKernel.name,
     )
     rule = AdamRule(spec, decoupled=True)
-    owned = allocate(layout, range(len(layout.shards)), spec.group_of, rule.state_kinds, PrivateMemory())
+    owned = allocate(layout, range(len(layout.shards)), spec.group_of, rule.state_kinds, HostMemory())
     work = [(shard, shard_work(shard, gradient, spec)) for shard in owned.values()]
 
     def run() -> None:

@@ -30,7 +30,7 @@ from rayzero.kernels.stamps import STAMP, TileStamps, UndoCopy
 from rayzero.kernels.torch_classes.optimizer_class import plain_value
 from rayzero.kernels.torch_classes.optimizers import path_of
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
-from rayzero.owner.memory import PrivateMemory
+from rayzero.owner.memory import HostMemory
 from rayzero.owner.rules import ClassRule
 from rayzero.owner.shard import OwnedShard, ShardWork, allocate
 from rayzero.protocol.messages import Hyper, ModelSpec
@@ -81,7 +81,7 @@ class Updates:
             run="bench", layout=layout, world_size=1, optimizer=path_of(cls), hyper=(hyper,), group_of=groups
         )
         self._rule = ClassRule(spec, cls)
-        memory = PrivateMemory()
+        memory = HostMemory()
         owned = allocate(layout, range(len(layout.shards)), groups, (), memory, room=self._rule.room)
         largest = max(_updated(shard) for shard in owned.values())
         words, kept = (

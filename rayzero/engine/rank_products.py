@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.cuda_device import on_device, sleep_until_done, with_index
-from rayzero.concurrency.futures import failed
+from rayzero.concurrency.cuda_device import with_index
+from rayzero.concurrency.futures import DONE, failed
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import RayZeroError, StallError
 from rayzero.kernels.torch_classes.newton_schulz import as_product, newton_schulz
 from rayzero.kernels.torch_classes.optimizer_class import as_options
+from rayzero.kernels.torch_kernel import SideStream
 from rayzero.protocol.messages import Action, Hyper, ModelSpec
-from rayzero.protocol.products import PRODUCT_DTYPE, ProductPlan, matrices_of
+from rayzero.protocol.products import PRODUCT_DTYPE, matrices_of, multiplying_ranks
 from rayzero.protocol.store import ParameterStore
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class RankProducts:
     def __init__(self, store: ParameterStore, spec: ModelSpec, rank: int, device: torch.device) -> None:
         """The thread begins at once. Freed by: close()."""
         self._store, self._spec, self._rank = store, spec, rank
-        self._shards = [shard for shard, of in ProductPlan.of(spec).rank_of.items() if of == rank]
+        self._shards = [shard for shard, of in multiplying_ranks(spec).items() if of == rank]
         self._cuda = _CudaProducts(device) if device.type == "cuda" else None
         self._steps: SimpleQueue[tuple[int, Future[Any]] | None] = SimpleQueue()
         self._closed = False
@@ -77,27 +78,25 @@ class RankProducts:
     def _multiply_all(self, version: int, hyper: tuple[Hyper, ...]) -> None:
         options, left = [as_options(group) for group in hyper], deque(self._shards)
         coming: _Asked | None = self._ask(left.popleft(), version)
-        sent: tuple[int, Future[None]] | None = None
+        sent: Future[None] = DONE
         while coming is not None and not self._closed:
             asked, coming = coming, self._ask(left.popleft(), version) if left else None
             sent, before = self._multiplied(asked, version, options), sent
             self._settle(before, version)  # so that no more than two are on their way
         self._settle(sent, version)
 
-    def _settle(self, sent: tuple[int, Future[None]] | None, version: int) -> None:
-        if sent is None:
-            return
+    def _settle(self, sent: Future[None], version: int) -> None:
         try:
-            sent[1].result()
+            sent.result()
         except RayZeroError as error:
-            log.debug("rank %d leaves shard %d v%d to its owner: %s", self._rank, sent[0], version, error)
+            log.debug("rank %d leaves a shard of v%d to its owner: %s", self._rank, version, error)
 
     def _ask(self, shard: int, version: int) -> _Asked:
         numel = self._spec.layout.units[self._spec.layout.shards[shard].unit].numel
         memory = torch.empty(numel, dtype=PRODUCT_DTYPE, device="cpu")  # only the shard's pages are used
         return shard, memory, self._store.product(shard, version, memory)
 
-    def _multiplied(self, asked: _Asked, version: int, options: list[Hyper]) -> tuple[int, Future[None]]:
+    def _multiplied(self, asked: _Asked, version: int, options: list[Hyper]) -> Future[None]:
         shard, memory, came = asked
         while True:
             try:
@@ -105,16 +104,16 @@ class RankProducts:
                 break
             except StallError as error:  # its owner has not got there yet
                 if self._closed:
-                    return shard, failed(error)
+                    return failed(error)
                 came = self._store.product(shard, version, memory)
             except RayZeroError as error:
-                return shard, failed(error)
+                return failed(error)
         cut = self._spec.layout.shards[shard]
         for matrix in matrices_of(self._spec, shard):
             flat = memory[cut.start + matrix.start : cut.start + matrix.stop]
             compute = newton_schulz if self._cuda is None else self._cuda
             as_product(flat, matrix.shape).copy_(compute(flat.view(matrix.shape), options[matrix.group]))
-        return shard, self._store.multiplied(shard, version, memory)
+        return self._store.multiplied(shard, version, memory)
 
 
 class _CudaProducts:
@@ -122,7 +121,7 @@ class _CudaProducts:
 
     def __init__(self, device: torch.device) -> None:
         self._device = with_index(device)
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._side = SideStream(self._device)
         self._pinned = torch.empty(0, dtype=PRODUCT_DTYPE, device="cpu")  # grows to the largest matrix
 
     def __call__(self, matrix: Tensor, options: Hyper) -> Tensor:
@@ -131,9 +130,8 @@ class _CudaProducts:
             self._pinned = torch.empty(matrix.numel(), dtype=PRODUCT_DTYPE, device="cpu", pin_memory=True)
         staged = self._pinned[: matrix.numel()]
         staged.view(matrix.shape).copy_(matrix)
-        with torch.no_grad(), on_device(self._device), torch.cuda.stream(self._stream):
+        out = as_product(staged, (matrix.shape[0], matrix.shape[1]))
+        with torch.no_grad(), self._side.used():
             product = newton_schulz(staged.view(matrix.shape).to(self._device, non_blocking=True), options)
-            out = as_product(staged, (matrix.shape[0], matrix.shape[1]))
             out.copy_(product, non_blocking=True)
-            sleep_until_done(self._stream)
         return out

@@ -18,8 +18,8 @@ from rayzero.kernels.kernel import (
     check_moments,
     segments_of,
 )
-from rayzero.kernels.native import NativeAdder, NativeKernel
-from rayzero.kernels.rank_sum import GradientAdder, RankSum
+from rayzero.kernels.native import NativeAdder, NativeKernel, NativeSquareSum
+from rayzero.kernels.rank_sum import RankSum, Squares, SquareSum
 from rayzero.kernels.reference import ReferenceKernel
 from rayzero.kernels.torch_kernel import TorchKernel
 
@@ -34,6 +34,7 @@ __all__ = [
     "check_moments",
     "choose_adder",
     "choose_kernel",
+    "choose_squares",
     "segments_of",
 ]
 
@@ -49,18 +50,22 @@ def choose_kernel(name: str) -> Kernel:
     which. Raises ConfigError for an unknown name, UnsupportedError if "native" was not built."""
     if name == "auto":
         name = _fastest()
-    if name == NativeKernel.name:
-        return NativeKernel()
-    if name == TorchKernel.name:
-        return TorchKernel()
-    if name == ReferenceKernel.name:
-        return ReferenceKernel()
+    kinds: tuple[type[Kernel], ...] = (NativeKernel, TorchKernel, ReferenceKernel)
+    for kind in kinds:
+        if name == kind.name:
+            return kind()
     raise ConfigError(f"kernel is {name!r} but must be one of {', '.join(KERNELS)}")
 
 
-def choose_adder() -> GradientAdder:
+def choose_adder() -> NativeAdder | RankSum:
     """The fastest way here to add gradients of ranks, for use by one thread. Bits are the same."""
     return NativeAdder() if native.why_not() is None else RankSum(_TILE)
+
+
+def choose_squares(kernel: str) -> Squares:
+    """The implementation that goes with an update kernel: C for the C kernel. The two add in different orders and give
+    different bits."""
+    return NativeSquareSum() if kernel == NativeKernel.name else SquareSum()
 
 
 @functools.cache  # so that the reason is logged once

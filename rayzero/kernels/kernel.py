@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -114,34 +114,26 @@ class AdamMemory:
 
     @classmethod
     def over(
-        cls, master: Tensor, states: Mapping[str, Tensor], params: Tensor | None, stamps: TileStamps | None = None
-    ) -> AdamMemory:
-        """``states``: by their names in torch, with or without "max_exp_avg_sq". ``params``: may be the master."""
-        return cls(
-            master=master,
-            exp_avg=states["exp_avg"],
-            exp_avg_sq=states["exp_avg_sq"],
-            max_exp_avg_sq=states.get("max_exp_avg_sq"),
-            params=None if params is master else params,
-            stamps=stamps,
-        )
-
-    @classmethod
-    def with_moments(
         cls,
         master: Tensor,
         moments: Mapping[str, Moment],
         params: Tensor | None,
-        stamps: TileStamps | None,
+        stamps: TileStamps | None = None,
         changed: Tensor | None = None,
     ) -> AdamMemory:
-        """As ``over``, with moments however they are kept."""
-        states = {kind: moment.tensors[0] for kind, moment in moments.items()}
-        mean, square = moments["exp_avg"], moments["exp_avg_sq"]
-        memory = replace(cls.over(master, states, params, stamps), changed=changed)
-        if isinstance(mean, CodedMoment) and isinstance(square, CodedMoment):
-            return replace(memory, scales=(mean.scales, square.scales))
-        return memory
+        """``moments``: by their names in torch, with or without "max_exp_avg_sq". ``params``: may be the master."""
+        kept = {kind: each.tensors[0] for kind, each in moments.items()}
+        scales = [each.scales for each in (moments["exp_avg"], moments["exp_avg_sq"]) if isinstance(each, CodedMoment)]
+        return cls(
+            master=master,
+            exp_avg=kept["exp_avg"],
+            exp_avg_sq=kept["exp_avg_sq"],
+            max_exp_avg_sq=kept.get("max_exp_avg_sq"),
+            params=None if params is master else params,
+            stamps=stamps,
+            scales=(scales[0], scales[1]) if scales else None,
+            changed=changed,
+        )
 
     @property
     def coded(self) -> tuple[CodedMoment, CodedMoment] | None:

@@ -25,7 +25,7 @@ via Block-wise Quantization" (2022; bitsandbytes); torchao's low-bit optimizers 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -65,59 +65,35 @@ def unpack(packed: Tensor, moments: str, start: int, stop: int, *, is_root: bool
     return values.square_() if is_root else values
 
 
-class Moment(Protocol):
-    """One state of a shard, an fp32 value for each element, however it is kept."""
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainMoment:
+    """A state of a shard in fp32."""
 
-    coded: ClassVar[bool]  # whether ``read`` decodes a copy
+    values: Tensor  # 1D
+    coded: ClassVar[bool] = False  # whether ``read`` decodes a copy
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The memory that it takes; the values or codes first."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of that memory."""
-        ...
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Elements start..stop as fp32, 1D: the memory itself or a decoded copy."""
-        ...
-
-    def write(self, start: int, stop: int, values: Tensor) -> None:
-        """Replace elements start..stop by ``values`` (1D fp32)."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlainMoment:
-    """A state in fp32."""
-
-    values: Tensor  # 1D fp32
-    coded: ClassVar[bool] = False
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """See ``Moment.tensors``."""
         return (self.values,)
 
     @property
     def nbytes(self) -> int:
-        """See ``Moment.nbytes``."""
+        """Bytes that it takes."""
         return self.values.nbytes
 
     def read(self, start: int, stop: int) -> Tensor:
-        """A view."""
+        """Elements start..stop as fp32, 1D: the memory itself or a decoded copy."""
         return self.values[start:stop]
 
     def write(self, start: int, stop: int, values: Tensor) -> None:
-        """See ``Moment.write``."""
+        """Replace elements start..stop by ``values`` (1D fp32)."""
         self.values[start:stop].copy_(values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedMoment:
-    """A moment in codes with a scale for each block."""
+    """A moment in codes with a scale for each block. Elements that are read or written begin a block."""
 
     codes: Tensor  # 1D, bfloat16 or uint8
     scales: Tensor  # 1D fp32, at least one for each BLOCK codes
@@ -126,38 +102,42 @@ class CodedMoment:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """See ``Moment.tensors``."""
+        """See ``PlainMoment.tensors``."""
         return self.codes, self.scales
 
     @property
     def nbytes(self) -> int:
-        """See ``Moment.nbytes``."""
+        """See ``PlainMoment.nbytes``."""
         return self.codes.nbytes + self.scales.nbytes
 
     def read(self, start: int, stop: int) -> Tensor:
-        """A decoded copy; ``start`` begins a block."""
-        end = start + -(-(stop - start) // BLOCK) * BLOCK
-        values = decode(self.codes[start:end], self.scales[start // BLOCK : end // BLOCK], is_root=self.is_root)
+        """See ``PlainMoment.read``."""
+        values = decode(*self._blocks(start, stop), is_root=self.is_root)
         return (values.square_() if self.is_root else values)[: stop - start]
 
     def copied(self, start: int, stop: int) -> CodedMoment:
         """A copy on the host of the blocks of elements start..stop, which begins with ``start``."""
-        end = start + -(-(stop - start) // BLOCK) * BLOCK
-        codes = self.codes[start:end].to("cpu", copy=True)
-        return CodedMoment(codes, self.scales[start // BLOCK : end // BLOCK].to("cpu", copy=True), self.is_root)
+        codes, scales = (each.to("cpu", copy=True) for each in self._blocks(start, stop))
+        return CodedMoment(codes, scales, self.is_root)
 
     def packed(self, start: int, stop: int) -> Tensor:
-        """Scales and codes of whole blocks from ``start`` on, 1D uint8, for ``unpack``; ``start`` begins a block."""
-        end = start + -(-(stop - start) // BLOCK) * BLOCK
-        scales, codes = self.scales[start // BLOCK : end // BLOCK], self.codes[start:end]
+        """Scales and codes of whole blocks from ``start`` on, 1D uint8, for ``unpack``."""
+        codes, scales = self._blocks(start, stop)
         return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)]).cpu()
 
     def write(self, start: int, stop: int, values: Tensor) -> None:
-        """Encode ``values``; ``start`` begins a block, and what is left of the last one becomes zero."""
-        end = start + -(-(stop - start) // BLOCK) * BLOCK
-        whole = torch.constant_pad_nd(values.float(), (0, end - stop))
-        codes, scales = self.codes[start:end], self.scales[start // BLOCK : end // BLOCK]
+        """See ``PlainMoment.write``. What is left of the last block becomes zero."""
+        codes, scales = self._blocks(start, stop)
+        whole = torch.constant_pad_nd(values.float(), (0, len(codes) - len(values)))
         encode(whole.sqrt() if self.is_root else whole, codes, scales, is_root=self.is_root)
+
+    def _blocks(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Codes and scales of the whole blocks that have elements start..stop."""
+        end = start + -(-(stop - start) // BLOCK) * BLOCK
+        return self.codes[start:end], self.scales[start // BLOCK : end // BLOCK]
+
+
+Moment = PlainMoment | CodedMoment  # a state of a shard, a value for each element, however it is kept
 
 
 def decode(codes: Tensor, scales: Tensor, *, is_root: bool) -> Tensor:

@@ -23,15 +23,13 @@ from torch import Tensor
 from rayzero.errors import UnsupportedError
 from rayzero.kernels.kernel import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.moments import BLOCK
+from rayzero.kernels.rank_sum import LEAF, Range
 from rayzero.kernels.stamps import STAMP, UNDO_BYTES
 from rayzero.protocol.messages import Clamp
 from rayzero.protocol.scattered import Gradient
 from rayzero.protocol.totals import KeptTotal
 
-Range = tuple[int, int]  # start, stop: elements of a shard
-
 ABI = 13  # version of the tables below: RZ_ABI in adam.c
-LEAF = 65536  # elements of a leaf of a sum of squares
 TILE = STAMP  # elements that a thread claims at once: few, so that all threads end together; a multiple of 64
 STRETCH = 1 << 24  # elements of one call into the library, after which progress is reported; a multiple of TILE
 # Elements below which waking a second thread (80-100 us on a virtual machine) costs more than it gains.
@@ -284,8 +282,7 @@ class NativeSquareSum(_Worker):
 
 
 class NativeAdder:
-    """Adds gradients of ranks, in C; the calling thread computes. A ``GradientAdder``. Bits are those of
-    ``RankSum``."""
+    """Adds gradients of ranks, in C; the calling thread computes. Bits are those of ``RankSum``."""
 
     def __init__(self, isa: str | None = None) -> None:
         """``isa``: see ``_Worker``. Raises as it does."""
@@ -293,7 +290,7 @@ class NativeAdder:
         self._library, self._isa = worker._library, worker._isa
 
     def sum_group(self, out: Tensor, parts: Sequence[Tensor]) -> None:
-        """See ``GradientAdder.sum_group``. Raises UnsupportedError for a tensor that is not contiguous on the host."""
+        """See ``RankSum.sum_group``. Raises UnsupportedError for a tensor that is not contiguous on the host."""
         count = out.numel()
         table = _gradient_table(parts, range(len(parts)), 0, count)
         self._library.sum(self._isa, table, len(table), 0, count, _address(out, "sum", count, torch.float32))
@@ -308,7 +305,7 @@ class NativeAdder:
         *,
         fresh: bool = False,
     ) -> None:
-        """See ``GradientAdder.add_round``. One call into the library; for scattered gradients one a range. Raises
+        """See ``RankSum.add_round``. One call into the library; for scattered gradients one a range. Raises
         UnsupportedError as ``sum_group`` does."""
         if len(ranges) > 1 and _are_scattered(gradients, ranks):
             for each in ranges:

@@ -1,8 +1,13 @@
 """Sums gradients across ranks in fp32: in rank order inside fixed groups of 8 consecutive ranks, then group by group.
+Sums squares of these sums, with bits that depend only on the gradients.
 
 [Note: groups of 8] Up to 8 ranks this is plain rank order. The rank's number decides its group, not which ranks are
 present. So the first ranks of a group can be added on their host, before they travel, without changing a bit: the
 owner goes on from that sum with the others. Later ranks of a group cannot, because fp32 addition is not associative.
+
+[Note: fixed leaves] A slice is cut, from its own start, into leaves of 65,536 elements and a leaf into rows of 256.
+Squares are fp64. A row is one reduction, a leaf one reduction of its rows, and leaves are added in order. The cuts do
+not depend on torch's threads, on tiles, on the number of owners, or on when gradients arrive.
 
 [Note: over the link] A copy between host and device that changes the dtype converts on the side that it comes from: 16
 bits from the host would cross as 32. So what crosses keeps its dtype, and the device converts it.
@@ -17,10 +22,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rayzero.protocol.messages import Clamp
 from rayzero.protocol.scattered import Gradient
 from rayzero.protocol.totals import KeptTotal
 
 GROUP = 8  # consecutive ranks
+ROW = 256  # elements
+LEAF = ROW * ROW  # elements
+_SQUARED = 8 * LEAF  # elements squared at once; any multiple of LEAF gives the same bits
+
+Range = tuple[int, int]  # start, stop: elements of a shard
 
 
 def summed_with(rank: int, here: Collection[int]) -> tuple[int, ...]:
@@ -31,32 +42,8 @@ def summed_with(rank: int, here: Collection[int]) -> tuple[int, ...]:
     return found if len(found) > 1 and rank in found else ()
 
 
-class GradientAdder(Protocol):
-    """Adds gradients of ranks. One instance per thread."""
-
-    def sum_group(self, out: Tensor, parts: Sequence[Tensor]) -> None:
-        """Sum at most ``GROUP`` ranks, in their order, into ``out``. ``parts``: 1D, of any float dtype, not empty.
-        ``out``: as many elements, fp32, memory of the caller."""
-        ...
-
-    def add_round(
-        self,
-        total: Tensor,
-        gradients: Sequence[Gradient],
-        ranks: Sequence[int],
-        ranges: Sequence[tuple[int, int]],
-        kept: KeptTotal | None = None,
-        *,
-        fresh: bool = False,
-    ) -> None:
-        """Sum ``gradients[r]`` (1D, the shard's elements) over ``ranks`` (ascending, not empty) in the ranges ``[start,
-        stop)``, and add that to ``total`` (1D fp32 on the host, the shard's elements). ``fresh``: nothing is there yet.
-        ``kept``: takes what the total is before it changes; ranges then ascend, also from call to call."""
-        ...
-
-
 class RankSum:
-    """Sums tiles of several ranks' gradients in its own scratch memory: a ``GradientAdder``. One per thread."""
+    """Sums tiles of several ranks' gradients in its own scratch memory. One per thread."""
 
     def __init__(self, tile: int, device: torch.device | None = None) -> None:
         """``tile``: the most elements that one call may sum. ``device``: where it sums; None is the host."""
@@ -84,7 +71,8 @@ class RankSum:
         return total
 
     def sum_group(self, out: Tensor, parts: Sequence[Tensor]) -> None:
-        """See ``GradientAdder.sum_group``."""
+        """Sum at most ``GROUP`` ranks, in their order, into ``out``. ``parts``: 1D, of any float dtype, not empty.
+        ``out``: as many elements, fp32, memory of the caller."""
         for start in range(0, out.numel(), self._wide.numel()):
             stop = min(start + self._wide.numel(), out.numel())
             self._sum_group(out[start:stop], [part[start:stop] for part in parts])
@@ -99,7 +87,9 @@ class RankSum:
         *,
         fresh: bool = False,
     ) -> None:
-        """See ``GradientAdder.add_round``."""
+        """Sum ``gradients[r]`` (1D, the shard's elements) over ``ranks`` (ascending, not empty) in the ranges ``[start,
+        stop)``, and add that to ``total`` (1D fp32 on the host, the shard's elements). ``fresh``: nothing is there yet.
+        ``kept``: takes what the total is before it changes; ranges then ascend, also from call to call."""
         for start, stop in ranges:
             for at in range(start, stop, self._total.numel()):
                 end = min(at + self._total.numel(), stop)
@@ -134,3 +124,86 @@ class RankSum:
 
     def _is_here(self, part: Tensor) -> bool:
         return part.device == self._total.device
+
+
+class Squares(Protocol):
+    """Sums squares. One instance belongs to one thread."""
+
+    def parts(
+        self,
+        gradients: Sequence[Gradient],
+        ranks: Sequence[int],
+        ranges: Sequence[Range],
+        clamp: Clamp | None = None,
+        *,
+        alone: bool = False,
+        sums: Tensor | None = None,
+    ) -> list[float]:
+        """For each ``[start, stop)`` of ``ranges``: add ``gradients[r]`` (1D, the shard's elements) over ``ranks`` (not
+        empty), apply ``clamp`` as the update does if it is given, and sum the squares in fp64. Without a clamp the
+        result is inf or NaN if a summed gradient is. ``alone``: nobody waits for it, so it should take little
+        processor time rather than end soon; the bits are the same. ``sums``: where the sums over ranks, before the
+        clamp, are written in the same pass: 1D fp32, the shard's elements; may be one of several gradients itself."""
+        ...
+
+
+class SquareSum:
+    """Sums squares of gradients added over ranks, in its own scratch memory: one instance per thread."""
+
+    def __init__(self, tile: int = _SQUARED) -> None:
+        """``tile``: elements per pass, a multiple of ``LEAF``."""
+        assert tile % LEAF == 0, tile
+        self._tile = tile
+        self._ranks = RankSum(tile)
+        self._squares = torch.zeros(tile, dtype=torch.float64, device="cpu")
+        self._rows = torch.zeros(tile // ROW, dtype=torch.float64, device="cpu")
+        self._leaves = torch.zeros(tile // LEAF, dtype=torch.float64, device="cpu")
+
+    @torch.no_grad()
+    def parts(
+        self,
+        gradients: Sequence[Gradient],
+        ranks: Sequence[int],
+        ranges: Sequence[Range],
+        clamp: Clamp | None = None,
+        *,
+        alone: bool = False,
+        sums: Tensor | None = None,
+    ) -> list[float]:
+        """See ``Squares.parts``. ``alone`` makes no difference here: torch has one number of threads for all calls."""
+        return [self._part(gradients, ranks, start, stop, clamp, sums) for start, stop in ranges]
+
+    def _part(
+        self,
+        gradients: Sequence[Gradient],
+        ranks: Sequence[int],
+        start: int,
+        stop: int,
+        clamp: Clamp | None,
+        sums: Tensor | None,
+    ) -> float:
+        total = 0.0
+        for at in range(start, stop, self._tile):
+            end = min(at + self._tile, stop)
+            values = self._ranks.sum(gradients, ranks, at, end)
+            if sums is not None:
+                sums[at:end].copy_(values)
+            for leaf in self._leaf_sums(values if clamp is None else _clamped(values, clamp)):
+                total += leaf
+        return total
+
+    def _leaf_sums(self, values: Tensor) -> list[float]:
+        count = values.numel()
+        rows, leaves = -(-count // ROW), -(-count // LEAF)
+        self._squares[:count].copy_(values)
+        self._squares[count : rows * ROW].zero_()
+        squares = self._squares[: rows * ROW]
+        torch.mul(squares, squares, out=squares)
+        torch.sum(squares.view(rows, ROW), dim=1, out=self._rows[:rows])
+        self._rows[rows : leaves * ROW].zero_()
+        torch.sum(self._rows[: leaves * ROW].view(leaves, ROW), dim=1, out=self._leaves[:leaves])
+        return [float(leaf) for leaf in self._leaves[:leaves].tolist()]
+
+
+def _clamped(values: Tensor, clamp: Clamp) -> Tensor:
+    return values.mul(clamp.scale).clamp_(-clamp.limit, clamp.limit)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -33,15 +34,6 @@ DEVICE_TILE = 1 << 21  # on a device: up to 44 MiB of scratch, and copies over t
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
-    """What one thread takes at once: the tiles of all segments between two bounds of stamps."""
-
-    begin: int
-    end: int
-    tiles: list[Tile]
-
-
-@dataclass(frozen=True, slots=True)
 class _Update:
     """One call: what every thread needs to know, and the windows that no thread has taken yet. They come from a list's
     iterator, which gives each to one thread only."""
@@ -50,7 +42,7 @@ class _Update:
     gradients: Sequence[Gradient]
     scale: float
     limit: float
-    windows: Iterator[_Window]
+    windows: Iterator[tuple[int, int, list[Tile]]]  # what a thread takes at once: two bounds of stamps, and the tiles
     on_tile: Callable[[], None]
 
 
@@ -84,9 +76,14 @@ class TorchKernel:
     ) -> None:
         """See ``Kernel.update``. The thread that finished a tile calls ``on_tile``, one thread at a time."""
         windows = list(self._windows(segments, memory.master.numel(), memory.stamps))
-        progress = _TileCount(sum(len(window.tiles) for window in windows), on_tile)
         threads = min(self._threads or torch.get_num_threads(), len(windows))
-        update = _Update(memory, gradients, scale, limit, iter(windows), progress.count)
+        done, total, counting = count(1), sum(len(tiles) for *_, tiles in windows), threading.Lock()
+
+        def finished() -> None:
+            with counting:
+                on_tile(next(done), total)
+
+        update = _Update(memory, gradients, scale, limit, iter(windows), finished)
         if threads <= 1:
             with self._stream.used():
                 self._hands[0].work(update)
@@ -102,13 +99,15 @@ class TorchKernel:
         for work in working:
             work.result()
 
-    def _windows(self, segments: Sequence[Segment], numel: int, stamps: TileStamps | None) -> Iterator[_Window]:
+    def _windows(
+        self, segments: Sequence[Segment], numel: int, stamps: TileStamps | None
+    ) -> Iterator[tuple[int, int, list[Tile]]]:
         size = -(-self._tile // STAMP) * STAMP
         for begin in range(0, numel, size):
             end = min(begin + size, numel)
             tiles = [tile for segment in segments for tile in self._tiles(segment, begin, end)]
             if tiles and not (stamps is not None and stamps.are_whole(begin, end)):
-                yield _Window(begin, end, tiles)
+                yield begin, end, tiles
 
     def _tiles(self, segment: Segment, begin: int, end: int) -> Iterator[Tile]:
         first, last = max(begin, segment.offset), min(end, segment.offset + segment.length)
@@ -145,19 +144,6 @@ def fused_adam(
     )
 
 
-class _TileCount:
-    """Counts the finished tiles of one call. Thread-safe."""
-
-    def __init__(self, total: int, tell: Callable[[int, int], None]) -> None:
-        self._done, self._total, self._tell = 0, total, tell
-        self._lock = threading.Lock()
-
-    def count(self) -> None:
-        with self._lock:
-            self._done += 1
-            self._tell(self._done, self._total)
-
-
 class _Hand:
     """One thread's scratch memory, and the work that it does there."""
 
@@ -171,10 +157,10 @@ class _Hand:
     @torch.no_grad()
     def work(self, update: _Update) -> None:
         """Take windows and update their tiles until none are left."""
-        for window in update.windows:
-            stamps = update.memory.stamps
-            with stamps.writing(window.begin, window.end) if stamps is not None else nullcontext():
-                for tile in window.tiles:
+        stamps = update.memory.stamps
+        for begin, end, tiles in update.windows:
+            with stamps.writing(begin, end) if stamps is not None else nullcontext():
+                for tile in tiles:
                     self._update_tile(update, *tile)
                     update.on_tile()
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Annotated, Any
 
 import torch
@@ -175,14 +175,6 @@ class SlotSlice:
         return self.stop - self.start
 
 
-def cut_shards(unit: UnitLayout, ends: Sequence[int], first_index: int) -> tuple[Shard, ...]:
-    """Cut a unit's flat vector into shards that end at ``ends``."""
-    return tuple(
-        Shard(index=first_index + i, unit=unit.index, start=start, stop=stop)
-        for i, (start, stop) in enumerate(pairwise((0, *ends)))
-    )
-
-
 def whole_ends(unit: UnitLayout, shard_numel: int) -> list[int]:
     """Where shards of whole parameters end: each has as many as fit into ``shard_numel`` elements, or one."""
     ends, start = list[int](), 0
@@ -224,18 +216,15 @@ class ModelLayout:
     def shards_by_unit(self) -> tuple[tuple[Shard, ...], ...]:
         """For each unit, its shards in order."""
         grid: list[tuple[Shard, ...]] = []
-        index = 0
+        index = count()
         for unit in self.units:
-            shards = cut_shards(unit, self.ends(unit), index)
-            index += len(shards)
-            grid.append(shards)
+            if self.whole_parameters and unit.trainable:
+                ends = whole_ends(unit, self.shard_numel)
+            else:
+                ends = [*range(self.shard_numel, unit.numel, self.shard_numel), *([unit.numel] if unit.numel else [])]
+            cuts = pairwise((0, *ends))
+            grid.append(tuple(Shard(index=next(index), unit=unit.index, start=at, stop=stop) for at, stop in cuts))
         return tuple(grid)
-
-    def ends(self, unit: UnitLayout) -> Sequence[int]:
-        """Where the shards of a unit end."""
-        if self.whole_parameters and unit.trainable:
-            return whole_ends(unit, self.shard_numel)
-        return [*range(self.shard_numel, unit.numel, self.shard_numel), *([unit.numel] if unit.numel else [])]
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -359,8 +348,8 @@ def layer_groups(units: Sequence[UnitLayout], most: int) -> tuple[str, ...]:
     """The label of each unit's group. Up to ``most`` units are groups by themselves; more are grouped with their
     neighbours in forward order, as evenly as possible, with labels such as ``"blocks.0..blocks.3"``."""
     names = [unit.name for unit in units]
-    count = min(most, len(names))
-    bounds = [len(names) * group // count for group in range(count + 1)] if names else []
+    num = min(most, len(names))
+    bounds = [len(names) * group // num for group in range(num + 1)] if names else []
     found: list[str] = []
     for start, stop in pairwise(bounds):
         label = names[start] if stop == start + 1 else f"{names[start]}..{names[stop - 1]}"

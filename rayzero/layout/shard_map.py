@@ -181,7 +181,7 @@ def shard_map_for(
     A shard's bytes are those that its owner keeps for it under Adam (``resident_bytes``). The last
     ``num_device_owners`` owners share ``device_shards``, the ``num_doors`` owners before them get nothing, and the
     other owners share the rest, by ``policy``. ``work``: what an update of each shard costs, which "balanced" balances
-    in place of bytes (layout/update_work.py). Raises ConfigError for an unknown policy, and if there is no other
+    in place of bytes (protocol/products.py). Raises ConfigError for an unknown policy, and if there is no other
     owner."""
     sizes = [shard.numel * resident_bytes(layout.units[shard.unit]) for shard in layout.shards]
     units = [shard.unit for shard in layout.shards]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 
 from rayzero.codecs.record import kept_bytes
 from rayzero.errors import MemoryPlanError
-from rayzero.layout.model_layout import ModelLayout, Shard
+from rayzero.layout.model_layout import ModelLayout, Shard, UnitLayout
 from rayzero.layout.shard_map import ShardMap
 from rayzero.memory.process_memory import HostLimits, host_limits, ray_memory_threshold
 from rayzero.protocol.gradient_sum import adds_up, gradient_dtype, has_totals, pool_bytes
@@ -98,11 +99,12 @@ def plan_owner(
     layer group (owner/updates.py). copies: ``ZeroConfig.checkpoint_copies``, of which no more is planned than masters
     and states take. products: shards whose matrices ranks multiply."""
     params = master = frozen = gradients = largest = of_class = changes = served = longest = 0
-    on_device = shard_map.on_device(owner)
+    on_device, mine = shard_map.on_device(owner), list[tuple[Shard, UnitLayout]]()
     for index in shard_map.shards_of(owner):
         shard = layout.shards[index]
         unit = layout.units[shard.unit]
         published, trained = kept_bytes(unit, shard), shard.numel * unit.trainable
+        mine += [(shard, unit)] if unit.trainable else []
         params += 0 if unit.trainable and unit.dtype is torch.float32 and not on_device else published
         master += trained * FP32
         frozen += shard.numel * FP32 if unit.frozen_master else 0
@@ -126,7 +128,7 @@ def plan_owner(
         master=frozen + (0 if on_device else master),
         moments=0 if on_device else states,
         gradients=gradients,
-        staging=0 if own_gradients or totals else staging_bytes(layout, shard_map, owner, accumulation_steps),
+        staging=0 if own_gradients or totals else math.prod(staging_entries(mine, adds=accumulation_steps > 1)),
         undo=undo_bytes(layout, shard_map, owner, state_bytes) if callable(state_bytes) else 0,
         norms=largest * FP32 if measures_norms else 0,
         products=product_bytes(layout, set(products) & set(shard_map.shards_of(owner)), world_size),
@@ -153,18 +155,15 @@ def undo_bytes(layout: ModelLayout, shard_map: ShardMap, owner: int, state_bytes
     return max((FP32 * shard.numel + state_bytes(shard) for shard in trained), default=0)
 
 
-def staging_bytes(layout: ModelLayout, shard_map: ShardMap, owner: int, accumulation_steps: int) -> int:
-    """The bytes in which a single rank's pushes wait with ``owner`` until they are added to earlier ones.
-
-    With accumulation, there is room for the shards of two largest units. Without it, there is room for two shards if
-    there are fp32 units, whose memory can add a push that was not planned, and none if all units are 16-bit."""
-    trained = [layout.shards[i] for i in shard_map.shards_of(owner) if layout.units[layout.shards[i].unit].trainable]
-    dtypes = {layout.units[shard.unit].dtype for shard in trained}
-    if accumulation_steps == 1 and torch.float32 not in dtypes:
-        return 0
-    largest_unit = max(Counter(shard.unit for shard in trained).values(), default=0)
-    entries = 2 * largest_unit if accumulation_steps > 1 else 2
-    return entries * max((s.numel * layout.units[s.unit].dtype.itemsize for s in trained), default=0)
+def staging_entries(trained: Sequence[tuple[Shard, UnitLayout]], *, adds: bool) -> tuple[int, int]:
+    """(how many pushes of a single rank wait with an owner until they are added to earlier ones, the bytes of one).
+    ``trained``: the owner's shards. ``adds``: there is room for those of two of the largest units; else for two
+    shards if there are fp32 units, whose memory can add a push that was not planned, and none if all are 16-bit."""
+    if not trained or not (adds or any(unit.dtype is torch.float32 for _, unit in trained)):
+        return 0, 0
+    largest_unit = max(Counter(unit.index for _, unit in trained).values())
+    entries = 2 * largest_unit if adds else 2
+    return entries, max(shard.numel * unit.dtype.itemsize for shard, unit in trained)
 
 
 def check_plan(plan: OwnerPlan, limits: HostLimits, budget: int | None, *, taken: int = 0) -> None:

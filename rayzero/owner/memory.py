@@ -1,4 +1,4 @@
-"""Allocates an owner's tensors: private memory, or a device's."""
+"""Allocates an owner's tensors: memory of the host, or a device's."""
 
 from __future__ import annotations
 
@@ -60,60 +60,60 @@ class LeftOnDevice:
     shards: Mapping[int, FormerShard]
 
 
-class HostMemory(Protocol):
-    """Zeroed host memory for one owner's tensors, each 1D. It lives as long as they do, or until ``close``."""
+class HostMemory:
+    """Zeroed host memory for one owner's tensors, each 1D. It lives as long as they do, or until ``close``.
 
-    tier: str  # tier of published parameters, "shm" or "ram": see ``names.MEMORY_BYTES``
-    state_tier: str  # of masters and moments
-    apart: bool  # True: masters of fp32 units are separate state, not the published memory
+    This is memory of the process alone; memory that outlives it overrides what it does otherwise."""
+
+    tier = "ram"  # "shm" or "ram": see ``names.MEMORY_BYTES``
+    apart = False  # True: masters of fp32 units are separate state, not the published memory
 
     def params(self, groups: Sequence[Sizes], dtype: torch.dtype) -> dict[int, Tensor]:
         """Memory for published parameters. ``groups``: shards that are neighbours in a unit and so lie side by side
         here."""
-        ...
+        return carve(tuple(chain.from_iterable(groups)), dtype)
 
     def state(self, sizes: Sizes, dtype: torch.dtype) -> dict[int, Tensor]:
         """Memory for masters and moments, which only the owner reads."""
-        ...
+        return carve(sizes, dtype)
 
     def totals(self, sizes: Sizes) -> dict[int, Tensor]:
         """Memory for totals, fp32. It is on the host wherever states are: it is filled from there."""
-        ...
+        return self.state(sizes, torch.float32)
 
-    def total_line(self, shard: int) -> TotalLine | None:
-        """Where a shard's total is noted; None: this memory ends with the process."""
-        ...
+    def total_line(self, shard: int) -> TotalLine:
+        """Where a shard's total is noted."""
+        return TotalLine()
 
     def journal(self, shard: int) -> ShardJournal | None:
         """The journal of a trained shard; None: this memory ends with the process."""
-        ...
+        return None
 
     def room(self, shard: int) -> ShardRoom | None:
         """The room of a coded shard's record; None: pages that are not written take no memory anyway."""
-        ...
+        return None
 
     def former(self, shard: int) -> FormerShard | None:
         """What a former life of this owner has left of a shard in this memory; None: no values. Ask after
         ``journal``."""
-        ...
+        return None
 
     def first_version(self, version: int) -> int:
         """The version that the run began with: ``version``, which is noted for a successor, or what a former life of
         this owner has noted."""
-        ...
+        return version
 
     def former_ranks(self, step: int) -> Mapping[int, FormerRank]:
         """What ranks that are dead have pushed of ``step``, by rank, where a former life of this owner read it."""
-        ...
+        return {}
 
     def close(self) -> None:
         """Release the memory. Idempotent."""
-        ...
 
     def leave(self) -> None:
         """Let other owners, or this process in the next epoch, take the memory over. Raises StateLostError where they
         cannot."""
-        ...
+        raise StateLostError("the states of an owner without shared memory end with it")
 
 
 class MemoryMaker(Protocol):
@@ -126,64 +126,8 @@ class MemoryMaker(Protocol):
         ...
 
 
-class PrivateMemory:
-    """Memory of this process alone."""
-
-    tier = state_tier = "ram"
-    apart = False
-
-    def params(self, groups: Sequence[Sizes], dtype: torch.dtype) -> dict[int, Tensor]:
-        """See ``HostMemory.params``."""
-        return carve(tuple(chain.from_iterable(groups)), dtype)
-
-    def state(self, sizes: Sizes, dtype: torch.dtype) -> dict[int, Tensor]:
-        """See ``HostMemory.state``."""
-        return carve(sizes, dtype)
-
-    def totals(self, sizes: Sizes) -> dict[int, Tensor]:
-        """See ``HostMemory.totals``."""
-        return carve(sizes, torch.float32)
-
-    def total_line(self, shard: int) -> None:
-        """See ``HostMemory.total_line``."""
-
-    def journal(self, shard: int) -> None:
-        """See ``HostMemory.journal``."""
-
-    def room(self, shard: int) -> None:
-        """See ``HostMemory.room``."""
-
-    def former(self, shard: int) -> None:
-        """See ``HostMemory.former``."""
-
-    def first_version(self, version: int) -> int:
-        """See ``HostMemory.first_version``."""
-        return version
-
-    def former_ranks(self, step: int) -> Mapping[int, FormerRank]:
-        """See ``HostMemory.former_ranks``."""
-        return {}
-
-    def close(self) -> None:
-        """Nothing to do: it is freed with its tensors."""
-
-    def leave(self) -> None:
-        """See ``HostMemory.leave``: nobody else can."""
-        raise StateLostError("the states of an owner without shared memory end with it")
-
-
-class PrivateMemoryMaker:
-    """Makes memory of this process alone."""
-
-    takes_over = False
-
-    def make_memory(self, spec: ModelSpec, kernel: str, plan: OwnerPlan) -> PrivateMemory:
-        """See ``MemoryMaker.make_memory``."""
-        return PrivateMemory()
-
-
-class DeviceMemory:
-    """Masters and moments in a device's memory; published parameters stay on the host, where ranks read them.
+class DeviceStates:
+    """Masters and moments in a device's memory; published parameters and totals stay on the host.
 
     Its shards have no journal, because their states end with the process. From one epoch to the next, the process
     itself keeps them."""
@@ -194,11 +138,7 @@ class DeviceMemory:
         """``left``: of the last epoch; None: it is the first one."""
         self._host, self._device, self._left = host, device, left
         self.tensors: list[Mapping[int, Tensor]] = []
-        self.tier, self.state_tier = host.tier, "gpu" if device.type == "cuda" else "ram"
-
-    def params(self, groups: Sequence[Sizes], dtype: torch.dtype) -> dict[int, Tensor]:
-        """See ``HostMemory.params``."""
-        return self._host.params(groups, dtype)
+        self.tier = "gpu" if device.type == "cuda" else "ram"
 
     def state(self, sizes: Sizes, dtype: torch.dtype) -> dict[int, Tensor]:
         """See ``HostMemory.state``. Raises StoreError if other states were left."""
@@ -211,20 +151,8 @@ class DeviceMemory:
         self.tensors.append(found)
         return dict(found)
 
-    def totals(self, sizes: Sizes) -> dict[int, Tensor]:
-        """See ``HostMemory.totals``."""
-        return self._host.totals(sizes)
-
-    def total_line(self, shard: int) -> TotalLine | None:
-        """See ``HostMemory.total_line``."""
-        return self._host.total_line(shard)
-
     def journal(self, shard: int) -> None:
         """See ``HostMemory.journal``."""
-
-    def room(self, shard: int) -> ShardRoom | None:
-        """See ``HostMemory.room``."""
-        return self._host.room(shard)
 
     def former(self, shard: int) -> FormerShard | None:
         """See ``HostMemory.former``. Raises StateLostError if its masters and states are gone."""
@@ -236,22 +164,6 @@ class DeviceMemory:
                 "resume from a checkpoint"
             )
         return None
-
-    def first_version(self, version: int) -> int:
-        """See ``HostMemory.first_version``."""
-        return self._host.first_version(version)
-
-    def former_ranks(self, step: int) -> Mapping[int, FormerRank]:
-        """See ``HostMemory.former_ranks``."""
-        return self._host.former_ranks(step)
-
-    def close(self) -> None:
-        """See ``HostMemory.close``; the device's memory is freed with its tensors."""
-        self._host.close()
-
-    def leave(self) -> None:
-        """See ``HostMemory.leave``. What is on the device is for this process alone (``LeftOnDevice``)."""
-        self._host.leave()
 
 
 def carve(sizes: Sizes, dtype: torch.dtype, *, device: torch.device | None = None) -> dict[int, Tensor]:

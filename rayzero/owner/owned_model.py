@@ -8,24 +8,35 @@ from dataclasses import dataclass, fields
 import torch
 
 from rayzero.errors import HandshakeError
-from rayzero.kernels import ADAMS, check_moments
+from rayzero.kernels import ADAMS, check_moments, choose_squares
 from rayzero.kernels.moments import moment_bytes
+from rayzero.kernels.rank_sum import Squares
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import ShardMap
 from rayzero.memory.planner import OwnerPlan, check_budget, check_device, check_plan, plan_owner
 from rayzero.memory.process_memory import host_limits
 from rayzero.owner.checkpoint import restore_checkpoint
-from rayzero.owner.gradients.squares import Squares, choose_squares
-from rayzero.owner.memory import DeviceMemory, HostMemory, LeftOnDevice, MemoryMaker
+from rayzero.owner.memory import DeviceStates, HostMemory, LeftOnDevice, MemoryMaker
 from rayzero.owner.rules import AdamRule, ClassRule, UpdateRule
 from rayzero.owner.shard import OwnedShard, allocate
-from rayzero.owner.terms import OwnerTerms
 from rayzero.protocol.gradient_sum import has_totals
 from rayzero.protocol.hyper import resolve_optimizer
 from rayzero.protocol.messages import FormerShard, Hyper, ModelSpec, canonical_json
 from rayzero.protocol.ownership import Ownership, owner_map
-from rayzero.protocol.products import ProductPlan
+from rayzero.protocol.products import multiplying_ranks
 from rayzero.quantities import count
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerTerms:
+    """What one owner may use, and what it measures: the same for all prepared models of its process."""
+
+    threads: int = 1  # torch threads that compute updates
+    memory_budget: int | None = None  # bytes that the plans of its models may need; None: the host's free memory
+    norms_every: int | None = None  # steps between measurements of norms by layer group; None: never
+    device: torch.device = CPU  # where masters and states lie if it is one of the owners beside ranks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -39,6 +50,7 @@ class OwnedModel:
     shards: Mapping[int, OwnedShard]  # by shard index, ascending
     plan: OwnerPlan
     memory: HostMemory
+    device: DeviceStates | None  # where masters and states lie; None: in ``memory``
     version: int  # the version that the shards start at: 0, the checkpoint's step, or what a former life has left
     first_version: int  # the version that the run began with
     former: Mapping[int, FormerShard]  # by shard index: what a former life has left; empty: there was none
@@ -57,7 +69,7 @@ def build_model(
     owner: int,
     num_owners: int,
     terms: OwnerTerms,
-    maker: MemoryMaker,
+    maker: MemoryMaker | None,
     *,
     ownership: Ownership | None = None,
     memory_taken: int = 0,
@@ -67,8 +79,8 @@ def build_model(
     """Plan, check and allocate; take over what a former life of the owner has left, or restore from a checkpoint if the
     spec names one.
 
-    ``maker``: allocates host memory. ``ownership``, ``memory_taken``, ``left``: see ``ShardService``.
-    ``own_gradients``: see ``plan_owner``.
+    ``maker``: allocates host memory; None: memory of this process. ``ownership``, ``memory_taken``, ``left``: see
+    ``ShardService``. ``own_gradients``: see ``plan_owner``.
 
     Raises MemoryPlanError before anything is allocated, UnsupportedError for an optimizer that cannot run on
     shards, CheckpointError for a checkpoint of another model."""
@@ -76,14 +88,14 @@ def build_model(
     on_device, measures_norms = shard_map.on_device(owner), terms.norms_every is not None
     rule = choose_rule(spec, terms.device if on_device else None)
     plan = _plan(spec, shard_map, owner, rule, own_gradients=own_gradients, measures_norms=measures_norms)
-    if not maker.takes_over:
+    if maker is None or not maker.takes_over:
         check_plan(plan, host_limits(), terms.memory_budget, taken=memory_taken)
     elif terms.memory_budget is not None:  # what it takes over is part of what its host has in use
         check_budget(plan, terms.memory_budget, taken=memory_taken)
     if left is None:
         check_device(plan, terms.device)
-    memory = maker.make_memory(spec, rule.kernel, plan)
-    memory = DeviceMemory(memory, terms.device, left) if on_device else memory
+    memory = HostMemory() if maker is None else maker.make_memory(spec, rule.kernel, plan)
+    device = DeviceStates(memory, terms.device, left) if on_device else None
     shards = allocate(
         spec.layout,
         shard_map.shards_of(owner),
@@ -91,10 +103,11 @@ def build_model(
         rule.state_kinds,
         memory,
         spec.moments,
+        device=device,
         room=rule.room,
         totals=has_totals(spec.world_size),
     )
-    former = {index: found for index in shards if (found := memory.former(index)) is not None}
+    former = {index: found for index in shards if (found := (device or memory).former(index)) is not None}
     version = 0
     if former:
         for index, found in former.items():
@@ -110,6 +123,7 @@ def build_model(
         shards=shards,
         plan=plan,
         memory=memory,
+        device=device,
         version=version,
         first_version=memory.first_version(version),
         former=former,
@@ -135,7 +149,7 @@ def _plan(
         own_gradients=own_gradients,
         measures_norms=measures_norms,
         copies=spec.checkpoint_copies,
-        products=ProductPlan.of(spec).rank_of,
+        products=multiplying_ranks(spec),
     )
 
 

@@ -3,38 +3,24 @@ parameters if it is element-wise, else on whole parameters in their shapes (``Mo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from rayzero.checkpoint.files.tensor_file import DeferredTensor
-from rayzero.errors import StoreError, UnsupportedError
+from rayzero.errors import StoreError
 from rayzero.kernels import AdamMemory, AdamOptions, adam_states, choose_kernel, segments_of
 from rayzero.kernels.moments import CODED, CodedMoment, packed_bytes
 from rayzero.kernels.rank_sum import RankSum
-from rayzero.kernels.torch_classes.newton_schulz import fed
-from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, by_group, set_options, step_alone
-from rayzero.kernels.torch_classes.optimizer_states import (
-    fill_leaf,
-    flat_states,
-    in_pieces,
-    is_scalar,
-    kinds_of,
-    leaves,
-    scalar_like,
-    with_leaves,
-)
+from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker
+from rayzero.kernels.torch_classes.optimizer_states import in_pieces, is_scalar, leaves
 from rayzero.kernels.torch_classes.optimizer_trial import require_owned
-from rayzero.kernels.torch_classes.optimizers import maker_of_group
 from rayzero.kernels.torch_kernel import DEVICE_TILE, TILE, TorchKernel
 from rayzero.layout.model_layout import Shard, aligned
-from rayzero.owner.classes.class_states import ShardStates, StateRoom
+from rayzero.owner.classes.class_states import ShardOptimizer, StateRoom
 from rayzero.owner.shard import OwnedShard, ShardWork
 from rayzero.protocol.hyper import require_numbers
 from rayzero.protocol.messages import STEP, Hyper, ModelSpec, group_and_like, group_number
@@ -44,59 +30,51 @@ OnTile = Callable[[int, int], None]
 _ADAM_NUMBERS: Hyper = {"lr": 0.0, "betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}
 
 
-class UpdateRule(Protocol):
+class UpdateRule:
     """A run's optimizer, applied to one shard at a time. Only the updater thread uses it."""
 
     kernel: str  # name of the kernel, for handshakes and reports
-    packs: str  # how moments are kept, if checkpoints get them so (``ModelSpec.checkpoint_moments``); "": as fp32
-    state_kinds: tuple[str, ...]  # fp32 states with a value for each element
-    notes: bool  # whether an update fills ``OwnedShard.changed``
-
-    @property
-    def room(self) -> Callable[[Shard], int] | None:
-        """Bytes of other states that a trained shard has; None: there are none."""
-        ...
+    packs = ""  # how moments are kept, if checkpoints get them so (``ModelSpec.checkpoint_moments``); "": as fp32
+    state_kinds: tuple[str, ...] = ()  # fp32 states with a value for each element
+    notes = False  # whether an update fills ``OwnedShard.changed``
+    room: Callable[[Shard], int] | None = None  # bytes of other states that a trained shard has; None: there are none
 
     def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
         """Update master, states and published parameters; slices without contributors stay as they are."""
-        ...
+        raise NotImplementedError
 
     def states(self, owned: OwnedShard) -> dict[str, Tensor]:
         """Kind -> 1D fp32, the shard's elements; copies of the states outside planned memory."""
-        ...
+        raise NotImplementedError
 
     def slice_states(self, owned: OwnedShard, index: int) -> Mapping[str, Tensor | DeferredTensor]:
         """Kind -> 1D fp32 state of slice ``index``, for a checkpoint."""
-        ...
+        raise NotImplementedError
 
     def own_shapes(self, owned: OwnedShard, index: int) -> Mapping[str, tuple[int, ...]]:
         """Those of these states that have another shape than the parameter, whatever it is that they have."""
-        ...
+        return {}
 
     def adopt(self, owned: OwnedShard, index: int, kinds: Collection[str]) -> None:
         """A checkpoint has states of these kinds for a slice, which may be in no group yet. ``own_shapes`` and
         ``restore`` follow; ``owned.steps`` is already restored."""
-        ...
 
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
         """The inverse of ``slice_states``; ``owned.steps`` is already restored."""
-        ...
+        raise NotImplementedError
 
     def write(self, owned: OwnedShard, kind: str, values: Tensor) -> None:
         """Replace one state of a shard (``values``: 1D fp32, the shard's elements). STEP is written first and is then
         already in ``owned.steps``, because a parameter without updates has no state. Raises StoreError for an unknown
         kind."""
-        ...
+        raise NotImplementedError
 
     def regroup(self, owned: OwnedShard) -> None:
         """``owned.groups`` has changed; states stay."""
-        ...
 
 
-class AdamRule:
+class AdamRule(UpdateRule):
     """Adam or AdamW by a tile kernel."""
-
-    room = None
 
     def __init__(self, spec: ModelSpec, *, decoupled: bool, device: torch.device | None = None) -> None:
         """``decoupled``: AdamW's weight decay. ``device``: where masters and moments lie; None: the host.
@@ -109,7 +87,7 @@ class AdamRule:
         self._decoupled = decoupled
         self._parsed: tuple[tuple[Hyper, ...], list[AdamOptions]] = ((), [])  # of the last decision
         self.kernel, self.notes = host.name, self._kernel.notes
-        self.packs: str = spec.moments if spec.checkpoint_moments == "kept" and spec.moments in CODED else ""
+        self.packs = spec.moments if spec.checkpoint_moments == "kept" and spec.moments in CODED else ""
         self.state_kinds = adam_states(amsgrad=any(options.amsgrad for options in self._options(spec.hyper)))
 
     def _options(self, hyper: tuple[Hyper, ...]) -> list[AdamOptions]:
@@ -122,9 +100,8 @@ class AdamRule:
     def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
         """See ``UpdateRule.update``: one kernel call a shard."""
         assert owned.master is not None
-        memory = AdamMemory.with_moments(
-            owned.master, owned.states, owned.params, owned.stamps(work.version), owned.changed
-        )
+        stamps = owned.stamps(work.version)
+        memory = AdamMemory.over(owned.master, owned.states, owned.params, stamps, owned.changed)
         steps = (step + 1 for step in owned.steps)
         parts = zip(owned.slices, work.contributors, owned.groups, steps, strict=True)
         segments = segments_of(
@@ -148,10 +125,6 @@ class AdamRule:
             for kind, state in owned.states.items()
         }
 
-    def own_shapes(self, owned: OwnedShard, index: int) -> dict[str, tuple[int, ...]]:
-        """None."""
-        return {}
-
     def _deferred(self, state: CodedMoment, start: int, stop: int, *, copied: bool = False) -> DeferredTensor:
         """Elements start..stop of a moment in codes as a checkpoint gets them. ``copied``: nobody overwrites them."""
         numel = stop - start
@@ -162,9 +135,6 @@ class AdamRule:
             keep=None if copied else lambda: self._deferred(state.copied(start, stop), 0, numel, copied=True),
             kept_bytes=packed_bytes(_name_of(state), numel),
         )
-
-    def adopt(self, owned: OwnedShard, index: int, kinds: Collection[str]) -> None:
-        """Nothing to do: every slice has the same moments."""
 
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
         """Copy the moments back."""
@@ -181,36 +151,31 @@ class AdamRule:
         for part in owned.slices:
             owned.states[kind].write(part.start, part.stop, values[part.start : part.stop])
 
-    def regroup(self, owned: OwnedShard) -> None:
-        """Nothing to do: options are looked up at every update."""
-
 
 def _name_of(state: CodedMoment) -> str:
     return next(name for name, dtype in CODED.items() if dtype is state.codes.dtype)
 
 
-class ClassRule:
+class ClassRule(UpdateRule):
     """Runs one instance of the class per shard, on fp32 parameters that are views of the shard's master.
 
     Knows the class and each shard's instance; nothing about what the class computes. What it keeps is in the shard's
     memory: [Note: states in place] in classes/class_states.py."""
 
     kernel = "torch class"
-    packs, notes = "", False
-    state_kinds: tuple[str, ...] = ()
 
     def __init__(self, spec: ModelSpec, cls: type[torch.optim.Optimizer]) -> None:
         """Raises UnsupportedError when owners cannot run ``cls`` with the options of one of the parameter groups."""
         self._make = OptimizerMaker(cls, spec.attributes)
         for group in spec.hyper:
             require_owned(self._make, group, whole=spec.layout.whole_parameters)
-        self.room = StateRoom(self._make, spec)
+        self.room: StateRoom = StateRoom(self._make, spec)
         self._sums = RankSum(TILE)
-        self._shards: dict[int, _ShardOptimizer] = {}
+        self._shards: dict[int, ShardOptimizer] = {}
 
-    def _of(self, owned: OwnedShard) -> _ShardOptimizer:
+    def _of(self, owned: OwnedShard) -> ShardOptimizer:
         if owned.shard.index not in self._shards:
-            self._shards[owned.shard.index] = _ShardOptimizer(self._make, owned, self.room)
+            self._shards[owned.shard.index] = ShardOptimizer(self._make, self.room, owned)
         return self._shards[owned.shard.index]
 
     def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
@@ -246,8 +211,13 @@ class ClassRule:
     def states(self, owned: OwnedShard) -> dict[str, Tensor]:
         """States of the whole shard by kinds; zero where a parameter has none."""
         kinds = self.room.kinds(owned.unit) - {STEP}
-        empty = {kind: torch.zeros(owned.shard.numel, dtype=torch.float32, device="cpu") for kind in kinds}
-        return empty | self._of(owned).gathered()
+        found = {kind: torch.zeros(owned.shard.numel, dtype=torch.float32, device="cpu") for kind in kinds}
+        for index, part in enumerate(owned.slices):
+            for name, flat in self._of(owned).states_of(index).items():
+                for kind, value in in_pieces(name, flat, part.numel).items():
+                    if kind in found:
+                        found[kind][part.start : part.start + value.numel()] = value
+        return found
 
     def slice_states(self, owned: OwnedShard, index: int) -> dict[str, Tensor]:
         """Every tensor or number that the class keeps for the slice, except the step count; a number fills the
@@ -256,10 +226,9 @@ class ClassRule:
 
     def own_shapes(self, owned: OwnedShard, index: int) -> dict[str, tuple[int, ...]]:
         """See ``UpdateRule.own_shapes``."""
-        states = self._of(owned).states
-        shape, form = states.shapes[index], leaves(self.room.form(owned.groups[index], states.shapes[index]))
-        tensors = {name: tuple(value.shape) for name, value in form.items() if not is_scalar(value)}
-        return {name: own for name, own in tensors.items() if own != shape}
+        ours = self._of(owned)
+        tensors = {name: value for name, value in leaves(ours.form(index)).items() if not is_scalar(value)}
+        return {name: tuple(each.shape) for name, each in tensors.items() if tuple(each.shape) != ours.shapes[index]}
 
     def adopt(self, owned: OwnedShard, index: int, kinds: Collection[str]) -> None:
         """See ``UpdateRule.adopt``."""
@@ -271,7 +240,7 @@ class ClassRule:
 
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
         """See ``UpdateRule.restore``. The step count is restored from the shard's."""
-        self._of(owned).restore(index, values, owned.steps[index])
+        self._of(owned).restore(index, values)
 
     def write(self, owned: OwnedShard, kind: str, values: Tensor) -> None:
         """See ``UpdateRule.write``."""
@@ -282,134 +251,3 @@ class ClassRule:
     def regroup(self, owned: OwnedShard) -> None:
         """Let an instance over the new groups go on with what is in the shard's memory."""
         self._shards.pop(owned.shard.index, None)
-
-
-class _ShardOptimizer:
-    """One shard's instance of the class."""
-
-    def __init__(self, make: OptimizerMaker, owned: OwnedShard, room: StateRoom) -> None:
-        """``room``: has options to build the instance with; each step brings its own."""
-        assert owned.master is not None
-        self._make, self._owned, self.states = make, owned, ShardStates(room, owned)
-        self._ranges = [(part.start, part.start + aligned(part.numel)) for part in owned.slices]
-        self.params = [
-            Parameter(_shaped(owned.master[start:stop], shape))
-            for (start, stop), shape in zip(self._ranges, self.states.shapes, strict=True)
-        ]
-        slices = by_group(owned.groups)  # groups without a slice here would be empty
-        self._used = [group_and_like(number)[0] for number in slices]
-        members = [[self.params[index] for index in own] for own in slices.values()]
-        self._hyper = [room.options(*at) for at in zip(owned.groups, self.states.shapes, strict=True)]  # of each slice
-        self._optimizer = make.build([self._hyper[own[0]] for own in slices.values()], members)
-        for index, steps in enumerate(owned.steps):
-            if steps:
-                self._optimizer.state[self.params[index]] = self.states.state(index)
-
-    def step(self, work: ShardWork, sums: RankSum) -> None:
-        """Update the slices that have a gradient. Raises UnsupportedError if what this leaves cannot be kept; at the
-        first update of a slice no value is changed then: a class may change its mind at sizes that no trial has."""
-        set_options(self._optimizer, [work.hyper[used] if used >= 0 else {} for used in self._used])
-        for param, ranks, (start, stop) in zip(self.params, work.contributors, self._ranges, strict=True):
-            grad = _gradient(work, sums, ranks, start, stop) if ranks else None
-            param.grad = None if grad is None else _shaped(grad, param.shape).to(param.device)
-        updated = [index for index, ranks in enumerate(work.contributors) if ranks]
-        master, first = self._owned.master, not all(self._owned.steps[index] for index in updated)
-        assert master is not None
-        before = master.clone() if first else None
-        step_alone(self._optimizer)
-        if odd := self.states.keep({index: self._optimizer.state.get(self.params[index], {}) for index in updated}):
-            if before is not None:
-                with torch.no_grad():
-                    master.copy_(before)
-            at_first = "; no value was changed" if before is not None else ""
-            names = sorted({maker_of_group(self._make, self._hyper[index]).name for index in updated})
-            raise UnsupportedError(
-                f"{' and '.join(names)} cannot run on shards: a step made {odd}{at_first}. Use an optimizer whose "
-                "options and parameters' shapes say what it keeps"
-            )
-        for param in self.params:
-            param.grad = None
-
-    def fed(self, work: ShardWork, sums: RankSum, slices: Sequence[int]) -> dict[int, Tensor]:
-        found = {}
-        for index in slices:
-            ranks, (start, stop), param = work.contributors[index], self._ranges[index], self.params[index]
-            if ranks:
-                grad, state = _shaped(_gradient(work, sums, ranks, start, stop), param.shape), self._optimizer.state
-                matrix = fed(self._make, work.hyper[self._owned.groups[index]], grad, state.get(param, {}))
-                found.update({} if matrix is None else {index: matrix})
-        return found
-
-    def states_of(self, index: int) -> dict[str, Tensor]:
-        state, part = self._optimizer.state.get(self.params[index], {}), self._owned.slices[index]
-        return flat_states(state, self.states.shapes[index], part.numel, self._owned.steps[index])
-
-    def gathered(self) -> dict[str, Tensor]:
-        whole: dict[str, Tensor] = {}
-        for index, part in enumerate(self._owned.slices):
-            for name, flat in self.states_of(index).items():
-                for kind, value in in_pieces(name, flat, part.numel).items():
-                    out = whole.setdefault(
-                        kind, torch.zeros(self._owned.shard.numel, dtype=torch.float32, device="cpu")
-                    )
-                    out[part.start : part.start + value.numel()] = value
-        return whole
-
-    def restore(self, index: int, values: dict[str, Tensor], step: int) -> None:
-        if step:
-            self._optimizer.state[self.params[index]] = self.states.restored(index, values, step)
-
-    def write(self, kind: str, values: Tensor) -> None:
-        for index, part in enumerate(self._owned.slices):
-            if kind == STEP:
-                self._restart(index, self._owned.steps[index])
-                continue
-            state, new = self._optimizer.state.get(self.params[index], {}), values[part.start : part.stop]
-            found, at = leaves(state), 0
-            for name, kinds in kinds_of(state, self.states.shapes[index]).items():
-                if kind in kinds:
-                    at = kinds.index(kind)
-                    self._write_leaf(index, name, found[name], at, new)
-        self.states.settle()
-
-    def _write_leaf(self, index: int, name: str, leaf: Any, at: int, new: Tensor) -> None:
-        """Write the kind number ``at`` of a leaf."""
-        if not is_scalar(leaf):
-            start = at * new.numel()
-            fill_leaf(leaf, new[: leaf.numel() - start], start)
-            return
-        parts = flat_states({name: leaf}, (), 1, steps=-1)
-        parts[f"{name}#{at}" if at else name] = new[:1]
-        number = scalar_like(leaf, sum(float(part) for part in parts.values()))
-        state = self._optimizer.state[self.params[index]]
-        state.update(with_leaves(state, {name: number}))
-        self.states.note(index, name, number)
-
-    def _restart(self, index: int, step: int) -> None:
-        """Set a parameter's state to that after ``step`` updates; its values are written later."""
-        param = self.params[index]
-        self._optimizer.state.pop(param, None)
-        if step:
-            self.restore(index, {}, step)
-            return
-        initial = self._instance(index)
-        if initial.state:  # made before the first step
-            self._optimizer.state[param] = dict(next(iter(initial.state.values())))
-
-    def _instance(self, index: int) -> torch.optim.Optimizer:
-        """A new instance over a copy of one slice's parameter alone."""
-        return self._make.build([self._hyper[index]], [[Parameter(self.params[index].detach().clone())]])
-
-
-def _shaped(values: Tensor, shape: Sequence[int]) -> Tensor:
-    """The first elements of flat ``values``, in a shape."""
-    return values[: math.prod(shape)].view(shape)
-
-
-def _gradient(work: ShardWork, sums: RankSum, ranks: Sequence[int], start: int, stop: int) -> Tensor:
-    """Summed in tiles that stay in cache."""
-    found = torch.empty(stop - start, dtype=torch.float32, device="cpu")
-    for at in range(start, stop, TILE):
-        end = min(at + TILE, stop)
-        torch.mul(sums.sum(work.gradients, ranks, at, end), work.scale, out=found[at - start : end - start])
-    return found.clamp_(-work.limit, work.limit) if work.limit < math.inf else found

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -24,14 +25,13 @@ from rayzero.owner.changes import ChangeLog
 from rayzero.owner.checkpoint import CheckpointWriter
 from rayzero.owner.classes.products import ShardProducts
 from rayzero.owner.gradients.contributions import Contributions
-from rayzero.owner.gradients.shard_sums import TotalListener, nothing_heard
-from rayzero.owner.memory import DeviceMemory, LeftOnDevice, MemoryMaker, PrivateMemoryMaker
-from rayzero.owner.owned_model import OwnedModel, build_model, check_same
+from rayzero.owner.gradients.shard_sums import TotalListener
+from rayzero.owner.memory import LeftOnDevice, MemoryMaker
+from rayzero.owner.owned_model import OwnedModel, OwnerTerms, build_model, check_same
 from rayzero.owner.publisher import Listener, PublishedCopy, Publisher
 from rayzero.owner.rules import ClassRule
 from rayzero.owner.shard import OwnedShard, ShardState
-from rayzero.owner.staged_writes import StagedWrites, WriteListener, nothing_written
-from rayzero.owner.terms import OwnerTerms
+from rayzero.owner.staged_writes import StagedWrites, WriteListener
 from rayzero.owner.updater import Updater
 from rayzero.owner.updates import StepUpdates
 from rayzero.protocol.gradient_sum import GradientMemory
@@ -59,6 +59,8 @@ from rayzero.telemetry.names import (
     SHARDS,
 )
 from rayzero.telemetry.recorder import End, NullRecorder, Reading, Recorder
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,14 +101,14 @@ class ShardService:
         recorder: Recorder | None = None,
     ) -> None:
         """``ownership``: who owns what by now; None: it is the run's first epoch. ``memory``: allocates its tensors;
-        None: private memory of this process. ``memory_taken``: bytes of the budget that other models use. ``left``:
-        what it has on its device since the last epoch."""
+        None: memory of this process. ``memory_taken``: bytes of the budget that other models use. ``left``: what it has
+        on its device since the last epoch."""
         self.owner = owner
         self.num_owners, self.ownership = num_owners, ownership
         self.recorder = recorder or NullRecorder()
         self.failed: Future[StoreError] = Future()  # set to the reason when the open step will never be decided
         self._terms, self._memory_taken, self._left = terms or OwnerTerms(), memory_taken, left
-        self._memory = memory or PrivateMemoryMaker()
+        self._memory = memory
         self._unwatch: End = lambda: None
         self._attaching = threading.Lock()
         self._deciding = threading.Lock()  # serialises decisions, so that updates are queued in their order
@@ -114,8 +116,8 @@ class ShardService:
         self._begun: Future[None] = Future()  # done at the first attach
         self._updater = Updater(f"optimizer-{owner}", self._terms.threads, self._on_task_error)
         self._publisher = Publisher(self._updater)
-        self._on_total: TotalListener = nothing_heard
-        self._on_write: WriteListener = nothing_written
+        self._on_total: TotalListener = lambda shard, word: None
+        self._on_write: WriteListener = lambda shard, begins: None
         self._products: ShardProducts | None = None  # after the first attach, if ranks compute some
 
     # ---- attach and initial values
@@ -291,10 +293,11 @@ class ShardService:
         yield Reading(OPTIMIZER_QUEUE_DEPTH, self._updater.queued, {})
         yield Reading(OPTIMIZER_QUEUE_BYTES, sum(owned.params.nbytes for owned in shards if owned.pending), {})
         held, original, memory = Counter[tuple[str, str]](), Counter[str](), parts.model.memory
+        states = parts.model.device or memory
         for owned in shards:
             original.update(owned.original_bytes)
             for kind, size in owned.memory_bytes.items():
-                held[kind, memory.tier if kind == "param" else memory.state_tier] += size
+                held[kind, (memory if kind == "param" else states).tier] += size
             if owned.total is not None:
                 held["grad", memory.tier] += owned.total.nbytes
         for rank in set(parts.contributions.ranks.values()):
@@ -460,16 +463,23 @@ class ShardService:
         """Act on a decision that a former life of this owner may not have finished: collect the pushes that it counts,
         then apply it. Nothing happens if it was applied. Waits for the first attach. Ask in the order of the steps,
         after the last was accepted."""
-        done: Future[None] = Future()
-        if not self._begun.done():
-            self._begun.add_done_callback(lambda _: chain(self.redo(record), done))
-            return done
-        step = record.decision.step
+        return self._once_begun(lambda: self._redo(record))
+
+    def _redo(self, record: Record) -> Future[None]:
+        step, done = record.decision.step, Future[None]()
         if self._attached().contributions.open_step > step:
             return DONE
         collected = [self.collect(step, record.reports)]
         when_all(collected, lambda _: chain(self.apply(record.decision), done), partial(fail, done))
         return done
+
+    def _once_begun(self, call: Callable[[], Future[T]]) -> Future[T]:
+        """Make a call that a lead may make of a successor before a rank has come."""
+        if self._begun.done():
+            return call()
+        future: Future[T] = Future()
+        self._begun.add_done_callback(lambda _: chain(call(), future))
+        return future
 
     # ---- writes and checkpoints
 
@@ -500,26 +510,12 @@ class ShardService:
     def begin_checkpoint(self, step: int, directory: Path) -> Future[None]:
         """Begin to write this owner's file of version ``step``, which ``write_checkpoint`` then waits for. Done once
         that is noted: decisions accepted later do not change what the file gets."""
-        if not self._begun.done():
-            begun: Future[None] = Future()
-            self._begun.add_done_callback(lambda _: chain(self.begin_checkpoint(step, directory), begun))
-            return begun
-        try:
-            return self._attached().checkpoints.begin(step, directory)
-        except StoreError as exc:
-            return failed(exc)
+        return self._once_begun(lambda: self._attached().checkpoints.begin(step, directory))
 
     def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
         """Write this owner's file into ``staging_path(directory)`` once version ``step`` is published; waits for the
         first attach. Later updates go on meanwhile. Records how long they wait for it."""
-        if not self._begun.done():  # a successor, which a new lead has asked before a rank has come
-            written: Future[FileEntry] = Future()
-            self._begun.add_done_callback(lambda _: chain(self.write_checkpoint(step, directory), written))
-            return written
-        try:
-            return self._attached().checkpoints.ask(step, directory)
-        except StoreError as exc:
-            return failed(exc)
+        return self._once_begun(lambda: self._attached().checkpoints.ask(step, directory))
 
     # ---- between two epochs
 
@@ -563,9 +559,9 @@ class ShardService:
         """What the next epoch's service of this process goes on with, after ``retire``; None: nothing is on a
         device."""
         model = None if self._parts is None else self._parts.model
-        if model is None or not isinstance(model.memory, DeviceMemory):
+        if model is None or model.device is None:
             return None
-        return LeftOnDevice(model.memory.tensors, {index: owned.left() for index, owned in model.shards.items()})
+        return LeftOnDevice(model.device.tensors, {index: owned.left() for index, owned in model.shards.items()})
 
     # ---- failures and the end
 

@@ -16,10 +16,10 @@ from rayzero.errors import StoreError
 from rayzero.kernels.moments import BLOCK, CODED, CodedMoment, Moment, PlainMoment
 from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN, ModelLayout, Shard, SlotSlice, UnitLayout, aligned, runs
-from rayzero.owner.memory import HostMemory, ShardJournal, ShardRoom, Sizes
+from rayzero.owner.memory import DeviceStates, HostMemory, ShardJournal, ShardRoom, Sizes
 from rayzero.protocol.messages import COMPUTE, MASTER, STORED, Decision, FormerShard, Hyper, NormParts
 from rayzero.protocol.scattered import Gradient
-from rayzero.protocol.totals import KeptTotal, Total, TotalLine, digest_of
+from rayzero.protocol.totals import TotalLine
 
 Contributors = tuple[tuple[int, ...], ...]  # per slice: the ranks with a gradient for it, ascending
 
@@ -58,7 +58,7 @@ class OwnedShard:
     states: dict[str, Moment]  # by kind; on a device where the master is
     class_states: Tensor | None = None  # 1D uint8: what a torch class keeps (classes/); where the master is
     total: Tensor | None = None  # 1D fp32: the ranks' gradients, added up; None: ranks' own memory is read
-    total_line: TotalLine | None = None  # of a total in memory that outlives the process
+    total_line: TotalLine = field(default_factory=TotalLine)  # where the total is noted
     room: ShardRoom | None = None  # of a record whose memory can be given back
     journal: ShardJournal | None = None  # only for a trained shard in memory that outlives the process
     filled: int = field(init=False)  # elements that are not padding
@@ -129,36 +129,6 @@ class OwnedShard:
         """What ``take_over`` continues in the next epoch, where this process has kept the tensors."""
         slices = tuple(self._journaled()) if self.trainable else ()
         return FormerShard(published=self.published, content=self.content, applied=self.newest, slices=slices)
-
-    def keep_total(self, made: Total) -> None:
-        """The total is whole: from now on ranks give back what is in it."""
-        if self.total_line is not None:
-            assert not isinstance(made.summands, int)
-            self.total_line.write(made.word, digest_of(made.summands), made.present)
-
-    def hold_total(self) -> None:
-        """A rank comes back: what its former life had in the total, ranks give back no more."""
-        if self.total_line is not None:
-            self.total_line.hold()
-
-    def forget_total(self) -> None:
-        """The total's bytes are about to change, and the ranks still have everything that was in it."""
-        if self.total_line is not None:
-            self.total_line.clear()
-
-    def save_total(self) -> KeptTotal | None:
-        """The total's bytes are about to change by one more round. Returns what takes them first; None: the total ends
-        with the process."""
-        if self.total_line is None:
-            return None
-        assert self.total is not None
-        return self.total_line.keeps(self.total)
-
-    def left_total(self) -> Total | None:
-        """What a former life of the owner has left in the total."""
-        if self.total_line is None or self.total is None:
-            return None
-        return self.total_line.read(self.total)
 
     def keep_slices(self) -> None:
         """``steps`` or ``groups`` were written: let them outlive the process."""
@@ -271,11 +241,14 @@ def allocate(
     memory: HostMemory,
     moments: str = "fp32",
     *,
+    device: DeviceStates | None = None,
     room: Callable[[Shard], int] | None = None,
     totals: bool = False,
 ) -> dict[int, OwnedShard]:
     """Allocate the tensors of an owner's shards (ascending), one block per dtype and kind. ``moments``: how states are
-    kept. ``room``: ``UpdateRule.room``. ``totals``: whether gradients are added up."""
+    kept. ``device``: where masters and moments lie; None: in ``memory``. ``room``: ``UpdateRule.room``. ``totals``:
+    whether gradients are added up."""
+    kept = memory if device is None else device
     owned = [layout.shards[index] for index in shards]
     trained = [shard for shard in owned if layout.units[shard.unit].trainable]
     params: dict[int, Tensor] = {}
@@ -287,23 +260,23 @@ def allocate(
     records = [[(s.index, kept_bytes(layout.units[s.unit], s)) for s in run] for run in runs(coded)]
     params |= memory.params(records, torch.uint8)
     mastered = [shard for shard in owned if layout.units[shard.unit].has_master]
-    apart = [s for s in mastered if memory.apart or layout.units[s.unit].dtype is not torch.float32]
+    apart = [s for s in mastered if kept.apart or layout.units[s.unit].dtype is not torch.float32]
     master = {shard.index: params[shard.index] for shard in mastered}  # what an fp32 unit publishes is its master
-    master |= memory.state(_sizes(apart), torch.float32)
-    states = {kind: _moments(kind, _sizes(trained), moments, memory) for kind in kinds}
-    of_class = {} if room is None else memory.state([(shard.index, room(shard)) for shard in trained], torch.uint8)
+    master |= kept.state(_sizes(apart), torch.float32)
+    states = {kind: _moments(kind, _sizes(trained), moments, kept) for kind in kinds}
+    of_class = {} if room is None else kept.state([(shard.index, room(shard)) for shard in trained], torch.uint8)
     found = {shard.index: _owned_shard(layout, shard, group_of, params[shard.index], master, states) for shard in owned}
     for shard in coded:
         found[shard.index].room = memory.room(shard.index)
     for shard in trained:
-        found[shard.index].journal = memory.journal(shard.index)
+        found[shard.index].journal = kept.journal(shard.index)
         found[shard.index].class_states = of_class.get(shard.index)
     for index, total in (memory.totals(_sizes(trained)) if totals else {}).items():
         found[index].total, found[index].total_line = total, memory.total_line(index)
     return found
 
 
-def _moments(kind: str, sizes: Sizes, moments: str, memory: HostMemory) -> dict[int, Moment]:
+def _moments(kind: str, sizes: Sizes, moments: str, memory: HostMemory | DeviceStates) -> dict[int, Moment]:
     if moments not in CODED:
         return {key: PlainMoment(values) for key, values in memory.state(sizes, torch.float32).items()}
     codes = memory.state(sizes, CODED[moments])

@@ -24,10 +24,6 @@ from rayzero.protocol.messages import COMPUTE, GROUP, MASTER, STEP, Write
 WriteListener = Callable[[int, bool], None]  # the shard, and whether a write of it begins or has ended
 
 
-def nothing_written(shard: int, begins: bool) -> None:
-    """A ``WriteListener`` that does nothing."""
-
-
 class StagedWrites:
     """Values that wait for their write, and the last write that was requested.
 
@@ -42,8 +38,8 @@ class StagedWrites:
         checkpoints: CheckpointWriter,
         changes: ChangeLog,
         *,
-        restaged: bool = False,
-        on_write: WriteListener = nothing_written,
+        restaged: bool,
+        on_write: WriteListener,
     ) -> None:
         """``checkpoints``: keeps what a checkpoint still needs, before a shard changes. ``changes``: begins that
         shard's changes anew. ``restaged``: a former life of this owner may have had values, which rank 0 stages

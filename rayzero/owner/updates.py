@@ -14,18 +14,17 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from rayzero.kernels.rank_sum import Squares
 from rayzero.layout.model_layout import layer_groups
 from rayzero.owner.changes import ChangeLog
 from rayzero.owner.checkpoint import CheckpointWriter
 from rayzero.owner.classes.products import ShardProducts
 from rayzero.owner.gradients.contributions import Contributions
-from rayzero.owner.gradients.squares import Squares
 from rayzero.owner.owned_model import OwnedModel
 from rayzero.owner.publisher import Publisher
 from rayzero.owner.shard import Contributors, OwnedShard, ShardState, ShardWork, StepWork
@@ -107,15 +106,6 @@ class GroupNorms:
             self._recorder.set(metric, math.sqrt(square) * scale, group=group)
 
 
-@dataclass(frozen=True, slots=True)
-class _RunningUpdate:
-    """The update in progress, for messages."""
-
-    owned: OwnedShard
-    tile: int
-    tiles: int
-
-
 class StepUpdates:
     """Updates shards and publishes them in forward order, so that the ranks' next forward can begin with the first.
 
@@ -140,7 +130,7 @@ class StepUpdates:
         self._changes = changes
         self._norms_every = norms_every
         self._norms: GroupNorms | None = None  # created at the first measured step
-        self._progress: _RunningUpdate | None = None
+        self._progress: tuple[OwnedShard, int, int] | None = None  # of the running update: its tile, of how many
 
     @property
     def scratch_bytes(self) -> int:
@@ -186,14 +176,14 @@ class StepUpdates:
         self._publisher.updating(owned)
 
         def on_tile(done: int, tiles: int) -> None:
-            self._progress = _RunningUpdate(owned, done, tiles)
+            self._progress = owned, done, tiles
 
         on_tile(0, 1)
         self._changes.before(owned)
         if norms is not None:
             norms.before(owned)
         over = self._recorder.spans.begin("update", _name(owned), work.version - 1)
-        with nullcontext() if self._products is None else self._products.used(owned):
+        with nullcontext() if self._products is None else self._products.used(owned, work.version):
             self._model.rule.update(owned, work, on_tile)
         over()
         if norms is not None:
@@ -215,8 +205,9 @@ class StepUpdates:
         if owned.state is ShardState.EMPTY:
             return "waiting for rank 0 to load it"
         if progress is not None and owned.pending:
-            where = "" if progress.owned is owned else f" of {progress.owned.unit.name} first"
-            return f"updating tile {progress.tile}/{progress.tiles}{where}"
+            running, tile, tiles = progress
+            where = "" if running is owned else f" of {running.unit.name} first"
+            return f"updating tile {tile}/{tiles}{where}"
         published = f"v{owned.published} is published"
         if owned.pending:
             return f"{published}, the next update is queued"

@@ -17,12 +17,12 @@ import torch
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import shard_map_for
-from rayzero.layout.update_work import product_ranks
 from rayzero.memory.pool import buffer_bytes
 from rayzero.plan.hardware import Hardware, Hosts
 from rayzero.plan.tiers import FP32, hosts_of_owners, hosts_of_ranks, summed_groups
 from rayzero.plan.work import Work
 from rayzero.protocol.gradient_sum import has_totals
+from rayzero.protocol.products import product_ranks
 from rayzero.store.shm.settled import GradientBytes
 
 
@@ -88,7 +88,7 @@ def step_traffic(
 ) -> StepTraffic:
     """Count one step's bytes and operations. Parameters beyond the budget are fetched in each forward and each
     backward; what fits stays. state_bytes: of the optimizer's states, per element. update_work: see
-    layout/update_work.py. product_work: what ranks multiply of each shard."""
+    protocol/products.py. product_work: what ranks multiply of each shard."""
     backwards = zero.gradient_accumulation_steps
     sizes = [buffer_bytes(unit.size_bytes) for unit in layout.units]
     trained = [unit for unit in layout.units if unit.trainable]

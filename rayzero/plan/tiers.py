@@ -174,7 +174,7 @@ def plan_bytes(
     products: Collection[int] = (),
 ) -> RunBytes:
     """Sum up a run on these hosts. state_bytes: see ``plan_owner``. update_work: by which shards are balanced, see
-    layout/update_work.py. products: shards whose matrices ranks multiply. measures_norms: owners measure norms by layer
+    protocol/products.py. products: shards whose matrices ranks multiply. measures_norms: owners measure norms by layer
     group. outlives_owners: an owner that dies gets a successor. The coordinator is on the first host."""
     ranks = hosts_of_ranks(scaling, hosts)
     beside = device_owners(scaling.num_workers, zero.host_fraction)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,11 +28,53 @@ from torch import Tensor
 from rayzero.errors import AccumulationError
 from rayzero.layout.model_layout import ALIGN, ModelLayout, SlotSlice, UnitLayout, aligned
 from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, ModelSpec, Pushed
-from rayzero.protocol.rounds import NewestAttempt
 
 POOL_ALIGN = 256  # bytes: a range of a pool begins at a multiple
 _LEAST_POOL = 16 << 20  # bytes
 _WIDE = 1 << 16  # elements
+
+T = TypeVar("T")
+
+
+class NewestAttempt:
+    """Which pushes of one rank's newest attempt are there: the first ``count``."""
+
+    step, attempt = -1, 0
+    count = 0
+
+    def is_older(self, push: Contribution | Pushed) -> bool:
+        """Whether ``push`` belongs to an attempt before the current one."""
+        return (push.step, push.attempt) < (self.step, self.attempt)
+
+    def count_of(self, step: int, attempt: int) -> int:
+        """How many pushes of that attempt are there."""
+        return self.count if (self.step, self.attempt) == (step, attempt) else 0
+
+    def is_stale(self, push: Contribution) -> bool:
+        """Whether ``push`` is a repeat or from an older attempt, so that it is dropped."""
+        return self.is_older(push) or push.seq < self.count_of(push.step, push.attempt)
+
+
+class Rounds(NewestAttempt, Generic[T]):
+    """What is there of each push of one rank, of a unit or a shard, in its newest attempt.
+
+    Knows which pushes are there; not memory. Calls must not overlap."""
+
+    def __init__(self) -> None:
+        self.each: list[T] = []  # by sequence number
+
+    @property
+    def count(self) -> int:  # type: ignore[override]  # it follows from ``each``, and nothing else sets it
+        """How many pushes of that attempt are there."""
+        return len(self.each)
+
+    def open(self, push: Contribution | Pushed) -> list[T]:
+        """Begin the attempt of ``push``, unless it is the current one; returns what was there of another one."""
+        if (push.step, push.attempt) == (self.step, self.attempt):
+            return []
+        self.step, self.attempt = push.step, push.attempt
+        dropped, self.each = self.each, []
+        return dropped
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from typing import Any
 
 from rayzero.layout.rescale import Rescale, rescale
 from rayzero.layout.shard_map import ShardMap, shard_map_for
-from rayzero.layout.update_work import shard_work
 from rayzero.protocol.messages import ModelSpec
+from rayzero.protocol.products import shard_work
 
 
 @dataclass(frozen=True, slots=True)

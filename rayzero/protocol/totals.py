@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import xxhash
 from torch import Tensor
@@ -87,27 +86,23 @@ class KeptTotal:
             self.count.fill_(end)
 
 
-class TotalLine(Protocol):
-    """What is noted of a total in memory that outlives the process."""
+class TotalLine:
+    """What is noted of a total in memory that outlives the process; here nothing, where no memory does."""
 
-    def write(self, word: int, digest: int, present: tuple[bool, ...]) -> None:
-        """The total is whole, with this ``total_word``: from now on, ranks give back what is in it. ``digest``: of its
-        summands."""
-        ...
+    def write(self, made: Total) -> None:
+        """The total is whole: from now on, ranks give back what is in it."""
 
     def hold(self) -> None:
-        """Ranks give back nothing more of this step."""
-        ...
+        """A rank comes back: what its former life had in the total, ranks give back no more in this step."""
 
     def clear(self) -> None:
         """The total's bytes are about to change, and the ranks still have everything that was in it."""
-        ...
 
-    def keeps(self, total: Tensor) -> KeptTotal:
-        """The total's bytes are about to change by one more round. Until ``write``, ``read`` brings back those that are
-        in what is returned, which is empty yet."""
-        ...
+    def keeps(self, total: Tensor) -> KeptTotal | None:
+        """The total's bytes are about to change by one more round. Returns what takes them first; until ``write``,
+        ``read`` brings back those that are in it."""
+        return None
 
     def read(self, total: Tensor) -> Total | None:
         """What a former life of the owner has left there; None: nothing."""
-        ...
+        return None

@@ -19,13 +19,13 @@ from rayzero.engine.units.partition import ROOT
 from rayzero.kernels import adam_states
 from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout, Shard
-from rayzero.layout.update_work import product_work, shard_work
 from rayzero.memory.process_memory import process_memory
 from rayzero.plan.bound import StepBound, StepTraffic, bound_step, step_traffic
 from rayzero.plan.hardware import Hardware, Hosts, measure_here
 from rayzero.plan.programs import Imported, Programs
 from rayzero.plan.tiers import RunBytes, plan_bytes, shares_memory
 from rayzero.plan.work import Offload, Work, measure_work
+from rayzero.protocol.products import product_work, shard_work
 from rayzero.recipes.lm import block_matrices, next_token_loss, optimizers
 from rayzero.recipes.model import build_model
 from rayzero.recipes.recipe import RecipeConfig

@@ -22,8 +22,8 @@ from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.lead.lead import StepLead
 from rayzero.memory.planner import OwnerPlan
 from rayzero.owner.loop_states import LoopStates
+from rayzero.owner.owned_model import CPU, OwnerTerms
 from rayzero.owner.service import ShardService
-from rayzero.owner.terms import CPU, OwnerTerms
 from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import (
     COMPUTE,

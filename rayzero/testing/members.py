@@ -20,7 +20,7 @@ from rayzero.config import ZeroConfig
 from rayzero.elastic.reform import Step
 from rayzero.engine.context import RankContext
 from rayzero.errors import RankLeftError, RayZeroError
-from rayzero.owner.terms import OwnerTerms
+from rayzero.owner.owned_model import OwnerTerms
 from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
 from rayzero.security.credentials import Identity

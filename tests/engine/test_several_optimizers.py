@@ -69,6 +69,18 @@ def train(
         optimizer.zero_grad()
 
 
+def train_plain(model: nn.Module, optimizers: Optimizers, steps: range) -> None:
+    for step in steps:
+        token_loss(model, tokens(step)).backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
+
+
 def added(each: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Sums of gradients, in order."""
     return [functools.reduce(torch.add, grads) for grads in zip(*each, strict=True)]
@@ -118,7 +130,7 @@ def loop(
     config = config.replace(gradient_accumulation_steps=backwards, matrix_updates=matrix_updates)
     model, optimizer = rayzero.prepare(model, make(model), config)
     train(model, optimizer, range(steps), context.rank, backwards=backwards, max_norm=max_norm)
-    return {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
+    return weights(model)
 
 
 # ---- bits
@@ -222,35 +234,6 @@ def test_equal_classes_are_one_optimizer_and_two_lists_in_another_order_are_alik
     assert optimizer.classes == ADAMW
 
 
-class ByGroup(torch.optim.Optimizer):
-    """Muon and Adam in one class, as their groups say; refuses groups with other entries, as some such classes do."""
-
-    def __init__(self, params: Any) -> None:
-        for group in params:
-            known = {"lr", "use_muon", "schedule"} | ({"momentum"} if group["use_muon"] else {"betas"})
-            assert group.keys() - {"params"} <= known, group.keys()
-            group |= {"lr": 0.01, "schedule": [(3.4445, -4.775, 2.0315)]} | group
-            group |= ({"momentum": 0.9} if group["use_muon"] else {"betas": (0.9, 0.95)}) | group
-            assert all(isinstance(each, tuple) for each in group["schedule"])
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in (each for each in group["params"] if each.grad is not None):
-                state = self.state[p]
-                if group["use_muon"]:
-                    kept = state.setdefault("momentum_buffer", torch.zeros_like(p))
-                    kept.lerp_(p.grad, 1 - group["momentum"])
-                    newton = torch.optim._muon._zeropower_via_newtonschulz
-                    p.add_(newton(kept, group["schedule"][0], 5, 1e-7), alpha=-group["lr"])
-                else:
-                    state["step"] = state.get("step", 0) + 1
-                    for name, beta, value in zip(("m", "v"), group["betas"], (p.grad, p.grad.square()), strict=True):
-                        state.setdefault(name, torch.zeros_like(p)).lerp_(value, 1 - beta)
-                    p.addcdiv_(state["m"], state["v"].sqrt().add_(1e-8), value=-group["lr"])
-
-
 class BySize(torch.optim.Optimizer):
     """As many have it: Muon for hidden matrices and Adam beside it, largest parameters first, in groups that have just
     these entries."""
@@ -262,7 +245,9 @@ class BySize(torch.optim.Optimizer):
             group.setdefault("weight_decay", 0.01)
             name, value = ("momentum", 0.95) if group["use_muon"] else ("betas", (0.9, 0.95))
             group.setdefault(name, value)
-            assert set(group) == {"params", "lr", "weight_decay", name, "use_muon"}, set(group)
+            group.setdefault("schedule", [(3.4445, -4.775, 2.0315)])
+            assert all(isinstance(each, tuple) for each in group["schedule"])
+            assert set(group) == {"params", "lr", "weight_decay", name, "use_muon", "schedule"}, set(group)
         super().__init__(params, {})
 
     @torch.no_grad()
@@ -282,16 +267,11 @@ class BySize(torch.optim.Optimizer):
             kept = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
             ahead = grad.lerp(kept, group["momentum"])
             newton = torch.optim._muon._zeropower_via_newtonschulz
-            return newton(ahead, (3.4445, -4.775, 2.0315), 5, 1e-7) * max(1, grad.size(0) / grad.size(1)) ** 0.5
+            return newton(ahead, group["schedule"][0], 5, 1e-7) * max(1, grad.size(0) / grad.size(1)) ** 0.5
         first, second = group["betas"]
         mean, square = state["exp_avg"].lerp_(grad, 1 - first), state["exp_avg_sq"].lerp_(grad.square(), 1 - second)
         scaled = (square / (1 - second ** state["step"])).sqrt() + 1e-10
         return mean / (1 - first ** state["step"]) / scaled
-
-
-def by_group(model: nn.Module) -> Optimizers:
-    matrices, others = divided(model)
-    return [ByGroup([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False, "lr": 1e-3}])]
 
 
 def by_size(model: nn.Module) -> Optimizers:
@@ -300,11 +280,10 @@ def by_size(model: nn.Module) -> Optimizers:
 
 
 @pytest.mark.promise("exact", "optimizers")
-@pytest.mark.parametrize("make", [by_group, by_size])
 @pytest.mark.parametrize(("world_size", "owners"), [(1, 1), (2, 3)])
-def test_a_class_that_switches_by_group_has_its_bits(world_size: int, owners: int, make: Any) -> None:
-    expected = plain(make, 3, world_size)
-    for state in run_ranks(functools.partial(loop, make=make), world_size, owners):
+def test_a_class_that_switches_by_group_has_its_bits(world_size: int, owners: int) -> None:
+    expected = plain(by_size, 3, world_size)
+    for state in run_ranks(functools.partial(loop, make=by_size), world_size, owners):
         assert same_bits(state, expected)
 
 
@@ -331,7 +310,7 @@ def test_a_scheduler_of_such_a_class_and_its_checkpoint(tmp_path: Path) -> None:
     def train_on(resume: Path | None) -> dict[str, Tensor]:
         with running_in(RankContext()) as context:
             model = copy.deepcopy(BASE)
-            (given,) = by_group(model)
+            (given,) = by_size(model)
             scheduler = torch.optim.lr_scheduler.ExponentialLR(given, 0.5)  # writes an entry before prepare()
             model, optimizer = rayzero.prepare(model, given, resume=resume)
             rayzero.track(scheduler=scheduler)
@@ -340,8 +319,8 @@ def test_a_scheduler_of_such_a_class_and_its_checkpoint(tmp_path: Path) -> None:
                 scheduler.step()
                 if step == 1 and resume is None:
                     rayzero.save_checkpoint(optimizer, tmp_path / "two")
-            assert [len(state) for _, state in sorted(optimizer.state_dict()["state"].items())] == [1] * 6 + [3] * 15
-            return {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
+            assert [len(state) for _, state in sorted(optimizer.state_dict()["state"].items())] == [2] * 6 + [3] * 15
+            return weights(model)
 
     assert same_bits(train_on(None), train_on(tmp_path / "two"))
 
@@ -414,11 +393,7 @@ def test_each_has_torchs_state_and_plain_ones_load_it(alone: RankContext) -> Non
     fresh = muon_and_adamw(model)
     for mine, theirs in zip(given, fresh, strict=True):
         theirs.load_state_dict(mine.state_dict())
-    for step in range(3, 5):
-        token_loss(model, tokens(step)).backward()
-        for each in fresh:
-            each.step()
-            each.zero_grad()
+    train_plain(model, fresh, range(3, 5))
     train(ours, optimizer, range(3, 5))
     assert same_bits(rayzero.full_state_dict(ours), model.state_dict())
     for mine, theirs in zip(given, fresh, strict=True):
@@ -433,11 +408,11 @@ def test_each_has_torchs_state_and_plain_ones_load_it(alone: RankContext) -> Non
 def test_each_loads_what_a_plain_one_saved_and_leaves_the_others_alone(alone: RankContext) -> None:
     model, optimizer, given = prepared()
     train(model, optimizer, range(2))
-    weights = {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
+    trained = weights(model)
     saved = [copy.deepcopy(each.state_dict()) for each in given]
     whole = copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, range(2, 4))
-    expected = {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
+    expected = weights(model)
     for load in (
         lambda: [each.load_state_dict(state) for each, state in zip(given, saved, strict=True)],
         lambda: optimizer.load_state_dict(whole),
@@ -446,7 +421,7 @@ def test_each_loads_what_a_plain_one_saved_and_leaves_the_others_alone(alone: Ra
         ),
     ):
         load()
-        model.load_state_dict(weights)
+        model.load_state_dict(trained)
         assert [group["optimizer"] for group in optimizer.param_groups] == [MUON, ADAMW, ADAMW]
         train(model, optimizer, range(2, 4))
         assert same_bits(rayzero.full_state_dict(model), expected)
@@ -470,10 +445,7 @@ def test_a_scheduler_over_either_one_sets_its_rates(early: bool, alone: RankCont
     made = made or schedulers(given)
     for step in range(4):
         train(model, optimizer, range(step, step + 1))
-        token_loss(theirs, tokens(step)).backward()
-        for each in fresh:
-            each.step()
-            each.zero_grad()
+        train_plain(theirs, fresh, range(step, step + 1))
         for scheduler in made + plain_ones:
             scheduler.step()
         if step == 1:
@@ -506,11 +478,7 @@ def test_a_group_added_later_is_of_the_class_that_it_says(through: str, alone: R
     theirs = copy.deepcopy(BASE)
     fresh = without_the_norm(theirs)
     fresh[0].add_param_group({"params": [theirs.norm.bias], "lr": 3e-3})
-    for step in range(2):
-        token_loss(theirs, tokens(step)).backward()
-        for each in fresh:
-            each.step()
-            each.zero_grad()
+    train_plain(theirs, fresh, range(2))
     assert same_bits(rayzero.full_state_dict(model), theirs.state_dict())
     assert adamw.state_dict()["state"].keys() == fresh[0].state_dict()["state"].keys()
     optimizer.param_groups[0]["optimizer"] = MUON
@@ -539,7 +507,7 @@ def test_a_run_interrupted_at_any_step_goes_on_with_the_same_bits(precision: str
                 scheduler.step()
             if path is None:
                 rayzero.save_checkpoint(optimizer, tmp_path / f"step-{step + 1}")
-        return {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
+        return weights(model)
 
     expected, _ = run_ranks(functools.partial(resumed, path=None, steps=4), 2, 2)
     for step in range(1, 4):
@@ -570,7 +538,7 @@ def test_a_rank_that_dies_repeats_its_step(when: str, at: int, transport: Transp
             optimizer.zero_grad()
             for scheduler in schedulers:
                 scheduler.step()
-        state = {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
+        state = weights(model)
         return state, [scheduler.get_last_lr() for scheduler in schedulers]
 
     expected = run_ranks(functools.partial(trained, dies=False), 2, 2, transport)
@@ -581,14 +549,18 @@ def test_a_rank_that_dies_repeats_its_step(when: str, at: int, transport: Transp
 
 
 @pytest.mark.parametrize("ways", [["rayzero"], ["dcp", "rayzero"]])
-def test_a_converted_checkpoint_goes_on_with_the_same_bits(ways: list[str], tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_loaded_or_converted_goes_on_with_the_same_bits(ways: list[str], tmp_path: Path) -> None:
     def save() -> dict[str, Tensor]:
         with running_in(RankContext()):
             model, optimizer, _ = prepared()
             train(model, optimizer, range(2))
             rayzero.save_checkpoint(optimizer, tmp_path / "first")
             train(model, optimizer, range(2, 4))
-            return {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
+            expected = weights(model)
+            load_checkpoint(optimizer, tmp_path / "first")  # in the middle of a run
+            train(model, optimizer, range(2, 4))
+            assert same_bits(rayzero.full_state_dict(model), expected)
+            return expected
 
     expected, path = save(), tmp_path / "first"
     for number, way in enumerate(ways):
@@ -598,17 +570,6 @@ def test_a_converted_checkpoint_goes_on_with_the_same_bits(ways: list[str], tmp_
         assert [group["optimizer"] for group in optimizer.param_groups] == [MUON, ADAMW, ADAMW]
         train(model, optimizer, range(2, 4))
         assert same_bits(rayzero.full_state_dict(model), expected)
-
-
-def test_a_checkpoint_is_loaded_in_the_middle_of_a_run(tmp_path: Path, alone: RankContext) -> None:
-    model, optimizer, _ = prepared()
-    train(model, optimizer, range(2))
-    rayzero.save_checkpoint(optimizer, tmp_path / "two")
-    train(model, optimizer, range(2, 4))
-    expected = {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
-    load_checkpoint(optimizer, tmp_path / "two")
-    train(model, optimizer, range(2, 4))
-    assert same_bits(rayzero.full_state_dict(model), expected)
 
 
 def sgd_and_muon(model: nn.Module) -> Optimizers:

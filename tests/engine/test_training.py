@@ -22,7 +22,7 @@ from rayzero.errors import (
     StoreClosedError,
     StoreError,
 )
-from rayzero.owner.terms import OwnerTerms
+from rayzero.owner.owned_model import OwnerTerms
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.telemetry.names import LEARNING_RATE, STEP, STEP_SECONDS
 from rayzero.telemetry.recorder import MemoryRecorder

@@ -29,12 +29,11 @@ from torch import Tensor
 
 from rayzero.config import ZeroConfig
 from rayzero.errors import UnsupportedError
-from rayzero.kernels import choose_kernel, native
+from rayzero.kernels import choose_kernel, choose_squares, native
 from rayzero.kernels.kernel import AdamMemory, AdamOptions, Segment
-from rayzero.kernels.rank_sum import RankSum
+from rayzero.kernels.rank_sum import RankSum, SquareSum
 from rayzero.kernels.reference import ReferenceKernel
 from rayzero.kernels.torch_kernel import TorchKernel
-from rayzero.owner.gradients.squares import SquareSum, choose_squares
 from rayzero.protocol.totals import KeptTotal
 
 LOADED = native.load()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.layout.rescale import Rescale, rescale
 from rayzero.layout.shard_map import ShardMap, shard_map_for
-from rayzero.layout.update_work import newton_schulz, product_ranks, product_work, shard_work
+from rayzero.protocol.products import newton_schulz, product_ranks, product_work, shard_work
 
 MUON, ADAMW = {"lr": 0.1, "ns_steps": 5}, {"lr": 0.1}
 

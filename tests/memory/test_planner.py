@@ -24,7 +24,7 @@ from rayzero.memory.planner import (
 )
 from rayzero.memory.process_memory import HostLimits, host_limits, ray_memory_threshold
 from rayzero.owner.gradients.landing import Landing, RankGradients
-from rayzero.owner.memory import PrivateMemory
+from rayzero.owner.memory import HostMemory
 from rayzero.owner.shard import allocate
 from rayzero.quantities import format_bytes
 
@@ -168,7 +168,7 @@ def test_a_plan_is_what_the_owner_allocates(
         shards = shard_map_for(layout, owners, "balanced").shards_of(owner)
         kinds, groups = ("exp_avg", "exp_avg_sq"), [[0]] * len(layout.units)
         totals = ranks > 1
-        owned = list(allocate(layout, shards, groups, kinds, PrivateMemory(), moments, totals=totals).values())
+        owned = list(allocate(layout, shards, groups, kinds, HostMemory(), moments, totals=totals).values())
         spec = make_spec(ranks, accumulation_steps=steps)
         gradients = [RankGradients(rank, owned, spec) for rank in range(ranks)]
         tensors = [tensor for shard in owned for tensor in (shard.params, shard.master)]

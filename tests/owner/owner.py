@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from store.toy import WAIT, Grads, flatten, initial_values
 from torch import Tensor
 
+from rayzero.owner.owned_model import OwnerTerms
 from rayzero.owner.service import ShardService
-from rayzero.owner.terms import OwnerTerms
 from rayzero.protocol.messages import (
     Action,
     Contribution,

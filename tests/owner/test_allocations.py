@@ -9,10 +9,9 @@ import torch
 from store.toy import make_spec
 from torch.profiler import ProfilerActivity, profile
 
-from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel
+from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel, choose_squares
 from rayzero.owner.gradients.landing import Landing, RankGradients
-from rayzero.owner.gradients.squares import choose_squares
-from rayzero.owner.memory import PrivateMemory
+from rayzero.owner.memory import HostMemory
 from rayzero.owner.shard import allocate
 from rayzero.protocol.messages import Contribution, pack_presence
 
@@ -65,7 +64,7 @@ def test_a_norm_part_allocates_nothing(kernel: str, ranks: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_landing_a_push_allocates_nothing(accumulation_steps: int, dtype: torch.dtype) -> None:
     spec = make_spec(1, dtypes=[dtype] * 3, accumulation_steps=accumulation_steps)
-    shards = allocate(spec.layout, range(11), spec.group_of, (), PrivateMemory())
+    shards = allocate(spec.layout, range(11), spec.group_of, (), HostMemory())
     rank = RankGradients(0, list(shards.values()), spec)
     owned, landing = shards[3], rank.landings[3]
     assert isinstance(landing, Landing)

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from store.stores import inprocess
-from store.toy import WAIT, Grads, PlainAdamW, equal, make_spec, masters, random_grads, start, take_step
+from store.toy import Grads, PlainAdamW, equal, make_spec
 
-from rayzero.checkpoint.writer import staging_path, write_rank_state
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.protocol.messages import ModelSpec
 
-from .test_class_rule import hyper_of
+from .test_class_rule import Muons, NormScaled, hyper_of, some_missing, trained
 
 
 class Preconditioned(torch.optim.Optimizer):
@@ -91,33 +89,17 @@ def averaged(grads: Sequence[Grads]) -> Grads:
 
 
 @pytest.mark.promise("exact", "optimizers")
-@pytest.mark.parametrize("cls", [torch.optim.Adafactor, Preconditioned])
+@pytest.mark.parametrize("cls", [NormScaled, Muons, torch.optim.Adafactor, Preconditioned])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("world_size", "num_owners"), [(1, 1), (2, 3), (3, 2)])
-def test_a_class_that_keeps_other_shapes_has_its_own_bits(
+def test_a_class_that_needs_whole_parameters_has_its_own_bits(
     cls: type[torch.optim.Optimizer], world_size: int, num_owners: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Also where another number of owners goes on from a checkpoint in the middle."""
-    spec, directory = spec_of(cls, world_size, dtype), tmp_path / "step-000003"
-    schedule = [[random_grads(spec, 10 * step + rank) for rank in range(world_size)] for step in range(6)]
-    for step in (0, 2):
-        for grads in schedule[step]:
-            del grads["layers.0.b"]  # its state and step count stand still
-    plain = PlainAdamW(spec, cls)
+    """Of one process without owners, also where another number of owners goes on from a checkpoint in the middle, and
+    whatever else than a parameter's shape its states have."""
+    spec = spec_of(cls, world_size, dtype)
+    plain, schedule = PlainAdamW(spec, cls), some_missing(spec)
     for grads in schedule:
         plain.step([averaged(grads)])
-    with inprocess(world_size, num_owners) as stores:
-        ranks = start(stores, spec)
-        for grads in schedule[:3]:
-            take_step(ranks, grads)
-        files = [write_rank_state(staging_path(directory), rank, {}, {}) for rank in range(world_size)]
-        saves = [rank.store.save(3, directory, (file,)) for rank, file in zip(ranks, files, strict=True)]
-        assert [save.result(WAIT).step for save in saves] == [3] * world_size
-        for grads in schedule[3:]:
-            take_step(ranks, grads)
-        assert equal(masters(ranks[0]), plain.values)
-    with inprocess(world_size, num_owners % 3 + 1) as stores:
-        ranks = start(stores, replace(spec, restore_from=str(directory)))
-        for grads in schedule[3:]:
-            take_step(ranks, grads)
-        assert equal(masters(ranks[0]), plain.values)
+    for found in trained(spec, schedule, num_owners, tmp_path / "step-000003"):
+        assert equal(found, plain.values)

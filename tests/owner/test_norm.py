@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
-from rayzero.kernels import choose_kernel
+from rayzero.kernels import choose_kernel, choose_squares
+from rayzero.kernels.rank_sum import LEAF, Squares, SquareSum
 from rayzero.lead.decide import decide, edited, total_norm
-from rayzero.owner.gradients.squares import LEAF, Squares, SquareSum, choose_squares
 from rayzero.protocol.messages import Clamp, Edit, EditKind, FinishReport, Norm, NormParts, StepInputs
 
 

@@ -18,7 +18,7 @@ from rayzero.errors import StoreError
 from rayzero.kernels.torch_classes.newton_schulz import as_product, newton_schulz
 from rayzero.owner.classes import products
 from rayzero.protocol.messages import MASTER, PRODUCT, Action, ModelSpec
-from rayzero.protocol.products import ProductPlan, matrices_of
+from rayzero.protocol.products import matrices_of, multiplying_ranks
 from tests.support.waiting import until
 
 from .owner import Owner, owner_of
@@ -45,7 +45,7 @@ def divided(**given: Any) -> ModelSpec:
 def owning(spec: ModelSpec) -> Iterator[tuple[Owner, list[int], PlainAdamW]]:
     """An owner, its shards with matrices, and the same in plain torch."""
     with owner_of(spec) as owner:
-        yield owner, list(ProductPlan.of(spec).rank_of), PlainAdamW(spec, Divided)
+        yield owner, list(multiplying_ranks(spec)), PlainAdamW(spec, Divided)
 
 
 def step(owner: Owner, plain: PlainAdamW, number: int) -> None:
@@ -92,10 +92,10 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_shard_with_a_matrix_has_a_rank_and_all_ranks_have_some() -> None:
-    plan = ProductPlan.of(divided())
-    assert set(plan.rank_of.values()) == set(range(RANKS))
-    assert all(matrices_of(divided(), shard) for shard in plan.rank_of)
-    assert not ProductPlan.of(replace(divided(), matrix_updates="owner")).rank_of
+    rank_of = multiplying_ranks(divided())
+    assert set(rank_of.values()) == set(range(RANKS))
+    assert all(matrices_of(divided(), shard) for shard in rank_of)
+    assert not multiplying_ranks(replace(divided(), matrix_updates="owner"))
 
 
 @pytest.mark.promise("exact", "optimizers")
@@ -198,5 +198,5 @@ def test_what_is_on_its_way_is_in_the_plan() -> None:
         with owner_of(replace(divided(), matrix_updates=where)) as owner:
             ours.append(owner.service.planned_bytes)
     spec = divided()
-    sizes = sorted((spec.layout.shards[shard].numel for shard in ProductPlan.of(spec).rank_of), reverse=True)
+    sizes = sorted((spec.layout.shards[shard].numel for shard in multiplying_ranks(spec)), reverse=True)
     assert ours[1] - ours[0] == 4 * sum(sizes[: 1 + RANKS]) + 4 * sizes[0]

@@ -13,10 +13,10 @@ from store.toy import WAIT, Grads, make_spec, random_grads
 
 from owner.owner import Owner, owner_of
 from rayzero.errors import AccumulationError, StepMismatchError
-from rayzero.kernels.rank_sum import RankSum
+from rayzero.kernels import choose_squares
+from rayzero.kernels.rank_sum import RankSum, Squares
 from rayzero.owner.gradients import contributions
 from rayzero.owner.gradients.landing import RoundLanding
-from rayzero.owner.gradients.squares import Squares, choose_squares
 from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import Clamp, FinishReport, ModelSpec
 from rayzero.protocol.totals import total_word

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rayzero.owner.gradients import contributions
-from rayzero.owner.terms import OwnerTerms
+from rayzero.owner.owned_model import OwnerTerms
 from rayzero.protocol.messages import ModelSpec
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models

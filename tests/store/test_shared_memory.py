@@ -18,7 +18,7 @@ from rayzero.memory.page_lock import beyond_limit
 from rayzero.memory.pages import PAGE
 from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import IN_TOTAL, Action, Decision, Norm, Published, Pushed, Record, SharedPaths
-from rayzero.protocol.totals import Total, total_word
+from rayzero.protocol.totals import Total, digest_of
 from rayzero.slabs.arena import Arena, SlabGroup, SlabPiece, plan_arena
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
@@ -193,6 +193,16 @@ def test_a_stamp_is_the_newest_of_its_unit(slabs: ExitStack) -> None:
     assert theirs.read(1) == [gone[1]]
 
 
+def total(step: int, attempt: int, rounds: int, present: tuple[bool, ...]) -> Total:
+    return Total(step, rounds, ((0, attempt, rounds),), present)
+
+
+def left(made: Total) -> Total:
+    """What a successor reads of it."""
+    assert not isinstance(made.summands, int)
+    return replace(made, summands=digest_of(made.summands))
+
+
 @needs_signals
 def test_a_total_that_a_dead_owner_was_adding_to_is_made_what_it_was(slabs: ExitStack) -> None:
     plan = plan_of(1, accumulation_steps=3)
@@ -200,26 +210,26 @@ def test_a_total_that_a_dead_owner_was_adding_to_is_made_what_it_was(slabs: Exit
     ours, theirs = (TotalLines(slab, plan, 0) for _ in range(2))
     one, other = torch.full((512,), 1.0), torch.full((512,), 2.0)
     present = [(True,) * len(plan.spec.layout.slices(plan.spec.layout.shards[shard])) for shard in (0, 1)]
+    made = [total(4, 1 + shard, 1, present[shard]) for shard in (0, 1)]
     for shard in (0, 1):
-        ours.line(shard).write(total_word(4, 0, 1), 77 + shard, present[shard])
+        ours.line(shard).write(made[shard])
     ours.line(0).keeps(one).keep(one, 300)
     one[:300].fill_(9.0)  # in part, when it died
     one[300:].fill_(1.5)
-    assert theirs.line(1).read(other) == Total(4, 1, 78, present[1])
+    assert theirs.line(1).read(other) == left(made[1])
     assert other.eq(2.0).all(), "another one was added to"
-    assert theirs.line(0).read(one) == Total(4, 1, 77, present[0])
+    assert theirs.line(0).read(one) == left(made[0])
     assert one[:300].eq(1.0).all()
     assert one[300:].eq(1.5).all(), "what was not kept had not changed"
-    some = (False, *present[0][1:])
-    ours.line(0).write(total_word(4, 0, 2), 79, some)  # the round is in
+    more = total(4, 0, 2, (False, *present[0][1:]))
+    ours.line(0).write(more)  # the round is in
     one.fill_(3.0)
-    assert theirs.line(0).read(one) == Total(4, 2, 79, some)
+    assert theirs.line(0).read(one) == left(more)
     assert one.eq(3.0).all()
     ours.line(0).clear()
-    ours.line(0).write(
-        total_word(5, 0, 1), 80, present[0]
-    )  # of the next step: what was kept of the last one is of no use
-    assert theirs.line(0).read(one) == Total(5, 1, 80, present[0])
+    later = total(5, 0, 1, present[0])
+    ours.line(0).write(later)  # of the next step: what was kept of the last one is of no use
+    assert theirs.line(0).read(one) == left(later)
     assert one.eq(3.0).all()
 
 
@@ -233,15 +243,15 @@ def test_a_line_says_which_pushes_are_in_a_total(slabs: ExitStack) -> None:
         return lines.has(0, Pushed(step=step, attempt=attempt, count=count, presence=b""))
 
     assert not has(0, 0, 1)
-    line.write(total_word(4, 1, 2), 0, present)
+    line.write(total(4, 1, 2, present))
     assert [has(4, 1, count) for count in (1, 2, 3)] == [True, True, False]
     assert [has(4, 0, 9), has(3, 7, 9), has(4, 2, 1), has(5, 0, 1)] == [True, True, False, False]
     assert has(4, 1 + ATTEMPTS, 2), "of a later life of the rank"
     line.hold()
     assert not has(4, 1, 1)
-    line.write(total_word(4, 1, 3), 0, present)
+    line.write(total(4, 1, 3, present))
     assert not has(4, 1, 1), "for the rest of the step"
-    line.write(total_word(5, 0, 1), 0, present)
+    line.write(total(5, 0, 1, present))
     assert has(5, 0, 1)
 
 

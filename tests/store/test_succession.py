@@ -22,8 +22,8 @@ from torch import Tensor
 
 from rayzero.errors import HandshakeError
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
+from rayzero.owner.owned_model import OwnerTerms
 from rayzero.owner.service import ShardService
-from rayzero.owner.terms import OwnerTerms
 from rayzero.protocol.gradient_sum import GradientMemory
 from rayzero.protocol.messages import ModelSpec
 from rayzero.slabs.sweep import list_slabs, sweep

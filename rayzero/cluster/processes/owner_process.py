@@ -26,7 +26,7 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.kernels.bandwidth import measure_bandwidth
     from rayzero.memory.pressure import PressureGauge, PressureLimits
     from rayzero.memory.process_memory import own_bytes
-    from rayzero.owner.terms import OwnerTerms
+    from rayzero.owner.owned_model import OwnerTerms
     from rayzero.protocol.ownership import Ownership
     from rayzero.security.credentials import Credentials, identity_of
     from rayzero.store.owner.hosted import HostedModels

@@ -25,8 +25,7 @@ from rayzero.engine.optimizer.states import (
 from rayzero.engine.private_torch import inverse_scale, route_scheduler_loads, route_unscaling
 from rayzero.engine.rank_step import RankStep
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.kernels.torch_classes.group_entries import GroupEntries
-from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, State
+from rayzero.kernels.torch_classes.optimizer_class import GroupEntries, OptimizerMaker, State
 from rayzero.kernels.torch_classes.optimizers import HOOKS, Optimizers, parts_of, path_of
 from rayzero.protocol.messages import CLASS, Decision, Hyper, classes_of
 

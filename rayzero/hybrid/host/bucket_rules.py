@@ -19,6 +19,7 @@ from rayzero.hybrid.host.buckets import Bucket
 from rayzero.hybrid.options import Group
 from rayzero.hybrid.split import Piece
 from rayzero.kernels import AdamMemory, AdamOptions, Kernel, adam_states, segments_of
+from rayzero.kernels.moments import PlainMoment
 from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, State, by_group, step_alone
 from rayzero.kernels.torch_classes.optimizer_states import load_into, prepare_states
 from rayzero.kernels.torch_kernel import fused_adam
@@ -100,7 +101,8 @@ class TileAdam:
         segments = segments_of(
             ((bucket.offsets[i], self._lengths[i], (0,), self._group_at[i], self._steps[i]) for i in present), options
         )
-        memory = AdamMemory.over(bucket.master, self._moments, bucket.params)
+        moments = {kind: PlainMoment(values) for kind, values in self._moments.items()}
+        memory = AdamMemory.over(bucket.master, moments, bucket.params)
         self._kernel.update(memory, [gradients], segments, scale, lambda done, total: None)
         assert self._tails is not None, "tails are created with the moments"
         self._tails.update(present, {i: options[self._group_at[i]] for i in present}, self._steps, scale)

@@ -20,9 +20,9 @@ from torch.optim import _muon
 from rayzero.errors import UnsupportedError
 from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, State, step_alone
 from rayzero.kernels.torch_classes.optimizers import maker_of_group, own_options
-from rayzero.layout.update_work import STEPS
 from rayzero.modes import outside_modes
 from rayzero.protocol.messages import Hyper
+from rayzero.protocol.products import STEPS
 
 Answer = Callable[[Tensor], Tensor | None]  # by what goes in; None: compute it
 

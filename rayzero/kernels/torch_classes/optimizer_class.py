@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from rayzero.errors import UnsupportedError
 from rayzero.modes import outside_modes
@@ -171,3 +172,36 @@ def plain_value(value: Any, name: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UnsupportedError(f"option {name!r} of a parameter group is {value!r}; pass a plain number, flag or text")
+
+
+# ---- stand-ins ---------------------------------------------------------------------------------------------------
+
+
+@outside_modes  # a default device is a mode
+def over_matrices(make: OptimizerMaker, hyper: Sequence[Hyper]) -> torch.optim.Optimizer:
+    """An instance over small matrices, which every class takes, one in each group. Raises what the class raises."""
+    return make.build(hyper, [[Parameter(torch.zeros(8, 8, dtype=torch.float32, device="cpu"))] for _ in hyper])
+
+
+class GroupEntries:
+    """Writes what ``step()`` of a class writes into its parameter groups (a count of steps, a rate that warms up) where
+    the parameters are not: an instance over stand-ins steps with zero gradients.
+
+    For classes whose entries depend on other entries alone, which ``optimizer_trial`` makes sure of. Knows options; not
+    the parameters that the user's groups train."""
+
+    def __init__(self, make: OptimizerMaker, hyper: Sequence[Hyper]) -> None:
+        """``hyper``: each group's options."""
+        self._optimizer, self.num_groups = over_matrices(make, hyper), len(hyper)
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.zeros_like(param)
+
+    def step(self, groups: Sequence[Hyper]) -> None:
+        """Give the groups, which have the options of this step, the entries that the step leaves in them."""
+        told = [{name: plain_value(value, name) for name, value in options_of(group).items()} for group in groups]
+        set_options(self._optimizer, told)
+        step_alone(self._optimizer)
+        for group, was, ours in zip(groups, told, self._optimizer.param_groups, strict=True):
+            now = {name: plain_value(value, name) for name, value in options_of(ours).items()}
+            group.update(as_options({name: value for name, value in now.items() if value != was.get(name, was)}))

@@ -24,12 +24,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rayzero.errors import UnsupportedError
-from rayzero.kernels.torch_classes.group_entries import GroupEntries
 from rayzero.kernels.torch_classes.optimizer_class import (
+    GroupEntries,
     OptimizerMaker,
     State,
     as_options,
     options_of,
+    over_matrices,
     own_option,
     plain_value,
     set_options,
@@ -265,11 +266,10 @@ def _refusal(make: OptimizerMaker, why: str) -> UnsupportedError:
     return UnsupportedError(f"{make.name} cannot be offloaded: {why}; {_INSTEAD}{fewer}")
 
 
-@outside_modes  # a default device is a mode
 def stand_in(make: OptimizerMaker, hyper: Sequence[Hyper]) -> torch.optim.Optimizer:
     """An instance over small matrices, one in each group. Raises UnsupportedError that says why there can be none."""
     try:
-        return make.build(hyper, [[Parameter(torch.zeros(8, 8, dtype=torch.float32, device="cpu"))] for _ in hyper])
+        return over_matrices(make, hyper)
     except Exception as exc:
         known = ", ".join((*hyper[0], *make.attributes))
         raise _refusal(
@@ -317,12 +317,12 @@ class _Course:
             without = params[_WITHOUT[1]] if missing and step == _WITHOUT[0] else None
             if without is not None:
                 self.gradients[-1][_WITHOUT[1]] = None
-                was = copy.deepcopy((without.detach(), optimizer.state.get(without, {})))
+                was = copy.deepcopy(_values_of(without, optimizer))
             self.before.append(_told(group, at_first, hyper))
             _step(optimizer, [other, *params], [other.detach(), *self.gradients[-1]])
             self.after.append(_told(group, at_first, hyper))
             if without is not None:
-                self.moved = not _same_values(was, (without.detach(), optimizer.state.get(without, {})))
+                self.moved = not _same(was, _values_of(without, optimizer))
         states = [optimizer.state.get(param, {}) for param in params]
         others = (f"{key!r} beside the states of parameters" for key in optimizer.state if not isinstance(key, Tensor))
         self.odd_state = next((odd for odd in (*map(unkept, states), *others) if odd), "")
@@ -345,10 +345,7 @@ class _Course:
 
     def equals(self, other: _Course) -> bool:
         """Whether every bit of weights and states is equal."""
-        return all(
-            ours.keys() == theirs.keys() and all(_same_bits(value, theirs[name]) for name, value in ours.items())
-            for ours, theirs in zip(self.kept, other.kept, strict=True)
-        )
+        return all(map(_same, self.kept, other.kept))
 
     def written(self) -> list[str]:
         """The entries of the parameter group that ``step()`` writes."""
@@ -420,15 +417,22 @@ def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
     return torch.equal(ours, theirs) or torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-def _same_values(ours: Any, theirs: Any) -> bool:
-    """Whether nested states are equal."""
-    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
-        return ours.shape == theirs.shape and ours.dtype == theirs.dtype and _same_bits(ours, theirs)
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        return ours.keys() == theirs.keys() and all(_same_values(value, theirs[name]) for name, value in ours.items())
-    if isinstance(ours, Sequence) and isinstance(theirs, Sequence) and not isinstance(ours, str):
-        return len(ours) == len(theirs) and all(map(_same_values, ours, theirs))
-    return type(ours) is type(theirs) and (not is_scalar(ours) or bool(ours == theirs))
+def _values_of(param: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A parameter's values, and the leaves of its state."""
+    return {"": param.detach()} | leaves(optimizer.state.get(param, {}))
+
+
+def _same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Whether every bit of tensors, and every number, is equal."""
+    return ours.keys() == theirs.keys() and all(
+        type(value) is type(theirs[name])
+        and (
+            (value.dtype, value.shape) == (theirs[name].dtype, theirs[name].shape) and _same_bits(value, theirs[name])
+            if isinstance(value, Tensor)
+            else not is_scalar(value) or bool(value == theirs[name])
+        )
+        for name, value in ours.items()
+    )
 
 
 def _with_rate(hyper: Hyper, factor: float) -> Hyper:

@@ -1,4 +1,4 @@
-"""Where an owner keeps what a torch optimizer class keeps of its parameters: in planned memory, beside the masters.
+"""A torch optimizer class on a shard. What it keeps of the parameters is in planned memory, beside the masters.
 
 [Note: states in place] A class makes its states itself, at a parameter's first update, and may put others in their
 place at any later one. After each update every tensor that is not in its place is copied there, and the class goes on
@@ -9,17 +9,25 @@ for the owner of the next epoch. What has no place is refused.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, State
+from rayzero.errors import UnsupportedError
+from rayzero.kernels.rank_sum import RankSum
+from rayzero.kernels.torch_classes.newton_schulz import fed
+from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, State, by_group, set_options, step_alone
 from rayzero.kernels.torch_classes.optimizer_states import (
     StateForms,
+    fill_leaf,
+    flat_states,
     is_scalar,
     kinds_of,
     leaves,
@@ -28,8 +36,10 @@ from rayzero.kernels.torch_classes.optimizer_states import (
     unkept,
     with_leaves,
 )
+from rayzero.kernels.torch_classes.optimizers import maker_of_group
+from rayzero.kernels.torch_kernel import TILE
 from rayzero.layout.model_layout import Shard, SlotSlice, UnitLayout, aligned
-from rayzero.owner.shard import OwnedShard
+from rayzero.owner.shard import OwnedShard, ShardWork
 from rayzero.protocol.messages import CLASS, STEP, Hyper, ModelSpec, group_and_like
 
 log = logging.getLogger(__name__)
@@ -158,30 +168,147 @@ def _rounded(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-class ShardStates:
-    """What a class keeps of one shard, in the shard's memory.
+class ShardOptimizer:
+    """An instance of the class over one shard's parameters, which are views of its master, and what it keeps, in the
+    shard's memory.
 
-    Knows places and bytes; not the class."""
+    Knows places and bytes; not what the class computes."""
 
-    def __init__(self, room: StateRoom, owned: OwnedShard) -> None:
+    def __init__(self, make: OptimizerMaker, room: StateRoom, owned: OwnedShard) -> None:
+        """``room``: has options to build the instance with; each step brings its own."""
+        assert owned.master is not None
         assert owned.class_states is not None
-        self._room, self._owned, self._memory = room, owned, owned.class_states
+        self._make, self._room, self._owned = make, room, owned
+        self._master, self._memory = owned.master, owned.class_states
+        self._ranges = [(part.start, part.start + aligned(part.numel)) for part in owned.slices]
         self.shapes = [room.shape(owned.unit, part) for part in owned.slices]
+        self.params = [
+            Parameter(_shaped(self._master[start:stop], shape))
+            for (start, stop), shape in zip(self._ranges, self.shapes, strict=True)
+        ]
+        slices = by_group(owned.groups)  # groups without a slice here would be empty
+        self._used = [group_and_like(number)[0] for number in slices]
+        members = [[self.params[index] for index in own] for own in slices.values()]
+        self._hyper = [room.options(*at) for at in zip(owned.groups, self.shapes, strict=True)]  # of each slice
+        self._optimizer = make.build([self._hyper[own[0]] for own in slices.values()], members)
         self._places = [room.places(owned.unit, part) for part in owned.slices]
-        at, self._first = numbers_bytes(self._places), list[int]()
-        for each in self._places:
-            self._first.append(at)
-            at += each.size
+        first = numbers_bytes(self._places)
+        self._first = list(accumulate((each.size for each in self._places), initial=first))  # byte of a slice's tensors
         count = sum(len(each.numbers) for each in self._places)
         self._table = self._memory[: _NUMBER_BYTES * count].view(torch.float64)
-        self._numbers = [dict.fromkeys(each.numbers, 0.0) for each in self._places]
         read = iter(self._table.tolist())
-        for numbers in self._numbers:
-            numbers.update({name: next(read) for name in numbers})
+        self._numbers = [{name: next(read) for name in each.numbers} for each in self._places]
+        for index, steps in enumerate(owned.steps):
+            if steps:
+                self._optimizer.state[self.params[index]] = self._in_place(index)
 
-    def state(self, index: int) -> State:
-        """The state of slice ``index``, whose parameter has been updated before: on the shard's memory."""
-        form, numbers = self._form(index), self._numbers[index]
+    # ---- updates
+
+    def step(self, work: ShardWork, sums: RankSum) -> None:
+        """Update the slices that have a gradient. Raises UnsupportedError if what this leaves cannot be kept; at the
+        first update of a slice no value is changed then: a class may change its mind at sizes that no trial has."""
+        set_options(self._optimizer, [work.hyper[used] if used >= 0 else {} for used in self._used])
+        for index, (param, ranks) in enumerate(zip(self.params, work.contributors, strict=True)):
+            param.grad = self._gradient(index, work, sums).to(param.device) if ranks else None
+        updated = [index for index, ranks in enumerate(work.contributors) if ranks]
+        first = not all(self._owned.steps[index] for index in updated)
+        before = self._master.clone() if first else None
+        step_alone(self._optimizer)
+        if odd := self._keep({index: self._state(index) for index in updated}):
+            if before is not None:
+                with torch.no_grad():
+                    self._master.copy_(before)
+            at_first = "; no value was changed" if before is not None else ""
+            names = sorted({maker_of_group(self._make, self._hyper[index]).name for index in updated})
+            raise UnsupportedError(
+                f"{' and '.join(names)} cannot run on shards: a step made {odd}{at_first}. Use an optimizer whose "
+                "options and parameters' shapes say what it keeps"
+            )
+        for param in self.params:
+            param.grad = None
+
+    def fed(self, work: ShardWork, sums: RankSum, slices: Sequence[int]) -> dict[int, Tensor]:
+        """See ``DividedRule.fed``."""
+        found = {}
+        for index in (each for each in slices if work.contributors[each]):
+            options, grad = work.hyper[self._owned.groups[index]], self._gradient(index, work, sums)
+            matrix = fed(self._make, options, grad, self._state(index))
+            found.update({} if matrix is None else {index: matrix})
+        return found
+
+    def _gradient(self, index: int, work: ShardWork, sums: RankSum) -> Tensor:
+        """Of a slice, summed in tiles that stay in cache."""
+        (start, stop), ranks = self._ranges[index], work.contributors[index]
+        found = torch.empty(stop - start, dtype=torch.float32, device="cpu")
+        for at in range(start, stop, TILE):
+            end = min(at + TILE, stop)
+            torch.mul(sums.sum(work.gradients, ranks, at, end), work.scale, out=found[at - start : end - start])
+        limited = found.clamp_(-work.limit, work.limit) if work.limit < math.inf else found
+        return _shaped(limited, self.shapes[index])
+
+    # ---- states, by slice
+
+    def _state(self, index: int) -> State:
+        found: State = self._optimizer.state.get(self.params[index], {})
+        return found
+
+    def form(self, index: int) -> State:
+        """The form of what the class keeps for a slice after an update."""
+        return self._room.form(self._owned.groups[index], self.shapes[index])
+
+    def states_of(self, index: int) -> dict[str, Tensor]:
+        """See ``UpdateRule.slice_states``."""
+        numel = self._owned.slices[index].numel
+        return flat_states(self._state(index), self.shapes[index], numel, self._owned.steps[index])
+
+    def restore(self, index: int, values: Mapping[str, Tensor]) -> None:
+        """See ``UpdateRule.restore``. Raises StoreError as ``restored_state`` does."""
+        steps = self._owned.steps[index]
+        if steps:
+            state = restored_state(self.form(index), values, steps, lambda name, like: self._place(index, name, like))
+            self._optimizer.state[self.params[index]] = state
+            self._note(index, state)
+            self._settle()
+
+    def write(self, kind: str, values: Tensor) -> None:
+        """See ``UpdateRule.write``."""
+        for index, part in enumerate(self._owned.slices):
+            if kind == STEP:
+                self._restart(index)
+                continue
+            state, new = self._state(index), values[part.start : part.stop]
+            for name, kinds in kinds_of(state, self.shapes[index]).items():
+                if kind in kinds:
+                    self._write_leaf(index, name, leaves(state)[name], kinds.index(kind), new)
+        self._settle()
+
+    def _write_leaf(self, index: int, name: str, leaf: Any, at: int, new: Tensor) -> None:
+        """Write the kind number ``at`` of a leaf."""
+        if not is_scalar(leaf):
+            start = at * new.numel()
+            fill_leaf(leaf, new[: leaf.numel() - start], start)
+            return
+        parts = flat_states({name: leaf}, (), 1, steps=-1)
+        parts[f"{name}#{at}" if at else name] = new[:1]
+        state, number = self._state(index), scalar_like(leaf, sum(float(part) for part in parts.values()))
+        state.update(with_leaves(state, {name: number}))
+        self._note(index, state)
+
+    def _restart(self, index: int) -> None:
+        """Set a slice's state to that after its number of updates; its values are written later."""
+        param = self.params[index]
+        self._optimizer.state.pop(param, None)
+        self.restore(index, {})
+        if not self._owned.steps[index]:
+            alone = self._make.build([self._hyper[index]], [[Parameter(param.detach().clone())]])
+            if alone.state:  # made before the first step
+                self._optimizer.state[param] = dict(next(iter(alone.state.values())))
+
+    # ---- their memory
+
+    def _in_place(self, index: int) -> State:
+        """The state of a slice that has been updated before: on the shard's memory."""
+        form, numbers = self.form(index), self._numbers[index]
         return with_leaves(
             form,
             {
@@ -189,17 +316,6 @@ class ShardStates:
                 for name, like in leaves(form).items()
             },
         )
-
-    def restored(self, index: int, values: Mapping[str, Tensor], steps: int) -> State:
-        """The state of a slice from what a checkpoint keeps, on the shard's memory. Raises StoreError as
-        ``restored_state`` does."""
-        state = restored_state(self._form(index), values, steps, lambda name, like: self._place(index, name, like))
-        self._note(index, state)
-        self.settle()
-        return state
-
-    def _form(self, index: int) -> State:
-        return self._room.form(self._owned.groups[index], self.shapes[index])
 
     def _place(self, index: int, name: str, like: Tensor) -> Tensor:
         """The memory of a tensor, in its strides if these leave no gaps."""
@@ -209,7 +325,7 @@ class ShardStates:
         dense = reach == like.numel()
         return flat.as_strided(like.shape, like.stride(), flat.storage_offset()) if dense else flat.view(like.shape)
 
-    def keep(self, states: Mapping[int, State]) -> str:
+    def _keep(self, states: Mapping[int, State]) -> str:
         """Copy to their places the tensors that an update of slices (by index) has left in other memory. Returns a
         description of the first leaf that cannot be kept, and then changes nothing; "" if there is none."""
         moved: list[tuple[State, dict[str, tuple[Tensor, Tensor]]]] = []
@@ -230,7 +346,7 @@ class ShardStates:
             state.update(with_leaves(state, {name: place for name, (_, place) in away.items()}))
         for index, state in states.items():
             self._note(index, state)
-        self.settle()
+        self._settle()
         return ""
 
     def _misfit(self, index: int, state: State) -> str:
@@ -248,17 +364,19 @@ class ShardStates:
         return ""
 
     def _note(self, index: int, state: State) -> None:
+        """``_settle`` follows."""
         self._numbers[index].update({name: float(value) for name, value in leaves(state).items() if is_scalar(value)})
 
-    def note(self, index: int, name: str, value: Any) -> None:
-        """A number was written; ``settle`` follows."""
-        self._numbers[index][name] = float(value)
-
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Write the numbers into the memory."""
         if self._table.numel():
             numbers = [number for each in self._numbers for number in each.values()]
             self._table.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+
+
+def _shaped(values: Tensor, shape: Sequence[int]) -> Tensor:
+    """The first elements of flat ``values``, in a shape."""
+    return values[: math.prod(shape)].view(shape)
 
 
 def _is_at(value: Tensor, place: Tensor) -> bool:

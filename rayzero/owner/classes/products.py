@@ -9,18 +9,18 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.futures import fail, settle
+from rayzero.concurrency.futures import chain, fail, failed, settle
 from rayzero.errors import StoreError
 from rayzero.kernels.torch_classes.newton_schulz import Products, answered, as_product
 from rayzero.owner.shard import OwnedShard, ShardWork, StepWork
 from rayzero.protocol.messages import ModelSpec
-from rayzero.protocol.products import PRODUCT_DTYPE, Matrix, ProductPlan, matrices_of, shards_ahead
+from rayzero.protocol.products import PRODUCT_DTYPE, Matrix, matrices_of, multiplying_ranks, product_work, shards_ahead
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +38,12 @@ class DividedRule(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class _Open:
-    """A shard whose products are computed, or wait for the update."""
+class _Exchange:
+    """A shard's products for one update, from the first question for them to the update's end."""
 
-    version: int
-    matrices: Sequence[Matrix]  # those with a gradient
-    given: Tensor  # 1D, the shard's elements
-    answer: Tensor | None = None  # likewise
+    given: Future[Tensor] = field(default_factory=Future)  # what goes in: 1D, the shard's elements
+    answer: Tensor | None = None  # what has come out, likewise
+    pairs: list[tuple[Matrix, Tensor]] = field(default_factory=list)  # those with a gradient, in what is given
 
 
 class ShardProducts:
@@ -56,17 +55,14 @@ class ShardProducts:
 
     def __init__(self, spec: ModelSpec, shards: Mapping[int, OwnedShard], rule: DividedRule, version: int) -> None:
         """``version``: of the shards."""
-        plan = ProductPlan.of(spec)
-        self._rank_of, self._work = plan.rank_of, plan.work
+        self._rank_of, self._work = multiplying_ranks(spec), product_work(spec.layout, spec.hyper, spec.group_of)
         self._spec, self._shards, self._rule = spec, shards, rule
         self._matrices = {index: matrices_of(spec, index) for index in shards if index in self._rank_of}
         self._lock = threading.Condition()
         self._coming = deque[tuple[int, ShardWork]]()  # of the step that is applied, in forward order
-        self._open: dict[int, _Open] = {}  # by shard. freed by: used()
-        self._over = dict.fromkeys(
-            self._matrices, version
-        )  # by shard, the last version of which nothing comes any more
-        self._asked: dict[int, list[tuple[int, Future[Tensor]]]] = {}  # by shard: versions that ranks wait for
+        self._ahead = 0  # shards that ranks have, or that wait for their update
+        self._exchanges: dict[tuple[int, int], _Exchange] = {}  # by shard and version. freed by: _end()
+        self._over = dict.fromkeys(self._matrices, version)  # by shard, the last version that nothing comes of any more
         self._present = set[int]()  # ranks that are waited for
         self._closed = False
 
@@ -75,24 +71,23 @@ class ShardProducts:
     def read(self, shard: int, version: int) -> Future[Tensor]:
         """What its rank is to multiply of a shard: bf16, 1D, the shard's elements. Fails with StoreError if there is
         nothing, or it is too late."""
-        future: Future[Tensor] = Future()
         with self._lock:
             self._present.add(self._rank_of.get(shard, -1))
-            there = self._open.get(shard)
-            if there is not None and there.version == version:
-                settle(future, there.given)
-            elif self._closed or version <= self._over.get(shard, version):
-                fail(future, _nothing(shard, version))
-            else:
-                self._asked.setdefault(shard, []).append((version, future))
+            there = self._exchanges.get((shard, version))
+            if there is None:
+                if self._closed or version <= self._over.get(shard, version):
+                    return failed(_nothing(shard, version))
+                there = self._exchanges[shard, version] = _Exchange()
+        future: Future[Tensor] = Future()  # each caller may cancel its own
+        chain(there.given, future)
         return future
 
     def take(self, shard: int, version: int, values: Tensor) -> None:
         """What has come out; dropped if it is too late."""
         with self._lock:
             self._present.add(self._rank_of.get(shard, -1))
-            there = self._open.get(shard)
-            if there is not None and there.version == version:
+            there = self._exchanges.get((shard, version))
+            if there is not None and there.given.done():
                 there.answer = values
                 self._lock.notify_all()
 
@@ -105,12 +100,10 @@ class ShardProducts:
     def close(self) -> None:
         """Wait for no rank any more, and let none wait."""
         with self._lock:
-            self._closed = True
-            asked, self._asked = self._asked, {}
+            self._closed, open_now = True, dict(self._exchanges)
             self._lock.notify_all()
-        for shard, waits in asked.items():
-            for version, future in waits:
-                fail(future, _nothing(shard, version))
+        for asked, there in open_now.items():
+            fail(there.given, _nothing(*asked))
 
     # ---- one step
 
@@ -124,7 +117,7 @@ class ShardProducts:
 
     def post(self) -> None:
         """Let ranks have what comes next, as far as there is room for it."""
-        while self._coming and len(self._open) <= shards_ahead(self._spec.world_size):
+        while self._coming and self._ahead <= shards_ahead(self._spec.world_size):
             index, work = self._coming.popleft()
             owned = self._shards[index]
             own = [each for each in self._matrices[index] if owned.groups[each.slice] == each.group]
@@ -133,40 +126,36 @@ class ShardProducts:
                 self._end(index, work.version)
                 continue
             given = torch.zeros(owned.shard.numel, dtype=PRODUCT_DTYPE, device="cpu")
-            present = [each for each in own if each.slice in fed]
-            for each in present:
-                given[each.start : each.stop].copy_(fed[each.slice].view(-1))
+            pairs = [(each, given[each.start : each.stop].view(each.shape)) for each in own if each.slice in fed]
+            for each, place in pairs:
+                place.copy_(fed[each.slice])
             with self._lock:
-                self._open[index] = _Open(work.version, present, given)
-                waits = self._asked.pop(index, [])
-            for version, future in waits:
-                if version == work.version:
-                    settle(future, given)
-                else:
-                    fail(future, _nothing(index, version))
+                there = self._exchanges.setdefault((index, work.version), _Exchange())
+                there.pairs = pairs
+            self._ahead += 1
+            settle(there.given, given)
 
     @contextmanager
-    def used(self, owned: OwnedShard) -> Iterator[None]:
-        """A context in which this thread's Newton-Schulz has the answers for a shard; waits for them."""
+    def used(self, owned: OwnedShard, version: int) -> Iterator[None]:
+        """A context in which this thread's Newton-Schulz has the answers for the update of a shard that makes
+        ``version``; waits for them."""
         index = owned.shard.index
-        there = self._open.get(index)
+        there = self._exchanges.get((index, version))
         if there is None:
             yield
             return
         answer = self._awaited(index, there)
         pairs = [
-            (
-                there.given[each.start : each.stop].view(each.shape),
-                as_product(answer[each.start : each.stop], each.shape),
-            )
-            for each in there.matrices
+            (given, as_product(answer[each.start : each.stop], each.shape))
+            for each, given in there.pairs
             if answer is not None
         ]
         with answered(Products(pairs)):
             yield
-        self._end(index, there.version)
+        self._ahead -= 1
+        self._end(index, version)
 
-    def _awaited(self, shard: int, there: _Open) -> Tensor | None:
+    def _awaited(self, shard: int, there: _Exchange) -> Tensor | None:
         """The answer for a shard; None: its rank is gone, or late."""
         rank, work = self._rank_of[shard], self._work[shard]
         until = time.monotonic() + _PATIENCE_S + work / _SLOWEST_FLOPS
@@ -187,13 +176,10 @@ class ShardProducts:
     def _end(self, shard: int, version: int) -> None:
         """Nothing comes of a version any more."""
         with self._lock:
-            self._open.pop(shard, None)
             self._over[shard] = version
-            waits = self._asked.pop(shard, [])
-            late = [future for wanted, future in waits if wanted <= version]
-            if later := [(wanted, future) for wanted, future in waits if wanted > version]:
-                self._asked[shard] = later
-        for future in late:
+            gone = [key for key in self._exchanges if key[0] == shard and key[1] <= version]
+            futures = [self._exchanges.pop(key).given for key in gone]
+        for future in futures:
             fail(future, _nothing(shard, version))
 
 

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from rayzero.concurrency.futures import chain, fail, failed, settle
 from rayzero.errors import HandshakeError, StateLostError, StepMismatchError, StoreError
-from rayzero.kernels.rank_sum import summed_with
+from rayzero.kernels.rank_sum import Squares, summed_with
 from rayzero.owner.gradients.collection import Collection, OpenStep, check_reports
 from rayzero.owner.gradients.landing import Admission, RankGradients, RoundLanding, check_push, check_summands
-from rayzero.owner.gradients.shard_sums import ShardSums, TotalListener, nothing_heard
-from rayzero.owner.gradients.squares import Squares
+from rayzero.owner.gradients.shard_sums import ShardSums, TotalListener
 from rayzero.owner.shard import OwnedShard, ShardState, ShardWork, StepWork
 from rayzero.owner.updater import Updater
 from rayzero.protocol.gradient_sum import FormerRank, GradientMemory
@@ -56,7 +55,7 @@ class Contributions:
         *,
         step: int,
         redoing: bool = False,
-        on_total: TotalListener = nothing_heard,
+        on_total: TotalListener | None = None,
     ) -> None:
         """``squares``: used only in the thread of ``updater``. ``step``: the first open step. ``redoing``: these are a
         successor's: what asks for a later step waits until the decisions before it are redone. ``on_total``: see
@@ -67,7 +66,7 @@ class Contributions:
         self._owner, self._spec, self._every, self._recorder = owner, spec, shards, recorder
         self._shards = {index: shard for index, shard in shards.items() if shard.trainable}
         self._step = OpenStep(step)
-        hears = on_total if spec.accumulation_steps > 1 else nothing_heard  # else no push takes the place of another
+        hears = on_total if spec.accumulation_steps > 1 else None  # else no push takes the place of another
         self._sums = ShardSums(
             *(owner, spec.world_size, self._shards, squares, updater, recorder, self._step, hears),
             spec.accumulation_steps,

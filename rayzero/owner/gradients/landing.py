@@ -22,17 +22,18 @@ from torch import Tensor
 
 from rayzero.errors import StepMismatchError, StoreError
 from rayzero.layout.model_layout import UnitLayout
+from rayzero.memory.planner import staging_entries
 from rayzero.owner.memory import carve
 from rayzero.owner.shard import OwnedShard
 from rayzero.protocol.gradient_sum import (
     GradientMemory,
     GradientSum,
+    Rounds,
     adds_up,
     gradient_dtype,
     require_round,
 )
 from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, FinishReport, ModelSpec, Pushed, Summand
-from rayzero.protocol.rounds import Rounds
 from rayzero.protocol.scattered import Gradient, ScatteredShard, ScatteredUnit
 
 
@@ -402,7 +403,8 @@ class RankGradients:
                 buffers = {owned.shard.index: self._own_of(owned, AT_HOME) for owned in here}
             self.landings |= {owned.shard.index: Landing(owned, buffers[owned.shard.index]) for owned in here}
         if own_memory is None:
-            entries, entry_bytes = staging_entries(list(trained.values()), adds)
+            mine = [(owned.shard, owned.unit) for owned in trained.values()]
+            entries, entry_bytes = staging_entries(mine, adds=adds)
             self._free += [torch.zeros(entry_bytes, dtype=torch.uint8, device="cpu") for _ in range(entries)]
             self.staging_bytes = entries * entry_bytes
 
@@ -456,18 +458,6 @@ class SpareMemory:
     def give_back(self, memory: Tensor) -> None:
         """Nothing reads or writes it any more."""
         self._spare.setdefault((memory.numel(), memory.dtype), []).append(memory)
-
-
-def staging_entries(trained: Sequence[OwnedShard], adds_up: bool) -> tuple[int, int]:
-    """(a rank's staging entries, bytes of one): room for two of the largest units with accumulation, else for two
-    shards if fp32 memory can add a second push."""
-    if not trained or not (adds_up or any(o.unit.dtype is torch.float32 for o in trained)):
-        return 0, 0
-    per_unit: dict[int, int] = {}
-    for owned in trained:
-        per_unit[owned.unit.index] = per_unit.get(owned.unit.index, 0) + 1
-    entries = 2 * max(per_unit.values()) if adds_up else 2
-    return entries, max(o.shard.numel * o.unit.dtype.itemsize for o in trained)
 
 
 def check_push(push: Contribution, owned: OwnedShard) -> None:

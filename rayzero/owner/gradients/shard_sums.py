@@ -17,11 +17,9 @@ from torch import Tensor
 from rayzero.concurrency.futures import fail, settle
 from rayzero.errors import StepMismatchError
 from rayzero.kernels import choose_adder
-from rayzero.kernels.native import Range
-from rayzero.kernels.rank_sum import GROUP
+from rayzero.kernels.rank_sum import GROUP, Range, Squares
 from rayzero.owner.gradients.collection import Collection, OpenStep
 from rayzero.owner.gradients.landing import Landing, RankGradients, RoundLanding, SpareMemory
-from rayzero.owner.gradients.squares import Squares
 from rayzero.owner.shard import Contributors, OwnedShard
 from rayzero.owner.updater import Updater
 from rayzero.protocol.lives import ATTEMPTS
@@ -36,10 +34,6 @@ _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 _PartKey = tuple[Any, ...]
 TotalListener = Callable[[int, int], None]  # of a shard, and the ``total_word`` (protocol/totals.py) of its total
 _Pushes = Mapping[int, tuple[int, int]]  # by rank: attempt, as any life of the rank counts them, and how many
-
-
-def nothing_heard(shard: int, word: int) -> None:
-    """A ``TotalListener`` that does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +70,7 @@ class ShardSums:
         updater: Updater,
         recorder: Recorder,
         step: OpenStep,
-        on_total: TotalListener,
+        on_total: TotalListener | None,
         accumulation_steps: int,
     ) -> None:
         """``shards``: the trained ones. ``squares``: used only in the thread of ``updater``. ``on_total``: hears of
@@ -87,7 +81,7 @@ class ShardSums:
         self._squares, self._updater, self._recorder = squares, updater, recorder
         self._totals: dict[int, Total] = {}  # by shard, what is in its total; empty: there are none
         for index, shard in shards.items():
-            if (left := shard.left_total()) is not None:
+            if shard.total is not None and (left := shard.total_line.read(shard.total)) is not None:
                 self._totals[index] = left
         self._parts: dict[int, tuple[_PartKey, tuple[float, ...]]] = {}  # by shard
         self._before = -(-world_size // GROUP) * GROUP  # in place of a rank, for what is in a total before a round: a
@@ -100,7 +94,7 @@ class ShardSums:
     def hold_totals(self) -> None:
         """A rank comes back: ranks give back nothing more of what is in totals. Call it under the step's lock."""
         for index in self._totals:
-            self._shards[index].hold_total()
+            self._shards[index].total_line.hold()
 
     def stand_still(self) -> None:
         """Fill no total from now on. Call it in the updater's thread."""
@@ -169,7 +163,7 @@ class ShardSums:
         pass over the total squares it."""
         while (next_pass := self._next_pass(owned, total, step)) is not None:
             adds = next_pass.round
-            kept = owned.save_total() if adds is not None and adds.number else None
+            kept = owned.total_line.keeps(total) if adds is not None and adds.number else None
             if adds is not None and adds.number + 1 < self._planned and next_pass.early:
                 self._add_round(owned, total, next_pass, kept)
                 squares = None
@@ -270,7 +264,7 @@ class ShardSums:
         made = self._totals.get(index)
         if not number and made is not None:
             del self._totals[index]
-            owned.forget_total()  # before its bytes change
+            owned.total_line.clear()  # before its bytes change
         here = [rank for rank, (_, count) in pushes.items() if count > number]
         holders: dict[int, tuple[RankGradients, RoundLanding, int]] = {}
         gradients: list[Gradient] = [_NOTHING] * (self._before + 1)
@@ -307,8 +301,9 @@ class ShardSums:
             if added is not None:
                 _, step, summands = done.key
                 self._totals[index] = made = Total(step, added.number + 1, summands, added.present)
-                owned.keep_total(made)
-                self._on_total(index, made.word)
+                owned.total_line.write(made)
+                if self._on_total is not None:
+                    self._on_total(index, made.word)
                 for holder, landing, generation in added.holders:
                     if landing.generation == generation:
                         self.give_back(holder, landing, added.number + 1)
@@ -416,10 +411,9 @@ class ShardSums:
         """Per slice, the ranks with a counted gradient for it; where there is a total, that stands for one rank."""
         if owned.total is None:
             return self._contributors(owned, collection.ranks_of(owned))
-        made = self._totals.get(owned.shard.index)
-        if made is None or not made.is_of(collection.step, _all_of(self._pushes(owned, collection))):
+        if not self.is_made(owned, collection):
             return ((),) * len(owned.slices)
-        return tuple((0,) if there else () for there in made.present)
+        return tuple((0,) if there else () for there in self._totals[owned.shard.index].present)
 
     def gradients(self, owned: OwnedShard) -> list[Gradient]:
         """Per rank, its gradients of this shard, where there is no total; an empty tensor for a rank that has none."""

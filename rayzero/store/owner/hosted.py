@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from rayzero.memory.planner import check_budget
 from rayzero.owner.memory import LeftOnDevice
-from rayzero.owner.owned_model import plan_change
+from rayzero.owner.owned_model import OwnerTerms, plan_change
 from rayzero.owner.service import ShardService
-from rayzero.owner.terms import OwnerTerms
 from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.slab import Slab

@@ -28,7 +28,7 @@ from rayzero.errors import HandshakeError
 from rayzero.kernels.stamps import STAMP, TileStamps, UndoCopy
 from rayzero.layout.model_layout import Shard
 from rayzero.protocol.messages import FormerShard, Published, Pushed
-from rayzero.protocol.totals import MOST_ROUNDS, WORD_STEP, KeptTotal, Total, has_pushed
+from rayzero.protocol.totals import MOST_ROUNDS, WORD_STEP, KeptTotal, Total, TotalLine, digest_of, has_pushed
 from rayzero.slabs.slab import Slab
 from rayzero.store.shm.shared_plan import (
     KEPT_BYTES,
@@ -177,21 +177,23 @@ def tile_stamps(slab: Slab, line: int, first: int) -> torch.Tensor:
     return slab.tensor(region(slab, "tiles").offset + first * 8, -(-numel // STAMP), torch.int64)
 
 
-class SlabTotalLine:
-    """A ``TotalLine`` (protocol/totals.py) in a control slab."""
+class SlabTotalLine(TotalLine):
+    """In a control slab."""
 
     def __init__(self, line: int, present: torch.Tensor, kept: _KeptTotals, keeper: object) -> None:
         """``line``: its address. ``present``: (2, slices of the shard), uint8. ``kept``: of all lines."""
         self._line, self._present, self._kept, self._keeper = line, present, kept, keeper
         self._written: list[tuple[bool, ...]] = [(), ()]  # of ``present``, by this process
 
-    def write(self, word: int, digest: int, present: tuple[bool, ...]) -> None:
+    def write(self, made: Total) -> None:
         """See ``TotalLine.write``."""
-        before, which = load_acquire_64(self._line + WHOLE), word >> 1 & 1
-        if self._written[which] != present:
-            self._present[which] = torch.tensor(present, dtype=torch.uint8, device="cpu")
-            self._written[which] = present
-        store_release_64(self._line + DIGESTS[which], digest)
+        assert not isinstance(made.summands, int)
+        before, word = load_acquire_64(self._line + WHOLE), made.word
+        which = word >> 1 & 1
+        if self._written[which] != made.present:
+            self._present[which] = torch.tensor(made.present, dtype=torch.uint8, device="cpu")
+            self._written[which] = made.present
+        store_release_64(self._line + DIGESTS[which], digest_of(made.summands))
         held = before & 1 if before >> WORD_STEP == word >> WORD_STEP else 0
         store_release_64(self._line + WHOLE, word | held)
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from rayzero.errors import HandshakeError, StateLostError
 from rayzero.layout.model_layout import Shard
-from rayzero.owner.memory import Sizes
+from rayzero.owner.memory import HostMemory, Sizes
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import FormerShard, ModelSpec
+from rayzero.protocol.totals import TotalLine
 from rayzero.slabs.arena import Arena, ArenaPlan, SlabGroup, SlabPiece, plan_arena
 from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import SlabFacts
@@ -22,7 +23,7 @@ from rayzero.slabs.slab import Slab
 from rayzero.store.shm.former_ranks import former_ranks
 from rayzero.store.shm.loop_slab import LoopSlab, loop_slabs
 from rayzero.store.shm.places import PARAMS, Places, SlabId
-from rayzero.store.shm.shard_lines import LineJournal, ShardLines, SlabTotalLine, TotalLines
+from rayzero.store.shm.shard_lines import LineJournal, ShardLines, TotalLines
 from rayzero.store.shm.shared_plan import RANK, SharedPlan, of_lineage
 
 TENSORS = ("params", "state")  # the roles of slabs with tensors
@@ -108,11 +109,10 @@ def former_loops(plan: SharedPlan, owner: int, directory: Path) -> dict[int, lis
     return loop_slabs(plan, f"optimizer {owner}", directory, lambda rank: rank % num_owners == owner)
 
 
-class OwnerSlabs:
-    """An owner's tensors in slabs. A ``HostMemory`` (owner/memory.py)."""
+class OwnerSlabs(HostMemory):
+    """An owner's tensors in slabs."""
 
-    tier = state_tier = "shm"
-    apart = False
+    tier = "shm"
 
     def __init__(
         self,
@@ -168,13 +168,9 @@ class OwnerSlabs:
         self._state.append(self._arena(plan_arena(groups), "state", PARAMS + 1 + len(self._state), first))
         return {key: self._state[-1].tensor(key) for key, _ in sizes}
 
-    def totals(self, sizes: Sizes) -> dict[int, Tensor]:
-        """See ``HostMemory.totals``."""
-        return self.state(sizes, torch.float32)
-
-    def total_line(self, shard: int) -> SlabTotalLine | None:
+    def total_line(self, shard: int) -> TotalLine:
         """See ``HostMemory.total_line``."""
-        return None if self._totals is None else self._totals.line(shard)
+        return TotalLine() if self._totals is None else self._totals.line(shard)
 
     def journal(self, shard: int) -> LineJournal | None:
         """See ``HostMemory.journal``."""

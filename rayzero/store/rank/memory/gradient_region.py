@@ -29,6 +29,7 @@ from rayzero.memory.page_lock import host_zeros
 from rayzero.protocol.gradient_sum import (
     GradientMemory,
     GradientSum,
+    Rounds,
     gradient_sizes,
     has_totals,
     most_rounds,
@@ -36,7 +37,6 @@ from rayzero.protocol.gradient_sum import (
     require_round,
 )
 from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, ModelSpec, Pushed
-from rayzero.protocol.rounds import Rounds
 from rayzero.protocol.scattered import ScatteredUnit
 
 
