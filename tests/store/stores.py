@@ -14,8 +14,7 @@ from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.inprocess import LocalConnection, LocalOwners
-from rayzero.store.owner.by_model import ByModel
-from rayzero.store.owner.hosted import HostedModels
+from rayzero.store.owner.hosted import ByModel, HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection

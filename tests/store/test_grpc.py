@@ -49,7 +49,6 @@ from rayzero.store.remote.lead_line import RemoteLead
 from rayzero.store.remote.owner_table import OwnerTable, connect_store
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.wire import rpc, translate
-from rayzero.store.wire.failures import from_failure, to_failure
 from rayzero.store.wire.rpc import (
     _CODES,
     OWNER_SERVICE,
@@ -61,6 +60,7 @@ from rayzero.store.wire.rpc import (
     token_metadata,
 )
 from rayzero.store.wire.seal import unseal
+from rayzero.store.wire.translate import from_failure, to_failure
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES, TRANSFER_RETRIES
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.stores import TOKEN

@@ -24,13 +24,13 @@ from rayzero.protocol.messages import MeanInput, StepInputs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.door import Door
 from rayzero.store.host.lead_questions import LeadQuestions
-from rayzero.store.host.links.caller import Caller
+from rayzero.store.host.links.channel import Caller
 from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.owner.calls.long_polls import Repeats, answers_to, begin_questions
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.shm.signals import available
-from rayzero.store.wire.failures import to_failure
 from rayzero.store.wire.rpc import OWNER_SERVICE, token_metadata
+from rayzero.store.wire.translate import to_failure
 from tests.support.waiting import until
 
 from .stores import TOKEN, Stores, over_grpc

@@ -27,8 +27,7 @@ from rayzero.layout.model_layout import Shard
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host import mirror_memory
-from rayzero.store.host.links.caller import Caller
-from rayzero.store.host.links.channel import BrokenLinkError, Channel, NoAnswerError
+from rayzero.store.host.links.channel import BrokenLinkError, Caller, Channel, NoAnswerError
 from rayzero.store.host.links.line_channel import LineChannel
 from rayzero.store.host.transfers import calls as transfers
 from rayzero.store.host.transfers.parts import Sending
@@ -39,9 +38,8 @@ from rayzero.store.owner.server import serve_models
 from rayzero.store.owner.tensor_port import ShardDestination, TensorPort
 from rayzero.store.owner.upload_stream import UploadStream, connection_of, open_connection
 from rayzero.store.remote.handshake import LEASE
-from rayzero.store.shm.lines.line import Lobby
+from rayzero.store.shm.lines import Lobby
 from rayzero.store.wire import tensor_streams
-from rayzero.store.wire.failures import to_failure
 from rayzero.store.wire.payload import Assembly, byte_view
 from rayzero.store.wire.rpc import (
     SERVER_OPTIONS,
@@ -54,6 +52,7 @@ from rayzero.store.wire.rpc import (
     token_matches,
     token_metadata,
 )
+from rayzero.store.wire.translate import to_failure
 from rayzero.telemetry.recorder import MemoryRecorder
 from store import test_host_sums
 from store.deaths import differing, disturbed, train, undisturbed

@@ -31,7 +31,7 @@ from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.owner_table import OwnerTable, connect_store
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
-from rayzero.store.shm.lines.line import Line
+from rayzero.store.shm.lines import Line
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.words import Stamps
 from rayzero.telemetry.names import TRANSFER_BYTES

@@ -29,7 +29,7 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.transfers import fetches as wire_fetches
 from rayzero.store.host.transfers.parts import Sending
 from rayzero.store.owner import tensor_port
-from rayzero.store.owner.calls.refused import TooManyCallsError
+from rayzero.store.owner.calls.allowance import TooManyCallsError
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING, TensorPort
 from rayzero.store.wire import tensor_streams

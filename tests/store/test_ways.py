@@ -12,7 +12,7 @@ import torch
 from rayzero.concurrency.gather import Gather
 from rayzero.errors import EpochOverError, StoreClosedError
 from rayzero.protocol.messages import COMPUTE, Contribution, Published
-from rayzero.store.host.links.caller import Caller
+from rayzero.store.host.links.channel import Caller
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.stall import StallWatch
 from rayzero.store.remote.ways import Ways

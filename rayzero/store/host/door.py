@@ -21,7 +21,7 @@ from rayzero.protocol.messages import Write
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.host_sums import HostSums
 from rayzero.store.host.lead_questions import LeadQuestions
-from rayzero.store.host.links.caller import Caller
+from rayzero.store.host.links.channel import Caller
 from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink
 from rayzero.store.host.mirror_memory import MirrorMemory
 from rayzero.store.host.mirrors import Mirror
@@ -33,8 +33,8 @@ from rayzero.store.host.transfers.fetches import TransferThreads
 from rayzero.store.host.transfers.wire import WireTransfers
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate
-from rayzero.store.wire.failures import from_failure, to_failure
 from rayzero.store.wire.rpc import CallTerms
+from rayzero.store.wire.translate import from_failure, to_failure
 from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)

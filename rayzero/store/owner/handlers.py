@@ -34,9 +34,9 @@ from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.owner.tensor_port import OwnerStream
 from rayzero.store.owner.upload_stream import UploadStream, connection_of, open_connection, receive_push
 from rayzero.store.wire import translate
-from rayzero.store.wire.failures import from_failure, to_failure
 from rayzero.store.wire.payload import byte_view
 from rayzero.store.wire.rpc import FOLLOWER_SERVICE, OWNER_SERVICE, POLL_MARGIN_S, STORE_SERVICE, caller_of, link_of
+from rayzero.store.wire.translate import from_failure, to_failure
 
 T = TypeVar("T")
 Context = Any  # grpc.aio.ServicerContext of this call

@@ -29,8 +29,6 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate
-from rayzero.store.wire.failures import to_failure
-from rayzero.store.wire.once import Once
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     CallTerms,
@@ -42,6 +40,7 @@ from rayzero.store.wire.rpc import (
     methods,
     open_channel,
 )
+from rayzero.store.wire.translate import Once, to_failure
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 

@@ -21,11 +21,10 @@ from rayzero.protocol.messages import LoopState, ModelSpec
 from rayzero.protocol.ownership import Ownership, Prepared, device_owners
 from rayzero.security.addresses import host_of, is_loopback
 from rayzero.security.credentials import Identity
-from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.entrances.access import AccessCheck
 from rayzero.store.owner.entrances.lobby import CallsInMemory
 from rayzero.store.owner.handlers import ModelCalls
-from rayzero.store.owner.hosted import Hosted, HostedModels
+from rayzero.store.owner.hosted import ByModel, Hosted, HostedModels
 from rayzero.store.owner.memory.next_epoch import PreparedMemory, prepare
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.served_model import ServedModel, ServerTerms
@@ -83,7 +82,7 @@ class OwnerServer:
         self._addresses: tuple[str, ...] | None = None
         self._models = ByModel(self._serve)
         self._alone: Hosted | None = Hosted(service, shared)  # the first model's, in the first epoch here
-        self._models.make_first()
+        self._models[0]
         self._servers: list[Any] = []  # one a port
         self._in_memory: list[CallsInMemory] = []  # the same for processes of this host
         self._share = None if models is None else models.share  # where they find it
@@ -278,7 +277,7 @@ class OwnerServer:
             self._alone, self._addresses = None, tuple(addresses)
             if prepared:
                 self._models = ByModel(self._serve)
-                self._models.make_first()
+                self._models[0]
 
     def _require_hosted(self) -> HostedModels:
         if self._hosted is None:

@@ -18,8 +18,7 @@ from rayzero.protocol.messages import Attached, LoopState, ModelSpec, Pushed, Sh
 from rayzero.protocol.ownership import Ownership
 from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.caller import Caller
-from rayzero.store.host.links.channel import QUICK_S
+from rayzero.store.host.links.channel import QUICK_S, Caller
 from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink, say_goodbye
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.stall import StallWatch
@@ -34,8 +33,8 @@ from rayzero.store.remote.repeated_pushes import RepeatedPushes
 from rayzero.store.remote.ways import Ways
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate
-from rayzero.store.wire.failures import from_failure
 from rayzero.store.wire.rpc import CallTerms
+from rayzero.store.wire.translate import from_failure
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 log = logging.getLogger(__name__)

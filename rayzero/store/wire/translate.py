@@ -1,16 +1,18 @@
-"""Translates our messages (rayzero/protocol/messages.py) to protobuf messages and back, field by field."""
+"""Translates our messages (rayzero/protocol/messages.py) to protobuf messages and back, field by field; and errors, where
+they are not the status of a call: in shared memory, and inside other messages."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from rayzero import errors
 from rayzero.concurrency.processes import ProcessIdentity
-from rayzero.errors import TransferError
+from rayzero.errors import RayZeroError, StoreError, TransferError
 from rayzero.protocol.messages import (
     Action,
     BegunSave,
@@ -43,7 +45,9 @@ from rayzero.protocol.messages import (
 from rayzero.quantities import count
 from rayzero.records import parse_record
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.wire.failures import from_failure, to_failure
+
+T = TypeVar("T")
+P = TypeVar("P")
 
 MOST_RANKS = 1 << 20  # a run of ranks is two numbers on the wire, but an object for each rank here
 
@@ -410,3 +414,63 @@ def published_from_pb(notice: pb.NoticesResponse) -> list[Published]:
 def process_from_pb(process: pb.Process) -> ProcessIdentity:
     """The inverse of :func:`process_to_pb`."""
     return ProcessIdentity(process.kernel, process.pid, process.started)
+
+
+# ---- errors
+
+MAX_MESSAGE_CHARS = 8192  # of an error's text; the metadata of a call is no place for more
+
+_BY_NAME = {
+    cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, RayZeroError)
+}
+
+
+def named_error(name: str, message: str) -> RayZeroError:
+    """A RayZeroError by class name; an unknown name gives a ``StoreError`` that contains it."""
+    if name in _BY_NAME:
+        return _BY_NAME[name](message)
+    return StoreError(f"{name}: {message}")
+
+
+def to_failure(error: RayZeroError) -> pb.Failure:
+    """An error as a message."""
+    return pb.Failure(error=type(error).__name__, message=str(error)[:MAX_MESSAGE_CHARS])
+
+
+def failure_within(error: RayZeroError, most_bytes: int) -> bytes:
+    """An error as a message of so many bytes at most: its text may be cut."""
+    failure = to_failure(error)
+    over = failure.ByteSize() - most_bytes
+    if over > 0:
+        text = failure.message.encode()
+        failure.message = text[: max(0, len(text) - over)].decode(errors="ignore")
+    return bytes(failure.SerializeToString())
+
+
+def from_failure(failure: pb.Failure) -> RayZeroError:
+    """The inverse of :func:`to_failure`."""
+    return named_error(failure.error, failure.message)
+
+
+# ---- packed once for many
+
+
+class Once(Generic[T, P]):
+    """What ``pack`` makes of a value, kept until it is called with another one: a decision goes to every rank, a
+    collect to every owner, every rank sends the same inputs, and with a thousand of them packing takes longer than
+    sending. Value and result are shared, so nobody may change them. Any thread may call it.
+
+    Knows the last value; not what is packed."""
+
+    def __init__(self, pack: Callable[[T], P], bits: Callable[[T], bytes] | None = None) -> None:
+        """``bits``: of a value, by which it is known; None: by identity."""
+        self._pack, self._bits = pack, bits
+        self._last: tuple[T | bytes, P] | None = None
+
+    def __call__(self, value: T) -> P:
+        """The packed ``value``."""
+        known: T | bytes = value if self._bits is None else self._bits(value)
+        last = self._last
+        if last is None or not (last[0] is known or (self._bits is not None and last[0] == known)):
+            last = self._last = (known, self._pack(value))
+        return last[1]

@@ -29,10 +29,9 @@ from rayzero.concurrency.processes import ProcessIdentity, SeenProcess
 from rayzero.errors import RayZeroError, StallError, StateLostError, StoreClosedError, StoreError
 from rayzero.security.credentials import utc
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.caller import Caller
-from rayzero.store.host.links.channel import QUICK_S, BrokenLinkError, Channel, NoAnswerError
+from rayzero.store.host.links.channel import QUICK_S, BrokenLinkError, Caller, Channel, NoAnswerError
 from rayzero.store.host.links.line_channel import LineChannel
-from rayzero.store.shm.lines.line import Lobby
+from rayzero.store.shm.lines import Lobby
 from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import CallTerms, LinkNumber, break_of

@@ -19,7 +19,7 @@ from rayzero.store.host.links.channel import Channel
 from rayzero.store.host.links.line_channel import LineChannel
 from rayzero.store.host.links.owner_link import AnyChannel
 from rayzero.store.host.transfers.parts import Sending
-from rayzero.store.shm.lines.parcel import room_for
+from rayzero.store.shm.lines import room_for
 from rayzero.store.wire.payload import Assembly, byte_view
 from rayzero.store.wire.tensor_stream import Receiving, Sent, StreamEndedError
 

@@ -13,8 +13,7 @@ import grpc
 from rayzero.errors import HandshakeError, RayZeroError, TransferError
 from rayzero.security.credentials import FOLLOWER, OWNER, follower_token, names_shown, require_role
 from rayzero.security.refusals import Refusals
-from rayzero.store.owner.calls.allowance import Allowances
-from rayzero.store.owner.calls.refused import reason_to_refuse
+from rayzero.store.owner.calls.allowance import Allowances, reason_to_refuse
 from rayzero.store.owner.handlers import Context, FindModel, Requests
 from rayzero.store.wire.rpc import (
     FOLLOWER_SERVICE,

@@ -26,13 +26,12 @@ from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.host.mirror_memory import MirrorLines
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.rank.memory.unit_windows import UnitWindows
-from rayzero.store.shm.former_ranks import remove_former_lives
-from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.mailbox import Asker
+from rayzero.store.shm.recovery import remove_former_lives
 from rayzero.store.shm.shard_lines import ShardLines, TotalLines
 from rayzero.store.shm.shared_plan import POOL, RANK, SharedPlan, life_of, rank_incarnation
-from rayzero.store.shm.signals import Bell
+from rayzero.store.shm.signals import Bell, Listener
 from rayzero.store.shm.words import Finishes, Stamps, bell_of, cell_of, cells_of, key_digest
 
 
