@@ -171,7 +171,7 @@ POINTS = {
         "rayzero.store.owner.memory.shared_owner:write_record", _INSIDE, inside=strikes.die_in_the_record
     ),
     "lead.after-record": Point("rayzero.lead.decide:DecisionJournal.write", _AFTER),
-    "lead.ordered": Point("rayzero.store.owner.peers:SharedPeer.apply", _AFTER),
+    "lead.ordered": Point("rayzero.store.owner.peers:RemotePeer.apply", _AFTER),
     "lead.tell": Point(f"{_LEAD}._tell_ranks", _BEFORE),
     "lead.mean": Point(f"{_LEAD}.mean", _BEFORE, repeats=True),
     "lead.write": Point(f"{_LEAD}.write", _BEFORE),  # each counts: whoever brings calls to the lead drops repeats

@@ -1,4 +1,5 @@
-"""Keeps what there is of each prepared model: of an owner its shards, and the memory it shares with ranks of its host."""
+"""Holds one owner's part of each prepared model: its shards, and the memory it shares with ranks of its host. And what
+keeps one object of each model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Translates our messages (rayzero/protocol/messages.py) to protobuf messages and back, field by field; and errors, where
-they are not the status of a call: in shared memory, and inside other messages."""
+"""Translates our messages (rayzero/protocol/messages.py) to protobuf messages and back, field by field.
+So it does errors where they are not the status of a call: in shared memory, and inside other messages."""
 
 from __future__ import annotations
 
