@@ -9,9 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, closing, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,17 +37,15 @@ from rayzero.errors import (
 from rayzero.lead.lead import StepLead
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import COMPUTE, MASTER, PROTOCOL_VERSION, FinishReport, ModelSpec, StepInputs
-from rayzero.protocol.ownership import Ownership
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.owner.calls.long_polls import WAITING_CALLS, Repeats
 from rayzero.store.owner.handlers import RankCalls
+from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.served_model import ServerTerms
-from rayzero.store.owner.server import OwnerServer
-from rayzero.store.rank.rank_store import RankStore
+from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.remote.lead_line import RemoteLead
 from rayzero.store.remote.owner_table import OwnerTable, connect_store
-from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.wire import rpc, translate
 from rayzero.store.wire.rpc import (
     _CODES,
@@ -63,44 +61,12 @@ from rayzero.store.wire.seal import unseal
 from rayzero.store.wire.translate import from_failure, to_failure
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES, TRANSFER_RETRIES
 from rayzero.telemetry.recorder import MemoryRecorder
-from store.stores import TOKEN
+from store.stores import TOKEN, connected, serving
 from store.toy import HYPER, WAIT, equal, initial_values, make_spec, masters, random_grads, start, take_step
 from tests.support.leftovers import threads, threads_left
 
 BF16 = torch.bfloat16
 REPOSITORY = Path(__file__).parents[2]
-
-
-@contextmanager
-def serving(
-    num_owners: int = 1, *, host: str = "127.0.0.1", interceptors: Sequence[Any] = (), **terms: Any
-) -> Iterator[list[OwnerServer]]:
-    """Connected servers of fresh owners."""
-    with ExitStack() as stack:
-        servers = []
-        for owner in range(num_owners):
-            service = ShardService(owner, num_owners)
-            stack.callback(service.close)
-            server = OwnerServer(service, ServerTerms(token=TOKEN, **terms), host=host, interceptors=interceptors)
-            servers.append(stack.enter_context(server))
-        for server in servers:
-            server.connect_peers([other.address for other in servers])
-        yield servers
-
-
-@contextmanager
-def connected(
-    servers: Sequence[OwnerServer], world_size: int = 1, ownership: Ownership | None = None, **options: Any
-) -> Iterator[list[RankStore]]:
-    """One store a rank."""
-    with ExitStack() as stack:
-        stores = []
-        for rank in range(world_size):
-            terms = RankTerms(**{"token": TOKEN} | options)
-            store = RankStore(RemoteConnection(rank, [s.address for s in servers], terms, ownership))
-            stack.callback(store.close)
-            stores.append(store)
-        yield stores
 
 
 @contextmanager
@@ -165,10 +131,8 @@ def test_health_is_answered_without_a_token() -> None:
 
 
 def test_an_empty_token_is_refused_where_it_is_set() -> None:
-    service = ShardService(0, 1)
     with pytest.raises(ConfigError, match="token must not be empty"):
-        OwnerServer(service, ServerTerms(token=""))
-    service.close()
+        ServerTerms(token="")
 
 
 # ---- handshake (rule 9); what two ranks disagree on is in the conformance suite
@@ -228,14 +192,13 @@ def test_owners_with_different_kernels_are_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_lead_must_know_its_peers() -> None:
-    service = ShardService(0, 1)
     with (
-        OwnerServer(service, ServerTerms(token=TOKEN)) as server,
+        closing(HostedModels(0, 1)) as models,
+        serve_models(models, token=TOKEN) as server,
         connected([server]) as (store,),
         pytest.raises(StoreError, match="optimizer 0 leads but has no peers"),
     ):
         store.attach(make_spec(1))
-    service.close()
 
 
 # ---- bytes
@@ -415,9 +378,8 @@ def test_a_server_that_stops_ends_what_waits_for_it_and_frees_its_port() -> None
             host, port = server.address.rsplit(":", 1)
             with socket.socket() as probe:
                 assert probe.connect_ex((host, int(port))) != 0
-            service = ShardService(0, 1)
-            OwnerServer(service, ServerTerms(token=TOKEN), port=int(port)).stop()
-            service.close()
+            with closing(HostedModels(0, 1)) as models:
+                OwnerServer(models, ServerTerms(token=TOKEN), port=int(port)).stop()
 
 
 def test_an_owner_that_stops_is_named() -> None:
@@ -431,10 +393,12 @@ def test_an_owner_that_stops_is_named() -> None:
 
 
 def test_a_port_that_is_taken_is_an_error() -> None:
-    service = ShardService(0, 1)
-    with serving() as (server,), pytest.raises(StoreError, match=r"optimizer 0 cannot listen on 127.0.0.1:"):
-        OwnerServer(service, ServerTerms(token=TOKEN), port=int(server.address.rsplit(":", 1)[1]))
-    service.close()
+    with (
+        serving() as (server,),
+        closing(HostedModels(0, 1)) as models,
+        pytest.raises(StoreError, match=r"optimizer 0 cannot listen on 127.0.0.1:"),
+    ):
+        OwnerServer(models, ServerTerms(token=TOKEN), port=int(server.address.rsplit(":", 1)[1]))
 
 
 def test_close_ends_threads_and_what_waits() -> None:

@@ -22,8 +22,7 @@ from rayzero.store.owner.tensor_port import OwnerStream
 from rayzero.store.remote.owner_table import OwnerTable, connect_store
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
-from store.stores import TOKEN
-from store.test_grpc import connected, serving
+from store.stores import TOKEN, connected, serving
 from store.toy import WAIT, Grads, equal, make_spec, masters, random_grads, start, take_step
 
 BF16 = torch.bfloat16

@@ -33,8 +33,7 @@ from rayzero.store.wire.rpc import OWNER_SERVICE, token_metadata
 from rayzero.store.wire.translate import to_failure
 from tests.support.waiting import until
 
-from .stores import TOKEN, Stores, over_grpc
-from .test_grpc import serving
+from .stores import TOKEN, Stores, over_grpc, serving
 from .test_tls import OWN, of_rank, refusal
 from .toy import WAIT, PlainAdamW, Rank, make_spec, masters, random_grads, start, take_step
 

@@ -22,8 +22,8 @@ from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import STORE_SERVICE, life_metadata, methods, open_channel, token_metadata
 from rayzero.store.wire.tensor_stream import WELCOME
 
-from .stores import TOKEN, over_grpc
-from .test_grpc import attach_request, connected
+from .stores import TOKEN, connected, over_grpc
+from .test_grpc import attach_request
 from .toy import WAIT, make_spec, random_grads, start, take_step
 
 

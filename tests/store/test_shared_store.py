@@ -21,13 +21,10 @@ from rayzero.errors import HandshakeError, MemoryPlanError, RayZeroError, StoreE
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner
-from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import MEAN_BYTES, MeanInput, ModelSpec
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.handlers import ModelCalls
 from rayzero.store.owner.memory.shared_owner import SharedOwner
-from rayzero.store.owner.served_model import ServerTerms
-from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.owner_table import OwnerTable, connect_store
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
@@ -39,7 +36,7 @@ from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
 from rayzero.testing import run_ranks
 from tests.support import needs
 
-from .stores import TOKEN
+from .stores import TOKEN, serving
 from .toy import WAIT, Rank, initial_values, make_spec, masters, random_grads, start, take_step
 
 pytestmark = needs.signals_between_processes
@@ -60,16 +57,8 @@ def served(
     directories: Sequence[Path] = (),
 ) -> list[str]:
     """Addresses of owners that share memory. ``directories``: of each, on hosts of their own."""
-    servers = []
-    for owner, place in enumerate(directories or [directory] * num_owners):
-        shared = SharedOwner(owner, num_owners, place) if sharing else None
-        service = ShardService(owner, num_owners, memory=shared)
-        stack.callback(service.close)
-        servers.append(stack.enter_context(OwnerServer(service, ServerTerms(token=TOKEN), shared=shared)))
-    addresses = [server.address for server in servers]
-    for server in servers:
-        server.connect_peers(addresses)
-    return addresses
+    shares = directories or [directory if sharing else None] * num_owners
+    return [server.address for server in stack.enter_context(serving(shares=shares))]
 
 
 def ranks_of(

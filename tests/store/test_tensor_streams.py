@@ -57,8 +57,7 @@ from rayzero.store.wire.tensor_streams import Opening, TensorStreams
 from rayzero.telemetry.names import REFUSED, TRANSFER_RETRIES
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.proxy import Proxy
-from store.stores import TOKEN, inprocess
-from store.test_grpc import connected, serving
+from store.stores import TOKEN, connected, inprocess, serving
 from store.toy import WAIT, equal, initial_values, make_spec, masters, random_grads, start, take_step
 from tests.support.leftovers import files_left, open_files
 from tests.support.waiting import until

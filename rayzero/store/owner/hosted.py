@@ -96,7 +96,7 @@ class HostedModels:
         self._left: dict[int, LeftOnDevice] = {}  # by model: what the last epoch's service has left. freed by: _make()
         self._prepared: dict[int, Slab] = {}  # control slabs, by model. freed by: _make(), close()
         self.owner, self.num_owners, self.terms, self.share = owner, num_owners, terms or OwnerTerms(), share
-        self._recorder = recorder or NullRecorder()
+        self.recorder = recorder or NullRecorder()
         self._models = ByModel(self._make)
 
     def __getitem__(self, number: int) -> Hosted:
@@ -123,7 +123,7 @@ class HostedModels:
             memory=shared,
             memory_taken=self.planned_bytes,
             left=self._left.pop(number, None),
-            recorder=LaterModelRecorder(self._recorder) if number else self._recorder,
+            recorder=LaterModelRecorder(self.recorder) if number else self.recorder,
         )
         return Hosted(service, shared)
 
@@ -136,6 +136,11 @@ class HostedModels:
             if budget is not None:
                 check_budget(plan, budget, taken=taken)
             taken += plan.total
+
+    @property
+    def epoch(self) -> int:
+        """In which it owns what it does."""
+        return 0 if self._ownership is None else self._ownership.epoch
 
     @property
     def planned_bytes(self) -> int:
