@@ -216,12 +216,6 @@ def test_errors_keep_class_and_text(channel: LineChannel, owner: FarOwner, text:
     assert str(raised.value) == text
 
 
-def test_what_is_not_the_callers_is_refused_by_the_owner(channel: LineChannel, owner: FarOwner) -> None:
-    with pytest.raises(RayZeroError, match="Leave of rank 4 was sent by rank 5"):
-        channel.answer(channel.start("Leave", pb.LeaveRequest(rank=4), WAIT))
-    assert owner.asked == []
-
-
 def test_a_cancelled_call_ends_at_the_owner(channel: LineChannel, owner: FarOwner) -> None:
     owner.answers |= {"Describe": described, "Leave": never}
     started = channel.start("Leave", pb.LeaveRequest(rank=5), WAIT)

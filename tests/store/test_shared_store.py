@@ -23,6 +23,7 @@ from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner
 from rayzero.protocol.messages import MEAN_BYTES, MeanInput, ModelSpec
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.handlers import ModelCalls
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.rank.rank_store import RankStore
@@ -96,6 +97,13 @@ def test_no_call_is_made_within_a_step(stack: ExitStack, monkeypatch: pytest.Mon
         for mean in [rank.store.mean(given) for rank in ranks]:
             assert mean.result(WAIT) == given.values
     assert calls == []
+
+
+def test_a_message_of_another_rank_is_refused_over_a_line_too(stack: ExitStack) -> None:
+    ranks = ranks_of(stack, served(stack, 1), 2)
+    link = ranks[0].store.connection._links[0]  # type: ignore[attr-defined]
+    with pytest.raises(HandshakeError, match="Leave of rank 1 was sent by rank 0"):
+        link.ask("Leave", pb.LeaveRequest(rank=1)).result(WAIT)
 
 
 def test_a_rank_opens_no_connection_to_owners_of_its_host(stack: ExitStack) -> None:

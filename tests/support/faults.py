@@ -198,7 +198,7 @@ POINTS = {
     "rank.forward": Point(f"{_ENGINE}.close_units", _BEFORE),
     "rank.backward": Point(f"{_ENGINE}.completed", _BEFORE),
     "rank.push": Point(f"{_STEP}.push", _BEFORE),
-    "rank.announce": Point("rayzero.store.remote.remote_connection:RemoteConnection.announce", _BEFORE, repeats=True),
+    "rank.announce": Point("rayzero.store.rank.memory.shared_memory:SharedRank.announce", _BEFORE, repeats=True),
     "rank.tells-door": Point("rayzero.store.rank.memory.shared_memory:SharedRank.finished", _BEFORE),
     "rank.pushed": Point(f"{_STEP}.push", _AFTER),
     "rank.pushed-last": Point(f"{_STEP}.landed", _AFTER),

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -140,7 +140,9 @@ class RankStore:
         """Make calls over these owners from now on."""
         if self._writer is None and joined.gradients is not None:
             region, name = joined.gradients, f"rayzero-rank{self.connection.rank}"
-            self._writer = GradientWriter(region, self, name)
+            self._writer = GradientWriter(
+                region, name, published=self.published, need=self.need, announce=joined.announce, note=joined.note
+            )
             self.connection.on_bell(self._writer.give_back)
             self._unwatch = watch_gradients(self._recorder, lambda: region.held_bytes, joined.gradient_tier)
         self._joined, self._transport = joined, joined.transport
@@ -409,16 +411,8 @@ class RankStore:
         written.add_done_callback(count)
         return written
 
-    def announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
-        """Tell the owners that read gradients in this rank's memory; see ``GradientReaders``."""
-        self.connection.announce(unit, pushed)
-
-    def note(self, unit: int, pushed: Sequence[Pushed]) -> None:
-        """See ``GradientReaders.note``."""
-        self.connection.note(unit, pushed)
-
     def need(self, unit: int, pushed: Pushed) -> bool:
-        """See ``GradientReaders.need``."""
+        """See ``GradientWriter``."""
         if self.connection.in_totals(unit, pushed):
             return False
         return self._routes[unit].content(pushed.step + 1) is None

@@ -22,7 +22,7 @@ from rayzero.store.host.links.channel import QUICK_S, Caller
 from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink, say_goodbye
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.stall import StallWatch
-from rayzero.store.rank.connection import GradientSender, Joined
+from rayzero.store.rank.connection import GradientSender, Joined, nothing
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.history import LoopHistory
 from rayzero.store.rank.memory.rank_memory import RankMemory
@@ -252,7 +252,7 @@ class RemoteConnection:
 
     def _joined(self, plan: SharedPlan, page_lock: torch.device | None) -> Joined:
         assert self._lead is not None
-        answers = self._handshake.answers
+        answers, shared = self._handshake.answers, self._memory.shared
         return Joined(
             attached=Attached(
                 version=answers[0].version,
@@ -266,11 +266,13 @@ class RemoteConnection:
             lead=self._lead,
             windows=self._memory.windows,
             bring=self._bring_written if self._copied else None,
-            finished=self._memory.shared.finished if self._memory.summed and self._memory.shared else None,
+            finished=shared.finished if self._memory.summed and shared is not None else None,
             gradients=self._memory.gradients,
-            pages=self._memory.shared,
+            pages=shared,
+            announce=nothing if shared is None else shared.announce,
+            note=nothing if shared is None else shared.note,
             keeps_pushed=self._terms.outlives_owners and bool(self._senders),
-            gradient_tier="shm" if self._memory.shared is not None else "ram" if page_lock is None else "pinned",
+            gradient_tier="shm" if shared is not None else "ram" if page_lock is None else "pinned",
             kernel=answers[0].kernel,
             transport=self._ways.transport,
         )
@@ -406,16 +408,6 @@ class RemoteConnection:
         """Send again what owners elsewhere may lack; blocks."""
         if self._repeats is not None:
             self._repeats.send_all([self._links[owner] for owner in self._senders], self._ways.threads.pushes)
-
-    def announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
-        """See ``Connection.announce``."""
-        if self._memory.shared is not None:
-            self._memory.shared.announce(unit, pushed)
-
-    def note(self, unit: int, pushed: Sequence[Pushed]) -> None:
-        """See ``Connection.note``."""
-        if self._memory.shared is not None:
-            self._memory.shared.note(unit, pushed)
 
     def in_totals(self, unit: int, pushed: Pushed) -> bool:
         """See ``Connection.in_totals``. Owners on other hosts say so in their notices, to this rank or to its door."""

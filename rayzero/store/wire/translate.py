@@ -433,8 +433,9 @@ def named_error(name: str, message: str) -> RayZeroError:
 
 
 def to_failure(error: RayZeroError) -> pb.Failure:
-    """An error as a message."""
-    return pb.Failure(error=type(error).__name__, message=str(error)[:MAX_MESSAGE_CHARS])
+    """An error as a message: of the public class that it is of."""
+    name = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _BY_NAME)
+    return pb.Failure(error=name, message=str(error)[:MAX_MESSAGE_CHARS])
 
 
 def failure_within(error: RayZeroError, most_bytes: int) -> bytes:

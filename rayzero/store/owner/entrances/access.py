@@ -64,17 +64,6 @@ def _require_follower(names: frozenset[str] | None, method: str, link: LinkNumbe
         raise HandshakeError(f"{method} was called by a follower that does not say which one it is")
 
 
-def _require_own(method: str, request: Any, caller: tuple[int, int] | None) -> None:
-    """Raise HandshakeError if a caller, whose certificate allows to be the rank that it says it is, sends a message of
-    another rank. (Those of uploads are not read yet; see ``WrongSenderError``.)"""
-    said = getattr(request, "report", request)
-    described = getattr(said, "DESCRIPTOR", None)
-    if caller is None or described is None or "rank" not in described.fields_by_name:
-        return
-    if said.rank != caller[0]:
-        raise HandshakeError(f"{method} of rank {said.rank} was sent by rank {caller[0]}")
-
-
 class _Damaged(Exception):
     """A request that is not what was sent."""
 
@@ -128,11 +117,6 @@ class _Guarded:
         request = await allowance.body(requests)
         if isinstance(request, TransferError):
             raise _Damaged(str(request))
-        try:
-            _require_own(self._name, request, caller_of(metadata))
-        except HandshakeError as refused:
-            self._refusals.note("role", context.peer(), str(refused))
-            raise
         return await self._call(request, context)
 
     async def _call(self, request: Any, context: Context) -> Any:

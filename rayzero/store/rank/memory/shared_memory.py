@@ -256,7 +256,7 @@ class SharedRank:
             door.bell.ring()
 
     def note(self, unit: int, pushed: Sequence[Pushed]) -> None:
-        """See ``Connection.note``."""
+        """See ``Joined``."""
         self._stamps.write(unit, pushed)
 
     @property
