@@ -26,7 +26,7 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.channel import BrokenLinkError, Caller, NoAnswerError
 from rayzero.store.host.links.line_channel import LineChannel
 from rayzero.store.host.transfers import calls as transfers
-from rayzero.store.host.transfers.parts import Sending
+from rayzero.store.host.transfers.calls import Sending
 from rayzero.store.owner.entrances import lobby as entrance
 from rayzero.store.owner.entrances.lobby import CallsInMemory, ParcelStream
 from rayzero.store.owner.tensor_port import ShardDestination

@@ -30,7 +30,7 @@ from rayzero.store.host import mirror_memory
 from rayzero.store.host.links.channel import BrokenLinkError, Caller, Channel, NoAnswerError
 from rayzero.store.host.links.line_channel import LineChannel
 from rayzero.store.host.transfers import calls as transfers
-from rayzero.store.host.transfers.parts import Sending
+from rayzero.store.host.transfers.calls import Sending
 from rayzero.store.owner.entrances import pipes as piping
 from rayzero.store.owner.entrances.access import AccessCheck
 from rayzero.store.owner.entrances.lobby import CallsInMemory

@@ -29,7 +29,7 @@ from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.push_order import PushOrder
 from rayzero.store.host.stall import StallWatch
 from rayzero.store.host.summed_ranks import SummedRanks
-from rayzero.store.host.transfers.fetches import TransferThreads
+from rayzero.store.host.transfers.batches import TransferThreads
 from rayzero.store.host.transfers.wire import WireTransfers
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate

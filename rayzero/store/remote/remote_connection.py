@@ -261,7 +261,7 @@ class RemoteConnection:
             ),
             spec=plan.spec,
             shard_map=plan.shard_map,
-            transfers=self._ways.transfers,
+            transfers=self._ways.wires,
             senders=self._senders,
             lead=self._lead,
             windows=self._memory.windows,
