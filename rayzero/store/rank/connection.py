@@ -30,8 +30,9 @@ from rayzero.protocol.messages import (
     Write,
 )
 from rayzero.store.rank.epochs import Epochs
-from rayzero.store.rank.memory.gradient_region import GradientPages, GradientRegion
+from rayzero.store.rank.memory.gradient_region import GradientRegion
 from rayzero.store.rank.memory.gradient_writer import Announce
+from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.telemetry.recorder import Recorder
 
@@ -156,7 +157,7 @@ class Joined:
     bring: Callable[[Write], Future[None]] | None = None  # lets this host's copy of a unit have what was written
     finished: Callable[[FinishReport], None] | None = None  # tells the door that sends this host's gradients in sums
     gradients: GradientRegion | None  # this rank's, if owners read gradients in its memory, or it keeps what it pushed
-    pages: GradientPages | None = None  # of ``gradients``, if they can be given back
+    pages: SharedRank | None = None  # has those of ``gradients``, if they can be given back
     keeps_pushed: bool = False  # also what senders send goes through that memory: a successor of an owner needs it
     announce: Announce = nothing  # tells the owners of this host what ``gradients`` has of a unit; the bytes are there
     note: Announce = nothing  # notes it for successors of these owners without waking anybody: some is there no more

@@ -19,7 +19,7 @@ from rayzero.protocol.ownership import Ownership
 from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.channel import QUICK_S, Caller
-from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink, say_goodbye
+from rayzero.store.host.links.owner_link import AnyChannel, LinkUser, OwnerLink, say_goodbye
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.stall import StallWatch
 from rayzero.store.rank.connection import GradientSender, Joined, nothing
@@ -60,7 +60,7 @@ class RankTerms:
     recorder: Recorder = field(default_factory=NullRecorder)
 
 
-class RemoteConnection:
+class RemoteConnection(LinkUser):
     """A ``Connection`` to owners in other processes, and the user of its links (``LinkUser``).
 
     Knows the owners' addresses, which versions they have published and which transport reaches each; not units, or
@@ -76,7 +76,7 @@ class RemoteConnection:
         if not addresses:
             raise ConfigError("a store needs the address of at least one owner")
         self.rank, self.recorder, self.stall_timeout = rank, terms.recorder, terms.stall_timeout
-        self._terms, self._ownership = terms, ownership
+        self._terms, self._ownership, self.succeeds = terms, ownership, terms.outlives_owners
         epoch = 0 if ownership is None else ownership.epoch
         self.epochs = Epochs(epoch, change=terms.outlives_owners)
         caller = Caller.rank(rank, terms.life)
@@ -335,16 +335,6 @@ class RemoteConnection:
         return self._joined(plan, page_lock=None)
 
     # ---- successors of owners
-
-    @property
-    def succeeds(self) -> bool:
-        """See ``LinkUser.succeeds``."""
-        return self._terms.outlives_owners
-
-    @property
-    def awaited(self) -> Sequence[int]:
-        """See ``LinkUser.awaited``."""
-        return ()
 
     def callers_here(self, link: OwnerLink, missing_s: float) -> Sequence[str]:
         """See ``LinkUser.callers_here``. None when they have been missing for so long that an owner may soon take this

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Generic, TypeVar
 
 from rayzero import errors
@@ -70,8 +70,25 @@ def _reading(what: str) -> Iterator[None]:
         raise TransferError(f"this is not {what}: {error!r}") from error
 
 
+def _alike(wire: Callable[..., Any], ours: type[T]) -> tuple[Callable[[T], Any], Callable[[Any], T]]:
+    """A message of ours as protobuf's, and back, where both have the same fields."""
+    names = [field.name for field in fields(ours)]  # type: ignore[arg-type]  # a dataclass
+
+    def read(message: Any) -> T:
+        return ours(**{name: getattr(message, name) for name in names})
+
+    return (lambda message: wire(**{name: getattr(message, name) for name in names})), read
+
+
 def _json(value: Any) -> bytes:
     return canonical_json(value).encode()
+
+
+norm_to_pb, norm_from_pb = _alike(pb.Norm, Norm)
+write_to_pb, write_from_pb = _alike(pb.Write, Write)
+checkpoint_to_pb, checkpoint_from_pb = _alike(pb.SaveResponse.Checkpoint, CheckpointInfo)
+loop_state_to_pb, loop_state_from_pb = _alike(pb.LoopState, LoopState)
+process_to_pb, process_from_pb = _alike(pb.Process, ProcessIdentity)
 
 
 def _hyper(described: bytes) -> tuple[Hyper, ...]:
@@ -182,16 +199,6 @@ def inputs_from_pb(inputs: pb.StepInputs) -> StepInputs:
         return StepInputs(edits=edits, hyper=_hyper(inputs.hyper))
 
 
-def norm_to_pb(norm: Norm) -> pb.Norm:
-    """The global norm."""
-    return pb.Norm(step=norm.step, total=norm.total, finite=norm.finite)
-
-
-def norm_from_pb(norm: pb.Norm) -> Norm:
-    """The inverse of :func:`norm_to_pb`."""
-    return Norm(step=norm.step, total=norm.total, finite=norm.finite)
-
-
 def decision_to_pb(decision: Decision) -> pb.Decision:
     """The record of a step."""
     return pb.Decision(
@@ -248,16 +255,6 @@ def parts_from_pb(step: int, columns: pb.CollectResponse) -> NormParts:
     return NormParts(step=step, parts=tuple(zip(columns.shards, columns.slots, columns.sums, strict=True)))
 
 
-def write_to_pb(write: Write) -> pb.Write:
-    """A write that a rank asks for."""
-    return pb.Write(version=write.version, unit=write.unit, kind=write.kind, digest=write.digest)
-
-
-def write_from_pb(write: pb.Write) -> Write:
-    """The inverse of :func:`write_to_pb`."""
-    return Write(version=write.version, unit=write.unit, kind=write.kind, digest=write.digest)
-
-
 def mean_to_pb(rank: int, number: int, given: MeanInput, *, former: bool = False) -> pb.MeanRequest:
     """A rank's input to its ``number``th mean. ``former``: see ``ParameterStore.give_again``."""
     return pb.MeanRequest(
@@ -291,16 +288,6 @@ def file_from_pb(entry: pb.FileEntry) -> FileEntry:
     with _reading("a file of a checkpoint"):
         content = json.loads(entry.content)
     return FileEntry(name=entry.name, size_bytes=entry.size_bytes, sha256=entry.sha256, content=content)
-
-
-def checkpoint_to_pb(info: CheckpointInfo) -> pb.SaveResponse.Checkpoint:
-    """A complete checkpoint."""
-    return pb.SaveResponse.Checkpoint(path=info.path, step=info.step, digest=info.digest)
-
-
-def checkpoint_from_pb(info: pb.SaveResponse.Checkpoint) -> CheckpointInfo:
-    """The inverse of :func:`checkpoint_to_pb`."""
-    return CheckpointInfo(path=info.path, step=info.step, digest=info.digest)
 
 
 def paths_to_pb(paths: SharedPaths) -> pb.SharedFiles:
@@ -388,32 +375,12 @@ def _attempt_from_pb(attempt: pb.Told.Attempt) -> ToldAttempt:
 # ---- loops
 
 
-def loop_state_to_pb(state: LoopState) -> pb.LoopState:
-    """A loop's state as a message."""
-    return pb.LoopState(step=state.step, part=state.part, content=state.content)
-
-
-def loop_state_from_pb(state: pb.LoopState) -> LoopState:
-    """The inverse of :func:`loop_state_to_pb`."""
-    return LoopState(step=state.step, part=state.part, content=state.content)
-
-
 # ---- processes
-
-
-def process_to_pb(process: ProcessIdentity) -> pb.Process:
-    """Which process it is."""
-    return pb.Process(kernel=process.kernel, pid=process.pid, started=process.started)
 
 
 def published_from_pb(notice: pb.NoticesResponse) -> list[Published]:
     """What an owner has published."""
     return [Published(each.shard, each.version, each.content, each.total) for each in notice.published]
-
-
-def process_from_pb(process: pb.Process) -> ProcessIdentity:
-    """The inverse of :func:`process_to_pb`."""
-    return ProcessIdentity(process.kernel, process.pid, process.started)
 
 
 # ---- errors

@@ -55,21 +55,18 @@ class LinkDownError(StallError):
 class LinkUser(Protocol):
     """The object that a link belongs to. The link calls it, in a thread of its own."""
 
-    @property
-    def succeeds(self) -> bool:
-        """Whether an owner whose process dies gets a successor; False: that is the end of its link."""
-        ...
+    succeeds: bool  # an owner whose process dies gets a successor; False: that is the end of its link
 
     @property
     def awaited(self) -> Sequence[int]:
         """The ranks without which a link does not open; see ``Channel``."""
-        ...
+        return ()
 
     def callers_here(self, link: OwnerLink, missing_s: float) -> Sequence[str]:
         """The addresses of optimizer actors of this host, of which the first one that serves makes the calls to the
         owner if that is on another host; empty: this process calls it itself. ``missing_s``: for how many seconds none
         of them has served."""
-        ...
+        return ()
 
     def hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
         """The owner says something unasked."""

@@ -69,18 +69,6 @@ class HomePages(Protocol):
         ...
 
 
-class GradientPages(Protocol):
-    """The pages of ranges that have some all the time."""
-
-    def release(self) -> None:
-        """Give them back until ``take``. Nothing reads or writes the ranges any more."""
-        ...
-
-    def take(self) -> None:
-        """Have them again. No effect on those that are there. Raises MemoryPlanError if there is no room."""
-        ...
-
-
 class GradientRegion(Protocol):
     """All trained units' gradients of one rank.
 

@@ -139,12 +139,13 @@ class SharedRank:
         return [key for key in self._gradients.plan.places if (key == POOL if self.pooled else isinstance(key, int))]
 
     def release(self) -> None:
-        """See ``GradientPages.release``. CUDA would go on with the pages that it has locked."""
+        """Give the pages of ranges that have some all the time back until ``take``. Nothing reads or writes there any
+        more. CUDA would go on with the pages that it has locked."""
         for key in self._lasting if self._page_lock is None else ():
             self._gradients.punch(key)
 
     def take(self) -> None:
-        """See ``GradientPages.take``."""
+        """Have them again. No effect on those that are there. Raises MemoryPlanError if there is no room."""
         for key in self._lasting:
             self._gradients.allocate(key)
 
