@@ -36,7 +36,7 @@ from rayzero.errors import (
 )
 from rayzero.lead.lead import StepLead
 from rayzero.owner.service import ShardService
-from rayzero.protocol.messages import COMPUTE, MASTER, PROTOCOL_VERSION, FinishReport, ModelSpec, StepInputs
+from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, FinishReport, ModelSpec, StepInputs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.owner.calls.long_polls import WAITING_CALLS, Repeats
@@ -62,7 +62,7 @@ from rayzero.store.wire.translate import from_failure, to_failure
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES, TRANSFER_RETRIES
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.stores import TOKEN, connected, serving
-from store.toy import HYPER, WAIT, equal, initial_values, make_spec, masters, random_grads, start, take_step
+from store.toy import HYPER, WAIT, equal, make_spec, masters, random_grads, start, take_step
 from tests.support.leftovers import threads, threads_left
 
 BF16 = torch.bfloat16
@@ -276,18 +276,6 @@ def test_a_call_that_breaks_or_is_damaged_is_made_again(method: str, damage: boo
     assert retries == 2 if damage and method != "Fetch" else retries >= 2  # a link that breaks may carry two calls
 
 
-def test_a_fetch_can_be_cancelled_until_its_bytes_come(caplog: pytest.LogCaptureFixture) -> None:
-    spec = make_spec(2)
-    with serving(3) as servers, connected(servers, 2) as stores:
-        ranks = start(stores, spec)
-        waiting, out = ranks[0].fetch_unit(1, 1)
-        assert waiting.cancel()
-        take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
-        ranks[0].fetch()  # the new version is there
-        assert torch.isnan(out).all()
-    assert [record for record in caplog.records if record.name == "concurrent.futures"] == []
-
-
 def test_a_wrong_dtype_is_refused() -> None:
     spec = make_spec(1)
     with serving() as servers, connected(servers) as stores:
@@ -399,20 +387,6 @@ def test_a_port_that_is_taken_is_an_error() -> None:
         pytest.raises(StoreError, match=r"optimizer 0 cannot listen on 127.0.0.1:"),
     ):
         OwnerServer(models, ServerTerms(token=TOKEN), port=int(server.address.rsplit(":", 1)[1]))
-
-
-def test_close_ends_threads_and_what_waits() -> None:
-    before = threads()
-    with serving(2) as servers, connected(servers, 2) as stores:
-        ranks = start(stores, make_spec(2))
-        waits = [ranks[0].fetch_unit(0, 1)[0], ranks[0].finish(), stores[0].decision(4)]
-        stores[0].close()
-        for wait in waits:
-            with pytest.raises((StoreClosedError, RankLeftError)):
-                wait.result(WAIT)
-        stores[1].close()
-        assert threads_left(before, "rayzero-rank", "stall-watch") == []
-    assert threads_left(before) == []
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -532,14 +506,6 @@ def test_auto_without_shared_memory_warns_and_shm_refuses(caplog: pytest.LogCapt
 def test_the_generated_code_is_current() -> None:
     pytest.importorskip("grpc_tools", reason="needs grpcio-tools, pinned in protos/generate.py")
     subprocess.run([sys.executable, "protos/generate.py", "--check"], check=True, cwd=REPOSITORY)
-
-
-def test_masters_and_values_of_rank_0_reach_the_others() -> None:
-    spec = make_spec(2)
-    with serving(2) as servers, connected(servers, 2) as stores:
-        ranks = start(stores, spec)
-        assert equal(ranks[1].fetch(0), initial_values(spec))
-        assert equal(ranks[1].fetch(0, MASTER), initial_values(spec))
 
 
 def test_a_load_that_brings_nothing_is_answered_where_nothing_is_wanted() -> None:

@@ -115,12 +115,6 @@ class Place:
         ]
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def gradients(spec: ModelSpec, seed: int, without: str = "") -> Grads:
     """Of every parameter but one. Those of neighbouring ranks are so large and so small that each order of adding has
     bits of its own, also of 16-bit gradients."""

@@ -146,12 +146,6 @@ def pipe_to(directory: Path, to: str, rank: int = 5, met: bool = True) -> LineCh
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
 def owner(stack: ExitStack) -> FarOwner:
     return FarOwner(stack)
 

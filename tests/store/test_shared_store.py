@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -41,12 +41,6 @@ from .stores import TOKEN, serving
 from .toy import WAIT, Rank, initial_values, make_spec, masters, random_grads, start, take_step
 
 pytestmark = needs.signals_between_processes
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def served(
