@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from rayzero.kernels import choose_kernel
-from rayzero.lead.decide import decide, edited, total_norm
+from rayzero.lead.decide import decide, total_norm
 from rayzero.owner.gradients.squares import LEAF, Squares, SquareSum, choose_squares
+from rayzero.protocol.edits import edited
 from rayzero.protocol.messages import Clamp, Edit, EditKind, FinishReport, Norm, NormParts, StepInputs
 
 
