@@ -61,7 +61,7 @@ def _answering(call: Callable[Concatenate[StepLead, P], Future[T]]) -> Callable[
     """A call of a rank, made under the lock: what it raises is its answer."""
 
     @wraps(call)
-    def answered(lead: StepLead, *args: P.args, **named: P.kwargs) -> Future[T]:
+    def answered(lead: StepLead, /, *args: P.args, **named: P.kwargs) -> Future[T]:
         try:
             with lead._lock:
                 return call(lead, *args, **named)

@@ -1,4 +1,4 @@
-"""What a rank's edits do to the step's gradients. The rank returns norms that it knows by that; the lead decides by it."""
+"""What a rank's edits do to the step's gradients. A rank knows the norm that it returns by it, the lead what to do."""
 
 from __future__ import annotations
 

@@ -896,7 +896,7 @@ def test_close_ends_what_waits_and_leaves_no_thread(make_stores: StoreFactory) -
             with pytest.raises((StoreClosedError, RankLeftError)):
                 each.result(WAIT)
         stores[1].close()
-        assert threads_left(before, "rayzero-rank", "stall-watch", "store-") == []
+        assert threads_left(before, "rayzero-rank", "stall-watch-rank", "store-") == []
     assert threads_left(before) == []
 
 
