@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rayzero.engine.context import get_context
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.lead.means import no_weight
 from rayzero.protocol.messages import MEAN_BYTES, MeanInput
 
 N = TypeVar("N", float, Tensor)
@@ -53,7 +52,7 @@ def mean_over_ranks(value: Any, *, weight: float = 1.0) -> Any:
     context = get_context()
     if context.world_size == 1:
         if not given.weight:
-            raise no_weight(given)
+            raise given.no_weight()
         return _like(value, given.values)
     if context.engine is None:
         raise UnsupportedError(

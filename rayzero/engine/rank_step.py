@@ -20,7 +20,7 @@ from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.transfers import Grads, UnitTransfers
 from rayzero.errors import GradientAccessError
 from rayzero.layout.model_layout import UnitLayout
-from rayzero.lead.decide import edited
+from rayzero.protocol.edits import edited
 from rayzero.protocol.lives import ATTEMPTS
 from rayzero.protocol.messages import (
     Clamp,

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Protocol
 
 from rayzero.errors import NonFiniteGradientError, RankLeftError, StepMismatchError, UnsupportedError
@@ -16,6 +15,7 @@ from rayzero.layout.model_layout import ModelLayout
 from rayzero.lead.attempt import Attempt, Pass, have
 from rayzero.lead.means import Means
 from rayzero.lead.writes import WriteRequests
+from rayzero.protocol.edits import edited
 from rayzero.protocol.hyper import require_numbers, resolve_optimizer
 from rayzero.protocol.messages import (
     Action,
@@ -40,7 +40,6 @@ from rayzero.telemetry.names import (
 )
 from rayzero.telemetry.recorder import Recorder
 
-_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _KEPT = 8  # decisions kept for later queries
 _ROUNDING = 1e-9  # rounding of a clip factor that is 1
 
@@ -76,37 +75,6 @@ def total_norm(step: int, parts: Iterable[NormParts], world_size: int) -> Norm:
         total += square
     finite = math.isfinite(total)
     return Norm(step=step, total=math.sqrt(total) / world_size if finite else total, finite=finite)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Edited:
-    """The step's gradients after some edits."""
-
-    scale: float  # multiplies the rank-summed gradient ...
-    limit: float  # ... whose elements are then clamped to within +- this
-    norm: float | None  # None: needs another pass over the gradients
-
-
-def edited(edits: Iterable[Edit], norms: Sequence[float], world_size: int) -> Edited:
-    """Fold a rank's edits into one: clamping and then scaling is scaling and then clamping to the scaled limit, so any
-    order of calls is one multiplication and one clamp.
-
-    ``norms``: of the averaged gradients, then of each further pass that clipping by norm after clipping by value
-    needed. Clip factors are torch's."""
-    later = iter(norms)
-    norm: float | None = next(later)
-    factor, limit = 1.0, math.inf
-    for edit in edits:
-        if edit.kind is EditKind.CLIP_VALUE:
-            limit, norm = min(limit, edit.value), None
-            continue
-        by = edit.value
-        if edit.kind is EditKind.CLIP_NORM:
-            norm = next(later) if norm is None else norm
-            by = min(1.0, edit.value / (norm + _EPSILON))
-        factor, limit = factor * by, limit * by
-        norm = None if norm is None else norm * by
-    return Edited(scale=factor / world_size, limit=limit, norm=next(later, None) if norm is None else norm)
 
 
 def unscaling(edits: Iterable[Edit]) -> float:

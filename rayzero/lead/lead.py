@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.writer import discard_staging
@@ -54,6 +54,21 @@ from rayzero.protocol.owner import OwnerPeer
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def _answering(call: Callable[Concatenate[StepLead, P], Future[T]]) -> Callable[Concatenate[StepLead, P], Future[T]]:
+    """A call of a rank, made under the lock: what it raises is its answer."""
+
+    @wraps(call)
+    def answered(lead: StepLead, /, *args: P.args, **named: P.kwargs) -> Future[T]:
+        try:
+            with lead._lock:
+                return call(lead, *args, **named)
+        except RayZeroError as error:
+            return failed(error)
+
+    return answered
 
 
 class StepLead:
@@ -209,30 +224,27 @@ class StepLead:
 
     # ---- a step
 
+    @_answering
     def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """A rank has pushed all that its report counts; with ``inputs`` it also commits. Done when the norm is
         known."""
-        try:
-            with self._lock:
-                if (known := self._journal.record(report.step)) is not None and known.counts(report):
-                    return settled(known.norm)  # asked again, after the lead's former life had decided
-                if self._must_wait(report.rank, report.step):
-                    return self._ahead.wait(report.rank, report.step, lambda: self.finish(report, inputs))
-                current = self._attempt_of(report)
-                asked = self._pass_of(current, report)
-                if report.rank in asked.reports:
-                    return asked.norms[report.rank]
-                self._check_inputs(current, inputs)
-                asked.reports[report.rank] = report
-                future = asked.norms[report.rank] = Future[Norm]()
-                if inputs is not None:
-                    current.commit(report.rank, inputs)
-                if asked.norm is not None:  # a rank that has come back: the others have had this norm
-                    self._answer(future, asked.norm, self._nonfinite(current))
-                self._advance()
-                return future
-        except RayZeroError as exc:
-            return failed(exc)
+        if (known := self._journal.record(report.step)) is not None and known.counts(report):
+            return settled(known.norm)  # asked again, after the lead's former life had decided
+        if self._must_wait(report.rank, report.step):
+            return self._ahead.wait(report.rank, report.step, lambda: self.finish(report, inputs))
+        current = self._attempt_of(report)
+        asked = self._pass_of(current, report)
+        if report.rank in asked.reports:
+            return asked.norms[report.rank]
+        self._check_inputs(current, inputs)
+        asked.reports[report.rank] = report
+        future = asked.norms[report.rank] = Future[Norm]()
+        if inputs is not None:
+            current.commit(report.rank, inputs)
+        if asked.norm is not None:  # a rank that has come back: the others have had this norm
+            self._answer(future, asked.norm, self._nonfinite(current))
+        self._advance()
+        return future
 
     def _must_wait(self, rank: int, step: int) -> bool:
         """True if a call has to wait: all do until every rank has been heard, and so does that of a rank that has
@@ -294,87 +306,75 @@ class StepLead:
             raise error
         return asked
 
+    @_answering
     def commit(self, rank: int, step: int, inputs: StepInputs) -> Future[Decision]:
         """A rank commits the step after a finish without inputs."""
-        try:
-            with self._lock:
-                if (known := self._journal.decision(step)) is not None:
-                    return settled(known)
-                if self._must_wait(rank, step):
-                    return self._ahead.wait(rank, step, lambda: self.commit(rank, step, inputs))
-                self._check_open(step, rank)
-                current = self._next if rank in self._attempt.discarded and self._next else self._attempt
-                if rank not in current.reports:
-                    raise StepMismatchError(f"rank {rank} committed step {step} before its finish")
-                self._check_inputs(current, inputs)
-                current.commit(rank, inputs)
-                future = current.commits.setdefault(rank, Future())
-                self._advance()
-                return future
-        except RayZeroError as exc:
-            return failed(exc)
+        if (known := self._journal.decision(step)) is not None:
+            return settled(known)
+        if self._must_wait(rank, step):
+            return self._ahead.wait(rank, step, lambda: self.commit(rank, step, inputs))
+        self._check_open(step, rank)
+        current = self._next if rank in self._attempt.discarded and self._next else self._attempt
+        if rank not in current.reports:
+            raise StepMismatchError(f"rank {rank} committed step {step} before its finish")
+        self._check_inputs(current, inputs)
+        current.commit(rank, inputs)
+        future = current.commits.setdefault(rank, Future())
+        self._advance()
+        return future
 
     def _check_inputs(self, current: Attempt, inputs: StepInputs | None) -> None:
         assert self._spec is not None
         if inputs is not None and inputs.digest not in current.digests:  # else another rank's were checked
             check_hyper(self._spec, inputs.hyper)
 
+    @_answering
     def discard(self, rank: int, step: int, attempt: int) -> Future[None]:
         """A rank discards its finish. Once all ranks have, the step is open again; if a rank commits instead, it fails
         for all."""
-        try:
-            with self._lock:
-                if self._must_wait(rank, step):
-                    return self._ahead.wait(rank, step, lambda: self.discard(rank, step, attempt))
-                self._check_open(step, rank)
-                report = self._attempt.reports.get(rank)
-                if report is None or report.attempt != attempt or rank in self._attempt.inputs:
-                    raise StepMismatchError(f"rank {rank} discards attempt {attempt} of step {step}, not finished so")
-                if self._attempt.norm is None:
-                    raise StepMismatchError(f"rank {rank} discards step {step} before it has its norm")
-                self._attempt.discarded[rank] = attempt
-                self._advance()
-                return settled(None)
-        except RayZeroError as exc:
-            return failed(exc)
+        if self._must_wait(rank, step):
+            return self._ahead.wait(rank, step, lambda: self.discard(rank, step, attempt))
+        self._check_open(step, rank)
+        report = self._attempt.reports.get(rank)
+        if report is None or report.attempt != attempt or rank in self._attempt.inputs:
+            raise StepMismatchError(f"rank {rank} discards attempt {attempt} of step {step}, not finished so")
+        if self._attempt.norm is None:
+            raise StepMismatchError(f"rank {rank} discards step {step} before it has its norm")
+        self._attempt.discarded[rank] = attempt
+        self._advance()
+        return settled(None)
 
     # ---- writes
 
+    @_answering
     def write(self, rank: int, write: Write) -> Future[None]:
         """A rank requests a write to a unit, before its commit. Once all ranks have requested the same write, owners
         make it; different requests fail the step for all."""
+        if self._must_wait(rank, write.version):
+            return self._ahead.wait(rank, write.version, lambda: self.write(rank, write))
+        self._check_open(write.version, rank)
+        assert self._spec is not None
         try:
-            with self._lock:
-                if self._must_wait(rank, write.version):
-                    return self._ahead.wait(rank, write.version, lambda: self.write(rank, write))
-                self._check_open(write.version, rank)
-                assert self._spec is not None
-                try:
-                    if rank in self._attempt.inputs:
-                        raise StepMismatchError(f"rank {rank} writes at step {write.version}, which it has committed")
-                    future = self._writes.ask(rank, write, self._spec.layout)
-                except StepMismatchError as exc:
-                    self._fail(exc)
-                    raise
-                self._advance()
-                return future
-        except RayZeroError as exc:
-            return failed(exc)
+            if rank in self._attempt.inputs:
+                raise StepMismatchError(f"rank {rank} writes at step {write.version}, which it has committed")
+            future = self._writes.ask(rank, write, self._spec.layout)
+        except StepMismatchError as exc:
+            self._fail(exc)
+            raise
+        self._advance()
+        return future
 
+    @_answering
     def know_write(self, rank: int, write: Write) -> Future[None]:
         """A rank that has come back has found a write published that it would have asked for: it is made. If the lead
         that made it has died, others may still wait for its answer. Done when it is known."""
-        try:
-            with self._lock:
-                if self._must_wait(rank, write.version):
-                    return self._ahead.wait(rank, write.version, lambda: self.know_write(rank, write))
-                self._check_open(write.version, rank)
-                for future in self._writes.know(rank, write):
-                    self._lock.defer(settle, future, None)
-                self._advance()
-                return DONE
-        except RayZeroError as exc:
-            return failed(exc)
+        if self._must_wait(rank, write.version):
+            return self._ahead.wait(rank, write.version, lambda: self.know_write(rank, write))
+        self._check_open(write.version, rank)
+        for future in self._writes.know(rank, write):
+            self._lock.defer(settle, future, None)
+        self._advance()
+        return DONE
 
     def _begin_write(self) -> None:
         """Make the owners do the write that all ranks have requested; they must have the last decision first."""
@@ -535,50 +535,44 @@ class StepLead:
 
     # ---- checkpoints
 
+    @_answering
     def begin_save(self, rank: int, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[None]:
         """A rank requests a checkpoint of version ``step`` and waits only until it has begun: all ranks have asked, and
         owners keep the version whatever is decided later. ``save(..., begun=True)`` then has its end."""
-        try:
-            with self._lock:
-                if self._failure is not None:
-                    raise self._failure
-                if self._pauses:
-                    return self._ahead.wait(rank, step, lambda: self.begin_save(rank, step, directory, files))
-                if self._checkpoints.has_begun(rank, step, directory) or self._made_again(rank, step, directory):
-                    return settled(None)
-                request, _ = self._request_save(rank, step, directory, files)
-                begun = request.begins.setdefault(rank, Future())
-                self._begin_checkpoint()
-                self._advance()
-                return begun
-        except RayZeroError as exc:
-            return failed(exc)
+        if self._failure is not None:
+            raise self._failure
+        if self._pauses:
+            return self._ahead.wait(rank, step, lambda: self.begin_save(rank, step, directory, files))
+        if self._checkpoints.has_begun(rank, step, directory) or self._made_again(rank, step, directory):
+            return settled(None)
+        request, _ = self._request_save(rank, step, directory, files)
+        begun = request.begins.setdefault(rank, Future())
+        self._begin_checkpoint()
+        self._advance()
+        return begun
 
+    @_answering
     def save(
         self, rank: int, step: int, directory: Path, files: tuple[FileEntry, ...], *, begun: bool = False
     ) -> Future[CheckpointInfo]:
         """A rank requests a checkpoint of version ``step``, or the end of one that it has ``begun``. Once all ranks
         have, owners write, and the next decision waits for them. A checkpoint that cannot be written fails its callers,
         not the run."""
-        try:
-            with self._lock:
-                if self._failure is not None:
-                    raise self._failure
-                if self._hearing.lasts or (self._held is not None and not begun):  # else the change waits for its end
-                    again = partial(self.save, rank, step, directory, files, begun=begun)
-                    return self._ahead.wait(rank, step, again)
-                if (ended := self._checkpoints.owed(rank, step, directory)) is not None:
-                    return settled(ended) if isinstance(ended, CheckpointInfo) else failed(ended)
-                if begun:
-                    return self._checkpoints.end_of(rank, step, directory, files)
-                if (made := self._made_again(rank, step, directory)) is not None:
-                    return settled(made)
-                _, future = self._request_save(rank, step, directory, files)
-                self._begin_checkpoint()
-                self._advance()
-                return future
-        except RayZeroError as exc:
-            return failed(exc)
+        if self._failure is not None:
+            raise self._failure
+        if self._hearing.lasts or (self._held is not None and not begun):  # else the change waits for its end
+            again = partial(self.save, rank, step, directory, files, begun=begun)
+            return self._ahead.wait(rank, step, again)
+        if (ended := self._checkpoints.owed(rank, step, directory)) is not None:
+            return settled(ended) if isinstance(ended, CheckpointInfo) else failed(ended)
+        if begun:
+            return self._checkpoints.end_of(rank, step, directory, files)
+        if (made := self._made_again(rank, step, directory)) is not None:
+            return settled(made)
+        _, future = self._request_save(rank, step, directory, files)
+        self._begin_checkpoint()
+        self._advance()
+        return future
 
     def _made_again(self, rank: int, step: int, directory: Path) -> CheckpointInfo | None:
         """The checkpoint that a rank which has come back asks for, if it was made meanwhile."""
@@ -622,34 +616,28 @@ class StepLead:
 
     # ---- means over ranks
 
+    @_answering
     def mean(self, rank: int, number: int, given: MeanInput) -> Future[tuple[float, ...]]:
         """A rank's ``number``th mean, counted from 1. Done when all ranks have requested it; waits for no step. An
         error in a mean fails the ranks that request it, not the run."""
-        try:
-            with self._lock:
-                self._check_attached(rank)
-                if self._pauses:
-                    return self._ahead.wait(rank, 0, lambda: self.mean(rank, number, given))
-                future = self._means.ask(rank, number, given)
-                self._end_means()
-                self._advance()
-                return future
-        except RayZeroError as exc:
-            return failed(exc)
+        self._check_attached(rank)
+        if self._pauses:
+            return self._ahead.wait(rank, 0, lambda: self.mean(rank, number, given))
+        future = self._means.ask(rank, number, given)
+        self._end_means()
+        self._advance()
+        return future
 
+    @_answering
     def know_mean(self, rank: int, number: int, given: MeanInput) -> Future[None]:
         """What a rank's former life gave to its ``number``th mean: if the lead that made the mean has died, too, others
         may still wait for it. Done when it is known; the rank does not wait for the mean."""
-        try:
-            with self._lock:
-                self._check_attached(rank)
-                if self._pauses:
-                    return self._ahead.wait(rank, 0, lambda: self.know_mean(rank, number, given))
-                self._means.know(rank, number, given)
-                self._end_means()
-                return DONE
-        except RayZeroError as exc:
-            return failed(exc)
+        self._check_attached(rank)
+        if self._pauses:
+            return self._ahead.wait(rank, 0, lambda: self.know_mean(rank, number, given))
+        self._means.know(rank, number, given)
+        self._end_means()
+        return DONE
 
     def _end_means(self) -> None:
         if self._spec is not None:

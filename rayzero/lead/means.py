@@ -139,7 +139,7 @@ def _weighted(given: Mapping[int, MeanInput]) -> Mean | ConfigError:
     """The weighted means, or an error if all weights are 0."""
     counted = [given[rank] for rank in sorted(given) if given[rank].weight]  # the mean of no samples may well be NaN
     if not counted:
-        return no_weight(given[0])
+        return given[0].no_weight()
     weights = [each.weight for each in counted]
     return tuple(_mean(values, weights) for values in zip(*(each.values for each in counted), strict=True))
 
@@ -158,11 +158,6 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
         return sum(endless)  # inf, -inf or nan, without what finite values overflow to
     exact = [Fraction(weight) for weight in weights]
     return float(sum(map(operator.mul, exact, map(Fraction, values)), Fraction()) / sum(exact))
-
-
-def no_weight(given: MeanInput) -> ConfigError:
-    """The error for a mean whose weights are all 0."""
-    return ConfigError(f"mean_over_ranks() of {given}: the weights of all ranks add up to 0, so there is no mean")
 
 
 def _misfit(call: _Call) -> StepMismatchError | None:

@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field
 
 from rayzero.config.base import Share
 from rayzero.config.zero import CheckpointMoments, MatrixUpdates, Moments, Nonfinite, Spread
-from rayzero.errors import RayZeroError, UnsupportedError
+from rayzero.errors import ConfigError, RayZeroError, UnsupportedError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.records import Sha256, Whole
 
@@ -289,6 +289,10 @@ class MeanInput:
         if self.names:
             return quoted(self.names)
         return f"a tensor of shape {self.shape}" if self.shape else "a number"
+
+    def no_weight(self) -> ConfigError:
+        """The error of a mean whose weights are all 0."""
+        return ConfigError(f"mean_over_ranks() of {self}: the weights of all ranks add up to 0, so there is no mean")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -350,6 +350,7 @@ class LocalConnection:
             lead=self._lead,
             windows=self._windows,
             gradients=self._gradients,
+            announce=self._announce,
             takes_scattered=spec.accumulation_steps == 1,  # else each would be copied by the step's next push
             gradient_tier="ram" if page_lock is None else "pinned",
             kernel=services[0].kernel,
@@ -366,15 +367,11 @@ class LocalConnection:
             recorder=self.recorder,
         )
 
-    def announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
-        """See ``Connection.announce``."""
+    def _announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
         require_life(self.rank, self.life, self.owners.lives)
         scattered = None if self._gradients is None else self._gradients.scattered(unit)
         for service in self.owners.services:
             service.observe(self.rank, unit, pushed[-1], scattered)
-
-    def note(self, unit: int, pushed: Sequence[Pushed]) -> None:
-        """See ``Connection.note``: this process has no successor."""
 
     def in_totals(self, unit: int, pushed: Pushed) -> bool:
         """See ``Connection.in_totals``."""

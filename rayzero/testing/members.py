@@ -25,8 +25,7 @@ from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
 from rayzero.security.credentials import Identity
 from rayzero.store.inprocess import LocalConnection, LocalOwners
-from rayzero.store.owner.by_model import ByModel
-from rayzero.store.owner.hosted import HostedModels
+from rayzero.store.owner.hosted import ByModel, HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.owner_table import OwnerTable

@@ -21,12 +21,10 @@ from torch import nn
 import rayzero
 from rayzero.convert.conversion import export_full
 from rayzero.engine.context import RankContext, running_in
-from rayzero.owner.service import ShardService
 from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.sweep import SHARED_MEMORY
-from rayzero.store.owner.memory.shared_owner import SharedOwner
-from rayzero.store.owner.served_model import ServerTerms
-from rayzero.store.owner.server import OwnerServer
+from rayzero.store.owner.hosted import HostedModels
+from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.telemetry.recorder import Recorder
@@ -109,15 +107,14 @@ def serve(owner: int, token: str, pipe: Connection) -> None:
     """One owner: tells its address, is told all, and at the end how much private memory it needed."""
     torch.set_num_threads(1)
     warm_up()
-    shared = SharedOwner(owner, OWNERS, SHARED_MEMORY)
-    service = ShardService(owner, OWNERS, memory=shared)
-    with OwnerServer(service, ServerTerms(token=token), shared=shared) as server:
+    models = HostedModels(owner, OWNERS, share=SHARED_MEMORY)
+    with serve_models(models, token=token) as server:
         pipe.send(server.address)
         server.connect_peers(pipe.recv())
         peak = Peak()
         pipe.recv()
         pipe.send(peak.read())
-    service.close()
+    models.close()
 
 
 @contextmanager

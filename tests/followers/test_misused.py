@@ -11,8 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from store import toy
-from store.stores import TOKEN
-from store.test_grpc import connected, serving
+from store.stores import TOKEN, connected, serving
 
 from rayzero.cluster.files.key_files import FOLLOWER_FILE, FollowerKey, read_follower, write_key
 from rayzero.errors import ConfigError, StoreError

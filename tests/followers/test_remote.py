@@ -13,8 +13,7 @@ import pytest
 import torch
 from engine.models import Net, seeded
 from store import toy
-from store.stores import TOKEN
-from store.test_grpc import connected
+from store.stores import TOKEN, connected, serving
 from torch import nn
 
 import rayzero
@@ -25,10 +24,7 @@ from rayzero.followers import follower as follower_module
 from rayzero.followers import remote_shards
 from rayzero.followers.follower import Follower
 from rayzero.followers.remote_shards import RemoteRun
-from rayzero.owner.service import ShardService
 from rayzero.security.credentials import follower_token
-from rayzero.store.owner.served_model import ServerTerms
-from rayzero.store.owner.server import OwnerServer
 from rayzero.store.wire.rpc import CallTerms
 from rayzero.telemetry.names import FOLLOW_BYTES, FOLLOW_SECONDS, FOLLOWER_LAG, FOLLOWERS
 from rayzero.telemetry.recorder import MemoryRecorder
@@ -236,10 +232,7 @@ def test_a_broken_transfer_is_made_again(tmp_path: Path, monkeypatch: pytest.Mon
 def test_an_owner_counts_its_followers_their_bytes_and_how_far_they_are_behind() -> None:
     recorder = MemoryRecorder()
     with ExitStack() as stack:
-        service = ShardService(0, 1, recorder=recorder)
-        stack.callback(service.close)
-        server = stack.enter_context(OwnerServer(service, ServerTerms(token=TOKEN)))
-        server.connect_peers([server.address])
+        (server,) = stack.enter_context(serving(recorder=recorder))
         spec = toy.make_spec(1)
         ranks = toy.start(stack.enter_context(connected([server])), spec)
         terms = CallTerms(token=follower_token(TOKEN))

@@ -15,16 +15,15 @@ PROGRAM = """
     import torch
 
     from rayzero.lanes import ThreadLane
-    from rayzero.owner.service import ShardService
     from rayzero.owner.updater import Updater
-    from rayzero.store.owner.served_model import ServerTerms
-    from rayzero.store.owner.server import OwnerServer
+    from rayzero.store.owner.hosted import HostedModels
+    from rayzero.store.owner.server import serve_models
     from rayzero.store.rank.rank_store import RankStore
     from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
     from store.toy import make_spec, random_grads, start, take_step
 
     spec = make_spec(1, kernel="torch")
-    server = OwnerServer(ShardService(0, 1), ServerTerms(token="t"))
+    server = serve_models(HostedModels(0, 1), token="t")
     server.connect_peers([server.address])
     ranks = start([RankStore(RemoteConnection(0, [server.address], RankTerms(token="t")))], spec)
     take_step(ranks, [random_grads(spec, 1)])

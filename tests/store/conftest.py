@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def make_stores(request: pytest.FixtureRequest) -> StoreFactory:
     """One store after the other."""
     return STORES[request.param]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """What is entered here is left once the test has ended."""
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture

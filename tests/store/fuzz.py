@@ -39,8 +39,7 @@ from rayzero.store.wire.rpc import (
 )
 from rayzero.store.wire.seal import seal
 from rayzero.store.wire.tensor_stream import TICKET_BYTES
-from store.stores import TOKEN
-from store.test_grpc import connected, serving
+from store.stores import TOKEN, connected, serving
 from store.toy import WAIT, make_spec, masters, random_grads, start, take_step
 
 RUN, OTHER = Authority("this run", on_loopback=True), Authority("another run", on_loopback=True)

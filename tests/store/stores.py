@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from rayzero.config.zero import HostPush
 from rayzero.owner.owned_model import OwnerTerms
@@ -14,15 +16,61 @@ from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.inprocess import LocalConnection, LocalOwners
-from rayzero.store.owner.by_model import ByModel
-from rayzero.store.owner.hosted import HostedModels
-from rayzero.store.owner.server import serve_models
+from rayzero.store.owner.hosted import ByModel, HostedModels
+from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.telemetry.recorder import Recorder
 
 # Its own: other tests run beside, and ports are given out again. Processes that these tests start have the same.
 TOKEN = os.environ.setdefault("RAYZERO_TEST_TOKEN", f"the token of test run {secrets.token_hex(8)}")
+
+
+@contextmanager
+def serving(
+    num_owners: int = 1,
+    *,
+    shares: Sequence[Path | None] = (),
+    ownership: Ownership | None = None,
+    threads: int = 1,
+    recorder: Recorder | None = None,
+    host: str = "127.0.0.1",
+    interceptors: Sequence[Any] = (),
+    **terms: Any,
+) -> Iterator[list[OwnerServer]]:
+    """Connected servers of fresh owners. ``shares``: of each, the directory of the memory that it shares; None: it
+    shares none. ``terms``: see ``ServerTerms``."""
+    with ExitStack() as stack:
+        servers = []
+        for owner, share in enumerate(shares or [None] * num_owners):
+            models = HostedModels(
+                owner,
+                len(shares) or num_owners,
+                OwnerTerms(threads=threads),
+                ownership=ownership,
+                share=share,
+                recorder=recorder,
+            )
+            stack.callback(models.close)
+            server = serve_models(models, host=host, interceptors=interceptors, **{"token": TOKEN} | terms)
+            servers.append(stack.enter_context(server))
+        for server in servers:
+            server.connect_peers([other.address for other in servers])
+        yield servers
+
+
+@contextmanager
+def connected(
+    servers: Sequence[OwnerServer], world_size: int = 1, ownership: Ownership | None = None, **options: Any
+) -> Iterator[list[RankStore]]:
+    """One store a rank. ``options``: see ``RankTerms``."""
+    with ExitStack() as stack:
+        addresses, terms = [server.address for server in servers], RankTerms(**{"token": TOKEN} | options)
+        stores = [RankStore(RemoteConnection(rank, addresses, terms, ownership)) for rank in range(world_size)]
+        for store in stores:
+            stack.callback(store.close)
+        yield stores
 
 
 class Stores(list[ParameterStore]):
@@ -87,17 +135,9 @@ def over_grpc(
     somewhere = None if alone else SHARED_MEMORY
     token = f"{TOKEN} {secrets.token_hex()}"  # by which ranks of a host find each other
     with ExitStack() as stack:
-        servers = []
-        for owner in range(ownership.num_owners):
-            share = SHARED_MEMORY if owner in sharing else None
-            models = HostedModels(
-                owner, ownership.num_owners, OwnerTerms(threads=owner_threads), ownership=ownership, share=share
-            )
-            stack.callback(models.close)
-            servers.append(stack.enter_context(serve_models(models, token=token)))
-        addresses = [server.address for server in servers]
-        for server in servers:
-            server.connect_peers(addresses)
+        shared = [SHARED_MEMORY if owner in sharing else None for owner in range(ownership.num_owners)]
+        served = serving(shares=shared, ownership=ownership, threads=owner_threads, token=token)
+        addresses = [server.address for server in stack.enter_context(served)]
 
         def connect(rank: int, model: int, life: int) -> ParameterStore:
             return RankStore(

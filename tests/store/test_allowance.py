@@ -10,13 +10,10 @@ import grpc
 import pytest
 
 from rayzero.errors import StoreError, TransferError
-from rayzero.owner.service import ShardService
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity, name_of_rank
 from rayzero.store.owner.calls import allowance
 from rayzero.store.owner.calls.allowance import BODIES, CALLS, UPLOADS, WAITING, Allowance, Allowances
-from rayzero.store.owner.served_model import ServerTerms
-from rayzero.store.owner.server import OwnerServer
 from rayzero.store.wire.rpc import (
     STORE_SERVICE,
     from_status,
@@ -28,8 +25,7 @@ from rayzero.store.wire.rpc import (
 )
 from rayzero.telemetry.names import REFUSED
 from rayzero.telemetry.recorder import MemoryRecorder
-from store.stores import TOKEN
-from store.test_grpc import serving
+from store.stores import TOKEN, serving
 from store.test_tensor_streams import member
 from store.toy import WAIT
 
@@ -118,9 +114,8 @@ def silent() -> Iterator[bytes]:
 def test_a_body_that_does_not_come_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     monkeypatch.setattr(allowance, "BODY_S", 0.3)
     recorder = MemoryRecorder()
-    service = ShardService(0, 1, recorder=recorder)
     with (
-        OwnerServer(service, ServerTerms(token=TOKEN)) as server,
+        serving(recorder=recorder) as (server,),
         member(server, rank=3) as (number, _),
         open_channel(server.address, None) as channel,
     ):
@@ -130,7 +125,6 @@ def test_a_body_that_does_not_come_is_cut_and_counted(monkeypatch: pytest.Monkey
         said = from_status(refused.value, "the owner")
         assert isinstance(said, TransferError)
         assert "rank 3 (ipv4:127.0.0.1) has sent no whole message within 0.3 s" in str(said)
-    service.close()
     assert recorder.total(REFUSED, door="owner", reason="slow") == 1
 
 
@@ -161,16 +155,14 @@ def test_who_is_refused_or_cut_is_counted_by_reason(
     owner, rank = (Identity(run.issue(name, [name])) for name in (OWNER, name_of_rank(4 if reason == "role" else 3)))
     metadata = METADATA if reason != "token" else (*token_metadata("guess"), *METADATA[3:])
     recorder = MemoryRecorder()
-    service = ShardService(0, 1, recorder=recorder)
     with (
-        OwnerServer(service, ServerTerms(token=TOKEN, tls=owner)) as server,
+        serving(recorder=recorder, tls=owner) as (server,),
         open_channel(server.address, rank) as channel,
     ):
         method = "Attach" if reason == "slow" else "Push"
         call: Any = channel.stream_unary(methods(STORE_SERVICE)[method].path)
         with pytest.raises(grpc.RpcError) as refused:
             call(silent(), metadata=metadata, timeout=WAIT)
-    service.close()
     assert refused.value.code() is code
     assert {why: recorder.total(REFUSED, door="owner", reason=why) for why in ("token", "role", "limit", "slow")} == {
         why: float(why == reason) for why in ("token", "role", "limit", "slow")

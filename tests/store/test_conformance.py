@@ -27,6 +27,7 @@ from rayzero.errors import (
     RankLeftError,
     StallError,
     StepMismatchError,
+    StoreClosedError,
     StoreError,
 )
 from rayzero.layout.model_layout import lay_out_unit
@@ -65,6 +66,7 @@ from store.toy import (
     start,
     take_step,
 )
+from tests.support.leftovers import threads, threads_left
 from tests.support.waiting import until
 
 BF16 = torch.bfloat16
@@ -556,9 +558,9 @@ def test_a_rank_that_leaves_fails_the_others_at_once_by_name(make_stores: StoreF
         take_step(ranks, [random_grads(spec, 1)] * 3)
         ranks[0].push(random_grads(spec, 2))
         norm = ranks[0].finish()
-        next_version = ranks[0].fetch_unit(0)[0]
+        next_version, published = ranks[0].fetch_unit(0)[0], stores[0].published(1, 2)
         stores[2].close("its data ended")
-        for future in (norm, next_version, ranks[1].finish()):
+        for future in (norm, next_version, published, ranks[1].finish()):
             with pytest.raises(
                 RankLeftError, match=r"rank 2 left after step 0 \(its data ended\), rank [01] is in step 1"
             ):
@@ -626,8 +628,8 @@ def test_the_norm_does_not_depend_on_owners_threads_or_arrival(make_stores: Stor
     spec = make_spec(3)
     grads = random_schedule(spec, 1)[0]
     totals = set()
-    for num_owners, threads, order in ((1, 1, (0, 1, 2)), (2, 2, (2, 1, 0)), (5, 2, (1, 0, 2))):
-        with make_stores(3, num_owners, owner_threads=threads) as stores:
+    for num_owners, owner_threads, order in ((1, 1, (0, 1, 2)), (2, 2, (2, 1, 0)), (5, 2, (1, 0, 2))):
+        with make_stores(3, num_owners, owner_threads=owner_threads) as stores:
             ranks = start(stores, spec)
             for unit in (2, 1, 0):
                 for rank in order:
@@ -845,7 +847,25 @@ def test_a_rank_that_differs_is_refused_naming_both_sides(make_stores: StoreFact
             stores[1].attach(change(spec))
 
 
-# ---- misuse
+# ---- misuse, and the end
+
+
+def test_use_before_attach_is_an_error(make_stores: StoreFactory) -> None:
+    with make_stores(1, 1) as stores:
+        for asked in (stores[0].fetch(0, 0, COMPUTE, torch.zeros(1)), stores[0].decision(0)):
+            with pytest.raises(StoreError, match="rank 0 has not attached"):
+                asked.result(WAIT)
+
+
+def test_a_cancelled_fetch_never_writes_its_buffer(make_stores: StoreFactory, caplog: pytest.LogCaptureFixture) -> None:
+    with make_stores(1, 2) as stores:
+        (rank,) = start(stores, make_spec(1))
+        future, out = rank.fetch_unit(1, 1)
+        assert future.cancel()
+        take_step([rank], [random_grads(rank.spec, 1)])
+        rank.fetch(1)  # the new version is there
+        assert out.isnan().all()
+    assert [record for record in caplog.records if record.name == "concurrent.futures"] == []
 
 
 def test_a_buffer_of_the_wrong_size_is_refused(make_stores: StoreFactory) -> None:
@@ -864,6 +884,20 @@ def test_close_is_idempotent_and_ends_the_store(make_stores: StoreFactory) -> No
         stores[0].close()
         with pytest.raises(StoreError, match="rank 0"):
             rank.fetch_unit(0, 0)[0].result(WAIT)
+
+
+def test_close_ends_what_waits_and_leaves_no_thread(make_stores: StoreFactory) -> None:
+    before = threads()
+    with make_stores(2, 2) as stores:
+        ranks = start(stores, make_spec(2))
+        waits = [ranks[0].fetch_unit(0, 1)[0], ranks[0].finish(), stores[0].decision(4)]
+        stores[0].close("done")
+        for each in waits:
+            with pytest.raises((StoreClosedError, RankLeftError)):
+                each.result(WAIT)
+        stores[1].close()
+        assert threads_left(before, "rayzero-rank", "stall-watch-rank", "store-") == []
+    assert threads_left(before) == []
 
 
 def test_ranks_in_a_row_use_every_verb_without_waiting_for_each_other(make_stores: StoreFactory) -> None:

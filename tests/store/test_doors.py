@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-
-import pytest
-import torch
 
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
@@ -20,19 +17,13 @@ from rayzero.telemetry.names import PARAM_VERSION, SHARDS
 from rayzero.telemetry.recorder import MemoryRecorder
 from tests.support import needs
 
-from .stores import TOKEN, inprocess
+from .stores import TOKEN
 from .toy import Rank, make_spec, masters, random_grads, start, take_step
 
 pytestmark = needs.signals_between_processes
 
 OWNERSHIP = Ownership(3, doors=1)
 DOOR = 2
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def hosted(
@@ -71,18 +62,14 @@ def ranks_beside_a_door(stack: ExitStack, here: Path, recorder: MemoryRecorder) 
     return begin(stack, connect(stack, here, (here, here), recorder))
 
 
-def test_ranks_beside_a_door_have_the_bits_of_every_other_store(stack: ExitStack, slab_dir: Path) -> None:
+def test_a_door_has_no_shards_and_no_version_that_could_be_behind(stack: ExitStack, slab_dir: Path) -> None:
     recorder = MemoryRecorder()
     ranks = ranks_beside_a_door(stack, slab_dir, recorder)
-    others = start(list(stack.enter_context(inprocess(2, 1))), make_spec(2))
-    for step in range(3):
-        for each in (ranks, others):
-            take_step(each, [random_grads(each[0].spec, 10 * step + rank) for rank in range(2)], 0.5)
-    ours, theirs = masters(ranks[0]), masters(others[0])
-    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    take_step(ranks, [random_grads(ranks[0].spec, rank) for rank in range(2)])
+    assert masters(ranks[0])
     gauges = recorder.gauges()
     assert list(gauges[SHARDS].values()) == [0]
-    assert PARAM_VERSION not in gauges  # it has none that could be behind
+    assert PARAM_VERSION not in gauges
 
 
 def test_ranks_have_links_to_owners_with_shards_and_to_the_door_of_their_host(stack: ExitStack, slab_dir: Path) -> None:

@@ -17,6 +17,7 @@ from rayzero.owner.memory import carve
 from rayzero.owner.service import ShardService
 from rayzero.protocol.gradient_sum import GradientMemory, gradient_sizes, pool_room
 from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, FinishReport, ModelSpec, Pushed, pack_presence
+from rayzero.store.rank.connection import nothing
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_region
 from rayzero.store.rank.memory.gradient_writer import GradientWriter
 
@@ -103,21 +104,19 @@ def test_a_push_is_written_when_its_range_is_free_and_told_after_that() -> None:
     asked: list[tuple[int, int]] = []
     frees: list[Future[int]] = [Future(), Future()]
 
-    class Readers:
-        def published(self, unit: int, version: int) -> Future[int]:
-            asked.append((unit, version))
-            return frees[version]
+    def published(unit: int, version: int) -> Future[int]:
+        asked.append((unit, version))
+        return frees[version]
 
-        def need(self, unit: int, pushed: Pushed) -> bool:
-            return True
+    def announce(unit: int, pushed: Sequence[Pushed]) -> None:
+        told.append((pushed[-1].count, float(region.memory.homes[unit][0])))
 
-        def note(self, unit: int, pushed: Sequence[Pushed]) -> None:
-            raise AssertionError(unit)
+    def note(unit: int, pushed: Sequence[Pushed]) -> None:
+        raise AssertionError(unit)
 
-        def announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
-            told.append((pushed[-1].count, float(region.memory.homes[unit][0])))
-
-    writer = GradientWriter(region, Readers(), "test")
+    writer = GradientWriter(
+        region, "test", published=published, need=lambda unit, pushed: True, announce=announce, note=note
+    )
     ones = torch.ones(spec.layout.units[UNIT].numel)
     assert writer.landing(push_of(0)) is None, "not free yet"
     later = [writer.push(push_of(1), ones), writer.push(push_of(0), 2 * ones)]
@@ -135,20 +134,17 @@ def test_a_push_is_written_when_its_range_is_free_and_told_after_that() -> None:
         waiting.result(WAIT)
 
 
-class Idle:
-    """Owners that have read everything."""
-
-    def published(self, unit: int, version: int) -> Future[int]:
-        return settled(0)
-
-    def announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
-        pass
-
-
 def test_a_range_that_is_being_sent_elsewhere_is_neither_added_to_nor_gathered_in() -> None:
     spec = make_spec(1)
     region = region_of(spec)
-    writer = GradientWriter(region, Idle(), "test")
+    writer = GradientWriter(
+        region,
+        "test",
+        published=lambda unit, version: settled(0),
+        need=lambda unit, pushed: False,
+        announce=nothing,
+        note=nothing,
+    )
     first, ones = push_of(0), torch.ones(spec.layout.units[UNIT].numel)
     landing = writer.landing(first)
     assert landing is not None

@@ -9,9 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, closing, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,20 +36,17 @@ from rayzero.errors import (
 )
 from rayzero.lead.lead import StepLead
 from rayzero.owner.service import ShardService
-from rayzero.protocol.messages import COMPUTE, MASTER, PROTOCOL_VERSION, FinishReport, ModelSpec, StepInputs
-from rayzero.protocol.ownership import Ownership
+from rayzero.protocol.messages import COMPUTE, PROTOCOL_VERSION, FinishReport, ModelSpec, StepInputs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.owner.calls.long_polls import WAITING_CALLS, Repeats
 from rayzero.store.owner.handlers import RankCalls
+from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.served_model import ServerTerms
-from rayzero.store.owner.server import OwnerServer
-from rayzero.store.rank.rank_store import RankStore
+from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.remote.lead_line import RemoteLead
 from rayzero.store.remote.owner_table import OwnerTable, connect_store
-from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.wire import rpc, translate
-from rayzero.store.wire.failures import from_failure, to_failure
 from rayzero.store.wire.rpc import (
     _CODES,
     OWNER_SERVICE,
@@ -61,46 +58,15 @@ from rayzero.store.wire.rpc import (
     token_metadata,
 )
 from rayzero.store.wire.seal import unseal
+from rayzero.store.wire.translate import from_failure, to_failure
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES, TRANSFER_RETRIES
 from rayzero.telemetry.recorder import MemoryRecorder
-from store.stores import TOKEN
-from store.toy import HYPER, WAIT, equal, initial_values, make_spec, masters, random_grads, start, take_step
+from store.stores import TOKEN, connected, serving
+from store.toy import HYPER, WAIT, equal, make_spec, masters, random_grads, start, take_step
 from tests.support.leftovers import threads, threads_left
 
 BF16 = torch.bfloat16
 REPOSITORY = Path(__file__).parents[2]
-
-
-@contextmanager
-def serving(
-    num_owners: int = 1, *, host: str = "127.0.0.1", interceptors: Sequence[Any] = (), **terms: Any
-) -> Iterator[list[OwnerServer]]:
-    """Connected servers of fresh owners."""
-    with ExitStack() as stack:
-        servers = []
-        for owner in range(num_owners):
-            service = ShardService(owner, num_owners)
-            stack.callback(service.close)
-            server = OwnerServer(service, ServerTerms(token=TOKEN, **terms), host=host, interceptors=interceptors)
-            servers.append(stack.enter_context(server))
-        for server in servers:
-            server.connect_peers([other.address for other in servers])
-        yield servers
-
-
-@contextmanager
-def connected(
-    servers: Sequence[OwnerServer], world_size: int = 1, ownership: Ownership | None = None, **options: Any
-) -> Iterator[list[RankStore]]:
-    """One store a rank."""
-    with ExitStack() as stack:
-        stores = []
-        for rank in range(world_size):
-            terms = RankTerms(**{"token": TOKEN} | options)
-            store = RankStore(RemoteConnection(rank, [s.address for s in servers], terms, ownership))
-            stack.callback(store.close)
-            stores.append(store)
-        yield stores
 
 
 @contextmanager
@@ -165,10 +131,8 @@ def test_health_is_answered_without_a_token() -> None:
 
 
 def test_an_empty_token_is_refused_where_it_is_set() -> None:
-    service = ShardService(0, 1)
     with pytest.raises(ConfigError, match="token must not be empty"):
-        OwnerServer(service, ServerTerms(token=""))
-    service.close()
+        ServerTerms(token="")
 
 
 # ---- handshake (rule 9); what two ranks disagree on is in the conformance suite
@@ -228,14 +192,13 @@ def test_owners_with_different_kernels_are_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_lead_must_know_its_peers() -> None:
-    service = ShardService(0, 1)
     with (
-        OwnerServer(service, ServerTerms(token=TOKEN)) as server,
+        closing(HostedModels(0, 1)) as models,
+        serve_models(models, token=TOKEN) as server,
         connected([server]) as (store,),
         pytest.raises(StoreError, match="optimizer 0 leads but has no peers"),
     ):
         store.attach(make_spec(1))
-    service.close()
 
 
 # ---- bytes
@@ -311,18 +274,6 @@ def test_a_call_that_breaks_or_is_damaged_is_made_again(method: str, damage: boo
     assert equal(found, expected)
     assert none == 0
     assert retries == 2 if damage and method != "Fetch" else retries >= 2  # a link that breaks may carry two calls
-
-
-def test_a_fetch_can_be_cancelled_until_its_bytes_come(caplog: pytest.LogCaptureFixture) -> None:
-    spec = make_spec(2)
-    with serving(3) as servers, connected(servers, 2) as stores:
-        ranks = start(stores, spec)
-        waiting, out = ranks[0].fetch_unit(1, 1)
-        assert waiting.cancel()
-        take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
-        ranks[0].fetch()  # the new version is there
-        assert torch.isnan(out).all()
-    assert [record for record in caplog.records if record.name == "concurrent.futures"] == []
 
 
 def test_a_wrong_dtype_is_refused() -> None:
@@ -415,9 +366,8 @@ def test_a_server_that_stops_ends_what_waits_for_it_and_frees_its_port() -> None
             host, port = server.address.rsplit(":", 1)
             with socket.socket() as probe:
                 assert probe.connect_ex((host, int(port))) != 0
-            service = ShardService(0, 1)
-            OwnerServer(service, ServerTerms(token=TOKEN), port=int(port)).stop()
-            service.close()
+            with closing(HostedModels(0, 1)) as models:
+                OwnerServer(models, ServerTerms(token=TOKEN), port=int(port)).stop()
 
 
 def test_an_owner_that_stops_is_named() -> None:
@@ -431,24 +381,12 @@ def test_an_owner_that_stops_is_named() -> None:
 
 
 def test_a_port_that_is_taken_is_an_error() -> None:
-    service = ShardService(0, 1)
-    with serving() as (server,), pytest.raises(StoreError, match=r"optimizer 0 cannot listen on 127.0.0.1:"):
-        OwnerServer(service, ServerTerms(token=TOKEN), port=int(server.address.rsplit(":", 1)[1]))
-    service.close()
-
-
-def test_close_ends_threads_and_what_waits() -> None:
-    before = threads()
-    with serving(2) as servers, connected(servers, 2) as stores:
-        ranks = start(stores, make_spec(2))
-        waits = [ranks[0].fetch_unit(0, 1)[0], ranks[0].finish(), stores[0].decision(4)]
-        stores[0].close()
-        for wait in waits:
-            with pytest.raises((StoreClosedError, RankLeftError)):
-                wait.result(WAIT)
-        stores[1].close()
-        assert threads_left(before, "rayzero-rank", "stall-watch") == []
-    assert threads_left(before) == []
+    with (
+        serving() as (server,),
+        closing(HostedModels(0, 1)) as models,
+        pytest.raises(StoreError, match=r"optimizer 0 cannot listen on 127.0.0.1:"),
+    ):
+        OwnerServer(models, ServerTerms(token=TOKEN), port=int(server.address.rsplit(":", 1)[1]))
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -568,14 +506,6 @@ def test_auto_without_shared_memory_warns_and_shm_refuses(caplog: pytest.LogCapt
 def test_the_generated_code_is_current() -> None:
     pytest.importorskip("grpc_tools", reason="needs grpcio-tools, pinned in protos/generate.py")
     subprocess.run([sys.executable, "protos/generate.py", "--check"], check=True, cwd=REPOSITORY)
-
-
-def test_masters_and_values_of_rank_0_reach_the_others() -> None:
-    spec = make_spec(2)
-    with serving(2) as servers, connected(servers, 2) as stores:
-        ranks = start(stores, spec)
-        assert equal(ranks[1].fetch(0), initial_values(spec))
-        assert equal(ranks[1].fetch(0, MASTER), initial_values(spec))
 
 
 def test_a_load_that_brings_nothing_is_answered_where_nothing_is_wanted() -> None:

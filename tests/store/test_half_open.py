@@ -12,7 +12,7 @@ from rayzero.store.host.links import owner_link
 from rayzero.store.owner import handlers
 from rayzero.store.remote import handshake
 from store.proxy import Proxy
-from store.test_grpc import connected, serving
+from store.stores import connected, serving
 from store.toy import make_spec, masters, random_grads, start, take_step
 
 

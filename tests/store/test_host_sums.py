@@ -22,7 +22,7 @@ from rayzero.protocol.messages import Contribution, ModelSpec, pack_presence
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.host.summed_ranks import SummedRanks
-from rayzero.store.host.transfers.parts import Sending
+from rayzero.store.host.transfers.calls import Sending
 from rayzero.store.host.transfers.wire import PushedUnit
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
@@ -113,12 +113,6 @@ class Place:
             int(self.recorders[rank].total(TRANSFER_BYTES, direction="push", transport=transport))
             for rank in sorted(self.recorders)
         ]
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def gradients(spec: ModelSpec, seed: int, without: str = "") -> Grads:

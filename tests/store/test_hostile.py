@@ -36,8 +36,7 @@ from rayzero.store.wire.rpc import (
 from rayzero.store.wire.seal import seal
 from store.fuzz import MOST_GROWTH, attackers, filled, fuzz, stream_of
 from store.http2 import ACK, END_HEADERS, END_STREAM, HEADERS, OPENING, RESET, SETTINGS, frame, headers
-from store.stores import TOKEN
-from store.test_grpc import connected, serving
+from store.stores import TOKEN, connected, serving
 from store.test_tensor_streams import member
 from store.toy import initial_values, make_spec, masters, random_grads, start, take_step
 

@@ -23,17 +23,15 @@ from rayzero.errors import HandshakeError, MemoryPlanError, RayZeroError, StepMi
 from rayzero.layout.model_layout import Shard
 from rayzero.slabs.sweep import list_slabs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.caller import Caller
-from rayzero.store.host.links.channel import BrokenLinkError, NoAnswerError
+from rayzero.store.host.links.channel import BrokenLinkError, Caller, NoAnswerError
 from rayzero.store.host.links.line_channel import LineChannel
 from rayzero.store.host.transfers import calls as transfers
-from rayzero.store.host.transfers.parts import Sending
+from rayzero.store.host.transfers.calls import Sending
 from rayzero.store.owner.entrances import lobby as entrance
 from rayzero.store.owner.entrances.lobby import CallsInMemory, ParcelStream
 from rayzero.store.owner.tensor_port import ShardDestination
-from rayzero.store.shm.lines import line as lines
-from rayzero.store.shm.lines.line import QUESTION_BYTES, Line, Lobby
-from rayzero.store.shm.lines.parcel import Parcel
+from rayzero.store.shm import lines
+from rayzero.store.shm.lines import QUESTION_BYTES, Line, Lobby, Parcel
 from rayzero.store.shm.mailbox import SLOTS
 from rayzero.store.shm.signals import available
 from rayzero.store.shm.words import key_digest

@@ -19,8 +19,8 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.history import LoopHistory, newest
 from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.shm import loop_slab
-from rayzero.store.shm.former_ranks import remove_former_lives
 from rayzero.store.shm.loop_slab import LoopSlab
+from rayzero.store.shm.recovery import remove_former_lives
 from rayzero.store.shm.shared_plan import SharedPlan, life_of, of_lineage, rank_incarnation
 from rayzero.store.wire import translate
 from store.stores import StoreFactory

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-import secrets
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -26,15 +25,13 @@ from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.host import mirror_memory
 from rayzero.store.host.mirror_memory import MirrorMemory
 from rayzero.store.host.mirrors import Mirror
-from rayzero.store.owner.hosted import HostedModels
-from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.telemetry.names import TRANSFER_BYTES
-from rayzero.telemetry.recorder import MemoryRecorder
 from tests.support import needs
 
+from . import test_host_sums
 from .deaths import Owners, differing, disturbed, train, undisturbed
 from .stores import TOKEN
 from .test_succession import RANKS
@@ -45,60 +42,28 @@ pytestmark = needs.signals_between_processes
 OWNERS = 3  # 0 is on the ranks' host
 
 
-class Place:
-    """A host of ranks with owner 0. The others are on other hosts."""
+class Place(test_host_sums.Place):
+    """A host of up to three ranks with owner 0. The others are on other hosts."""
 
-    def __init__(self, stack: ExitStack, **options: Any) -> None:
-        self.directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-")))
-        self.token, self._stack, self._options = secrets.token_hex(), stack, options
-        self.recorders: list[MemoryRecorder] = []
-        self.at_owner = MemoryRecorder()  # of owner 0
-        self.servers = [self.serve(owner) for owner in range(OWNERS)]
-        self.addresses = [server.address for server in self.servers]
-        for server in self.servers:
-            server.connect_peers(self.addresses)
-
-    def serve(self, owner: int, **options: Any) -> OwnerServer:
-        share, recorder = (None, None) if owner else (self.directory, self.at_owner)
-        models = HostedModels(owner, OWNERS, share=share, recorder=recorder, **options)
-        self._stack.callback(models.close)
-        return self._stack.enter_context(serve_models(models, token=self.token, replaces_owners=True))
-
-    def store(self, rank: int, life: int = 0) -> RankStore:
-        recorder = MemoryRecorder()
-        self.recorders.append(recorder)
-        options = {"stall_timeout": WAIT} | self._options
-        connection = RemoteConnection(
-            rank,
-            self.addresses,
-            RankTerms(token=self.token, share=self.directory, life=life, recorder=recorder, **options),
-        )
-        store = RankStore(connection)
-        self._stack.callback(store.close)
-        return store
-
-    def start(self, spec: ModelSpec) -> list[Rank]:
-        return start([self.store(rank) for rank in range(spec.world_size)], spec)
+    def __init__(self, stack: ExitStack) -> None:
+        super().__init__(stack, (0, 0, 0), (0, None, None), host_push="never")
+        self.directory = self.directories[0]
 
     def fetched(self, transport: str) -> list[int]:
         """The bytes that each rank has fetched by a transport."""
-        return [int(each.total(TRANSFER_BYTES, direction="fetch", transport=transport)) for each in self.recorders]
+        return [
+            int(each.total(TRANSFER_BYTES, direction="fetch", transport=transport)) for each in self.recorders.values()
+        ]
 
     @property
     def crossed(self) -> int:
         """The bytes that owner 0 has fetched for its host."""
-        return int(self.at_owner.total(TRANSFER_BYTES, direction="fetch", transport="grpc"))
+        return int(self.of_doors[0].total(TRANSFER_BYTES, direction="fetch", transport="grpc"))
 
     @property
     def files(self) -> list[str]:
         found = (slab.header.facts.role for slab in list_slabs(self.directory) if slab.header is not None)
         return sorted(role for role in found if role.startswith("mirror"))
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def away_bytes(spec: ModelSpec) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,17 +21,15 @@ from rayzero.errors import HandshakeError, MemoryPlanError, RayZeroError, StoreE
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner
-from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import MEAN_BYTES, MeanInput, ModelSpec
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.handlers import ModelCalls
 from rayzero.store.owner.memory.shared_owner import SharedOwner
-from rayzero.store.owner.served_model import ServerTerms
-from rayzero.store.owner.server import OwnerServer
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.owner_table import OwnerTable, connect_store
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
-from rayzero.store.shm.lines.line import Line
+from rayzero.store.shm.lines import Line
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.words import Stamps
 from rayzero.telemetry.names import TRANSFER_BYTES
@@ -39,16 +37,10 @@ from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
 from rayzero.testing import run_ranks
 from tests.support import needs
 
-from .stores import TOKEN
+from .stores import TOKEN, serving
 from .toy import WAIT, Rank, initial_values, make_spec, masters, random_grads, start, take_step
 
 pytestmark = needs.signals_between_processes
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def served(
@@ -60,16 +52,8 @@ def served(
     directories: Sequence[Path] = (),
 ) -> list[str]:
     """Addresses of owners that share memory. ``directories``: of each, on hosts of their own."""
-    servers = []
-    for owner, place in enumerate(directories or [directory] * num_owners):
-        shared = SharedOwner(owner, num_owners, place) if sharing else None
-        service = ShardService(owner, num_owners, memory=shared)
-        stack.callback(service.close)
-        servers.append(stack.enter_context(OwnerServer(service, ServerTerms(token=TOKEN), shared=shared)))
-    addresses = [server.address for server in servers]
-    for server in servers:
-        server.connect_peers(addresses)
-    return addresses
+    shares = directories or [directory if sharing else None] * num_owners
+    return [server.address for server in stack.enter_context(serving(shares=shares))]
 
 
 def ranks_of(
@@ -107,6 +91,13 @@ def test_no_call_is_made_within_a_step(stack: ExitStack, monkeypatch: pytest.Mon
         for mean in [rank.store.mean(given) for rank in ranks]:
             assert mean.result(WAIT) == given.values
     assert calls == []
+
+
+def test_a_message_of_another_rank_is_refused_over_a_line_too(stack: ExitStack) -> None:
+    ranks = ranks_of(stack, served(stack, 1), 2)
+    link = ranks[0].store.connection._links[0]  # type: ignore[attr-defined]
+    with pytest.raises(HandshakeError, match="Leave of rank 1 was sent by rank 0"):
+        link.ask("Leave", pb.LeaveRequest(rank=1)).result(WAIT)
 
 
 def test_a_rank_opens_no_connection_to_owners_of_its_host(stack: ExitStack) -> None:

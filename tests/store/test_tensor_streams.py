@@ -26,10 +26,10 @@ from rayzero.errors import StallError, TransferError
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import ANY_RANK, OWNER, Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.transfers import fetches as wire_fetches
-from rayzero.store.host.transfers.parts import Sending
+from rayzero.store.host.transfers import wire as wire_transfers
+from rayzero.store.host.transfers.calls import Sending
 from rayzero.store.owner import tensor_port
-from rayzero.store.owner.calls.refused import TooManyCallsError
+from rayzero.store.owner.calls.allowance import TooManyCallsError
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING, TensorPort
 from rayzero.store.wire import tensor_streams
@@ -57,8 +57,7 @@ from rayzero.store.wire.tensor_streams import Opening, TensorStreams
 from rayzero.telemetry.names import REFUSED, TRANSFER_RETRIES
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.proxy import Proxy
-from store.stores import TOKEN, inprocess
-from store.test_grpc import connected, serving
+from store.stores import TOKEN, connected, inprocess, serving
 from store.toy import WAIT, equal, initial_values, make_spec, masters, random_grads, start, take_step
 from tests.support.leftovers import files_left, open_files
 from tests.support.waiting import until
@@ -392,7 +391,7 @@ def test_a_message_that_is_lost_with_its_bytes_is_sent_again() -> None:
 def test_an_upload_that_cannot_go_on_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which waits for memory that the owner would keep for it."""
     spec = make_spec(1)
-    monkeypatch.setattr(wire_fetches, "_bulk_deadline_s", lambda size: 100 * WAIT)
+    monkeypatch.setattr(wire_transfers, "bulk_deadline_s", lambda size: 100 * WAIT)
     with serving() as (server,), connected([server]) as stores:
         (rank,) = start(stores, spec)
 
@@ -441,7 +440,7 @@ def test_connections_are_used_again() -> None:
 
 
 def test_a_port_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire_fetches, "_SHUT_S", 0.3)
+    monkeypatch.setattr(wire_transfers, "_SHUT_S", 0.3)
 
     def connect(host: str, port: int) -> socket.socket:
         raise ConnectionRefusedError(111, "Connection refused")

@@ -35,8 +35,7 @@ from rayzero.store.wire.rpc import (
 from rayzero.telemetry.names import LINK_RECONNECTS
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.proxy import Proxy
-from store.stores import TOKEN
-from store.test_grpc import connected, serving
+from store.stores import TOKEN, connected, serving
 from store.test_tensor_streams import member
 from store.toy import WAIT, make_spec, masters, random_grads, start, take_step
 from tests.support.waiting import until

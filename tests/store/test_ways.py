@@ -12,7 +12,7 @@ import torch
 from rayzero.concurrency.gather import Gather
 from rayzero.errors import EpochOverError, StoreClosedError
 from rayzero.protocol.messages import COMPUTE, Contribution, Published
-from rayzero.store.host.links.caller import Caller
+from rayzero.store.host.links.channel import Caller
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.stall import StallWatch
 from rayzero.store.remote.ways import Ways
@@ -59,7 +59,7 @@ class Mapped:
 def fetch(ways: Ways, owner: int) -> tuple[Gather, torch.Tensor]:
     shards, gather = shards_of(owner), Gather(1)
     out = torch.zeros(UNITS[shards[0].unit].numel)
-    ways.transfers[owner].fetch(gather, UNITS[shards[0].unit], shards, 0, COMPUTE, out)
+    ways.wires[owner].fetch(gather, UNITS[shards[0].unit], shards, 0, COMPUTE, out)
     return gather, out
 
 
@@ -67,7 +67,7 @@ def test_owners_are_reached_over_grpc_until_they_share_memory(ways: Ways, board:
     assert (ways.transport, sorted(ways.senders)) == ("grpc", [0, 1, 2])
     ways.share([1], cast(Any, Mapped()))
     assert (ways.transport, sorted(ways.senders)) == ("shm+grpc", [0, 2])
-    assert [way.owner for way in ways.transfers] == [0, 1, 2]
+    assert [way.owner for way in ways.wires] == [0, 1, 2]
     gather, out = fetch(ways, 1)
     board.publish([Published(shard.index, 0, 0) for shard in shards_of(1)])
     gather.future.result(WAIT)
@@ -114,6 +114,6 @@ def test_nothing_begins_once_they_are_closed(ways: Ways) -> None:
     ways.close()
     gather, shards = Gather(1), shards_of(0)
     unit = UNITS[shards[0].unit]
-    ways.transfers[0].load(gather, unit.index, shards, torch.zeros(unit.numel))
+    ways.wires[0].load(gather, unit.index, shards, torch.zeros(unit.numel))
     with pytest.raises(StoreClosedError, match="rank 0 used its store after close"):
         gather.future.result(0)

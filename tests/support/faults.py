@@ -171,7 +171,7 @@ POINTS = {
         "rayzero.store.owner.memory.shared_owner:write_record", _INSIDE, inside=strikes.die_in_the_record
     ),
     "lead.after-record": Point("rayzero.lead.decide:DecisionJournal.write", _AFTER),
-    "lead.ordered": Point("rayzero.store.owner.peers:SharedPeer.apply", _AFTER),
+    "lead.ordered": Point("rayzero.store.owner.peers:RemotePeer.apply", _AFTER),
     "lead.tell": Point(f"{_LEAD}._tell_ranks", _BEFORE),
     "lead.mean": Point(f"{_LEAD}.mean", _BEFORE, repeats=True),
     "lead.write": Point(f"{_LEAD}.write", _BEFORE),  # each counts: whoever brings calls to the lead drops repeats
@@ -198,7 +198,7 @@ POINTS = {
     "rank.forward": Point(f"{_ENGINE}.close_units", _BEFORE),
     "rank.backward": Point(f"{_ENGINE}.completed", _BEFORE),
     "rank.push": Point(f"{_STEP}.push", _BEFORE),
-    "rank.announce": Point("rayzero.store.remote.remote_connection:RemoteConnection.announce", _BEFORE, repeats=True),
+    "rank.announce": Point("rayzero.store.rank.memory.shared_memory:SharedRank.announce", _BEFORE, repeats=True),
     "rank.tells-door": Point("rayzero.store.rank.memory.shared_memory:SharedRank.finished", _BEFORE),
     "rank.pushed": Point(f"{_STEP}.push", _AFTER),
     "rank.pushed-last": Point(f"{_STEP}.landed", _AFTER),

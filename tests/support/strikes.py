@@ -53,7 +53,7 @@ def die_in_the_update(*args: Any) -> None:
 def die_in_the_record(control: Slab, record: Record) -> NoReturn:
     """Leave the half of a record that ``rz_cell_write`` leaves when its process dies: an odd sequence and some of the
     bytes."""
-    cells = words._record_cells(control)
+    cells = words.cells_in(control, "record")
     cell = cells[record.decision.step % len(cells)]
     message = translate.record_to_pb(record).SerializeToString()
     store_release_64(cell._address, load_acquire_64(cell._address) | 1)

@@ -21,20 +21,20 @@ from rayzero.protocol.messages import Write
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.host_sums import HostSums
 from rayzero.store.host.lead_questions import LeadQuestions
-from rayzero.store.host.links.caller import Caller
-from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink
+from rayzero.store.host.links.channel import Caller
+from rayzero.store.host.links.owner_link import AnyChannel, LinkUser, OwnerLink
 from rayzero.store.host.mirror_memory import MirrorMemory
 from rayzero.store.host.mirrors import Mirror
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.push_order import PushOrder
 from rayzero.store.host.stall import StallWatch
 from rayzero.store.host.summed_ranks import SummedRanks
-from rayzero.store.host.transfers.fetches import TransferThreads
+from rayzero.store.host.transfers.batches import TransferThreads
 from rayzero.store.host.transfers.wire import WireTransfers
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate
-from rayzero.store.wire.failures import from_failure, to_failure
 from rayzero.store.wire.rpc import CallTerms
+from rayzero.store.wire.translate import from_failure, to_failure
 from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def _shards_by_unit(plan: SharedPlan, owners: Sequence[int]) -> dict[int, dict[i
     return {unit: dict(by_owner) for unit, by_owner in found.items()}
 
 
-class Door:
+class Door(LinkUser):
     """The links of a host to the owners of other hosts, what it copies of them, and what its ranks send and ask them.
 
     Knows which owners are on other hosts; not who reads copies, or when ranks push or ask. Thread-safe."""
@@ -202,10 +202,6 @@ class Door:
         """A rank of this host is gone."""
         if self._questions is not None:
             self._questions.leave(rank)
-
-    def callers_here(self, link: OwnerLink, missing_s: float) -> Sequence[str]:
-        """See ``LinkUser.callers_here``."""
-        return ()
 
     @property
     def awaited(self) -> list[int]:

@@ -25,7 +25,7 @@ from rayzero.errors import RayZeroError, StallError, StoreClosedError, TransferE
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import Published
 from rayzero.store.host.mirror_memory import MirrorMemory
-from rayzero.store.host.transfers.fetches import WireFetches
+from rayzero.store.host.transfers.wire import WireTransfers
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Mirror:
         shards: Sequence[Shard],
         units: Sequence[UnitLayout],
         memory: MirrorMemory,
-        fetches: WireFetches,
+        fetches: WireTransfers,
         show: Callable[[], None],
     ) -> None:
         """``shards``: ascending. ``show``: called when versions have been written into lines."""

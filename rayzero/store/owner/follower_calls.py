@@ -19,8 +19,8 @@ from rayzero.errors import EpochOverError, UnsupportedError
 from rayzero.memory.planner import SERVED_AT_ONCE, SERVED_BYTES
 from rayzero.protocol.messages import canonical_json
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner.calls.allowance import TooManyCallsError
 from rayzero.store.owner.calls.long_polls import result_of
-from rayzero.store.owner.calls.refused import TooManyCallsError
 from rayzero.store.owner.publish_streams import PublishStream
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.owner.tensor_port import OwnerStream

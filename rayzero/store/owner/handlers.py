@@ -25,6 +25,7 @@ from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import PROTOCOL_VERSION, Published
 from rayzero.protocol.products import dtype_of
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner.calls.allowance import WrongSenderError
 from rayzero.store.owner.calls.long_polls import LEAD_CALLS, Repeats, answers_to, begin_questions, ended, result_of
 from rayzero.store.owner.follower_calls import FollowerCalls
 from rayzero.store.owner.known_specs import KnownSpecs
@@ -34,9 +35,9 @@ from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.owner.tensor_port import OwnerStream
 from rayzero.store.owner.upload_stream import UploadStream, connection_of, open_connection, receive_push
 from rayzero.store.wire import translate
-from rayzero.store.wire.failures import from_failure, to_failure
 from rayzero.store.wire.payload import byte_view
 from rayzero.store.wire.rpc import FOLLOWER_SERVICE, OWNER_SERVICE, POLL_MARGIN_S, STORE_SERVICE, caller_of, link_of
+from rayzero.store.wire.translate import from_failure, to_failure
 
 T = TypeVar("T")
 Context = Any  # grpc.aio.ServicerContext of this call
@@ -311,6 +312,7 @@ def _rank_of(context: Context) -> int:
 
 
 _LEAD = -1  # the lead, where ranks have their numbers
+_ORDERS = ("Collect", "Apply", "Overwrite")
 
 
 class OwnerCalls:
@@ -410,22 +412,14 @@ class OwnerCalls:
         """Say which process this is."""
         return pb.IdentifyResponse(process=translate.process_to_pb(this_process()))
 
-    async def collect(self, request: pb.CollectRequest, context: Context) -> Any:
-        """Return the norm parts once every counted push is there."""
-        return await result_of(self._steps.begin("Collect", request))
-
-    async def apply(self, request: pb.ApplyRequest, context: Context) -> Any:
-        """Queue a decision's update."""
-        return await result_of(self._steps.begin("Apply", request))
+    async def order(self, method: str, request: Any, context: Context) -> Any:
+        """Do what the lead says of a step (``_ORDERS``)."""
+        return await result_of(self._steps.begin(method, request))
 
     async def redo(self, request: pb.RedoRequest, context: Context) -> pb.RedoResponse:
         """Queue the update of a recorded decision, if it was not made."""
         await result_of(self._service.redo(translate.record_from_pb(request.record)))
         return pb.RedoResponse()
-
-    async def overwrite(self, request: pb.OverwriteRequest, context: Context) -> Any:
-        """Apply a write."""
-        return await result_of(self._steps.begin("Overwrite", request))
 
     async def begin_shards(self, request: pb.WriteShardsRequest, context: Context) -> pb.BeginShardsResponse:
         """Begin to write this owner's file of a checkpoint."""
@@ -449,15 +443,24 @@ class OwnerCalls:
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 
+def _require_own(method: str, request: Any, rank: int) -> None:
+    """Raise WrongSenderError if a rank sends a message of another one: its certificate, or the token where it shows
+    none, allows to be the rank that it says it is. (Those of uploads are not read yet; see ``receive_push``.)"""
+    said = getattr(request, "report", request)
+    described = getattr(said, "DESCRIPTOR", None)
+    if described is not None and "rank" in described.fields_by_name and said.rank != rank:
+        raise WrongSenderError(f"{method} of rank {said.rank} was sent by rank {rank}")
+
+
 class ModelCalls:
     """All calls to an owner for one prepared model."""
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
-        self._of_ranks = RankCalls(model)
+        self._of_ranks, self._of_owners = RankCalls(model), OwnerCalls(model)
         self._services: dict[str, RankCalls | OwnerCalls | FollowerCalls] = {
             STORE_SERVICE: self._of_ranks,
-            OWNER_SERVICE: OwnerCalls(model),
+            OWNER_SERVICE: self._of_owners,
             FOLLOWER_SERVICE: FollowerCalls(model),
         }
 
@@ -467,6 +470,7 @@ class ModelCalls:
         metadata = context.invocation_metadata() or ()
         caller = caller_of(metadata) if service == STORE_SERVICE else None
         if caller is not None:
+            _require_own(method, request, caller[0])
             require_life(*caller, self.model.lives)
             self.model.lose(*caller)  # its earlier lives are over
         try:
@@ -480,6 +484,8 @@ class ModelCalls:
     def _behaviour(self, service: str, method: str) -> Behaviour:
         if service == STORE_SERVICE and method in LEAD_CALLS:
             return partial(self._of_ranks.ask_lead, method)
+        if service == OWNER_SERVICE and method in _ORDERS:
+            return partial(self._of_owners.order, method)
         return getattr(self._services[service], _function_name(method))  # type: ignore[no-any-return]
 
 

@@ -1,12 +1,15 @@
-"""Holds one owner's part of each prepared model: its shards, and the memory it shares with ranks of its host."""
+"""Holds one owner's part of each prepared model: its shards, and the memory it shares with ranks of its host. And what
+keeps one object of each model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
+from rayzero.errors import StoreClosedError, StoreError
 from rayzero.memory.planner import check_budget
 from rayzero.owner.memory import LeftOnDevice
 from rayzero.owner.owned_model import OwnerTerms, plan_change
@@ -14,9 +17,52 @@ from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.slab import Slab
-from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.telemetry.recorder import LaterModelRecorder, NullRecorder, Recorder
+
+T = TypeVar("T")
+
+
+class ByModel(Generic[T]):
+    """One object for each prepared model, by number: the order of the ``prepare()`` calls, equal on all ranks.
+
+    Each is made once, at its first use. Knows numbers; not what it makes. Thread-safe."""
+
+    def __init__(self, make: Callable[[int], T]) -> None:
+        """``make(number)`` is called under the lock, for 0, then 1, and so on."""
+        self._make = make
+        self._made: list[T] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __getitem__(self, number: int) -> T:
+        """The object of model ``number``, made now if it is the next one. Raises StoreError for a number beyond that,
+        StoreClosedError for a new one after ``close``."""
+        if (found := self.known(number)) is not None:
+            return found
+        with self._lock:
+            if not 0 <= number <= len(self._made):
+                raise StoreError(f"there is no prepared model {number}: the next one is {len(self._made)}")
+            if number == len(self._made):
+                if self._closed:
+                    raise StoreClosedError(f"prepared model {number} comes too late: the run has ended")
+                self._made.append(self._make(number))
+            return self._made[number]
+
+    def known(self, number: int) -> T | None:
+        """The object of model ``number`` if it has been made; does not wait."""
+        return self._made[number] if 0 <= number < len(self._made) else None
+
+    @property
+    def made(self) -> Sequence[T]:
+        """All objects made so far, in order."""
+        return tuple(self._made)
+
+    def close(self) -> Sequence[T]:
+        """Make no more objects. Returns those made, which the caller closes. Idempotent."""
+        with self._lock:
+            self._closed = True
+        return self.made
 
 
 class Hosted(NamedTuple):
@@ -49,7 +95,7 @@ class HostedModels:
         self._left: dict[int, LeftOnDevice] = {}  # by model: what the last epoch's service has left. freed by: _make()
         self._prepared: dict[int, Slab] = {}  # control slabs, by model. freed by: _make(), close()
         self.owner, self.num_owners, self.terms, self.share = owner, num_owners, terms or OwnerTerms(), share
-        self._recorder = recorder or NullRecorder()
+        self.recorder = recorder or NullRecorder()
         self._models = ByModel(self._make)
 
     def __getitem__(self, number: int) -> Hosted:
@@ -76,7 +122,7 @@ class HostedModels:
             memory=shared,
             memory_taken=self.planned_bytes,
             left=self._left.pop(number, None),
-            recorder=LaterModelRecorder(self._recorder) if number else self._recorder,
+            recorder=LaterModelRecorder(self.recorder) if number else self.recorder,
         )
         return Hosted(service, shared)
 
@@ -89,6 +135,11 @@ class HostedModels:
             if budget is not None:
                 check_budget(plan, budget, taken=taken)
             taken += plan.total
+
+    @property
+    def epoch(self) -> int:
+        """In which it owns what it does."""
+        return 0 if self._ownership is None else self._ownership.epoch
 
     @property
     def planned_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""How the lead reaches an owner in another process: over gRPC or, on its host, through a mailbox within a step.
+"""How the lead reaches an owner in another process: over gRPC or, within a step on its host, through a mailbox.
 
 A link that breaks fails nothing: calls that had no answer are repeated over a new channel, with back-off, and the owner
 executes each once (store/host/links/owner_link.py does the same for ranks)."""
@@ -10,9 +10,10 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ import grpc
 
 from rayzero.concurrency.backoff import backoff
 from rayzero.concurrency.event_loop import shared_loop
-from rayzero.concurrency.futures import settled, then
+from rayzero.concurrency.futures import DONE, then
 from rayzero.concurrency.processes import watch_process
 from rayzero.errors import RayZeroError, StoreClosedError, StoreError, TransferError
 from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Record, Write
@@ -29,8 +30,6 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate
-from rayzero.store.wire.failures import to_failure
-from rayzero.store.wire.once import Once
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     CallTerms,
@@ -42,6 +41,7 @@ from rayzero.store.wire.rpc import (
     methods,
     open_channel,
 )
+from rayzero.store.wire.translate import Once, to_failure
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 
@@ -51,6 +51,10 @@ def _collect(reports: tuple[FinishReport, ...]) -> pb.CollectRequest:
 
 def _apply(decision: Decision) -> pb.ApplyRequest:
     return pb.ApplyRequest(decision=translate.decision_to_pb(decision))
+
+
+def _nothing(_: object) -> None:
+    return None
 
 
 collect_request = Once(_collect)  # of all ranks' reports of one step
@@ -88,10 +92,10 @@ class _Channel:
 
 
 class RemotePeer:
-    """One owner, reached over gRPC. An ``OwnerPeer`` (protocol/owner.py).
+    """One owner in another process. An ``OwnerPeer`` (protocol/owner.py).
 
     Knows the owner's address, how to call it and whether its link is open; not what a step is. Its futures complete on
-    the process's event loop: callbacks on them must not block."""
+    the process's event loop, or in the thread that listens to the mailbox: callbacks on them must not block."""
 
     def __init__(
         self,
@@ -99,11 +103,14 @@ class RemotePeer:
         address: str,
         terms: CallTerms,
         *,
+        shared: SharedOwner | None = None,
         timeout_s: float = 600.0,
         recorder: Recorder | None = None,
     ) -> None:
-        """``timeout_s``: the longest that a call may take, in seconds, while its link is down or open."""
-        self.owner = owner
+        """``shared``: the lead's own end of shared memory, which may have a mailbox to the owner; None: it has none.
+        ``timeout_s``: the longest that a call may take, in seconds, while its link is down or open."""
+        self.owner, self._shared = owner, shared
+        self._applied: Future[None] = DONE  # the last decision handed over
         self._name = f"optimizer {owner} at {address}"
         self._address, self._tls, self._metadata = address, terms.tls, terms.metadata
         self._timeout_s = timeout_s
@@ -140,7 +147,7 @@ class RemotePeer:
             else:  # it died meanwhile, and another one is asked to redo them
                 await self._caught_up.wait()
 
-        return self._submit(succeed())
+        return self._loop.submit(succeed())
 
     def watch(self, died: Callable[[StoreError], None]) -> None:
         """Call ``died``, on the event loop, as soon as the owner's process has died, if this process can see that."""
@@ -158,73 +165,51 @@ class RemotePeer:
 
                 self._unwatch = watch_process(process, end) or self._unwatch
 
-        self._submit(watch())
+        self._loop.submit(watch())
 
     def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
         """Ask for the step's norm parts, which come once every counted push is there."""
-        request = collect_request(reports)
-
-        async def collect() -> NormParts:
-            return translate.parts_from_pb(step, await self._ask("Collect", request, self._timeout_s))
-
-        return self._submit(collect())
+        read = partial(translate.parts_from_pb, step)
+        return self._within_step("Collect", collect_request(reports), pb.CollectResponse, read)
 
     def apply(self, decision: Decision) -> Future[None]:
         """Act on the decision; done when the owner has queued it."""
-        request = apply_request(decision)
-
-        async def apply() -> None:
-            await self._ask("Apply", request, self._timeout_s)
-
-        return self._submit(apply())
+        self._applied = self._within_step("Apply", apply_request(decision), pb.ApplyResponse, _nothing)
+        return self._applied
 
     def redo(self, record: Record) -> Future[None]:
         """Act on a recorded decision; done when the owner has queued it."""
-        request = pb.RedoRequest(record=translate.record_to_pb(record))
-
-        async def redo() -> None:
-            await self._ask("Redo", request, self._timeout_s)
-
-        return self._submit(redo())
+        return self._call("Redo", pb.RedoRequest(record=translate.record_to_pb(record)), _nothing)
 
     def begin_checkpoint(self, step: int, directory: Path) -> Future[None]:
-        """Begin to write the owner's shards of version ``step``, which ``write_checkpoint`` then waits for."""
-        self._saves += 1
-        request = pb.WriteShardsRequest(step=step, directory=str(directory), number=self._saves)
-
-        async def begin() -> None:
-            await self._ask("BeginShards", request, self._timeout_s)
-
-        return self._submit(begin())
+        """Begin to write the owner's shards of version ``step``, which ``write_checkpoint`` then waits for; decisions
+        wait for the answer."""
+        return self._call("BeginShards", self._save_request(step, directory), _nothing)
 
     def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
         """Write the owner's shards of version ``step`` into the staging directory."""
+        request = self._save_request(step, directory)
+        return self._call("WriteShards", request, lambda answer: translate.file_from_pb(answer.file))
+
+    def _save_request(self, step: int, directory: Path) -> pb.WriteShardsRequest:
         self._saves += 1
-        request = pb.WriteShardsRequest(step=step, directory=str(directory), number=self._saves)
-
-        async def save() -> FileEntry:
-            return translate.file_from_pb((await self._ask("WriteShards", request, self._timeout_s)).file)
-
-        return self._submit(save())
+        return pb.WriteShardsRequest(step=step, directory=str(directory), number=self._saves)
 
     def write(self, number: int, write: Write) -> Future[None]:
-        """Change the owner's shards of a unit; done when they are changed."""
-        request = pb.OverwriteRequest(number=number, write=translate.write_to_pb(write))
-
-        async def overwrite() -> None:
-            await self._ask("Overwrite", request, self._timeout_s)
-
-        return self._submit(overwrite())
+        """Change the owner's shards of a unit; done when they are changed. It must not overtake a decision in the
+        mailbox."""
+        return self._call("Overwrite", pb.OverwriteRequest(number=number, write=translate.write_to_pb(write)), _nothing)
 
     def abort(self, error: StoreError) -> None:
-        """Fail every wait at the owner. Errors are ignored: an owner that cannot be reached has gone itself."""
+        """Fail every wait at the owner, once it has a decision that is in the mailbox. Errors are ignored: an owner
+        that cannot be reached has gone itself."""
         request = pb.AbortRequest(failure=to_failure(error))
         repeat_s = 0.0 if isinstance(error, StoreClosedError) else _ABORT_S  # at its end, a run's owners end in turn
 
-        async def abort() -> None:
-            await self._ask("Abort", request, _QUICK_S, repeat_s)
+        def abort(_: object) -> None:
+            self._aborts.append(self._loop.submit(self._ask("Abort", request, _QUICK_S, repeat_s)))
 
-        self._aborts.append(self._submit(abort()))
+        (DONE if self._shared is None else self._applied).add_done_callback(abort)
 
     def close(self) -> None:
         """Close the connection once the aborts have gone out; other calls under way fail."""
@@ -232,8 +217,19 @@ class RemotePeer:
         self._unwatch()
         self._loop.run(self._close(), _QUICK_S)
 
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return self._loop.submit(work)
+    def _call(self, method: str, request: Any, read: Callable[[Any], T]) -> Future[T]:
+        async def call() -> T:
+            return read(await self._ask(method, request, self._timeout_s))
+
+        return self._loop.submit(call())
+
+    def _within_step(self, method: str, request: Any, response: type[Any], read: Callable[[Any], T]) -> Future[T]:
+        """Call through the mailbox, if there is one that holds the request."""
+        shared = self._shared
+        asked = None if shared is None else shared.ask(self.owner, method, request.SerializeToString())
+        if asked is None:
+            return self._call(method, request, read)
+        return then(asked, lambda answer: read(response.FromString(answer)))
 
     # ---- the link: on the event loop
 
@@ -312,55 +308,3 @@ class RemotePeer:
     async def _close(self) -> None:
         self._end(StoreClosedError(f"{self._name}: the store was closed"))
         await self._channel.close()
-
-
-class SharedPeer:
-    """One owner on the lead's host. An ``OwnerPeer`` (protocol/owner.py).
-
-    Knows both transports; within a step it uses the mailbox where there is one."""
-
-    def __init__(self, shared: SharedOwner, remote: RemotePeer) -> None:
-        """``shared``: the lead's own end of shared memory; ``remote``: the other owner."""
-        self._shared, self._remote = shared, remote
-        self._applied: Future[None] = settled(None)  # the last decision handed over
-
-    def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
-        """Ask for the step's norm parts, which come once every counted push is there."""
-        asked = self._ask("Collect", collect_request(reports))
-        if asked is None:
-            return self._remote.collect(step, reports)
-        return then(asked, lambda answer: translate.parts_from_pb(step, pb.CollectResponse.FromString(answer)))
-
-    def apply(self, decision: Decision) -> Future[None]:
-        """Act on the decision; done when the owner has queued it."""
-        asked = self._ask("Apply", apply_request(decision))
-        self._applied = self._remote.apply(decision) if asked is None else then(asked, lambda _: None)
-        return self._applied
-
-    def redo(self, record: Record) -> Future[None]:
-        """Act on a recorded decision, over gRPC."""
-        return self._remote.redo(record)
-
-    def _ask(self, method: str, request: Any) -> Future[bytes] | None:
-        return self._shared.ask(self._remote.owner, method, request.SerializeToString())
-
-    def begin_checkpoint(self, step: int, directory: Path) -> Future[None]:
-        """Begin to write the owner's shards of version ``step``, over gRPC; decisions must wait for the answer."""
-        return self._remote.begin_checkpoint(step, directory)
-
-    def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
-        """Write the owner's shards of version ``step``."""
-        return self._remote.write_checkpoint(step, directory)
-
-    def write(self, number: int, write: Write) -> Future[None]:
-        """Change the owner's shards of a unit. It goes over gRPC and must not overtake a decision in the mailbox."""
-        return self._remote.write(number, write)
-
-    def trouble(self) -> str | None:
-        """Why its link is down, if it is."""
-        return self._remote.trouble()
-
-    def abort(self, error: StoreError) -> None:
-        """Fail what waits at the owner, once it has the last decision: the abort goes over gRPC and must not overtake a
-        decision in the mailbox."""
-        self._applied.add_done_callback(lambda _: self._remote.abort(error))

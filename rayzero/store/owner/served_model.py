@@ -28,12 +28,12 @@ from rayzero.quantities import count
 from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.door import Door, require_away
-from rayzero.store.host.links.caller import Caller
+from rayzero.store.host.links.channel import Caller
 from rayzero.store.host.mirror_memory import MirrorMemory
 from rayzero.store.owner.calls.long_polls import Repeats
 from rayzero.store.owner.calls.rank_links import RankLinks, RunningCalls
 from rayzero.store.owner.hosted import Hosted
-from rayzero.store.owner.peers import RemotePeer, SharedPeer
+from rayzero.store.owner.peers import RemotePeer
 from rayzero.store.owner.publish_streams import PublishStreams
 from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.owner.tensor_port import TensorPort
@@ -112,13 +112,14 @@ class ServedModel:
                 owner,
                 address,
                 self._call_terms,
+                shared=shared,
                 timeout_s=terms.peer_timeout_s,
                 recorder=service.recorder,
             )
             for owner, address in enumerate(addresses)
             if owner != service.owner
         ]
-        peers: list[OwnerPeer] = [SharedPeer(shared, peer) if shared is not None else peer for peer in self._peers]
+        peers: list[OwnerPeer] = list(self._peers)
         peers.insert(service.owner, service)
         self.lead = StepLead(peers, shared, service.recorder, doors=self._doors)
 

@@ -16,18 +16,15 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from rayzero.concurrency.event_loop import shared_loop
 from rayzero.errors import EpochOverError, StoreClosedError, StoreError, UnsupportedError
-from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import LoopState, ModelSpec
 from rayzero.protocol.ownership import Ownership, Prepared, device_owners
 from rayzero.security.addresses import host_of, is_loopback
 from rayzero.security.credentials import Identity
-from rayzero.store.owner.by_model import ByModel
 from rayzero.store.owner.entrances.access import AccessCheck
 from rayzero.store.owner.entrances.lobby import CallsInMemory
 from rayzero.store.owner.handlers import ModelCalls
-from rayzero.store.owner.hosted import Hosted, HostedModels
+from rayzero.store.owner.hosted import ByModel, HostedModels
 from rayzero.store.owner.memory.next_epoch import PreparedMemory, prepare
-from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.served_model import ServedModel, ServerTerms
 from rayzero.store.owner.shard_source import RemoteShards
 from rayzero.store.owner.tensor_port import TensorPort
@@ -46,33 +43,27 @@ class OwnerServer:
     ``StepLead``.
 
     Knows its address, its models and when it is stopping; not what a call does (handlers.py). All servers of a
-    process share one event-loop thread. The server does not own its services: their maker closes them, after
-    ``stop()``.
-    """
+    process share one event-loop thread. The server does not own its models: their maker closes them, after
+    ``stop()``."""
 
     def __init__(
         self,
-        service: ShardService,
+        models: HostedModels,
         terms: ServerTerms,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        shared: SharedOwner | None = None,
-        models: HostedModels | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
     ) -> None:
         """Listen on ``host`` (``port`` 0: any free one); ``address`` says where.
 
-        ``service``: the service of the run's first prepared model. ``shared``: the memory that it shares with ranks of
-        its host; None: it shares none. ``models``: makes the later models' services; None: later models are refused.
         ``interceptors``: grpc.aio server interceptors, around every call.
 
         Raises StoreError if the port is taken.
         """
         self._loop = shared_loop()
-        self._owner, self._recorder = service.owner, service.recorder
+        self._owner, self._recorder, self._epoch = models.owner, models.recorder, models.epoch
         self._hosted, self._stopped = models, False
-        self._epoch = 0 if service.ownership is None else service.ownership.epoch
         self._prepared: dict[int, PreparedMemory] = {}  # of the next epoch, by model. freed by: enter(), abandon()
         self._changing = threading.Lock()  # held while the next epoch is prepared, given up or entered
         self._given_up = threading.Event()  # ends what is prepared now
@@ -82,25 +73,16 @@ class OwnerServer:
         self._terms = terms
         self._addresses: tuple[str, ...] | None = None
         self._models = ByModel(self._serve)
-        self._alone: Hosted | None = Hosted(service, shared)  # the first model's, in the first epoch here
-        self._models.make_first()
+        self._models[0]
         self._servers: list[Any] = []  # one a port
         self._in_memory: list[CallsInMemory] = []  # the same for processes of this host
-        self._share = None if models is None else models.share  # where they find it
-        if shared is not None:
-            self._share = shared.directory
         self._health = Health()
         self._interceptors = list(interceptors)
         self.address = self.listen(host, port)
 
     def _serve(self, number: int) -> ModelCalls:
         """Make what serves one model, at the model's first call."""
-        if not number and self._alone is not None:
-            served = ServedModel(0, self._alone, self._terms, self._tensors)
-        elif self._hosted is None:
-            raise StoreError(f"optimizer {self._owner} serves one prepared model, but was asked for model {number}")
-        else:
-            served = ServedModel(number, self._hosted[number], self._terms, self._tensors)
+        served = ServedModel(number, self._hosted[number], self._terms, self._tensors)
         for rank, states in self._loops.get(number, {}).items():
             for state in states:
                 served.loop_states.keep(rank, state)
@@ -126,10 +108,10 @@ class OwnerServer:
         """Listen on ``host`` too (``port`` 0: any free one); returns the address there. Raises StoreError if the port
         is taken."""
         address: str = self._loop.run(self._listen(host, port), _QUICK_S)
-        if self._share is not None:
+        if self._hosted.share is not None:
             terms = self._terms
             calls = CallsInMemory(
-                self._share, address, terms.token, terms.lineage, self._find, self._recorder, terms.tls
+                self._hosted.share, address, terms.token, terms.lineage, self._find, self._recorder, terms.tls
             )
             self._in_memory.append(calls)
         if self._terms.tls is None and not is_loopback(host):
@@ -210,7 +192,7 @@ class OwnerServer:
         while shards come from other hosts. ``specs``: by model. ``addresses``: of the owners of this epoch. Raises
         UnsupportedError if what the owners have cannot be taken over, MemoryPlanError if it does not fit, StoreError if
         an owner on another host cannot be reached."""
-        hosted = self._require_hosted()
+        hosted = self._hosted
         if hosted.share is None:
             raise UnsupportedError(f"optimizer {self._owner} shares no memory, so nobody can take over what it has")
         before, owner = after.before, hosted.number_in(after)
@@ -263,7 +245,7 @@ class OwnerServer:
     def enter(self, ownership: Ownership, addresses: Sequence[str]) -> None:
         """The next epoch has begun. End everything of the last one, and serve what was prepared; nothing more if that
         is nothing. ``addresses``: of all owners."""
-        hosted = self._require_hosted()
+        hosted = self._hosted
         with self._changing:
             over = _over(self._owner, self._epoch, ownership.epoch)
             self._epoch, retired = ownership.epoch, self._models.close()
@@ -274,16 +256,10 @@ class OwnerServer:
                 calls.model.close(retires=True)
             prepared, self._prepared = self._prepared, {}
             hosted.enter(ownership, {number: each.enter() for number, each in prepared.items()})
-            self._owner = hosted.owner
-            self._alone, self._addresses = None, tuple(addresses)
+            self._owner, self._addresses = hosted.owner, tuple(addresses)
             if prepared:
                 self._models = ByModel(self._serve)
-                self._models.make_first()
-
-    def _require_hosted(self) -> HostedModels:
-        if self._hosted is None:
-            raise StoreError(f"optimizer {self._owner} serves a model of somebody else's: it cannot change epochs")
-        return self._hosted
+                self._models[0]
 
     def stop(self) -> None:
         """Stop listening, end every call and stream, close the connections to peers. Idempotent."""
@@ -356,10 +332,7 @@ def serve_models(
     **terms: Any,
 ) -> OwnerServer:
     """Serve all of an owner's models. ``terms``: see ``ServerTerms``."""
-    service, shared = models[0]
-    return OwnerServer(
-        service, ServerTerms(**terms), host=host, shared=shared, models=models, interceptors=interceptors
-    )
+    return OwnerServer(models, ServerTerms(**terms), host=host, interceptors=interceptors)
 
 
 def _joined(host: str, port: int) -> str:

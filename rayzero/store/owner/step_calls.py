@@ -16,8 +16,8 @@ from rayzero.protocol.messages import MEAN_BYTES, Decision, Norm
 from rayzero.protocol.owner import OwnerPeer
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire import translate
-from rayzero.store.wire.once import Once
 from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, methods
+from rayzero.store.wire.translate import Once
 
 log = logging.getLogger(__name__)
 

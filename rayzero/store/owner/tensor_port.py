@@ -24,8 +24,7 @@ from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import HandshakeError, StoreError
 from rayzero.security.addresses import is_loopback
 from rayzero.security.refusals import Refusals
-from rayzero.store.owner.calls.allowance import BODY_S
-from rayzero.store.owner.calls.refused import SlowBodyError, TooManyCallsError, WrongSenderError
+from rayzero.store.owner.calls.allowance import BODY_S, SlowBodyError, TooManyCallsError, WrongSenderError
 from rayzero.store.wire.payload import Assembly, Bytes
 from rayzero.store.wire.tensor_stream import (
     TICKET_BYTES,

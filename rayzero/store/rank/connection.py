@@ -30,7 +30,9 @@ from rayzero.protocol.messages import (
     Write,
 )
 from rayzero.store.rank.epochs import Epochs
-from rayzero.store.rank.memory.gradient_region import GradientPages, GradientRegion
+from rayzero.store.rank.memory.gradient_region import GradientRegion
+from rayzero.store.rank.memory.gradient_writer import Announce
+from rayzero.store.rank.memory.shared_memory import SharedRank
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.telemetry.recorder import Recorder
 
@@ -137,6 +139,10 @@ class LeadLine(Protocol):
         ...
 
 
+def nothing(unit: int, pushed: Sequence[Pushed]) -> None:
+    """Tell nobody: no owner reads this rank's memory, or what it reads ends with this process."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Joined:
     """What a rank has after the handshake. Freed by: ``Connection.free``."""
@@ -151,8 +157,10 @@ class Joined:
     bring: Callable[[Write], Future[None]] | None = None  # lets this host's copy of a unit have what was written
     finished: Callable[[FinishReport], None] | None = None  # tells the door that sends this host's gradients in sums
     gradients: GradientRegion | None  # this rank's, if owners read gradients in its memory, or it keeps what it pushed
-    pages: GradientPages | None = None  # of ``gradients``, if they can be given back
+    pages: SharedRank | None = None  # has those of ``gradients``, if they can be given back
     keeps_pushed: bool = False  # also what senders send goes through that memory: a successor of an owner needs it
+    announce: Announce = nothing  # tells the owners of this host what ``gradients`` has of a unit; the bytes are there
+    note: Announce = nothing  # notes it for successors of these owners without waking anybody: some is there no more
     takes_scattered: bool = False  # owners read gradients also where autograd has left them
     gradient_tier: str  # tier of that memory, as metrics call it: "ram", "pinned" or "shm"
     kernel: str
@@ -170,14 +178,6 @@ class Connection(Protocol):
 
     def attach(self, spec: ModelSpec, *, page_lock: torch.device | None) -> Joined:
         """Shake hands with every owner; blocks. See ``ParameterStore.attach``."""
-        ...
-
-    def announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
-        """Tell the owners of this host what ``Joined.gradients`` has of the unit; the bytes are there."""
-        ...
-
-    def note(self, unit: int, pushed: Sequence[Pushed]) -> None:
-        """Note the same for successors of these owners, without waking anybody: some of it is there no more."""
         ...
 
     def in_totals(self, unit: int, pushed: Pushed) -> bool:

@@ -8,12 +8,12 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,7 +57,21 @@ log = logging.getLogger(__name__)
 _CHANGE_S = 60.0  # how long the owners may be changing while a rank attaches
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Parts = list[tuple[Transfers, list[Shard]]]
+
+
+def _failing(call: Callable[P, Future[T]]) -> Callable[P, Future[T]]:
+    """A call whose future has what it raises, too."""
+
+    @wraps(call)
+    def made(*args: P.args, **named: P.kwargs) -> Future[T]:
+        try:
+            return call(*args, **named)
+        except RayZeroError as error:
+            return failed(error)
+
+    return made
 
 
 @dataclass(frozen=True)
@@ -140,7 +154,9 @@ class RankStore:
         """Make calls over these owners from now on."""
         if self._writer is None and joined.gradients is not None:
             region, name = joined.gradients, f"rayzero-rank{self.connection.rank}"
-            self._writer = GradientWriter(region, self, name)
+            self._writer = GradientWriter(
+                region, name, published=self.published, need=self.need, announce=joined.announce, note=joined.note
+            )
             self.connection.on_bell(self._writer.give_back)
             self._unwatch = watch_gradients(self._recorder, lambda: region.held_bytes, joined.gradient_tier)
         self._joined, self._transport = joined, joined.transport
@@ -190,13 +206,11 @@ class RankStore:
 
     # ---- parameters
 
+    @_failing
     def load(self, unit: int, values: Tensor) -> Future[None]:
         """Send one unit's initial values; see ``ParameterStore.load``."""
-        try:
-            route = self._route(unit)
-            _require_form("load", route.unit, values, route.unit.initial_dtype)
-        except RayZeroError as error:
-            return failed(error)
+        unit_layout = self._route(unit).unit
+        _require_form("load", unit_layout, values, unit_layout.initial_dtype)
 
         def load() -> Future[None]:
             parts = self._routes[unit].parts
@@ -207,13 +221,11 @@ class RankStore:
 
         return self._epochs.make(load)
 
+    @_failing
     def fetch(self, unit: int, version: int, kind: str, out: Tensor) -> Future[None]:
         """Fill ``out``; see ``ParameterStore.fetch``."""
-        try:
-            route, version = self._route(unit), max(version, self._decided)
-            _require_form("fetch", route.unit, out, route.unit.dtype if kind == COMPUTE else torch.float32)
-        except RayZeroError as error:
-            return failed(error)
+        route, version = self._route(unit), max(version, self._decided)
+        _require_form("fetch", route.unit, out, route.unit.dtype if kind == COMPUTE else torch.float32)
         over = self._timing(FETCH_SECONDS)
 
         def fetch() -> Future[None]:
@@ -225,12 +237,10 @@ class RankStore:
 
         return self._epochs.make(fetch)
 
+    @_failing
     def published(self, unit: int, version: int) -> Future[int]:
         """Wait for a version; see ``ParameterStore.published``."""
-        try:
-            route, version = self._route(unit), max(version, self._decided)
-        except RayZeroError as error:
-            return failed(error)
+        route, version = self._route(unit), max(version, self._decided)
         content = route.content(version)
         if content is not None:  # the usual case: nothing to wait for
             return self._settled(content)
@@ -346,14 +356,12 @@ class RankStore:
         """See ``ParameterStore.takes_scattered``."""
         return self._joined is not None and self._joined.takes_scattered
 
+    @_failing
     def push(self, contribution: Contribution, grads: Tensor | ScatteredUnit) -> Future[None]:
         """Hand over one unit's gradients; see ``ParameterStore.push``."""
-        try:
-            route = self._route(contribution.unit)
-            if isinstance(grads, Tensor):
-                _require_form("push", route.unit, grads, route.unit.dtype)
-        except RayZeroError as error:
-            return failed(error)
+        route = self._route(contribution.unit)
+        if isinstance(grads, Tensor):
+            _require_form("push", route.unit, grads, route.unit.dtype)
         if contribution.step < self._decided:
             return DONE
         over = self._timing(PUSH_SECONDS)
@@ -390,6 +398,7 @@ class RankStore:
         when_all([written], send, give_up)
         return gather.future
 
+    @_failing
     def _write_here(
         self, route: _Route, contribution: Contribution, grads: Tensor | ScatteredUnit, sent: Future[None]
     ) -> Future[None]:
@@ -401,24 +410,13 @@ class RankStore:
                     count_bytes(self._recorder, "push", transport, numel, grads.dtype)
 
         assert self._writer is not None
-        try:
-            self._take()
-        except RayZeroError as error:
-            return failed(error)
+        self._take()
         written = self._writer.push(contribution, grads, sent)
         written.add_done_callback(count)
         return written
 
-    def announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
-        """Tell the owners that read gradients in this rank's memory; see ``GradientReaders``."""
-        self.connection.announce(unit, pushed)
-
-    def note(self, unit: int, pushed: Sequence[Pushed]) -> None:
-        """See ``GradientReaders.note``."""
-        self.connection.note(unit, pushed)
-
     def need(self, unit: int, pushed: Pushed) -> bool:
-        """See ``GradientReaders.need``."""
+        """See ``GradientWriter``."""
         if self.connection.in_totals(unit, pushed):
             return False
         return self._routes[unit].content(pushed.step + 1) is None
@@ -444,13 +442,11 @@ class RankStore:
 
     # ---- calls to the lead
 
+    @_failing
     def write(self, unit: int, version: int, kind: str, values: Tensor) -> Future[None]:
         """Change a unit; see ``ParameterStore.write``. Rank 0 sends the bytes first."""
-        try:
-            route = self._route(unit)
-            _require_form("write", route.unit, values, route.unit.dtype if kind == COMPUTE else torch.float32)
-        except RayZeroError as error:
-            return failed(error)
+        route = self._route(unit)
+        _require_form("write", route.unit, values, route.unit.dtype if kind == COMPUTE else torch.float32)
         if version < self._decided:
             return DONE
         write = Write(version=version, unit=unit, kind=kind, digest=digest_of(values))
@@ -583,11 +579,9 @@ class RankStore:
         self._require_attached()
         return self._epochs.make(lambda: settled(self.connection.kept())).result()
 
+    @_failing
     def _ask_lead(self, question: Callable[[LeadLine], Future[T]]) -> Future[T]:
-        try:
-            return question(self._require_attached().lead)
-        except RayZeroError as error:
-            return failed(error)
+        return question(self._require_attached().lead)
 
     # ---- close
 

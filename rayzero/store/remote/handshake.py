@@ -18,7 +18,7 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.channel import QUICK_S
 from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink, answers_of
 from rayzero.store.wire import translate
-from rayzero.store.wire.failures import from_failure
+from rayzero.store.wire.translate import from_failure
 
 LEASE = 0.5
 """Of ``stall_timeout``: how long a rank's link may be down before owners that cannot see its process take it for gone.

@@ -22,7 +22,7 @@ from rayzero.protocol.messages import (
     Write,
 )
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.long_poll import LongPoll
+from rayzero.store.host.lead_questions import LongPoll
 from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.host.stall import StallWatch
 from rayzero.store.rank.epochs import Epochs

@@ -18,12 +18,11 @@ from rayzero.protocol.messages import Attached, LoopState, ModelSpec, Pushed, Sh
 from rayzero.protocol.ownership import Ownership
 from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.caller import Caller
-from rayzero.store.host.links.channel import QUICK_S
-from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink, say_goodbye
+from rayzero.store.host.links.channel import QUICK_S, Caller
+from rayzero.store.host.links.owner_link import AnyChannel, LinkUser, OwnerLink, say_goodbye
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.stall import StallWatch
-from rayzero.store.rank.connection import GradientSender, Joined
+from rayzero.store.rank.connection import GradientSender, Joined, nothing
 from rayzero.store.rank.epochs import Epochs
 from rayzero.store.rank.history import LoopHistory
 from rayzero.store.rank.memory.rank_memory import RankMemory
@@ -34,8 +33,8 @@ from rayzero.store.remote.repeated_pushes import RepeatedPushes
 from rayzero.store.remote.ways import Ways
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate
-from rayzero.store.wire.failures import from_failure
 from rayzero.store.wire.rpc import CallTerms
+from rayzero.store.wire.translate import from_failure
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 log = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class RankTerms:
     recorder: Recorder = field(default_factory=NullRecorder)
 
 
-class RemoteConnection:
+class RemoteConnection(LinkUser):
     """A ``Connection`` to owners in other processes, and the user of its links (``LinkUser``).
 
     Knows the owners' addresses, which versions they have published and which transport reaches each; not units, or
@@ -77,7 +76,7 @@ class RemoteConnection:
         if not addresses:
             raise ConfigError("a store needs the address of at least one owner")
         self.rank, self.recorder, self.stall_timeout = rank, terms.recorder, terms.stall_timeout
-        self._terms, self._ownership = terms, ownership
+        self._terms, self._ownership, self.succeeds = terms, ownership, terms.outlives_owners
         epoch = 0 if ownership is None else ownership.epoch
         self.epochs = Epochs(epoch, change=terms.outlives_owners)
         caller = Caller.rank(rank, terms.life)
@@ -253,7 +252,7 @@ class RemoteConnection:
 
     def _joined(self, plan: SharedPlan, page_lock: torch.device | None) -> Joined:
         assert self._lead is not None
-        answers = self._handshake.answers
+        answers, shared = self._handshake.answers, self._memory.shared
         return Joined(
             attached=Attached(
                 version=answers[0].version,
@@ -262,16 +261,18 @@ class RemoteConnection:
             ),
             spec=plan.spec,
             shard_map=plan.shard_map,
-            transfers=self._ways.transfers,
+            transfers=self._ways.wires,
             senders=self._senders,
             lead=self._lead,
             windows=self._memory.windows,
             bring=self._bring_written if self._copied else None,
-            finished=self._memory.shared.finished if self._memory.summed and self._memory.shared else None,
+            finished=shared.finished if self._memory.summed and shared is not None else None,
             gradients=self._memory.gradients,
-            pages=self._memory.shared,
+            pages=shared,
+            announce=nothing if shared is None else shared.announce,
+            note=nothing if shared is None else shared.note,
             keeps_pushed=self._terms.outlives_owners and bool(self._senders),
-            gradient_tier="shm" if self._memory.shared is not None else "ram" if page_lock is None else "pinned",
+            gradient_tier="shm" if shared is not None else "ram" if page_lock is None else "pinned",
             kernel=answers[0].kernel,
             transport=self._ways.transport,
         )
@@ -335,16 +336,6 @@ class RemoteConnection:
 
     # ---- successors of owners
 
-    @property
-    def succeeds(self) -> bool:
-        """See ``LinkUser.succeeds``."""
-        return self._terms.outlives_owners
-
-    @property
-    def awaited(self) -> Sequence[int]:
-        """See ``LinkUser.awaited``."""
-        return ()
-
     def callers_here(self, link: OwnerLink, missing_s: float) -> Sequence[str]:
         """See ``LinkUser.callers_here``. None when they have been missing for so long that an owner may soon take this
         rank for gone, too."""
@@ -407,16 +398,6 @@ class RemoteConnection:
         """Send again what owners elsewhere may lack; blocks."""
         if self._repeats is not None:
             self._repeats.send_all([self._links[owner] for owner in self._senders], self._ways.threads.pushes)
-
-    def announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
-        """See ``Connection.announce``."""
-        if self._memory.shared is not None:
-            self._memory.shared.announce(unit, pushed)
-
-    def note(self, unit: int, pushed: Sequence[Pushed]) -> None:
-        """See ``Connection.note``."""
-        if self._memory.shared is not None:
-            self._memory.shared.note(unit, pushed)
 
     def in_totals(self, unit: int, pushed: Pushed) -> bool:
         """See ``Connection.in_totals``. Owners on other hosts say so in their notices, to this rank or to its door."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 from rayzero.errors import RayZeroError
 from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.push_order import PushOrder
 from rayzero.store.host.stall import Describe, StallWatch
-from rayzero.store.host.transfers.fetches import TransferThreads
+from rayzero.store.host.transfers.batches import TransferThreads
 from rayzero.store.host.transfers.wire import WireTransfers
-from rayzero.store.rank.connection import GradientSender, Transfers
+from rayzero.store.rank.connection import GradientSender
 from rayzero.store.rank.memory.shared_memory import SharedRank
-from rayzero.store.rank.shared_transfers import SharedTransfers
 from rayzero.telemetry.recorder import Recorder
 
 
@@ -35,7 +35,6 @@ class Ways:
     ) -> None:
         """``links``: by owner. ``compression``: see ``WireTransfers``. ``lead_says``: asks the lead whom the step waits
         for."""
-        self._rank, self._board, self._watch, self._recorder = rank, board, watch, recorder
         self.threads = TransferThreads(len(links), f"rank {rank}")  # freed by: close()
         self.order = PushOrder()
         self.wires = [
@@ -51,7 +50,6 @@ class Ways:
             )
             for link in links
         ]
-        self.transfers: list[Transfers] = list(self.wires)  # by owner
         self.senders: dict[int, GradientSender] = {wire.owner: wire for wire in self.wires}
         self._used = set(self.senders)
 
@@ -64,28 +62,17 @@ class Ways:
         """Reach owners of this host, whose files are mapped, through shared memory."""
         for owner in owners:
             self.senders.pop(owner, None)
-            self._read(owner, shared, copied=False)
+            self.wires[owner].read_in(partial(shared.shard, owner), copied=False)
 
     def mirror(self, owners: Iterable[int], shared: SharedRank) -> None:
         """Read what owners on other hosts publish in this host's copy."""
         for owner in owners:
-            self._read(owner, shared, copied=True)
-
-    def _read(self, owner: int, shared: SharedRank, *, copied: bool) -> None:
-        self.transfers[owner] = SharedTransfers(
-            owner,
-            shared,
-            self.wires[owner],
-            board=self._board,
-            copies=self.threads.fetches,
-            recorder=self._recorder,
-            copied=copied,
-        )
+            self.wires[owner].read_in(partial(shared.shard, owner), copied=True)
 
     @property
     def transport(self) -> str:
         """The run's transport, as metrics call it: "shm", "grpc", or "shm+grpc"."""
-        return "+".join(sorted({way.transport for way in self.transfers if way.owner in self._used}, reverse=True))
+        return "+".join(sorted({way.transport for way in self.wires if way.owner in self._used}, reverse=True))
 
     def give_up(self) -> None:
         """Repeat nothing any more after a pause."""

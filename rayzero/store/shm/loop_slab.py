@@ -15,7 +15,7 @@ from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.store.shm.shared_plan import RANK, SharedPlan, of_lineage
 from rayzero.store.shm.signals import Cell
-from rayzero.store.shm.words import region
+from rayzero.store.shm.words import cells_in
 
 _HEAD = struct.Struct("<qI")  # step, part
 _LEAST = 32 << 10  # bytes of a state that the first slab has room for
@@ -25,12 +25,7 @@ class LoopSlab:
     """One slab: a cell for each part of each of ``LOOP_STEPS`` steps."""
 
     def __init__(self, slab: Slab) -> None:
-        self.slab = slab
-        found = region(slab, "states")
-        self._cells = [
-            Cell(slab.address(found.offset + at), slab.keeper, Cell.capacity_in(found.stride))
-            for at in range(0, found.bytes, found.stride)
-        ]
+        self.slab, self._cells = slab, cells_in(slab, "states")
 
     @classmethod
     def create(cls, plan: SharedPlan, rank: int, incarnation: int, room: int, directory: Path) -> LoopSlab:

@@ -17,7 +17,7 @@ from rayzero.concurrency.futures import fail, settle
 from rayzero.errors import RayZeroError, StoreError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.shm.signals import Bell, Cell, changed, load_acquire_64
-from rayzero.store.wire.failures import failure_within, from_failure
+from rayzero.store.wire.translate import failure_within, from_failure
 
 SLOTS = 8  # questions that may be open at once between two processes
 

@@ -11,22 +11,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from pathlib import Path
 
 import torch
 
 from rayzero.errors import HandshakeError
 from rayzero.kernels.stamps import torn
-from rayzero.protocol.messages import Action, Decision
+from rayzero.protocol.gradient_sum import FormerRank
+from rayzero.protocol.messages import AT_HOME, Action, Decision, ModelSpec, SharedPaths
 from rayzero.protocol.ownership import Ownership
+from rayzero.slabs.arena import Arena
+from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import FoundSlab
 from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.shard_lines import APPLIED, DECIDED, INDEX, PUBLISHED, TILES, tile_stamps, undo_copy
-from rayzero.store.shm.shared_plan import ON_DEVICE, RANK, life_of
+from rayzero.store.shm.shared_plan import ON_DEVICE, RANK, SharedPlan, life_of, of_lineage
 from rayzero.store.shm.signals import load_acquire_64
-from rayzero.store.shm.words import leads, read_ownership, read_records, region, stands
+from rayzero.store.shm.words import Stamps, leads, read_ownership, read_records, region, stands
 
 
 class Outcome(StrEnum):
@@ -246,3 +250,58 @@ def _read_lines(slab: Slab) -> Iterator[DeadShard]:
             undone=frozenset(tile for tile in cut if kept or (first + tile, tiles[tile]) in entries),
             on_device=first == ON_DEVICE,
         )
+
+
+# ---- dead ranks, for the living processes of their run
+
+
+def former_ranks(plan: SharedPlan, who: str, directory: Path, step: int) -> Mapping[int, FormerRank]:
+    """What dead ranks have pushed of ``step``, by rank. If several lives of a rank have, only the last one counts.
+    ``who``: the process that maps it, for messages."""
+    lives: dict[int, dict[int, dict[str, list[Path]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for slab, facts in of_lineage(plan.spec, directory):
+        if not slab.alive and _is_of_rank(facts):
+            lives[facts.index][facts.incarnation][facts.role].append(slab.path)
+    found = {}
+    for rank, slabs in lives.items():
+        for incarnation in sorted(slabs, reverse=True):
+            control, grads = slabs[incarnation]["control"], slabs[incarnation]["grads"]
+            if not control or len(grads) < len(plan.gradients().slabs):
+                continue  # it died while it made them
+            try:
+                left = _former_rank(plan, who, SharedPaths(str(control[0]), tuple(map(str, grads))))
+            except HandshakeError:
+                if all(path.exists() for path in (control[0], *grads)):
+                    raise
+                continue  # the rank's present life has removed it: all that was pushed there is applied
+            if any(pushed.step == step for _, pushed in left.pushed):
+                found[rank] = left
+                break
+    return found
+
+
+def _former_rank(plan: SharedPlan, who: str, files: SharedPaths) -> FormerRank:
+    control = plan.attach(files.control, who, writable=False)
+    slabs = [plan.attach(path, who, writable=False, life=control.header.facts) for path in files.tensors]
+    slabs.sort(key=lambda slab: slab.header.facts.number)
+    gradients, announced = Arena(plan.gradients(), slabs), Stamps(control, plan).news()
+    memory = plan.gradient_memory(gradients)
+    pushed = [(unit, each) for unit, pushes in announced for each in pushes]
+    homes = {(unit, AT_HOME - each.place) for unit, each in pushed if each.place < AT_HOME}
+    more = {key: gradients.tensor(key) for key in homes}
+    left = FormerRank(replace(memory, more=lambda unit, number: more[unit, number]), pushed)
+    for slab in (control, *slabs):
+        slab.close()  # the tensors keep what is mapped
+    return left
+
+
+def remove_former_lives(spec: ModelSpec, rank: int, life: int, directory: Path) -> None:
+    """Remove what the lives of a rank before ``life`` have left. What is mapped stays mapped."""
+    for slab, facts in of_lineage(spec, directory):
+        theirs = _is_of_rank(facts) or facts.role == "loop"
+        if not slab.alive and theirs and facts.index == rank and life_of(facts.incarnation) < life:
+            Slab.adopt(slab.path).close()
+
+
+def _is_of_rank(facts: SlabFacts) -> bool:
+    return facts.role == "grads" or (facts.role, facts.kernel) == ("control", RANK)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 import time
 from array import array
+from collections.abc import Callable
 from ctypes import byref, c_int64, c_uint32, c_uint64, c_void_p
 
 from rayzero.errors import UnsupportedError
@@ -21,6 +23,7 @@ __all__ = [
     "BELL_BYTES",
     "Bell",
     "Cell",
+    "Listener",
     "available",
     "changed",
     "fence_acquire",
@@ -198,3 +201,34 @@ def _signals() -> _Signals:
     if isinstance(signals, str):
         raise UnsupportedError(f"no signals between processes: {signals}")
     return signals
+
+
+# ---- listening ---------------------------------------------------------------------------------------------------
+
+_LISTEN_S = 1.0  # how often a listener looks even if nothing rings
+
+
+class Listener:
+    """Looks at once, and again whenever the bell rings, in a thread that it starts.
+
+    Knows the bell; not what there is to see. A ring during a look makes it look again."""
+
+    def __init__(self, bell: Bell, look: Callable[[], None], name: str) -> None:
+        """``look`` must not wait, and handles its own errors."""
+        self._bell, self._look = bell, look
+        self._closing = False
+        self._thread = threading.Thread(target=self._listen, name=name, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while not self._closing:
+            heard = self._bell.value  # before looking
+            self._look()
+            self._bell.wait(heard, _LISTEN_S)
+
+    def close(self) -> None:
+        """End the thread and join it. If the thread itself calls this, it ends after the current look. Idempotent."""
+        self._closing = True
+        self._bell.ring()
+        if self._thread is not threading.current_thread():
+            self._thread.join()

@@ -102,16 +102,21 @@ def cell_of(slab: Slab, kind: str) -> Cell:
     return Cell(slab.address(found.offset), slab.keeper, Cell.capacity_in(found.bytes))
 
 
+def cells_in(slab: Slab, kind: str) -> list[Cell]:
+    """The cells of a region, one after the other; none of a region that the slab does not have."""
+    return [
+        Cell(slab.address(found.offset + at), slab.keeper, Cell.capacity_in(found.stride))
+        for found in slab.header.regions_of(kind)
+        for at in range(0, found.bytes, found.stride)
+    ]
+
+
 class Finishes:
     """How often a rank has pushed each unit, as it says with its last finishes. The rank writes; the door of its host
     reads."""
 
     def __init__(self, slab: Slab) -> None:
-        found = region(slab, "finished")
-        self._cells = [
-            Cell(slab.address(found.offset + at), slab.keeper, Cell.capacity_in(found.stride))
-            for at in range(0, found.bytes, found.stride)
-        ]
+        self._cells = cells_in(slab, "finished")
         self._read: dict[int, tuple[int, FinishReport]] = {}  # by cell, the number of its message, and that
 
     def write(self, report: FinishReport) -> None:
@@ -192,23 +197,14 @@ def _decode(stamp: bytes) -> Sequence[Pushed]:
     return found
 
 
-def _record_cells(slab: Slab) -> list[Cell]:
-    """The slots of the decision record; none outside the lead's control slab."""
-    return [
-        Cell(slab.address(r.offset + at), slab.keeper, Cell.capacity_in(r.stride))
-        for r in slab.header.regions_of("record")
-        for at in range(0, r.bytes, r.stride)
-    ]
-
-
 def write_record(slab: Slab, record: Record) -> None:
     """Record a decision over the oldest, so that an interrupted write loses no other decision."""
-    cells = _record_cells(slab)
+    cells = cells_in(slab, "record")
     cells[record.decision.step % len(cells)].write(translate.record_to_pb(record).SerializeToString())
 
 
 def read_records(slab: Slab) -> list[Record]:
-    """The records that are whole, by step."""
-    read = [cell.read() for cell in _record_cells(slab)]
+    """The records that are whole, by step; none outside the lead's control slab."""
+    read = [cell.read() for cell in cells_in(slab, "record")]
     records = [translate.record_from_pb(pb.Record.FromString(each[1])) for each in read if each is not None]
     return sorted(records, key=lambda record: record.decision.step)

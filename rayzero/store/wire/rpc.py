@@ -19,8 +19,8 @@ from rayzero import errors
 from rayzero.errors import RayZeroError, StoreError, TransferError
 from rayzero.security.credentials import OWNER, Credentials, Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.wire.failures import MAX_MESSAGE_CHARS, named_error
 from rayzero.store.wire.seal import seal, unseal
+from rayzero.store.wire.translate import MAX_MESSAGE_CHARS, named_error
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 

@@ -1,16 +1,18 @@
-"""Translates our messages (rayzero/protocol/messages.py) to protobuf messages and back, field by field."""
+"""Translates our messages (rayzero/protocol/messages.py) to protobuf messages and back, field by field.
+So it does errors where they are not the status of a call: in shared memory, and inside other messages."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, Generic, TypeVar
 
+from rayzero import errors
 from rayzero.concurrency.processes import ProcessIdentity
-from rayzero.errors import TransferError
+from rayzero.errors import RayZeroError, StoreError, TransferError
 from rayzero.protocol.messages import (
     Action,
     BegunSave,
@@ -43,7 +45,9 @@ from rayzero.protocol.messages import (
 from rayzero.quantities import count
 from rayzero.records import parse_record
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.wire.failures import from_failure, to_failure
+
+T = TypeVar("T")
+P = TypeVar("P")
 
 MOST_RANKS = 1 << 20  # a run of ranks is two numbers on the wire, but an object for each rank here
 
@@ -66,8 +70,25 @@ def _reading(what: str) -> Iterator[None]:
         raise TransferError(f"this is not {what}: {error!r}") from error
 
 
+def _alike(wire: Callable[..., Any], ours: type[T]) -> tuple[Callable[[T], Any], Callable[[Any], T]]:
+    """A message of ours as protobuf's, and back, where both have the same fields."""
+    names = [field.name for field in fields(ours)]  # type: ignore[arg-type]  # a dataclass
+
+    def read(message: Any) -> T:
+        return ours(**{name: getattr(message, name) for name in names})
+
+    return (lambda message: wire(**{name: getattr(message, name) for name in names})), read
+
+
 def _json(value: Any) -> bytes:
     return canonical_json(value).encode()
+
+
+norm_to_pb, norm_from_pb = _alike(pb.Norm, Norm)
+write_to_pb, write_from_pb = _alike(pb.Write, Write)
+checkpoint_to_pb, checkpoint_from_pb = _alike(pb.SaveResponse.Checkpoint, CheckpointInfo)
+loop_state_to_pb, loop_state_from_pb = _alike(pb.LoopState, LoopState)
+process_to_pb, process_from_pb = _alike(pb.Process, ProcessIdentity)
 
 
 def _hyper(described: bytes) -> tuple[Hyper, ...]:
@@ -178,16 +199,6 @@ def inputs_from_pb(inputs: pb.StepInputs) -> StepInputs:
         return StepInputs(edits=edits, hyper=_hyper(inputs.hyper))
 
 
-def norm_to_pb(norm: Norm) -> pb.Norm:
-    """The global norm."""
-    return pb.Norm(step=norm.step, total=norm.total, finite=norm.finite)
-
-
-def norm_from_pb(norm: pb.Norm) -> Norm:
-    """The inverse of :func:`norm_to_pb`."""
-    return Norm(step=norm.step, total=norm.total, finite=norm.finite)
-
-
 def decision_to_pb(decision: Decision) -> pb.Decision:
     """The record of a step."""
     return pb.Decision(
@@ -244,16 +255,6 @@ def parts_from_pb(step: int, columns: pb.CollectResponse) -> NormParts:
     return NormParts(step=step, parts=tuple(zip(columns.shards, columns.slots, columns.sums, strict=True)))
 
 
-def write_to_pb(write: Write) -> pb.Write:
-    """A write that a rank asks for."""
-    return pb.Write(version=write.version, unit=write.unit, kind=write.kind, digest=write.digest)
-
-
-def write_from_pb(write: pb.Write) -> Write:
-    """The inverse of :func:`write_to_pb`."""
-    return Write(version=write.version, unit=write.unit, kind=write.kind, digest=write.digest)
-
-
 def mean_to_pb(rank: int, number: int, given: MeanInput, *, former: bool = False) -> pb.MeanRequest:
     """A rank's input to its ``number``th mean. ``former``: see ``ParameterStore.give_again``."""
     return pb.MeanRequest(
@@ -287,16 +288,6 @@ def file_from_pb(entry: pb.FileEntry) -> FileEntry:
     with _reading("a file of a checkpoint"):
         content = json.loads(entry.content)
     return FileEntry(name=entry.name, size_bytes=entry.size_bytes, sha256=entry.sha256, content=content)
-
-
-def checkpoint_to_pb(info: CheckpointInfo) -> pb.SaveResponse.Checkpoint:
-    """A complete checkpoint."""
-    return pb.SaveResponse.Checkpoint(path=info.path, step=info.step, digest=info.digest)
-
-
-def checkpoint_from_pb(info: pb.SaveResponse.Checkpoint) -> CheckpointInfo:
-    """The inverse of :func:`checkpoint_to_pb`."""
-    return CheckpointInfo(path=info.path, step=info.step, digest=info.digest)
 
 
 def paths_to_pb(paths: SharedPaths) -> pb.SharedFiles:
@@ -384,22 +375,7 @@ def _attempt_from_pb(attempt: pb.Told.Attempt) -> ToldAttempt:
 # ---- loops
 
 
-def loop_state_to_pb(state: LoopState) -> pb.LoopState:
-    """A loop's state as a message."""
-    return pb.LoopState(step=state.step, part=state.part, content=state.content)
-
-
-def loop_state_from_pb(state: pb.LoopState) -> LoopState:
-    """The inverse of :func:`loop_state_to_pb`."""
-    return LoopState(step=state.step, part=state.part, content=state.content)
-
-
 # ---- processes
-
-
-def process_to_pb(process: ProcessIdentity) -> pb.Process:
-    """Which process it is."""
-    return pb.Process(kernel=process.kernel, pid=process.pid, started=process.started)
 
 
 def published_from_pb(notice: pb.NoticesResponse) -> list[Published]:
@@ -407,6 +383,62 @@ def published_from_pb(notice: pb.NoticesResponse) -> list[Published]:
     return [Published(each.shard, each.version, each.content, each.total) for each in notice.published]
 
 
-def process_from_pb(process: pb.Process) -> ProcessIdentity:
-    """The inverse of :func:`process_to_pb`."""
-    return ProcessIdentity(process.kernel, process.pid, process.started)
+# ---- errors
+
+MAX_MESSAGE_CHARS = 8192  # of an error's text; the metadata of a call is no place for more
+
+_BY_NAME = {
+    cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, RayZeroError)
+}
+
+
+def named_error(name: str, message: str) -> RayZeroError:
+    """A RayZeroError by class name; an unknown name gives a ``StoreError`` that contains it."""
+    if name in _BY_NAME:
+        return _BY_NAME[name](message)
+    return StoreError(f"{name}: {message}")
+
+
+def to_failure(error: RayZeroError) -> pb.Failure:
+    """An error as a message: of the public class that it is of."""
+    name = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _BY_NAME)
+    return pb.Failure(error=name, message=str(error)[:MAX_MESSAGE_CHARS])
+
+
+def failure_within(error: RayZeroError, most_bytes: int) -> bytes:
+    """An error as a message of so many bytes at most: its text may be cut."""
+    failure = to_failure(error)
+    over = failure.ByteSize() - most_bytes
+    if over > 0:
+        text = failure.message.encode()
+        failure.message = text[: max(0, len(text) - over)].decode(errors="ignore")
+    return bytes(failure.SerializeToString())
+
+
+def from_failure(failure: pb.Failure) -> RayZeroError:
+    """The inverse of :func:`to_failure`."""
+    return named_error(failure.error, failure.message)
+
+
+# ---- packed once for many
+
+
+class Once(Generic[T, P]):
+    """What ``pack`` makes of a value, kept until it is called with another one: a decision goes to every rank, a
+    collect to every owner, every rank sends the same inputs, and with a thousand of them packing takes longer than
+    sending. Value and result are shared, so nobody may change them. Any thread may call it.
+
+    Knows the last value; not what is packed."""
+
+    def __init__(self, pack: Callable[[T], P], bits: Callable[[T], bytes] | None = None) -> None:
+        """``bits``: of a value, by which it is known; None: by identity."""
+        self._pack, self._bits = pack, bits
+        self._last: tuple[T | bytes, P] | None = None
+
+    def __call__(self, value: T) -> P:
+        """The packed ``value``."""
+        known: T | bytes = value if self._bits is None else self._bits(value)
+        last = self._last
+        if last is None or not (last[0] is known or (self._bits is not None and last[0] == known)):
+            last = self._last = (known, self._pack(value))
+        return last[1]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,13 +15,16 @@ import grpc
 from rayzero.errors import RayZeroError, StallError, StoreClosedError, TransferError
 from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.caller import Caller
 from rayzero.store.wire.rpc import (
+    FOLLOWER_SERVICE,
+    OWNER_SERVICE,
+    STORE_SERVICE,
     LinkNumber,
     Metadata,
     from_status,
     gave_no_answer,
     is_broken_link,
+    life_metadata,
     methods,
     open_channel,
     stream_metadata,
@@ -34,6 +38,39 @@ from rayzero.store.wire.tensor_streams import (
     UnreachedPortError,
     failure_of,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A rank, an optimizer actor that keeps a copy of an owner's parameters for its host, or a follower."""
+
+    name: str  # "rank 3", "optimizer 1" or "follower 8a41", for messages and as the name of its links
+    service: str  # whose methods it calls
+    number: int
+    metadata: Metadata = ()  # of each of its calls
+
+    @classmethod
+    def rank(cls, rank: int, life: int = 0) -> Caller:
+        """``life``: how often the rank has died and come back."""
+        return cls(f"rank {rank}", STORE_SERVICE, rank, life_metadata(rank, life))
+
+    @classmethod
+    def optimizer(cls, owner: int) -> Caller:
+        """An optimizer actor, by its number as an owner."""
+        return cls(f"optimizer {owner}", OWNER_SERVICE, owner)
+
+    @classmethod
+    def follower(cls, name: str) -> Caller:
+        """A process that takes no part in the run; its links say who it is."""
+        return cls(f"follower {name}", FOLLOWER_SERVICE, 0)
+
+    @property
+    def signature(self) -> Mapping[str, int]:
+        """The field of a request that says who sends it."""
+        if self.service == FOLLOWER_SERVICE:
+            return {}
+        return {"rank" if self.service == STORE_SERVICE else "owner": self.number}
+
 
 QUICK_S = 30.0  # deadline of calls that neither move tensors nor wait for anyone
 _LATE_S = 1.0  # after a call's deadline: grpc tells of it at once, unless the whole process is stopped

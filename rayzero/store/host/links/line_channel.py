@@ -25,16 +25,14 @@ from rayzero.concurrency.futures import fail, failed, settle
 from rayzero.concurrency.processes import SeenProcess, this_process
 from rayzero.errors import RayZeroError, StoreClosedError, StoreError, TransferError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.caller import Caller
-from rayzero.store.host.links.channel import BrokenLinkError, NoAnswerError
-from rayzero.store.shm.lines.line import QUESTION_BYTES, Line, Lobby
-from rayzero.store.shm.lines.parcel import Parcel, room_for
-from rayzero.store.shm.listener import Listener
+from rayzero.store.host.links.channel import BrokenLinkError, Caller, NoAnswerError
+from rayzero.store.shm.lines import QUESTION_BYTES, Line, Lobby, Parcel, room_for
 from rayzero.store.shm.mailbox import Asker
+from rayzero.store.shm.signals import Listener
 from rayzero.store.shm.words import key_digest
 from rayzero.store.wire import translate
-from rayzero.store.wire.failures import from_failure
 from rayzero.store.wire.rpc import TOKEN_KEY, LinkNumber, Metadata, methods
+from rayzero.store.wire.translate import from_failure
 
 log = logging.getLogger(__name__)
 

@@ -29,10 +29,9 @@ from rayzero.concurrency.processes import ProcessIdentity, SeenProcess
 from rayzero.errors import RayZeroError, StallError, StateLostError, StoreClosedError, StoreError
 from rayzero.security.credentials import utc
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.caller import Caller
-from rayzero.store.host.links.channel import QUICK_S, BrokenLinkError, Channel, NoAnswerError
+from rayzero.store.host.links.channel import QUICK_S, BrokenLinkError, Caller, Channel, NoAnswerError
 from rayzero.store.host.links.line_channel import LineChannel
-from rayzero.store.shm.lines.line import Lobby
+from rayzero.store.shm.lines import Lobby
 from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import CallTerms, LinkNumber, break_of
@@ -56,21 +55,18 @@ class LinkDownError(StallError):
 class LinkUser(Protocol):
     """The object that a link belongs to. The link calls it, in a thread of its own."""
 
-    @property
-    def succeeds(self) -> bool:
-        """Whether an owner whose process dies gets a successor; False: that is the end of its link."""
-        ...
+    succeeds: bool  # an owner whose process dies gets a successor; False: that is the end of its link
 
     @property
     def awaited(self) -> Sequence[int]:
         """The ranks without which a link does not open; see ``Channel``."""
-        ...
+        return ()
 
     def callers_here(self, link: OwnerLink, missing_s: float) -> Sequence[str]:
         """The addresses of optimizer actors of this host, of which the first one that serves makes the calls to the
         owner if that is on another host; empty: this process calls it itself. ``missing_s``: for how many seconds none
         of them has served."""
-        ...
+        return ()
 
     def hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
         """The owner says something unasked."""

@@ -1,12 +1,15 @@
-"""Sends small transfers to one owner together: an RPC costs as much as moving hundreds of KiB."""
+"""The threads that move the bytes of one caller. Small transfers to one owner go together: an RPC costs as much as
+moving hundreds of KiB."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
+
+from rayzero.concurrency.threads import use_torch_threads
 
 BATCH_BYTES = 8 << 20  # the most that travels together
 
@@ -78,3 +81,38 @@ class Batches(Generic[P]):
             batch.append(self._queue.popleft())
             room -= part.size
         return batch
+
+
+class TransferThreads:
+    """The threads that move the bytes of one caller to and from all of its owners. So a push never queues behind
+    fetches, or behind the pushes to an owner that hangs."""
+
+    def __init__(self, num_owners: int, who: str, streams: int | None = None) -> None:
+        """``who``: "rank 3". ``streams``: of each method, to one owner at once, at most; None: as many as there are
+        threads for it."""
+        threads, shared = _shared_out(num_owners)
+        self.streams = shared if streams is None else streams
+        self.closing = threading.Event()  # set when the caller closes: nothing is repeated any more
+        self.fetches, self.pushes = (
+            ThreadPoolExecutor(
+                threads, f"rayzero-{who.replace(' ', '')}-{way}", initializer=use_torch_threads, initargs=(1,)
+            )
+            for way in ("fetch", "push")
+        )  # freed by: close()
+
+    def close(self) -> None:
+        """End the threads, once the links are closed. Idempotent."""
+        for pool in (self.fetches, self.pushes):
+            pool.shutdown(wait=True)
+
+
+def _shared_out(num_owners: int) -> tuple[int, int]:
+    threads = min(8, max(2, num_owners))
+    return threads, max(1, threads // num_owners)
+
+
+def most_transfers(num_owners: int) -> int:
+    """The most transfers between a rank and one owner at a time: fetches, and in other threads pushes, stages, and
+    loads, after which come fetches of what the rank multiplies."""
+    threads, streams = _shared_out(num_owners)
+    return streams + min(threads, 3 * streams)

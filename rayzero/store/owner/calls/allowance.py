@@ -14,9 +14,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
-from rayzero.errors import TransferError
+from rayzero.errors import HandshakeError, StoreError, TransferError
 from rayzero.security.credentials import names_shown
-from rayzero.store.owner.calls.refused import SlowBodyError, TooManyCallsError
 from rayzero.store.wire.rpc import caller_of
 
 BODIES = 16  # of one caller that are read at a time
@@ -24,6 +23,26 @@ UPLOADS = 16  # of one caller that are under way
 WAITING = 48  # uploads of one caller beyond those; the next one is refused
 CALLS = 256  # of one caller whose bodies are read or wait for that; the next one is refused
 BODY_S = 120.0  # in which a body must come, from the moment that it is read: 64 MiB at 0.5 MB/s
+
+
+class TooManyCallsError(StoreError):
+    """A caller has more calls than it may have."""
+
+
+class SlowBodyError(TransferError):
+    """A message's bytes do not come."""
+
+
+class WrongSenderError(HandshakeError):
+    """A caller sends or uses what only another one may."""
+
+
+_REASONS: dict[type[Exception], str] = {TooManyCallsError: "limit", SlowBodyError: "slow", WrongSenderError: "role"}
+
+
+def reason_to_refuse(error: Exception) -> str | None:
+    """The reason under which a refusal is counted; None: the error is no refusal."""
+    return _REASONS.get(type(error))
 
 
 class Allowance:

@@ -17,9 +17,9 @@ from rayzero.concurrency.futures import fail, failed
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
 from rayzero.quantities import count, format_bytes
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.owner.calls.refused import TooManyCallsError
-from rayzero.store.wire.failures import to_failure
+from rayzero.store.owner.calls.allowance import TooManyCallsError
 from rayzero.store.wire.rpc import MAX_MESSAGE_BYTES, STORE_SERVICE, methods
+from rayzero.store.wire.translate import to_failure
 
 WAITING_CALLS = 64  # of one rank; it asks from one thread, and has a few
 WAITING_BYTES = MAX_MESSAGE_BYTES  # of the requests of these

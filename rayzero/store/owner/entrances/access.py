@@ -13,8 +13,7 @@ import grpc
 from rayzero.errors import HandshakeError, RayZeroError, TransferError
 from rayzero.security.credentials import FOLLOWER, OWNER, follower_token, names_shown, require_role
 from rayzero.security.refusals import Refusals
-from rayzero.store.owner.calls.allowance import Allowances
-from rayzero.store.owner.calls.refused import reason_to_refuse
+from rayzero.store.owner.calls.allowance import Allowances, reason_to_refuse
 from rayzero.store.owner.handlers import Context, FindModel, Requests
 from rayzero.store.wire.rpc import (
     FOLLOWER_SERVICE,
@@ -63,17 +62,6 @@ def _require_follower(names: frozenset[str] | None, method: str, link: LinkNumbe
         raise HandshakeError(f"{method} was called with a certificate of {', '.join(sorted(names)) or 'no name'}")
     if link is None or not link.caller.startswith("follower "):
         raise HandshakeError(f"{method} was called by a follower that does not say which one it is")
-
-
-def _require_own(method: str, request: Any, caller: tuple[int, int] | None) -> None:
-    """Raise HandshakeError if a caller, whose certificate allows to be the rank that it says it is, sends a message of
-    another rank. (Those of uploads are not read yet; see ``WrongSenderError``.)"""
-    said = getattr(request, "report", request)
-    described = getattr(said, "DESCRIPTOR", None)
-    if caller is None or described is None or "rank" not in described.fields_by_name:
-        return
-    if said.rank != caller[0]:
-        raise HandshakeError(f"{method} of rank {said.rank} was sent by rank {caller[0]}")
 
 
 class _Damaged(Exception):
@@ -129,11 +117,6 @@ class _Guarded:
         request = await allowance.body(requests)
         if isinstance(request, TransferError):
             raise _Damaged(str(request))
-        try:
-            _require_own(self._name, request, caller_of(metadata))
-        except HandshakeError as refused:
-            self._refusals.note("role", context.peer(), str(refused))
-            raise
         return await self._call(request, context)
 
     async def _call(self, request: Any, context: Context) -> Any:

@@ -1,4 +1,4 @@
-"""Answers the calls of processes of this host, which come through shared memory (store/shm/lines/line.py).
+"""Answers the calls of processes of this host, which come through shared memory (store/shm/lines.py).
 
 The same handlers as behind gRPC. What a line asks of an owner on another host is asked there, in the caller's name
 (store/owner/entrances/pipes.py). Who has written a line knows the run's token and is this user; its certificate is not
@@ -29,14 +29,13 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.entrances.pipes import Pipe, PipeBrokenError, Pipes
 from rayzero.store.owner.handlers import FindModel, ModelCalls
 from rayzero.store.owner.tensor_port import ShardDestination, in_thread
-from rayzero.store.shm.lines.line import ANSWER_BYTES, Line, Lobby
-from rayzero.store.shm.lines.parcel import Parcel
-from rayzero.store.shm.listener import Listener
+from rayzero.store.shm.lines import ANSWER_BYTES, Line, Lobby, Parcel
 from rayzero.store.shm.mailbox import GIVEN_UP, Answerer
+from rayzero.store.shm.signals import Listener
 from rayzero.store.shm.words import key_digest
 from rayzero.store.wire import translate
-from rayzero.store.wire.failures import to_failure
 from rayzero.store.wire.rpc import STORE_SERVICE, Metadata, epoch_of, methods, model_of
+from rayzero.store.wire.translate import to_failure
 from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from rayzero.security.addresses import host_of
 from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.tensor_port import OwnerStream, ShardDestination, in_thread
-from rayzero.store.shm.lines.parcel import Parcel, room_for
+from rayzero.store.shm.lines import Parcel, room_for
 from rayzero.store.wire.payload import Bytes
 from rayzero.store.wire.rpc import (
     STORE_SERVICE,

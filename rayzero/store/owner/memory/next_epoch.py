@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import HandshakeError, StateLostError, StoreError
+from rayzero.kernels.stamps import STAMP, STAMP_BYTES
 from rayzero.layout.model_layout import Shard
 from rayzero.memory.planner import check_shared, undo_bytes
 from rayzero.owner.owned_model import choose_rule
@@ -32,12 +33,59 @@ from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.arena import REGION
 from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.slab import Slab
-from rayzero.store.owner.memory.control_slab import ControlSlab
 from rayzero.store.owner.memory.slabs import TENSORS, OwnerSlabs, is_control
 from rayzero.store.shm import words
 from rayzero.store.shm.places import Places, SlabId, all_places
 from rayzero.store.shm.shard_lines import APPLIED, CONTENT, DECIDED, PUBLISHED, ShardLines
-from rayzero.store.shm.shared_plan import LATER, SharedPlan, of_lineage
+from rayzero.store.shm.shared_plan import (
+    LATER,
+    LINE_BYTES,
+    ON_DEVICE,
+    PLACE_BYTES,
+    PLACES,
+    SLICE_BYTES,
+    SharedPlan,
+    of_lineage,
+)
+from rayzero.store.shm.words import region
+
+
+class ControlSlab:
+    """An owner's control slab in one epoch, and where its shards' entries are.
+
+    Knows places and sizes; not what the entries mean."""
+
+    def __init__(self, slab: Slab, plan: SharedPlan, owner: int) -> None:
+        """``plan``: of the slab's epoch."""
+        self.slab, self._layout = slab, plan.spec.layout
+        self._line = {shard.index: i for i, shard in enumerate(plan.shards_of(owner))}
+        self._tiles, self._slices = plan.first_tiles(owner), plan.first_slices(owner)
+
+    def words(self, kind: str, offset: int = 0, size: int | None = None) -> Tensor:
+        """``size`` bytes of a region from ``offset`` on; None: all of it. 1D uint8."""
+        found = region(self.slab, kind)
+        return self.slab.tensor(found.offset + offset, found.bytes if size is None else size, torch.uint8)
+
+    def line(self, shard: Shard) -> Tensor:
+        """A shard's version line: 1D, 8 int64."""
+        return self.words("versions", self._line[shard.index] * LINE_BYTES, LINE_BYTES).view(torch.int64)
+
+    def places(self, shard: Shard) -> Tensor:
+        """Where a shard's tensors lie: 1D uint8."""
+        return self.words("places", self._line[shard.index] * PLACES * PLACE_BYTES, PLACES * PLACE_BYTES)
+
+    def progress(self, shard: Shard) -> list[Tensor]:
+        """A shard's line of its total, and its tile stamps and slices, if it is trained: each 1D uint8. On a device it
+        has no stamps."""
+        found = [self.words("totals", self._line[shard.index] * LINE_BYTES, LINE_BYTES)]
+        if self._tiles.get(shard.index, ON_DEVICE) != ON_DEVICE:
+            tiles = -(-shard.numel // STAMP)
+            found.append(self.words("tiles", self._tiles[shard.index] * STAMP_BYTES, tiles * STAMP_BYTES))
+        if shard.index in self._slices:
+            slices = len(self._layout.slices(shard))
+            found.append(self.words("slices", self._slices[shard.index] * SLICE_BYTES, slices * SLICE_BYTES))
+            found.append(self.words("present", 2 * self._slices[shard.index], 2 * slices))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,11 +341,11 @@ def _punch(spec: ModelSpec, path: Path, ranges: Sequence[tuple[int, int]]) -> in
 
 def _gaps(slab: Slab, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """What of the tensors' region is in none of the ranges: (start, stop), in bytes from the slab's start."""
-    for region in slab.header.regions_of(REGION):
-        at = region.offset
+    for found in slab.header.regions_of(REGION):
+        at = found.offset
         for start, stop in sorted(ranges):
             if at < start:
                 yield at, start
             at = max(at, stop)
-        if at < region.offset + region.bytes:
-            yield at, region.offset + region.bytes
+        if at < found.offset + found.bytes:
+            yield at, found.offset + found.bytes

@@ -25,18 +25,16 @@ from rayzero.slabs.header import check_header, lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import SHARED_MEMORY, sweep
 from rayzero.store.host.door import Door
-from rayzero.store.owner.memory.control_slab import ControlSlab
-from rayzero.store.owner.memory.next_epoch import carried, free_moved
+from rayzero.store.owner.memory.next_epoch import ControlSlab, carried, free_moved
 from rayzero.store.owner.memory.slabs import FormerSlabs, OwnerSlabs, former_loops
 from rayzero.store.owner.step_calls import StepCalls
-from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.mailbox import Answerer, Asker
 from rayzero.store.shm.places import Places
 from rayzero.store.shm.same_host import host_identity
 from rayzero.store.shm.shard_lines import ShardLines, TotalLines
 from rayzero.store.shm.shared_plan import LATER, SharedPlan, Wanted, life_of
-from rayzero.store.shm.signals import Bell, load_acquire_64, store_release_64
+from rayzero.store.shm.signals import Bell, Listener, load_acquire_64, store_release_64
 from rayzero.store.shm.words import (
     Stamps,
     bell_of,

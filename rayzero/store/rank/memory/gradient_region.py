@@ -69,18 +69,6 @@ class HomePages(Protocol):
         ...
 
 
-class GradientPages(Protocol):
-    """The pages of ranges that have some all the time."""
-
-    def release(self) -> None:
-        """Give them back until ``take``. Nothing reads or writes the ranges any more."""
-        ...
-
-    def take(self) -> None:
-        """Have them again. No effect on those that are there. Raises MemoryPlanError if there is no room."""
-        ...
-
-
 class GradientRegion(Protocol):
     """All trained units' gradients of one rank.
 
@@ -93,16 +81,16 @@ class GradientRegion(Protocol):
     def held(self, unit: int | None = None) -> Sequence[tuple[int, int]]:
         """(unit, count) of pushes that have a range which can be given back, the oldest first. ``unit``: those that
         take a place which another push of it can have; None: all."""
-        ...
+        return ()
 
     def given(self, unit: int, count: int) -> Pushed | None:
         """What such a range holds; None: it was given back, or something of the unit is being written."""
-        ...
+        return None
 
     def give_back(self, unit: int, pushed: Pushed, note: Callable[[Sequence[Pushed]], None]) -> None:
         """What was ``pushed`` is in totals, or applied: ``note`` that it is here no more, then let other pushes have
         its range. It stays if something of the unit is being written by now."""
-        ...
+        return
 
     def is_stale(self, push: Contribution) -> bool:
         """Whether ``push`` is a repeat or from an older attempt, so that it is dropped. Raises StoreError for a push
@@ -128,7 +116,7 @@ class GradientRegion(Protocol):
 
     def announced(self, unit: int) -> None:
         """Owners know what ``put`` has written: ranges of the unit may be given back once they need them no more."""
-        ...
+        return
 
     def scattered(self, unit: int) -> ScatteredUnit | None:
         """What the unit's gradients are, if they were not written into the region and an owner still holds them."""
@@ -169,8 +157,9 @@ def _copy_of(memory: Tensor, shards: Sequence[Shard]) -> Tensor:
     return values
 
 
-class SumRegion:
-    """The gradients of a single rank, added up in its memory: a ``GradientRegion``."""
+class SumRegion(GradientRegion):
+    """The gradients of a single rank, added up in its memory. No range is given back: the next step's pushes take the
+    same one."""
 
     def __init__(self, spec: ModelSpec, memory: GradientMemory) -> None:
         self.memory = memory
@@ -179,17 +168,6 @@ class SumRegion:
         self.units = tuple(unit.index for unit in trained)
         self._sums = {unit.index: GradientSum.of_unit(unit, memory.homes[unit.index]) for unit in trained}
         self._locks = {unit.index: threading.Lock() for unit in trained}  # each held while its unit's sum changes
-
-    def held(self, unit: int | None = None) -> Sequence[tuple[int, int]]:
-        """See ``GradientRegion.held``."""
-        return ()
-
-    def given(self, unit: int, count: int) -> Pushed | None:
-        """See ``GradientRegion.given``."""
-        return None
-
-    def give_back(self, unit: int, pushed: Pushed, note: Callable[[Sequence[Pushed]], None]) -> None:
-        """See ``GradientRegion.give_back``: the next step's pushes take the same range."""
 
     def is_stale(self, push: Contribution) -> bool:
         """See ``GradientRegion.is_stale``."""
@@ -225,9 +203,6 @@ class SumRegion:
                     before.copy_to(found.memory, found.unit)
                 found.add(push, grads)
             return (found.close(push),)
-
-    def announced(self, unit: int) -> None:
-        """See ``GradientRegion.announced``."""
 
     def scattered(self, unit: int) -> ScatteredUnit | None:
         """See ``GradientRegion.scattered``."""
@@ -298,8 +273,8 @@ class _Unit:
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while anything of it changes
 
 
-class RoundRegion:
-    """The gradients of one of several ranks, push by push: a ``GradientRegion``. See [Note: the pool]."""
+class RoundRegion(GradientRegion):
+    """The gradients of one of several ranks, push by push. See [Note: the pool]."""
 
     def __init__(self, spec: ModelSpec, memory: GradientMemory, pages: HomePages | None = None) -> None:
         """``pages``: of homes that have some only while they are used; None: all have."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
@@ -17,25 +16,7 @@ from rayzero.protocol.scattered import ScatteredUnit
 from rayzero.store.host.push_order import PushOrder
 from rayzero.store.rank.memory.gradient_region import GradientRegion
 
-
-class GradientReaders(Protocol):
-    """The owners that read a rank's gradients in its memory."""
-
-    def published(self, unit: int, version: int) -> Future[int]:
-        """Done when they have published ``version``, and so have read the unit's gradients of the step before."""
-        ...
-
-    def announce(self, unit: int, pushed: Sequence[Pushed]) -> None:
-        """Tell them what the region has of the unit, after the bytes are there."""
-        ...
-
-    def need(self, unit: int, pushed: Pushed) -> bool:
-        """Whether an owner, on this host or another, has not read what was pushed."""
-        ...
-
-    def note(self, unit: int, pushed: Sequence[Pushed]) -> None:
-        """Note where owners look, without waking them, that the rank has some of these gradients no more."""
-        ...
+Announce = Callable[[int, Sequence[Pushed]], None]  # of a unit, what there is of it
 
 
 class GradientWriter:
@@ -47,8 +28,21 @@ class GradientWriter:
     [Note: other readers] A push that was gathered in the region is sent from there to the unit's owners on other
     hosts. Until they have it, the unit's next push waits, because it would be added to the same bytes."""
 
-    def __init__(self, region: GradientRegion, readers: GradientReaders, name: str) -> None:
-        self.region, self._readers = region, readers
+    def __init__(
+        self,
+        region: GradientRegion,
+        name: str,
+        *,
+        published: Callable[[int, int], Future[int]],
+        need: Callable[[int, Pushed], bool],
+        announce: Announce,
+        note: Announce,
+    ) -> None:
+        """``published``: of a unit and a version, done when the owners that read here have published it, and so have
+        read the unit's gradients of the step before. ``need``: whether an owner, on this host or another, has not read
+        what was pushed of a unit. ``announce``, ``note``: see ``Joined``."""
+        self.region = region
+        self._published, self._need, self._announce, self._note = published, need, announce, note
         self._free: dict[int, Future[int]] = {}  # unit -> done when its range is free for the step below
         self._steps: dict[int, int] = {}  # unit -> the newest step of its pushes
         self._sent: dict[int, Future[None]] = {}  # unit -> done when nothing is sent from its range any more
@@ -58,7 +52,7 @@ class GradientWriter:
     def _when_free(self, push: Contribution) -> Future[int]:
         """Done when the push's range may be written; the owners are asked once a step."""
         if self._steps.get(push.unit, -1) < push.step:
-            self._free[push.unit] = self._readers.published(push.unit, push.step)
+            self._free[push.unit] = self._published(push.unit, push.step)
             self._steps[push.unit] = push.step
         return self._free[push.unit]
 
@@ -80,9 +74,9 @@ class GradientWriter:
         None: every unit."""
         for unit, count in self.region.held(wanted):
             pushed = self.region.given(unit, count)
-            if pushed is None or self._readers.need(unit, pushed) or not self._sent.get(unit, DONE).done():
+            if pushed is None or self._need(unit, pushed) or not self._sent.get(unit, DONE).done():
                 continue
-            self.region.give_back(unit, pushed, partial(self._readers.note, unit))
+            self.region.give_back(unit, pushed, partial(self._note, unit))
 
     def push(self, push: Contribution, grads: Tensor | ScatteredUnit, sent: Future[None] = DONE) -> Future[None]:
         """Write a push once its range is free; one that need not wait is written before this returns.
@@ -125,7 +119,7 @@ class GradientWriter:
                 self._sent[push.unit] = sent
             pushed = self.region.put(push, grads)
             if pushed:
-                self._readers.announce(push.unit, pushed)
+                self._announce(push.unit, pushed)
                 self.region.announced(push.unit)
         except Exception as exc:  # whatever it is, the push's future raises it
             self._order.end(0, push, exc)

@@ -26,13 +26,12 @@ from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.host.mirror_memory import MirrorLines
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.rank.memory.unit_windows import UnitWindows
-from rayzero.store.shm.former_ranks import remove_former_lives
-from rayzero.store.shm.listener import Listener
 from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.mailbox import Asker
+from rayzero.store.shm.recovery import remove_former_lives
 from rayzero.store.shm.shard_lines import ShardLines, TotalLines
 from rayzero.store.shm.shared_plan import POOL, RANK, SharedPlan, life_of, rank_incarnation
-from rayzero.store.shm.signals import Bell
+from rayzero.store.shm.signals import Bell, Listener
 from rayzero.store.shm.words import Finishes, Stamps, bell_of, cell_of, cells_of, key_digest
 
 
@@ -140,12 +139,13 @@ class SharedRank:
         return [key for key in self._gradients.plan.places if (key == POOL if self.pooled else isinstance(key, int))]
 
     def release(self) -> None:
-        """See ``GradientPages.release``. CUDA would go on with the pages that it has locked."""
+        """Give the pages of ranges that have some all the time back until ``take``. Nothing reads or writes there any
+        more. CUDA would go on with the pages that it has locked."""
         for key in self._lasting if self._page_lock is None else ():
             self._gradients.punch(key)
 
     def take(self) -> None:
-        """See ``GradientPages.take``."""
+        """Have them again. No effect on those that are there. Raises MemoryPlanError if there is no room."""
         for key in self._lasting:
             self._gradients.allocate(key)
 
@@ -257,7 +257,7 @@ class SharedRank:
             door.bell.ring()
 
     def note(self, unit: int, pushed: Sequence[Pushed]) -> None:
-        """See ``Connection.note``."""
+        """See ``Joined``."""
         self._stamps.write(unit, pushed)
 
     @property

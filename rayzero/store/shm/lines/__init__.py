@@ -1,1 +1,0 @@
-"""Calls between two processes of a host, and their bytes."""
