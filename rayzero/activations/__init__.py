@@ -6,25 +6,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rayzero.activations.cost import Choice, CostPlan, GroupCost, Link
+    from rayzero.activations.host_pool import HostPool, PoolStatus
     from rayzero.activations.ledger import GroupTotals, RankSummary
     from rayzero.activations.offload import ActivationOffload, GroupScope
     from rayzero.activations.policy import OffloadPolicy
-    from rayzero.activations.schedule.cost import Choice, CostPlan, GroupCost, Link
-    from rayzero.activations.tensors.host_pool import HostPool, PoolStatus
     from rayzero.lanes import CudaLane, ThreadLane
 
 _HOME = {
     "ActivationOffload": "rayzero.activations.offload",
-    "Choice": "rayzero.activations.schedule.cost",
-    "CostPlan": "rayzero.activations.schedule.cost",
+    "Choice": "rayzero.activations.cost",
+    "CostPlan": "rayzero.activations.cost",
     "CudaLane": "rayzero.lanes",
-    "GroupCost": "rayzero.activations.schedule.cost",
+    "GroupCost": "rayzero.activations.cost",
     "GroupScope": "rayzero.activations.offload",
     "GroupTotals": "rayzero.activations.ledger",
-    "HostPool": "rayzero.activations.tensors.host_pool",
-    "Link": "rayzero.activations.schedule.cost",
+    "HostPool": "rayzero.activations.host_pool",
+    "Link": "rayzero.activations.cost",
     "OffloadPolicy": "rayzero.activations.policy",
-    "PoolStatus": "rayzero.activations.tensors.host_pool",
+    "PoolStatus": "rayzero.activations.host_pool",
     "RankSummary": "rayzero.activations.ledger",
     "ThreadLane": "rayzero.lanes",
 }

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rayzero.activations.schedule.chunk_order import ChunkKey, ChunkOrder
+from rayzero.activations.group import ChunkKey, ChunkOrder
 
 Event = tuple[str, int, int]  # "F" or "B", virtual stage, microbatch
 

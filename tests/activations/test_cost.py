@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from rayzero.activations.schedule.cost import Choice, GroupCost, Link, choose, extra_seconds, held_bytes
+from rayzero.activations.cost import Choice, GroupCost, Link, choose, extra_seconds, held_bytes
 
 K, O, R = Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE  # noqa: E741
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import rayzero.activations
 from rayzero.activations import ActivationOffload, OffloadPolicy, ThreadLane, ledger
 from rayzero.activations.attach import match_modules
-from rayzero.activations.schedule.chunk_order import ChunkKey
+from rayzero.activations.group import ChunkKey
 from rayzero.errors import ConfigError, RayZeroError, UnsupportedError
 from rayzero.telemetry.names import ACTIVATION_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rayzero.activations.tensors.entry import view_of
-from rayzero.activations.tensors.pieces import StoragePiece, View, plan_pieces
+from rayzero.activations.entry import StoragePiece, View, plan_pieces, view_of
 
 
 def pieces(*tensors: torch.Tensor) -> list[StoragePiece]:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayzero.activations.group import ChunkQuota
 from rayzero.activations.policy import OffloadPolicy
-from rayzero.activations.schedule.group import ChunkQuota
 from rayzero.errors import ConfigError
 
 

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from rayzero.activations import ThreadLane
+from rayzero.activations.entry import Entry, Saved, StoragePiece
+from rayzero.activations.group import Chunk, ChunkKey, ChunkQuota
+from rayzero.activations.host_pool import HostPool
 from rayzero.activations.ledger import Ledger
 from rayzero.activations.policy import OffloadPolicy
-from rayzero.activations.schedule.chunk_order import ChunkKey
-from rayzero.activations.schedule.group import Chunk, ChunkQuota
-from rayzero.activations.tensors.entry import Entry, Saved
-from rayzero.activations.tensors.host_pool import HostPool
-from rayzero.activations.tensors.pieces import StoragePiece
-from rayzero.activations.tensors.shelf import Shelf
+from rayzero.activations.shelf import Shelf
 from rayzero.telemetry.recorder import NullRecorder
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rayzero.activations import ActivationOffload
-from rayzero.activations.tensors.host_pool import HostPool, size_class
+from rayzero.activations.host_pool import HostPool, size_class
 from rayzero.errors import MemoryPlanError
 from rayzero.hybrid.host.buckets import Bucket
 from rayzero.hybrid.split import Piece
