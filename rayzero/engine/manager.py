@@ -31,7 +31,7 @@ from rayzero.engine.start.unit_init import Init
 from rayzero.engine.stats import ModelParameterStats, as_count, measured_link, read_stats, restart_stats
 from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import ConfigError, GradientAccessError, UnsupportedError
-from rayzero.layout.rank_mapping import RankMapping
+from rayzero.layout.shard_map import RankMapping
 from rayzero.telemetry.stats import Freed, MemoryStats, PrefetchStats, Stats
 
 P = ParamSpec("P")

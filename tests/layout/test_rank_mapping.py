@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.errors import ConfigError
-from rayzero.layout.rank_mapping import RankMapping
+from rayzero.layout.shard_map import RankMapping
 
 
 def test_documented_vectors() -> None:
