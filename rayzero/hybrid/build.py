@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rayzero.hybrid.host.bucket_rules import ClassRule, Rule, TileAdam
-from rayzero.hybrid.host.buckets import Bucket, plan_buckets
-from rayzero.hybrid.host.side import BucketRun, HostSide
+from rayzero.hybrid.buckets import Bucket, ClassRule, Rule, TileAdam, plan_buckets
+from rayzero.hybrid.host_side import BucketRun, HostSide
 from rayzero.hybrid.options import Group, HyperLink, OptimizerClass, fused, numbers_of
-from rayzero.hybrid.placement import Targets, check_param, decide, the_device
+from rayzero.hybrid.placement import Piece, Targets, check_param, decide, the_device
 from rayzero.hybrid.sides import DeviceSide, Sides
-from rayzero.hybrid.split import Piece
 from rayzero.kernels import ADAMS, Kernel
 from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, on_cpu, options_of
 from rayzero.kernels.torch_classes.optimizer_states import state_bytes, state_names

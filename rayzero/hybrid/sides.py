@@ -10,12 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rayzero.hybrid.host.bucket_rules import Groups, PieceOptimizer
-from rayzero.hybrid.host.buckets import range_of
-from rayzero.hybrid.host.side import BucketRun, HostSide, gradient_of
+from rayzero.hybrid.buckets import Groups, PieceOptimizer, range_of
+from rayzero.hybrid.host_side import BucketRun, HostSide, gradient_of
 from rayzero.hybrid.options import Group, HyperLink
-from rayzero.hybrid.placement import Placement
-from rayzero.hybrid.split import Piece
+from rayzero.hybrid.placement import Piece, Placement
 from rayzero.kernels.torch_classes.optimizer_class import State, step_alone
 
 MASTER = "master_param"  # key of a parameter's fp32 master in its state
