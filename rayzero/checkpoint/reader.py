@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import TensorFile, as_bytes
 from rayzero.checkpoint.manifest import MANIFEST, MAX_BYTES, FilePiece, Manifest, slots_of
+from rayzero.checkpoint.tensor_file import TensorFile, as_bytes
 from rayzero.checkpoint.writer import BUFFER, STATE, checkpoint_folders, holds_nothing_else, taken_path
 from rayzero.errors import CheckpointError
 from rayzero.files import open_regular, parse_json, read_text, regular_size

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import DeferredTensor, StreamedTensor, TensorDecl, declare
 from rayzero.checkpoint.manifest import owner_file_name, slots_of
 from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.checkpoint.tensor_file import DeferredTensor, StreamedTensor, TensorDecl, declare
 from rayzero.checkpoint.writer import staging_path, write_tensors
 from rayzero.concurrency.futures import DONE, fail, failed, settle
 from rayzero.errors import CheckpointAbandonedError, CheckpointError, RayZeroError, StoreClosedError, StoreError

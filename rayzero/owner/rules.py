@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rayzero.checkpoint.files.tensor_file import DeferredTensor
+from rayzero.checkpoint.tensor_file import DeferredTensor
 from rayzero.errors import StoreError, UnsupportedError
 from rayzero.kernels import AdamMemory, AdamOptions, adam_states, choose_kernel, segments_of
 from rayzero.kernels.moments import CODED, CodedMoment, packed_bytes

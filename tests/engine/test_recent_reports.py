@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayzero.engine.loop.reports import LoopReport, RecentReports, plain_metrics
+from rayzero.engine.loop.tracked import LoopReport, RecentReports, plain_metrics
 from rayzero.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ from rayzero.checkpoint.state_values import unpack
 from rayzero.engine.checkpoint.save import check_resume, of_model, require_model, widest_kind
 from rayzero.engine.context import get_context
 from rayzero.engine.engine import Engine
-from rayzero.engine.loop.rank_state import names_of
+from rayzero.engine.loop.comeback import names_of
 from rayzero.engine.optimizer.param_groups import ResumedGroups
 from rayzero.engine.optimizer.states import StateFormat, check_states, write_states
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer

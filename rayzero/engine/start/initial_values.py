@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rayzero.checkpoint.files.tensor_file import tensor_digest
 from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.checkpoint.tensor_file import tensor_digest
 from rayzero.convert.weights import NamedWeights, Wanted, WeightDecl, Weights, declare_weight, misfits
 from rayzero.engine.start.buffers import fill_buffers
 from rayzero.engine.start.opaque import require_own_bytes
