@@ -18,6 +18,7 @@ from rayzero.activations.group import Chunk, Group, GroupKey
 from rayzero.activations.policy import OffloadPolicy
 from rayzero.codecs import codec_for
 from rayzero.lanes import Event, Lane, Span
+from rayzero.lanes.lane import LinkSpeed
 
 _CANDIDATES = 12  # groups that each decision tries, for offload and for recomputation
 
@@ -42,14 +43,6 @@ class GroupCost:
     input_bytes: int = 0  # stay on the device when it is recomputed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """Measured copy speeds in bytes per second."""
-
-    out: float
-    back: float
-
-
 @dataclass(frozen=True, slots=True)
 class CostPlan:
     """The choices in forward order, the device bytes that they hold at the end of the forward, and their cost."""
@@ -66,7 +59,7 @@ def held_bytes(groups: Sequence[GroupCost], choices: Sequence[Choice]) -> int:
     return sum(kept[choice](group) for group, choice in zip(groups, choices, strict=True) if choice in kept)
 
 
-def extra_seconds(groups: Sequence[GroupCost], choices: Sequence[Choice], link: Link, prefetch: int) -> float:
+def extra_seconds(groups: Sequence[GroupCost], choices: Sequence[Choice], link: LinkSpeed, prefetch: int) -> float:
     """The seconds that forward and backward take beyond those of keeping everything."""
     left = _departures(groups, choices, link)
     now = sum(group.forward_s for group in groups)
@@ -77,7 +70,7 @@ def extra_seconds(groups: Sequence[GroupCost], choices: Sequence[Choice], link: 
     for index in reversed(range(len(groups))):
         while waiting and index - waiting[0] <= prefetch:
             coming = waiting.pop(0)
-            link_free = max(link_free, now, left[coming]) + groups[coming].host_bytes / link.back
+            link_free = max(link_free, now, left[coming]) + groups[coming].host_bytes / link.to_device
             returned[coming] = link_free
         now = max(now, returned.get(index, now))
         again = groups[index].forward_s if choices[index] is Choice.RECOMPUTE else 0.0
@@ -85,7 +78,7 @@ def extra_seconds(groups: Sequence[GroupCost], choices: Sequence[Choice], link: 
     return now - plain
 
 
-def choose(groups: Sequence[GroupCost], budget_bytes: int, link: Link, prefetch: int = 1) -> CostPlan:
+def choose(groups: Sequence[GroupCost], budget_bytes: int, link: LinkSpeed, prefetch: int = 1) -> CostPlan:
     """Choices that hold at most ``budget_bytes``: found greedily by the least time per byte, then improved one by one.
 
     If that is impossible, ``fits`` is False and no group is kept."""
@@ -101,19 +94,19 @@ def choose(groups: Sequence[GroupCost], budget_bytes: int, link: Link, prefetch:
     return CostPlan(tuple(choices), held_bytes(groups, choices), extra_seconds(groups, choices, link, prefetch), fits)
 
 
-def _departures(groups: Sequence[GroupCost], choices: Sequence[Choice], link: Link) -> dict[int, float]:
+def _departures(groups: Sequence[GroupCost], choices: Sequence[Choice], link: LinkSpeed) -> dict[int, float]:
     now = link_free = 0.0
     left: dict[int, float] = {}
     for index, (group, choice) in enumerate(zip(groups, choices, strict=True)):
         now += group.forward_s
         if choice is Choice.OFFLOAD:
-            link_free = max(link_free, now) + group.host_bytes / link.out
+            link_free = max(link_free, now) + group.host_bytes / link.to_host
             left[index] = link_free
     return left
 
 
 def _cheapest(
-    groups: Sequence[GroupCost], choices: list[Choice], link: Link, prefetch: int
+    groups: Sequence[GroupCost], choices: list[Choice], link: LinkSpeed, prefetch: int
 ) -> tuple[int, Choice] | None:
     """The change to one kept group that costs the least time per byte that it frees; None if nothing can change."""
     now = extra_seconds(groups, choices, link, prefetch)
@@ -137,7 +130,9 @@ def _options(groups: Sequence[GroupCost], choices: Sequence[Choice]) -> list[tup
     return options + [(index, Choice.RECOMPUTE) for index in again[:_CANDIDATES]]
 
 
-def _improve(groups: Sequence[GroupCost], choices: list[Choice], budget_bytes: int, link: Link, prefetch: int) -> None:
+def _improve(
+    groups: Sequence[GroupCost], choices: list[Choice], budget_bytes: int, link: LinkSpeed, prefetch: int
+) -> None:
     """Change single groups where that saves time and fits, in two rounds."""
     now = extra_seconds(groups, choices, link, prefetch)
     for index in [*range(len(groups)), *range(len(groups))]:
@@ -279,7 +274,7 @@ class CostBook:
             del self._stale[stage]
 
 
-def link_of(spans: Iterable[Span]) -> Link | None:
+def link_of(spans: Iterable[Span]) -> LinkSpeed | None:
     """The speeds of the copies that happened; None if there were none. A direction without copies is taken to be as
     fast as the other."""
     moved = {"out": 0, "in": 0}
@@ -291,7 +286,7 @@ def link_of(spans: Iterable[Span]) -> Link | None:
     if not speeds:
         return None
     any_speed = next(iter(speeds.values()))
-    return Link(out=speeds.get("out", any_speed), back=speeds.get("in", any_speed))
+    return LinkSpeed(to_host=speeds.get("out", any_speed), to_device=speeds.get("in", any_speed))
 
 
 def _host_share(compress: str) -> float:

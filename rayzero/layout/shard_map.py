@@ -151,11 +151,6 @@ class ShardMap:
         """The weights of all items of ``owner``."""
         return sum(self.weights[shard] for shard in self.shards_of(owner))
 
-    @property
-    def num_shards(self) -> int:
-        """The number of items in the map."""
-        return len(self.owners)
-
     def owner(self, shard: int) -> int:
         """The owner of item ``shard``."""
         if not 0 <= shard < len(self.owners):
@@ -181,11 +176,6 @@ class ShardMap:
     def bytes_of(self, owner: int) -> int:
         """The bytes of all items of ``owner``."""
         return sum(self.sizes[shard] for shard in self.shards_of(owner))
-
-    def byte_fraction_of(self, owner: int) -> float:
-        """``owner``'s share of all bytes, 0.0 to 1.0; 0.0 if there are no bytes at all."""
-        total = sum(self.sizes)
-        return self.bytes_of(owner) / total if total else 0.0
 
     @cached_property
     def _items(self) -> tuple[tuple[int, ...], ...]:
