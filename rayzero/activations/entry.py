@@ -423,7 +423,7 @@ class ProtectedStorages:
                 for tensor in (*module.parameters(), *module.buffers())
                 if tensor.layout is torch.strided
             )
-        self._marked = {cdata: ref for cdata, ref in self._marked.items() if not _expired(ref)}
+        self._marked = {cdata: ref for cdata, ref in self._marked.items() if not ref.expired()}  # type: ignore[no-untyped-call]
 
     def mark(self, tensor: Tensor) -> None:
         """Keep this tensor's storage on the device as long as it lives."""
@@ -433,7 +433,3 @@ class ProtectedStorages:
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
         cdata = storage._cdata
         return cdata in self._of_modules or cdata in self._marked
-
-
-def _expired(ref: StorageWeakRef) -> bool:
-    return bool(ref.expired())  # type: ignore[no-untyped-call]

@@ -201,8 +201,5 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor | np.generic | np.ndarray) and _is_one(value) else value
-
-
-def _is_one(value: Tensor | np.generic | np.ndarray[Any, Any]) -> bool:
-    return (value.numel() if isinstance(value, Tensor) else value.size) == 1
+    size = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 0)  # of numpy
+    return value.item() if isinstance(value, Tensor | np.generic | np.ndarray) and size == 1 else value
