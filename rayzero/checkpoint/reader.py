@@ -141,6 +141,13 @@ class CheckpointReader:
         file.require(self.manifest.tensors[name])
         return file
 
+    def require_classes(self, ours: str) -> None:
+        """Raise CheckpointError unless a run whose optimizer's classes are ``ours`` can go on from it."""
+        if (saved := self.spec.classes) != ours:
+            raise CheckpointError(
+                f"{self.directory} was written with optimizer {saved!r}, but this run has {ours!r}; use the same class"
+            )
+
     def rank_state(self, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """One rank's loop state and its tensors (views of the mapped file), as ``write_rank_state`` was given them.
 
