@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rayzero.engine.mean import mean_over_ranks
     from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
     from rayzero.engine.prepare import prepare
-    from rayzero.engine.start.meta import empty_parameters
+    from rayzero.engine.start.unit_init import empty_parameters
     from rayzero.engine.stats import count_tokens, stats
     from rayzero.errors import RayZeroError
     from rayzero.hybrid import HybridDeviceOptimizer
@@ -76,7 +76,7 @@ _HOMES = {
     "ZeroOptimizer": "rayzero.engine.optimizer.zero_optimizer",
     "ZeroTrainer": "rayzero.cluster.trainer",
     "count_tokens": "rayzero.engine.stats",
-    "empty_parameters": "rayzero.engine.start.meta",
+    "empty_parameters": "rayzero.engine.start.unit_init",
     "follow": "rayzero.cluster.follow_call",
     "full_parameters": "rayzero.engine.full_values",
     "full_state_dict": "rayzero.engine.full_values",

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rayzero.activations.ledger import GroupTotals, RankSummary
-    from rayzero.activations.offload import ActivationOffload, GroupScope
-    from rayzero.activations.policy import OffloadPolicy
-    from rayzero.activations.schedule.cost import Choice, CostPlan, GroupCost, Link
-    from rayzero.activations.tensors.host_pool import HostPool, PoolStatus
-    from rayzero.lanes import CudaLane, ThreadLane
-
-_HOME = {
-    "ActivationOffload": "rayzero.activations.offload",
-    "Choice": "rayzero.activations.schedule.cost",
-    "CostPlan": "rayzero.activations.schedule.cost",
-    "CudaLane": "rayzero.lanes",
-    "GroupCost": "rayzero.activations.schedule.cost",
-    "GroupScope": "rayzero.activations.offload",
-    "GroupTotals": "rayzero.activations.ledger",
-    "HostPool": "rayzero.activations.tensors.host_pool",
-    "Link": "rayzero.activations.schedule.cost",
-    "OffloadPolicy": "rayzero.activations.policy",
-    "PoolStatus": "rayzero.activations.tensors.host_pool",
-    "RankSummary": "rayzero.activations.ledger",
-    "ThreadLane": "rayzero.lanes",
-}
+from rayzero.activations.cost import Choice, CostPlan, GroupCost
+from rayzero.activations.host_pool import HostPool, PoolStatus
+from rayzero.activations.ledger import GroupTotals, RankSummary
+from rayzero.activations.offload import ActivationOffload, GroupScope
+from rayzero.activations.policy import OffloadPolicy
+from rayzero.lanes import CudaLane, ThreadLane
 
 __all__ = [
     "ActivationOffload",
@@ -38,19 +18,8 @@ __all__ = [
     "GroupScope",
     "GroupTotals",
     "HostPool",
-    "Link",
     "OffloadPolicy",
     "PoolStatus",
     "RankSummary",
     "ThreadLane",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from rayzero.activations.group import Group
 from rayzero.activations.policy import OffloadPolicy
-from rayzero.activations.schedule.group import Group
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.modes import outside_modes
 
@@ -64,7 +64,8 @@ def match_modules(
         matches = [(full, module) for model in models for full, module in model.named_modules()]
         matches = [(full, module) for full, module in matches if fnmatchcase(full, pattern)]
         if not matches:
-            raise ConfigError(f"{setting}: {pattern!r} matches no submodule of {_names(models)}")
+            names = ", ".join(type(model).__name__ for model in models)
+            raise ConfigError(f"{setting}: {pattern!r} matches no submodule of {names}")
         for full, module in matches:
             found.setdefault(id(module), (name, full, module))
     compiled = [module for model in models for module in model.modules() if _is_compiled(module)]
@@ -170,7 +171,3 @@ def _restore_forward(module: nn.Module) -> None:
     original = wrapped.args[0]
     if getattr(original, "__func__", None) is not type(module).forward:
         module.__dict__["forward"] = original
-
-
-def _names(models: Sequence[nn.Module]) -> str:
-    return ", ".join(type(model).__name__ for model in models)

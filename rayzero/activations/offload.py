@@ -20,18 +20,14 @@ from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from rayzero.activations.attach import Attachment
+from rayzero.activations.cost import Choice, CostBook, CostPlan
+from rayzero.activations.entry import End, Entries, KeptTensor, ProtectedStorages, Saved, view_bytes
+from rayzero.activations.group import ChunkOrder, Group
+from rayzero.activations.host_pool import HostPool, PoolStatus
 from rayzero.activations.ledger import Ledger, RankSummary
+from rayzero.activations.moves import Chunks, Reload, Unload
 from rayzero.activations.policy import OffloadPolicy
-from rayzero.activations.schedule.chunk_order import ChunkOrder
-from rayzero.activations.schedule.chunks import Chunks
-from rayzero.activations.schedule.cost import Choice, CostPlan
-from rayzero.activations.schedule.cost_book import CostBook
-from rayzero.activations.schedule.group import Group
-from rayzero.activations.schedule.moves import Reload, Unload
-from rayzero.activations.tensors.entry import End, Entries, KeptTensor, Saved, view_bytes
-from rayzero.activations.tensors.host_pool import HostPool, PoolStatus
-from rayzero.activations.tensors.protected_storages import ProtectedStorages
-from rayzero.activations.tensors.shelf import Shelf
+from rayzero.activations.shelf import Shelf
 from rayzero.errors import ConfigError
 from rayzero.lanes import GraphMarks, Lane, Span, make_lane
 from rayzero.modes import outside_modes

@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 from pydantic import AfterValidator, Field
 
-from rayzero.checkpoint.files.tensor_file import DTYPES, TensorDecl
+from rayzero.checkpoint.tensor_file import DTYPES, TensorDecl
 from rayzero.errors import CheckpointError, RayZeroError
 from rayzero.files import parse_json
 from rayzero.kernels.moments import CODED, packed_bytes

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import TensorFile, as_bytes
 from rayzero.checkpoint.manifest import MANIFEST, MAX_BYTES, FilePiece, Manifest, slots_of
+from rayzero.checkpoint.tensor_file import TensorFile, as_bytes
 from rayzero.checkpoint.writer import BUFFER, STATE, checkpoint_folders, holds_nothing_else, taken_path
 from rayzero.errors import CheckpointError
 from rayzero.files import open_regular, parse_json, read_text, regular_size
@@ -140,6 +140,13 @@ class CheckpointReader:
         file = TensorFile(self.directory / name)
         file.require(self.manifest.tensors[name])
         return file
+
+    def require_classes(self, ours: str) -> None:
+        """Raise CheckpointError unless a run whose optimizer's classes are ``ours`` can go on from it."""
+        if (saved := self.spec.classes) != ours:
+            raise CheckpointError(
+                f"{self.directory} was written with optimizer {saved!r}, but this run has {ours!r}; use the same class"
+            )
 
     def rank_state(self, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """One rank's loop state and its tensors (views of the mapped file), as ``write_rank_state`` was given them.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import as_bytes
+from rayzero.checkpoint.tensor_file import as_bytes
 from rayzero.errors import CheckpointError
 from rayzero.layout.model_layout import dtype_name
 

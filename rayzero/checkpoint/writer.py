@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import TensorFileWriter, Writable, declare
 from rayzero.checkpoint.manifest import MANIFEST, Manifest, rank_file_name
+from rayzero.checkpoint.tensor_file import TensorFileWriter, Writable, declare
 from rayzero.errors import CheckpointError, CheckpointWriteError
 from rayzero.files import fsync
 from rayzero.layout.model_layout import dtype_name

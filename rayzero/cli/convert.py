@@ -40,7 +40,7 @@ def convert(
 ) -> None:
     """Convert a checkpoint, parameter by parameter, with its optimizer states where both formats have them."""
     from rayzero.convert.conversion import convert as convert_checkpoint
-    from rayzero.convert.storage import is_url
+    from rayzero.convert.remote_checkpoints import is_url
     from rayzero.layout.model_layout import dtype_from_name
 
     done = convert_checkpoint(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rayzero.checkpoint.files.tensor_file import TensorDecl
+from rayzero.checkpoint.tensor_file import TensorDecl
 from rayzero.convert.formats import Format, open_reader
 from rayzero.convert.formats.content import Content, Reader, listed
 from rayzero.convert.formats.rayzero_format import RayZeroReader, write_rayzero

@@ -4,9 +4,8 @@ complete."""
 from __future__ import annotations
 
 from rayzero.engine.checkpoint.save import begin_checkpoint, save_checkpoint
-from rayzero.engine.context import RankContext, get_context, report, running_in, track
+from rayzero.engine.context import OpenCheckpoint, RankContext, get_context, report, running_in, track
 from rayzero.engine.full_values import full_parameters, full_state_dict
-from rayzero.engine.loop.open_checkpoint import OpenCheckpoint
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.prepare import engine_of, prepare
 

@@ -31,7 +31,7 @@ from rayzero.engine.start.unit_init import Init
 from rayzero.engine.stats import ModelParameterStats, as_count, measured_link, read_stats, restart_stats
 from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import ConfigError, GradientAccessError, UnsupportedError
-from rayzero.layout.rank_mapping import RankMapping
+from rayzero.layout.shard_map import RankMapping
 from rayzero.telemetry.stats import Freed, MemoryStats, PrefetchStats, Stats
 
 P = ParamSpec("P")
@@ -246,23 +246,17 @@ class OffloadManager:
 
     def get_memory_stats(self) -> MemoryStats:
         """Parameters and bytes by tier, and peaks."""
-        return self._call(self._memory)
+        return self._call(lambda: read_stats(self._engine).memory)
 
     async def get_memory_stats_async(self) -> MemoryStats:
-        return await self._call_async(self._memory)
-
-    def _memory(self) -> MemoryStats:
-        return read_stats(self._engine).memory
+        return await self._call_async(lambda: read_stats(self._engine).memory)
 
     def get_prefetch_status(self) -> PrefetchStats:
         """What is queued and on its way, and what became of earlier prefetches."""
-        return self._call(self._prefetch)
+        return self._call(lambda: read_stats(self._engine).prefetch)
 
     async def get_prefetch_status_async(self) -> PrefetchStats:
-        return await self._call_async(self._prefetch)
-
-    def _prefetch(self) -> PrefetchStats:
-        return read_stats(self._engine).prefetch
+        return await self._call_async(lambda: read_stats(self._engine).prefetch)
 
     # ---- memory and prefetch
 

@@ -40,10 +40,9 @@ from rayzero.engine.rank_products import RankProducts
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.start.buffers import refuse_buffers
 from rayzero.engine.start.initial_values import InitialValues
-from rayzero.engine.start.meta import materialise
 from rayzero.engine.start.opaque import refuse_apart, refuse_codes
 from rayzero.engine.start.plan_notes import tell_plan
-from rayzero.engine.start.unit_init import Init
+from rayzero.engine.start.unit_init import Init, materialise
 from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.partition import UnitPlan, UnitRule, build_layout

@@ -21,7 +21,7 @@ from rayzero.engine.engine import Engine
 from rayzero.engine.prepare import engine_of
 from rayzero.engine.units.param_unit import ParamUnit, UnitState
 from rayzero.errors import ConfigError
-from rayzero.lanes.link_speed import LinkSpeed
+from rayzero.lanes.lane import LinkSpeed
 from rayzero.memory.pressure import read_memory
 from rayzero.memory.process_memory import peak_resident
 from rayzero.telemetry.names import (

@@ -13,12 +13,13 @@ allowed: only ``torch.func.functional_call`` puts one there, for one call.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.autograd.hooks import ModuleHook
+from rayzero.engine.autograd.hooks import CallingHook, ModuleHook
 from rayzero.engine.private_torch import storage_keys
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.unit_cache import UnitCache
@@ -190,19 +191,7 @@ class BeforeStateDictLoad(ModuleHook):
         self._events.begin_load(module)
 
 
-class AfterStateDictLoad(ModuleHook):
-    """Says when it has ended."""
-
-    def __init__(self, module: nn.Module, events: LoadEvents) -> None:
-        super().__init__(module)
-        self._events = events
-
-    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        if module is self.module:
-            self._events.end_load(module)
-
-
 def hook_state_dict_loads(module: nn.Module, events: LoadEvents) -> None:
     """Have each load_state_dict() of ``module`` reported, also within that of another."""
     module.register_load_state_dict_pre_hook(BeforeStateDictLoad(module, events))  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_post_hook(AfterStateDictLoad(module, events))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(CallingHook(module, partial(events.end_load, module)))  # type: ignore[no-untyped-call]

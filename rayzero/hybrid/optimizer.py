@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.hybrid.build import Builder
 from rayzero.hybrid.gate import AwayParameter, Gate, attach
-from rayzero.hybrid.host.side import BucketRun, gradient_of
+from rayzero.hybrid.host_side import BucketRun, gradient_of
 from rayzero.hybrid.options import HyperLink, OptimizerClass, defaults, fitting
-from rayzero.hybrid.placement import FractionSearch, Placement, Targets, the_device
-from rayzero.hybrid.sides import Sides
-from rayzero.hybrid.split import Order
+from rayzero.hybrid.placement import FractionSearch, Order, Placement, Targets, the_device
+from rayzero.hybrid.sides import Builder, Sides
 from rayzero.kernels import choose_kernel
 from rayzero.kernels.torch_classes.optimizer_class import State, options_of
 from rayzero.lanes import Lane

@@ -19,7 +19,7 @@ from transformers.trainer_callback import ExportableState
 
 from rayzero.checkpoint.state_values import to_bytes
 from rayzero.engine.context import get_context
-from rayzero.engine.loop.rank_state import generator_states, set_generator_states
+from rayzero.engine.loop.comeback import generator_states, set_generator_states
 from rayzero.errors import UnsupportedError
 
 _ELSEWHERE = ("log_history", "stateful_callbacks")  # fields of TrainerState that are kept in other ways

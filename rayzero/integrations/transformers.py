@@ -43,17 +43,15 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rayzero.config import ZeroConfig
-from rayzero.convert.fit import misfits
 from rayzero.convert.formats.safetensors_folder import INDEX_FILE, WHOLE_FILE
-from rayzero.convert.weights import Weights
+from rayzero.convert.weights import Weights, misfits
 from rayzero.engine.checkpoint.save import save_checkpoint
 from rayzero.engine.context import get_context
 from rayzero.engine.full_values import full_state_dict
 from rayzero.engine.mean import mean_over_ranks
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.prepare import is_prepared
-from rayzero.engine.start.initial_values import wanted_by
-from rayzero.engine.start.weight_stream import require_fit
+from rayzero.engine.start.initial_values import require_fit, wanted_by
 from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import CheckpointWriteError, ConfigError, UnsupportedError
 from rayzero.integrations.accelerate import ZeroAccelerator

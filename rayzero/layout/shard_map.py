@@ -16,7 +16,7 @@ owners, so no owner ends further above another than before the round, or than it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, takewhile
@@ -27,8 +27,62 @@ import torch
 from rayzero.config.zero import Spread
 from rayzero.errors import ConfigError
 from rayzero.layout.model_layout import ModelLayout, UnitLayout
-from rayzero.layout.rank_mapping import RankMapping
 from rayzero.quantities import count
+
+
+@dataclass(frozen=True, slots=True)
+class RankMapping:
+    """Which of ``world_size`` ranks owns which partition, seen from ``rank``.
+
+    Knows indices; not what a partition holds. ``rank`` may also be an optimizer actor's index. Invariants: the ranks'
+    ``owned_partition_count`` add up to the total, and the two index maps are inverses of each other. Raises ConfigError
+    if ``rank`` is not in 0..world_size - 1, and every method does if a number is negative."""
+
+    rank: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ConfigError(f"world_size must be at least 1, got {self.world_size}")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(
+                f"rank must be in 0..{self.world_size - 1} (world_size {self.world_size}), got {self.rank}"
+            )
+
+    def owns_partition(self, partition: int) -> bool:
+        """Whether this rank owns ``partition``."""
+        return self.get_parameter_owner(partition) == self.rank
+
+    def get_parameter_owner(self, partition: int) -> int:
+        """The rank that owns ``partition``."""
+        return _counted("partition", partition) % self.world_size
+
+    def owned_partitions(self, total: int) -> list[int]:
+        """This rank's partitions among the first ``total``, ascending."""
+        return list(range(self.rank, _counted("total", total), self.world_size))
+
+    def owned_partition_count(self, total: int) -> int:
+        """``len(owned_partitions(total))``, without the list."""
+        share, rest = divmod(_counted("total", total), self.world_size)
+        return share + (self.rank < rest)
+
+    def global_to_local_partition(self, partition: int) -> int | None:
+        """This rank's own number for ``partition``, or None if another rank owns it."""
+        return partition // self.world_size if self.owns_partition(partition) else None
+
+    def local_to_global_partition(self, local: int) -> int:
+        """The partition that this rank numbers ``local``."""
+        return _counted("local partition", local) * self.world_size + self.rank
+
+    def communication_group(self, partitions: Iterable[int]) -> list[int]:
+        """The distinct owners of ``partitions``, ascending."""
+        return sorted({self.get_parameter_owner(partition) for partition in partitions})
+
+
+def _counted(what: str, value: int) -> int:
+    if value < 0:
+        raise ConfigError(f"{what} must be >= 0, got {value}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -97,11 +151,6 @@ class ShardMap:
         """The weights of all items of ``owner``."""
         return sum(self.weights[shard] for shard in self.shards_of(owner))
 
-    @property
-    def num_shards(self) -> int:
-        """The number of items in the map."""
-        return len(self.owners)
-
     def owner(self, shard: int) -> int:
         """The owner of item ``shard``."""
         if not 0 <= shard < len(self.owners):
@@ -127,11 +176,6 @@ class ShardMap:
     def bytes_of(self, owner: int) -> int:
         """The bytes of all items of ``owner``."""
         return sum(self.sizes[shard] for shard in self.shards_of(owner))
-
-    def byte_fraction_of(self, owner: int) -> float:
-        """``owner``'s share of all bytes, 0.0 to 1.0; 0.0 if there are no bytes at all."""
-        total = sum(self.sizes)
-        return self.bytes_of(owner) / total if total else 0.0
 
     @cached_property
     def _items(self) -> tuple[tuple[int, ...], ...]:

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import DeferredTensor, StreamedTensor, TensorDecl, declare
 from rayzero.checkpoint.manifest import owner_file_name, slots_of
 from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.checkpoint.tensor_file import DeferredTensor, StreamedTensor, TensorDecl, declare
 from rayzero.checkpoint.writer import staging_path, write_tensors
 from rayzero.concurrency.futures import DONE, fail, failed, settle
 from rayzero.errors import CheckpointAbandonedError, CheckpointError, RayZeroError, StoreClosedError, StoreError
@@ -382,7 +382,7 @@ def restore_checkpoint(path: str, shards: Mapping[int, OwnedShard], rule: Update
     differ: they come with each decision from the run's own optimizer, and the restored values belong to parameters, not
     to groups."""
     with CheckpointReader(path) as reader:
-        _check_optimizer(reader, optimizer)
+        reader.require_classes(optimizer)
         _check_parameters(reader, shards)
         for owned in shards.values():
             values = owned.widest()
@@ -390,14 +390,6 @@ def restore_checkpoint(path: str, shards: Mapping[int, OwnedShard], rule: Update
                 _restore_slice(reader, owned, index, rule, values)
             owned.publish(values)
         return reader.step
-
-
-def _check_optimizer(reader: CheckpointReader, ours: str) -> None:
-    saved = reader.spec.classes
-    if saved != ours:
-        raise CheckpointError(
-            f"{reader.directory} was written with optimizer {saved!r}, but this run has {ours!r}; use the same class"
-        )
 
 
 def _check_parameters(reader: CheckpointReader, shards: Mapping[int, OwnedShard]) -> None:

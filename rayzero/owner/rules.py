@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import DeferredTensor
+from rayzero.checkpoint.tensor_file import DeferredTensor
 from rayzero.errors import StoreError
 from rayzero.kernels import AdamMemory, AdamOptions, adam_states, choose_kernel, segments_of
 from rayzero.kernels.moments import CODED, CodedMoment, packed_bytes

@@ -15,7 +15,7 @@ import torch
 
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import ConfigError
-from rayzero.lanes.link_speed import fastest, measure_link
+from rayzero.lanes.lane import fastest, measure_link
 from rayzero.memory.process_memory import host_limits
 
 _LARGEST = 256 << 20  # bytes of the arrays that memory speed is measured with

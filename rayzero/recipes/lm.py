@@ -30,7 +30,7 @@ from rayzero.concurrency.futures import is_well
 from rayzero.engine import OpenCheckpoint, begin_checkpoint, get_context, prepare, save_checkpoint, track
 from rayzero.engine.context import RankContext
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
-from rayzero.engine.start.meta import empty_parameters
+from rayzero.engine.start.unit_init import empty_parameters
 from rayzero.engine.stats import count_tokens
 from rayzero.errors import ConfigError, DataError
 from rayzero.protocol.messages import CheckpointInfo, Decision

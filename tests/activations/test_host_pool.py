@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from rayzero.activations.tensors.host_pool import HostPool, size_class
+from rayzero.activations.host_pool import HostPool, size_class
 from rayzero.errors import RayZeroError, UnsupportedError
 
 

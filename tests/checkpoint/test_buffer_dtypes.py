@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.checkpoint.files.tensor_file import TensorFile, TensorFileWriter, declare
 from rayzero.checkpoint.state_values import from_bytes, to_bytes
+from rayzero.checkpoint.tensor_file import TensorFile, TensorFileWriter, declare
 from rayzero.convert.conversion import convert, export_full
 from rayzero.errors import CheckpointError, UnsupportedError
 

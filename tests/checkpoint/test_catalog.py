@@ -9,7 +9,7 @@ import os
 import pytest
 
 from rayzero.checkpoint import Catalog, stale_folders, sweep_stale
-from rayzero.checkpoint.writer import check_target
+from rayzero.checkpoint.writer import _replaced_path, check_target
 from rayzero.convert.remote_checkpoints import newest_checkpoint
 from rayzero.errors import CheckpointError
 
@@ -85,7 +85,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_names_it(written, t
 
 def test_what_interrupted_saves_left_under_any_name_is_put_right(written, tmp_path):
     replaced = written.save(tmp_path / "final", step=3)
-    (tmp_path / "final").rename(tmp_path / ".final.replaced")  # the first of two renames; then the power went
+    (tmp_path / "final").rename(_replaced_path(tmp_path / "final"))  # the first of two renames; then the power went
     written.stage(tmp_path / "best")
     (tmp_path / "..hidden.taken").mkdir()
     assert newest_checkpoint(tmp_path) is None

@@ -142,22 +142,6 @@ def test_leftovers_of_an_interrupted_save_do_not_end_up_in_the_next(written, dir
     CheckpointReader(directory).verify()
 
 
-def test_saving_the_same_step_again_replaces_it(written, directory):
-    first = written.save(directory)
-    written.values["w", MASTER].add_(1)
-    second = written.save(directory)
-    assert CheckpointReader(directory).digest == second.digest != first.digest
-    assert [path.name for path in directory.parent.iterdir()] == ["step-000030"]
-
-
-def test_stale_staging_directories_are_swept_and_complete_checkpoints_are_not(written, directory):
-    written.save(directory)
-    written.stage(directory.with_name("step-000040"))
-    (directory.parent / "notes").mkdir()
-    assert sweep_stale(directory.parent) == [".step-000040.tmp"]
-    assert sorted(path.name for path in directory.parent.iterdir()) == ["notes", "step-000030"]
-
-
 def test_a_loop_state_that_is_not_json_is_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match="rank 2: the loop state is not JSON-able"):
         write_rank_state(tmp_path / ".step-000001.tmp", 2, {"x": torch.zeros(1)}, {})
@@ -210,13 +194,6 @@ def test_every_file_and_its_name_is_durable_before_the_checkpoint_has_its_own(wr
     written.save(directory)
     assert lacking == []
     assert directory.parent.stat().st_ino in durable, "so is the name, afterwards"
-
-
-def test_a_replacement_killed_between_its_two_renames_gives_the_name_back(written, directory):
-    digest = written.save(directory).digest
-    directory.rename(writer_module._replaced_path(directory))  # the first rename; then the power goes
-    sweep_stale(directory.parent)
-    assert CheckpointReader(directory).digest == digest
 
 
 @pytest.mark.parametrize("replaces", [False, True])

@@ -13,8 +13,8 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.checkpoint import CheckpointReader, staging_path, write_rank_state, write_tensors
 from rayzero.checkpoint import writer as writer_module
-from rayzero.checkpoint.files.tensor_file import DeferredTensor
 from rayzero.checkpoint.manifest import MANIFEST
+from rayzero.checkpoint.tensor_file import DeferredTensor
 from rayzero.checkpoint.writer import withdraw
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import CheckpointError, ConfigError, RayZeroError, UnsupportedError

@@ -25,7 +25,7 @@ from rayzero.cluster.processes.rank_worker import (
 )
 from rayzero.cluster.run import Report
 from rayzero.config import ZeroConfig
-from rayzero.engine.loop.reports import RecentReports
+from rayzero.engine.loop.tracked import RecentReports
 from rayzero.errors import StoreClosedError
 from rayzero.protocol.ownership import Ownership
 from rayzero.telemetry.names import MAX_REPORTED, REPORTED, TRAIN_LOSS

@@ -26,7 +26,7 @@ from rayzero.cluster.files.run_record import RECORD, DriverProcess, RunRecord, r
 from rayzero.cluster.run import Report, RunState
 from rayzero.config import RunConfig
 from rayzero.engine.context import RankContext
-from rayzero.engine.loop.reports import LoopReport
+from rayzero.engine.loop.tracked import LoopReport
 from rayzero.errors import ConfigError
 from rayzero.recipes.recipe import RecipeConfig
 

@@ -21,13 +21,14 @@ from rayzero.checkpoint import CheckpointReader
 from rayzero.config import RunConfig
 from rayzero.convert.conversion import convert
 from rayzero.convert.remote_checkpoints import (
+    RemoteFolder,
     Uploads,
     fetch_checkpoint,
+    is_url,
     newest_checkpoint,
     newest_url,
     upload_checkpoint,
 )
-from rayzero.convert.storage import RemoteFolder, is_url
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import CheckpointError, CheckpointWriteError, ConfigError, UnsupportedError
 

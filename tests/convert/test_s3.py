@@ -11,8 +11,7 @@ from checkpoint.conftest import Written, require_one_line
 
 from rayzero.checkpoint import CheckpointReader
 from rayzero.convert.conversion import convert
-from rayzero.convert.remote_checkpoints import newest_checkpoint, upload_checkpoint
-from rayzero.convert.storage import RemoteFolder
+from rayzero.convert.remote_checkpoints import RemoteFolder, newest_checkpoint, upload_checkpoint
 from rayzero.errors import CheckpointError, CheckpointWriteError
 
 pytest.importorskip("s3fs")

@@ -126,8 +126,7 @@ def test_checkpointed_layers(pattern, reentrant):
 
 @pytest.mark.parametrize("up", [False, True])
 def test_a_budget_is_kept_by_offload_or_recomputation(up, monkeypatch):
-    from rayzero.activations.schedule.cost import Choice
-    from rayzero.activations.schedule.cost_book import CostBook
+    from rayzero.activations.cost import Choice, CostBook
 
     choices = [Choice.RECOMPUTE, Choice.OFFLOAD, Choice.KEEP, Choice.RECOMPUTE]
 

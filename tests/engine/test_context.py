@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import rayzero
 from rayzero.engine import private_torch
 from rayzero.engine.context import RankContext, running_in
-from rayzero.engine.loop.reports import LoopReport
+from rayzero.engine.loop.tracked import LoopReport
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.testing import run_ranks
 from tests.support.leftovers import threads, threads_left

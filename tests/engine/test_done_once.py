@@ -17,7 +17,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.engine.loop import keeper
-from rayzero.engine.loop.reports import LoopReport
+from rayzero.engine.loop.tracked import LoopReport
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.errors import StateLostError
 from rayzero.testing import Killed, run_ranks

@@ -21,7 +21,7 @@ from rayzero import OffloadManager, ZeroConfig
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.units.param_unit import UnitState
 from rayzero.errors import ConfigError, GradientAccessError, UnsupportedError
-from rayzero.layout.rank_mapping import RankMapping
+from rayzero.layout.shard_map import RankMapping
 from rayzero.memory.process_memory import process_memory
 from rayzero.testing import run_ranks
 from tests.support.leftovers import threads, threads_left

@@ -19,10 +19,9 @@ from torch import nn
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.checkpoint import CheckpointReader
-from rayzero.checkpoint.files.tensor_file import TensorFileWriter
 from rayzero.checkpoint.manifest import MANIFEST
-from rayzero.engine.context import RankContext, running_in
-from rayzero.engine.loop.open_checkpoint import OpenCheckpoint
+from rayzero.checkpoint.tensor_file import TensorFileWriter
+from rayzero.engine.context import OpenCheckpoint, RankContext, running_in
 from rayzero.errors import CheckpointWriteError
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks

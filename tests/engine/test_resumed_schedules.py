@@ -18,7 +18,6 @@ import rayzero
 from rayzero.engine.context import RankContext, get_context, running_in
 from rayzero.engine.optimizer.param_groups import ResumedGroups
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
-from rayzero.testing import run_ranks
 
 from .models import same_bits
 from .schedules import SCHEDULERS, STEPS
@@ -109,24 +108,6 @@ def test_learning_rates_that_are_tensors_stay_tensors_of_their_bits(tmp_path: Pa
         assert all(isinstance(group["initial_lr"], Tensor) for group in resumed.optimizer.param_groups)
         assert resumed.run(5, STEPS) == expected_rates[5:]
         assert same_bits(rayzero.full_state_dict(resumed.model), expected)
-
-
-@pytest.mark.parametrize("name", ["OneCycleLR", "StepLR"])
-def test_two_ranks_resume_at_the_rates_they_had(tmp_path: Path, name: str) -> None:
-    def whole(context: RankContext) -> Any:
-        training = Training(name, early=False)
-        rates = training.run(0, 4)
-        training.save(tmp_path / "step-000004")
-        return rates + training.run(4, STEPS), rayzero.full_state_dict(training.model)
-
-    def second(context: RankContext) -> Any:
-        training = Training(name, early=False, resume=tmp_path / "step-000004")
-        return training.run(4, STEPS), rayzero.full_state_dict(training.model)
-
-    expected = run_ranks(whole, 2, 2)
-    for (rates, state), (all_rates, final) in zip(run_ranks(second, 2, 1), expected, strict=True):
-        assert rates == all_rates[4:]
-        assert same_bits(state, final)
 
 
 # ---- groups -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import rayzero
 from rayzero import ZeroConfig
+from rayzero.engine.autograd.gradients import GradientSums
 from rayzero.engine.context import RankContext
 from rayzero.errors import (
     AccumulationError,
@@ -293,3 +296,24 @@ def test_what_cannot_be_prepared_is_refused_before_anything_changes(
 def test_alone_there_is_no_grpc(alone: RankContext) -> None:
     with pytest.raises(UnsupportedError, match="transport='grpc' needs the owners of a trainer"):
         prepared(seeded(Net), ZeroConfig(transport="grpc"))
+
+
+# ---- sums of gradients where they stay on the device until the step
+
+
+def test_gradients_of_16_bits_are_added_in_32() -> None:
+    """In bfloat16 257 small gradients would stay at the first one's 1.0, and the second would be written into the
+    first."""
+    unit: Any = SimpleNamespace(index=0, layout=SimpleNamespace(dtype=torch.bfloat16))
+    sums, first = GradientSums(), torch.ones(4, dtype=torch.bfloat16)
+    sums.add(unit, [first, None])
+    for _ in range(256):
+        sums.add(unit, [torch.full((4,), 2.0**-9, dtype=torch.bfloat16), None])
+    assert sums.slots(0) == {0}
+    total, nothing = sums.take(unit)
+    assert nothing is None
+    assert total is not None
+    assert total.tolist() == [1.5] * 4
+    assert total.dtype is torch.bfloat16
+    assert first.tolist() == [1.0] * 4
+    assert 0 not in sums

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.checkpoint.state_values import from_bytes, to_bytes
 from rayzero.engine.context import RankContext, get_context, running_in
+from rayzero.engine.loop.tracked import LoopReport, RecentReports, plain_metrics
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.testing import run_ranks
@@ -293,3 +295,40 @@ def test_loop_states_come_back_as_they_were() -> None:
     for cut in (0, 7, 20, len(to_bytes(state)) - 1):
         with pytest.raises(CheckpointError, match=r"a loop's state of .* is damaged"):
             from_bytes(to_bytes(state)[:cut])
+
+
+# ---- reports are numbered and kept, so that a loop's next life can make them again
+
+
+def test_reports_are_numbered_within_a_step_and_those_of_two_steps_are_kept() -> None:
+    recent = RecentReports()
+    recent.arrived(9, 0)
+    made = [recent.add(step, {"loss": float(step)}, None) for step in (3, 4, 4, 5)]
+    assert [(each.step, each.number) for each in made] == [(3, 0), (4, 0), (4, 1), (5, 0)]
+    again = RecentReports()
+    again.skip(7)
+    assert again.restore(recent.state()) == made[1:]
+    again.skip(5)
+    assert again.add(5, {"loss": 9.0}, "a") == LoopReport(step=5, number=2, metrics={"loss": 9.0}, checkpoint="a")
+
+
+def test_reports_that_have_not_arrived_are_kept() -> None:
+    recent = RecentReports()
+    for step in range(300):
+        recent.add(step, {}, None)
+    assert [each["step"] for each in recent.state()["recent"]] == list(range(200, 300)), "of a receiver that is dead"
+    recent.arrived(297, 0)
+    recent.add(300, {}, None)
+    assert [each["step"] for each in recent.state()["recent"]] == [298, 299, 300]
+
+
+def test_a_report_that_is_refused_takes_no_number() -> None:
+    recent = RecentReports()
+    with pytest.raises(ConfigError, match="'logits' is a Tensor"):
+        recent.add(1, {"logits": torch.zeros(3)}, None)
+    assert recent.add(1, {}, None).number == 0
+
+
+def test_one_element_tensors_and_arrays_become_numbers():
+    metrics = {"loss": torch.tensor(1.5), "n": np.int64(3), "x": np.array([2.0]), "note": "ok", "none": None}
+    assert plain_metrics(metrics) == {"loss": 1.5, "n": 3, "x": 2.0, "note": "ok", "none": None}

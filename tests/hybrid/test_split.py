@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.hybrid.host.buckets import plan_buckets
-from rayzero.hybrid.placement import FractionSearch
-from rayzero.hybrid.split import Item, chunks, host_elements, total_bytes
+from rayzero.hybrid.buckets import plan_buckets
+from rayzero.hybrid.placement import FractionSearch, Item, chunks, host_elements, total_bytes
 
 LINE = 64
 TENS = [Item(numel=numel * LINE, weight=4) for numel in (10, 20, 30, 40)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from rayzero.errors import ConfigError
 from rayzero.layout.rescale import Rescale, rescale
 from rayzero.layout.shard_map import ShardMap
+from rayzero.protocol.ownership import Ownership
 
 sizes_lists = st.lists(st.integers(0, 1000), max_size=40)
 makers = st.sampled_from([ShardMap.round_robin, ShardMap.contiguous, ShardMap.balanced])
@@ -107,3 +109,41 @@ def test_doors_stand_before_owners_on_devices() -> None:
 def test_a_change_to_doors_alone_is_refused(doors: int) -> None:
     with pytest.raises(ConfigError, match=r"of 2 owners, -?[12] cannot be without shards"):
         Rescale((0, 1), doors)
+
+
+# ---- which owners there are by epoch
+
+
+CHANGED = Ownership(3, doors=1).then(Rescale((0, None, None, 3), doors=2)).then(Rescale((0, 1)))
+
+
+def test_doors_are_counted_with_the_owners_of_their_epoch() -> None:
+    found = []
+    for ownership in (CHANGED.before.before, CHANGED.before, CHANGED):
+        found.append((ownership.num_owners, ownership.num_optimizers, list(ownership.door_numbers)))
+    assert found == [(3, 2, [2]), (4, 2, [2, 3]), (2, 2, [])]
+
+
+def test_owners_on_devices_have_numbers_behind_doors() -> None:
+    assert CHANGED.before.number_of(3) == 4  # of three owners and a first one on a device
+    assert CHANGED.number_of(4) == 2
+
+
+@pytest.mark.parametrize(
+    "ownership", [Ownership(2), Ownership(2).then(Rescale((0, None))), Ownership(3, doors=1), CHANGED]
+)
+def test_a_record_of_the_owners_says_all(ownership: Ownership) -> None:
+    assert Ownership.from_json(json.loads(json.dumps(ownership.to_json()))) == ownership
+
+
+def test_a_record_from_before_there_were_doors_is_read() -> None:
+    assert Ownership.from_json([2, [0, None, 1]]) == Ownership(2).then(Rescale((0, None, 1)))
+    assert Ownership(2).then(Rescale((0, None, 1))).to_json() == [2, [0, None, 1]]
+
+
+@pytest.mark.parametrize(
+    "record", [[], [2, [0], {"doors": [0]}], [2, {"doors": ["a"]}], [2, [0, 1], {"doors": [0, "1"]}]]
+)
+def test_a_damaged_record_is_refused(record: list[object]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        Ownership.from_json(record)

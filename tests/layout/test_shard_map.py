@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rayzero.errors import ConfigError
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
-from rayzero.layout.shard_map import POLICIES, ShardMap, resident_bytes, shard_map_for
+from rayzero.layout.shard_map import POLICIES, RankMapping, ShardMap, resident_bytes, shard_map_for
 
 sizes_lists = st.lists(st.integers(0, 1000), max_size=40)
 owner_counts = st.integers(1, 9)
@@ -31,7 +31,6 @@ def test_round_robin_24_over_4() -> None:
     assert [shard_map.owner(i) for i in range(5)] == [0, 1, 2, 3, 0]
     assert shard_map.shards_of(0) == (0, 4, 8, 12, 16, 20)
     assert [shard_map.num_shards_of(owner) for owner in range(4)] == [6] * 4
-    assert shard_map.byte_fraction_of(0) == 0.25
 
 
 def test_contiguous_gives_the_first_owners_one_more() -> None:
@@ -71,8 +70,6 @@ def test_every_item_has_one_owner(
     assert sorted(i for shards in owned for i in shards) == list(range(len(sizes)))
     assert all(shard_map.owns(shard_map.owner(i), i) for i in range(len(sizes)))
     assert sum(loads(shard_map)) == sum(sizes)
-    fractions = [shard_map.byte_fraction_of(owner) for owner in range(num_owners)]
-    assert sum(fractions) == pytest.approx(1.0 if sum(sizes) else 0.0)
 
 
 @given(sizes_lists, owner_counts)
@@ -146,7 +143,7 @@ def test_a_balanced_unit_of_whole_parameters_is_on_as_many_owners_as_it_can_be(
 @given(layouts | whole_layouts, owner_counts, st.sampled_from(POLICIES))
 def test_the_owner_of_shard_0_is_owner_0(layout: ModelLayout, num_owners: int, policy: str) -> None:
     shard_map = shard_map_for(layout, num_owners, policy)
-    assert shard_map.num_shards == len(layout.shards)
+    assert len(shard_map.owners) == len(layout.shards)
     assert not layout.shards or shard_map.owner(0) == 0
 
 
@@ -187,14 +184,13 @@ def test_resident_bytes_of_an_element_under_adam() -> None:
 @pytest.mark.parametrize("make", [ShardMap.round_robin, ShardMap.contiguous, ShardMap.balanced])
 def test_edges_are_defined(make: Callable[[list[int], int], ShardMap]) -> None:
     empty = make([], 3)
-    assert (empty.num_shards, empty.shards_of(2), empty.bytes_of(2), empty.byte_fraction_of(2)) == (0, (), 0, 0.0)
-    assert make([0, 0], 2).byte_fraction_of(0) == 0.0
+    assert (empty.owners, empty.shards_of(2), empty.bytes_of(2)) == ((), (), 0)
     more_owners = make([5, 5], 4)
     assert sorted(more_owners.num_shards_of(k) for k in range(4)) == [0, 0, 1, 1]
     for wrong in (0, -1):
         with pytest.raises(ConfigError, match="at least 1 owner"):
             make([1], wrong)
-    for ask in (more_owners.shards_of, more_owners.bytes_of, more_owners.num_shards_of, more_owners.byte_fraction_of):
+    for ask in (more_owners.shards_of, more_owners.bytes_of, more_owners.num_shards_of):
         for owner in (4, -1):
             with pytest.raises(ConfigError, match=r"owner must be in 0\.\.3"):
                 ask(owner)
@@ -213,3 +209,46 @@ def test_wrong_tables_and_policies_are_refused() -> None:
         ShardMap((0,), (-1,), 2)
     with pytest.raises(ConfigError, match="'fair' but must be one of balanced, round_robin, contiguous"):
         shard_map_for(units_of([], 64), 2, "fair")
+
+
+# ---- round-robin ownership as a mapping: the documented vectors, and invariants for any numbers
+
+
+def test_documented_vectors() -> None:
+    mapping = RankMapping(1, 4)
+    assert [i for i in range(9) if mapping.owns_partition(i)] == [1, 5]
+    assert (mapping.get_parameter_owner(5), mapping.get_parameter_owner(8)) == (1, 0)
+    assert mapping.owned_partitions(10) == [1, 5, 9]
+    assert (mapping.owned_partition_count(10), mapping.owned_partition_count(8)) == (3, 2)
+    assert mapping.communication_group([0, 1, 4, 5, 8, 9]) == [0, 1]
+    assert mapping.local_to_global_partition(2) == 9
+    assert (mapping.global_to_local_partition(9), mapping.global_to_local_partition(8)) == (2, None)
+    assert RankMapping(0, 4).owned_partitions(8) == [0, 4]
+
+
+@given(st.integers(1, 9), st.integers(0, 40))
+def test_every_partition_has_one_owner_and_the_maps_are_inverse(world_size: int, total: int) -> None:
+    mappings = [RankMapping(rank, world_size) for rank in range(world_size)]
+    owned = [mapping.owned_partitions(total) for mapping in mappings]
+    assert sorted(i for partitions in owned for i in partitions) == list(range(total))
+    for mapping, partitions in zip(mappings, owned, strict=True):
+        assert mapping.owned_partition_count(total) == len(partitions)
+        assert [mapping.global_to_local_partition(i) for i in partitions] == list(range(len(partitions)))
+        assert [mapping.local_to_global_partition(i) for i in range(len(partitions))] == partitions
+    assert mappings[0].communication_group(range(total)) == list(range(min(total, world_size)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RankMapping(4, 4),
+        lambda: RankMapping(-1, 4),
+        lambda: RankMapping(0, 0),
+        lambda: RankMapping(0, 2).get_parameter_owner(-1),
+        lambda: RankMapping(0, 2).owned_partition_count(-1),
+        lambda: RankMapping(0, 2).local_to_global_partition(-1),
+    ],
+)
+def test_out_of_range_is_a_config_error(make: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError, match=r"must be"):
+        make()

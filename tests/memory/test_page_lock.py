@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rayzero.activations import ActivationOffload
-from rayzero.activations.tensors.host_pool import HostPool, size_class
+from rayzero.activations.host_pool import HostPool, size_class
 from rayzero.errors import MemoryPlanError
-from rayzero.hybrid.host.buckets import Bucket
-from rayzero.hybrid.split import Piece
+from rayzero.hybrid.buckets import Bucket
+from rayzero.hybrid.placement import Piece
 from rayzero.lanes import ThreadLane
 from rayzero.memory.page_lock import PageLock, host_zeros, locked_bytes
 from rayzero.memory.pages import PAGE

@@ -16,7 +16,7 @@ import torch
 from store.toy import WAIT, make_spec, random_grads
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import DeferredTensor, TensorFileWriter
+from rayzero.checkpoint.tensor_file import DeferredTensor, TensorFileWriter
 from rayzero.errors import CheckpointAbandonedError, CheckpointWriteError
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner

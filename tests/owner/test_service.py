@@ -13,7 +13,7 @@ import torch
 from store.toy import WAIT, make_spec, random_grads
 
 from owner.owner import Gate, Owner, counted, owner_of
-from rayzero.checkpoint.files.tensor_file import as_bytes
+from rayzero.checkpoint.tensor_file import as_bytes
 from rayzero.errors import (
     AccumulationError,
     CheckpointAbandonedError,

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from rayzero.lanes.link_speed import fastest
+from rayzero.lanes.lane import fastest
 from rayzero.plan import hardware
 from rayzero.plan.hardware import _cores, _product_speed, _undisturbed
 

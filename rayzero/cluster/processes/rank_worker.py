@@ -34,7 +34,7 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.cluster.supervision import RankOutcome, failure_of
     from rayzero.config import CheckpointErrors, ZeroConfig
     from rayzero.engine.context import RankContext, running_in
-    from rayzero.engine.loop.reports import LoopReport, RecentReports
+    from rayzero.engine.loop.tracked import LoopReport, RecentReports
     from rayzero.engine.private_torch import load_compiler_only_to_compile
     from rayzero.errors import ConfigError, StoreClosedError
     from rayzero.memory.malloc import map_blocks

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import DTYPES
+from rayzero.checkpoint.tensor_file import DTYPES
 from rayzero.errors import CheckpointError, UnsupportedError
 from rayzero.layout.model_layout import dtype_name
 

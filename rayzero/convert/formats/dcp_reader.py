@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from rayzero.checkpoint.files.tensor_file import is_shape
+from rayzero.checkpoint.tensor_file import is_shape
 from rayzero.convert.formats.content import (
     FLOATS,
     WEIGHT,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import is_shape
+from rayzero.checkpoint.tensor_file import is_shape
 from rayzero.convert.formats.content import Content, OptimizerGroup, Param, WeightDecl, listed, step_count
 from rayzero.convert.formats.pickles import require_dense
 from rayzero.errors import CheckpointError, UnsupportedError

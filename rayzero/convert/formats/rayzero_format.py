@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import DeferredTensor
 from rayzero.checkpoint.manifest import grid_of, owner_file_name, slots_of
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.state_values import pack, unpack
+from rayzero.checkpoint.tensor_file import DeferredTensor
 from rayzero.checkpoint.writer import (
     check_target,
     commit_checkpoint,

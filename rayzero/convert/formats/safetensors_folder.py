@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rayzero.checkpoint.files.tensor_file import DTYPES, TensorDecl, TensorFileWriter, code_name, shape_in_torch
+from rayzero.checkpoint.tensor_file import DTYPES, TensorDecl, TensorFileWriter, code_name, shape_in_torch
 from rayzero.convert.formats.content import FLOATS, Content, Param, Reader, WeightDecl, cut_into_files
 from rayzero.errors import CheckpointError
 from rayzero.files import parse_json, read_text, regular_size, replace_file

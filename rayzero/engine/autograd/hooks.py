@@ -57,6 +57,18 @@ class ModuleHook:
         return (_inert_hook, ())
 
 
+class CallingHook(ModuleHook):
+    """Calls a function without arguments."""
+
+    def __init__(self, module: nn.Module, act: Callable[[], object]) -> None:
+        super().__init__(module)
+        self._act = act
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if module is self.module:
+            self._act()
+
+
 class UnitCalls:
     """The running calls of one module, each with what it must undo.
 
@@ -91,31 +103,11 @@ class UnitCalls:
             self.after()
 
 
-class _Before(ModuleHook):
-    def __init__(self, module: nn.Module, calls: UnitCalls) -> None:
-        super().__init__(module)
-        self._calls = calls
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if module is self.module:
-            self._calls.before()
-
-
-class _After(ModuleHook):
-    def __init__(self, module: nn.Module, calls: UnitCalls) -> None:
-        super().__init__(module)
-        self._calls = calls
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module is self.module:
-            self._calls.after()
-
-
 def hook_units(module: nn.Module, calls: UnitCalls) -> None:
     """Make a module's forward open its units before the user's pre-hooks, and close them after the hooks it has so
     far."""
-    module.register_forward_pre_hook(_Before(module, calls), prepend=True)
-    module.register_forward_hook(_After(module, calls), always_call=True)
+    module.register_forward_pre_hook(CallingHook(module, calls.before), prepend=True)
+    module.register_forward_hook(CallingHook(module, calls.after), always_call=True)
 
 
 class CastInputs(ModuleHook):

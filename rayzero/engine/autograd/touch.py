@@ -30,8 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from rayzero.engine.units.open_parameter import open_class
-from rayzero.engine.units.param_unit import ParamUnit
+from rayzero.engine.units.param_unit import ParamUnit, open_class
 from rayzero.errors import GradientAccessError, UnsupportedError
 from rayzero.modes import outside_modes
 from rayzero.tensor_metadata import METADATA, AbsentParameter, of_class, plain

@@ -16,7 +16,7 @@ from rayzero.checkpoint.state_values import unpack
 from rayzero.engine.checkpoint.save import check_resume, of_model, require_model, widest_kind
 from rayzero.engine.context import get_context
 from rayzero.engine.engine import Engine
-from rayzero.engine.loop.rank_state import names_of
+from rayzero.engine.loop.comeback import names_of
 from rayzero.engine.optimizer.param_groups import ResumedGroups
 from rayzero.engine.optimizer.states import StateFormat, check_states, write_states
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
@@ -41,7 +41,7 @@ def load_checkpoint(optimizer: ZeroOptimizer, directory: Path | str) -> None:
     directory = of_model(Path(directory), engine.number)
     require_model(directory)
     with CheckpointReader(directory) as reader:
-        _check_optimizer(reader, optimizer.classes)
+        reader.require_classes(optimizer.classes)
         _check_parameters(reader, engine.units)
         check_resume(directory, engine.model)
         form = StateFormat(optimizer.make, optimizer.hyper())
@@ -58,14 +58,6 @@ def load_checkpoint(optimizer: ZeroOptimizer, directory: Path | str) -> None:
         write_states(engine, form, states)
         fill_buffers(engine.model, reader.buffers(file))
     groups.restore(optimizer.param_groups)
-
-
-def _check_optimizer(reader: CheckpointReader, ours: str) -> None:
-    saved = reader.spec.classes
-    if saved != ours:
-        raise CheckpointError(
-            f"{reader.directory} was written with optimizer {saved!r}, but this run has {ours!r}; use the same class"
-        )
 
 
 def _check_parameters(reader: CheckpointReader, units: list[ParamUnit]) -> None:

@@ -24,12 +24,10 @@ from rayzero.checkpoint.manifest import MANIFEST, rank_file_name
 from rayzero.checkpoint.reader import CheckpointReader, delete_older
 from rayzero.checkpoint.state_values import pack, unpack
 from rayzero.checkpoint.writer import check_target, staging_path, unwritten, withdraw, write_rank_state
-from rayzero.convert.remote_checkpoints import local_checkpoint, newest_checkpoint
-from rayzero.convert.storage import RemoteFolder, is_url
-from rayzero.engine.context import RankContext, get_context
+from rayzero.convert.remote_checkpoints import RemoteFolder, is_url, local_checkpoint, newest_checkpoint
+from rayzero.engine.context import OpenCheckpoint, RankContext, get_context
 from rayzero.engine.engine import Engine
-from rayzero.engine.loop.open_checkpoint import OpenCheckpoint
-from rayzero.engine.loop.rank_state import (
+from rayzero.engine.loop.comeback import (
     generator_states,
     names_of,
     set_generator_states,

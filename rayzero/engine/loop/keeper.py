@@ -53,10 +53,17 @@ import torch
 
 from rayzero.checkpoint.state_values import from_bytes, to_bytes
 from rayzero.engine.autograd.touch import requires_grad_of
-from rayzero.engine.loop.comeback import DROPPED, WROTE, Comeback, State, call_state, put_back
-from rayzero.engine.loop.rank_state import generator_states, set_generator_states
-from rayzero.engine.loop.reports import RecentReports
-from rayzero.engine.loop.tracked import Tracked
+from rayzero.engine.loop.comeback import (
+    DROPPED,
+    WROTE,
+    Comeback,
+    State,
+    call_state,
+    generator_states,
+    put_back,
+    set_generator_states,
+)
+from rayzero.engine.loop.tracked import RecentReports, Tracked
 from rayzero.engine.optimizer.param_groups import put_options, saved_options
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.buffers import ChangingBuffers

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from rayzero.checkpoint.files.tensor_file import CODES
+from rayzero.checkpoint.tensor_file import CODES
 from rayzero.engine.private_torch import has_memory
 from rayzero.engine.units.partition import share_elements
 from rayzero.errors import CheckpointError, UnsupportedError

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from rayzero.checkpoint.files.tensor_file import as_bytes
 from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.checkpoint.tensor_file import as_bytes
 from rayzero.codecs.record import codec_of
 from rayzero.engine.units.partition import UnitPlan, is_opaque
 from rayzero.errors import CheckpointError, UnsupportedError

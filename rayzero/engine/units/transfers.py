@@ -27,7 +27,7 @@ from rayzero.concurrency.futures import chain, failed, settled
 from rayzero.engine.units.fetch import ConditionalFetch, DeviceCopy, Fetching
 from rayzero.engine.units.residency import UnitBuffer, mapped_units
 from rayzero.lanes import CudaLane, Event, Lane, ThreadLane
-from rayzero.lanes.link_speed import LinkSpeed, measure_link
+from rayzero.lanes.lane import LinkSpeed, measure_link
 from rayzero.layout.model_layout import ALIGN, UnitLayout
 from rayzero.memory.budget import Lease, MemoryBudget
 from rayzero.memory.pool import Buffer, BufferPool, buffer_bytes

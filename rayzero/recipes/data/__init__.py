@@ -6,8 +6,7 @@ from pathlib import Path
 
 from rayzero.errors import DataError
 from rayzero.recipes.data.batch import Corpus, Tokenizer
-from rayzero.recipes.data.corpora import EXAMPLES_FILE, ExampleCorpus, StreamCorpus, read_lines
-from rayzero.recipes.data.examples import ExampleReader
+from rayzero.recipes.data.corpora import EXAMPLES_FILE, ExampleCorpus, ExampleReader, StreamCorpus, read_lines
 from rayzero.recipes.data.text import (
     TOKEN_FILE,
     Text,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayzero.checkpoint.files.tensor_file import TensorFileWriter
+from rayzero.checkpoint.tensor_file import TensorFileWriter
 from rayzero.convert.conversion import convert
 from rayzero.convert.formats import dcp_writer
 

@@ -1,28 +1,112 @@
-"""A tensor that autograd saved, and its bytes: an entry is one piece of one storage at one version.
+"""A tensor that autograd saved, and its bytes: an entry is one piece of one storage at one version. Also which storages
+never leave.
 
 [Note: versions] torch notices in-place changes of saved tensors by a version counter, but not if hooks pack them. A
 detached alias shares its tensor's counter, even after its own memory is swapped for an empty one. Each handle keeps
 such an alias, its ``probe``, and unpack raises what torch would have raised.
 
 [Note: cycles] pack may get the node's own output with its ``grad_fn``. What a handle keeps is always detached, because
-otherwise the graph would keep itself alive."""
+otherwise the graph would keep itself alive.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rayzero.activations.tensors.host_pool import HostBuffer
-from rayzero.activations.tensors.pieces import StoragePiece, View
+from rayzero.activations.host_pool import HostBuffer
 from rayzero.codecs import RAW, Codec
 from rayzero.lanes import Event
+from rayzero.tensor_metadata import plain
+
+ALIGN = 512  # bytes; a piece begins at a multiple, so that what comes back has its old alignment
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided view of a storage."""
+
+    start: int  # bytes from the storage's first byte
+    size: tuple[int, ...]
+    stride: tuple[int, ...]  # elements
+    itemsize: int  # bytes
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the elements that it shows. An expanded element counts every time."""
+        count = self.itemsize
+        for length in self.size:
+            count *= length
+        return count
+
+    @property
+    def stop(self) -> int:
+        """One past the last byte that it touches, counted from the storage's first."""
+        if 0 in self.size:
+            return self.start
+        reach = sum((length - 1) * step for length, step in zip(self.size, self.stride, strict=True))
+        return self.start + (reach + 1) * self.itemsize
+
+    @property
+    def dense(self) -> bool:
+        """Whether it shows every element between start and stop once: it is contiguous, or a permutation of that."""
+        return self.nbytes == self.stop - self.start and all(
+            step > 0 or length <= 1 for length, step in zip(self.size, self.stride, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StoragePiece:
+    """Bytes that travel together: an interval of the storage, or the gathered elements of one view."""
+
+    start: int
+    stop: int
+    gathered: View | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it has on the device."""
+        return self.stop - self.start if self.gathered is None else self.gathered.nbytes
+
+    def covers(self, view: View) -> bool:
+        """Whether ``view`` can be shown from this piece alone."""
+        if self.gathered is not None:
+            return self.gathered == view
+        return self.start <= view.start and view.stop <= self.stop
+
+
+def plan_pieces(storage_bytes: int, views: Sequence[View], coverage: float = 0.5) -> list[StoragePiece]:
+    """Pieces that cover all ``views`` of a storage, each byte at most once unless it is gathered.
+
+    A dense view takes its own interval. A strided view with at least ``coverage`` of the storage's bytes takes the
+    whole storage; any other is gathered unless an interval holds it anyway. Touching intervals become one."""
+    spread = [view for view in views if not view.dense]
+    if any(min(view.nbytes, storage_bytes) >= coverage * storage_bytes for view in spread):
+        return [StoragePiece(0, storage_bytes)]
+    pieces = _merged(sorted((view.start // ALIGN * ALIGN, view.stop) for view in views if view.dense))
+    for view in dict.fromkeys(spread):
+        if not any(piece.covers(view) for piece in pieces):
+            pieces.append(StoragePiece(view.start, view.stop, view))
+    return pieces
+
+
+def _merged(intervals: Sequence[tuple[int, int]]) -> list[StoragePiece]:
+    pieces: list[StoragePiece] = []
+    for start, stop in intervals:
+        if pieces and start <= pieces[-1].stop:
+            pieces[-1] = StoragePiece(pieces[-1].start, max(stop, pieces[-1].stop))
+        else:
+            pieces.append(StoragePiece(start, stop))
+    return pieces
+
 
 GroupT = TypeVar("GroupT")  # the group that a tensor was saved in
 
@@ -317,3 +401,35 @@ def _common_dtype(piece: StoragePiece, members: Sequence[Saved[Any]]) -> torch.d
 def _compact_strides(view: View) -> tuple[int, ...]:
     like = torch.empty_strided(view.size, view.stride, device="meta", dtype=torch.uint8)
     return tuple(torch.empty_like(like, memory_format=torch.preserve_format).stride())
+
+
+class ProtectedStorages:
+    """Recognises tensors by storage, because autograd saves detached views and not the objects themselves.
+
+    Knows storages; not why they are protected."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
+        self._of_modules: frozenset[int] = frozenset()
+        self._marked: dict[int, StorageWeakRef] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the modules' parameters and buffers again: they may have been replaced or moved."""
+        with plain():  # otherwise an engine would unshard its parameters
+            self._of_modules = frozenset(
+                tensor.untyped_storage()._cdata
+                for module in self._modules
+                for tensor in (*module.parameters(), *module.buffers())
+                if tensor.layout is torch.strided
+            )
+        self._marked = {cdata: ref for cdata, ref in self._marked.items() if not ref.expired()}  # type: ignore[no-untyped-call]
+
+    def mark(self, tensor: Tensor) -> None:
+        """Keep this tensor's storage on the device as long as it lives."""
+        ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._marked[ref.cdata] = ref
+
+    def __contains__(self, storage: torch.UntypedStorage) -> bool:
+        cdata = storage._cdata
+        return cdata in self._of_modules or cdata in self._marked

@@ -32,10 +32,9 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import UnsupportedError
-from rayzero.hybrid.host.bucket_rules import Rule
-from rayzero.hybrid.host.buckets import Bucket, range_of
+from rayzero.hybrid.buckets import Bucket, Rule, range_of
 from rayzero.hybrid.options import HyperLink
-from rayzero.hybrid.split import Piece
+from rayzero.hybrid.placement import Piece
 from rayzero.lanes import Event, Lane
 from rayzero.tensor_metadata import plain
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayzero.activations.entry import Entry, EntryPlace, Resident, Saved, alive, shown, source_of
+from rayzero.activations.host_pool import HostBuffer, HostPool
 from rayzero.activations.ledger import Ledger
 from rayzero.activations.policy import OffloadPolicy
-from rayzero.activations.tensors.entry import Entry, EntryPlace, Resident, Saved, alive, shown, source_of
-from rayzero.activations.tensors.host_pool import HostBuffer, HostPool
 from rayzero.codecs import RAW, Codec, codec_for
 from rayzero.errors import RayZeroError, UnsupportedError
 from rayzero.lanes import Event, Lane

@@ -1,1 +1,0 @@
-"""Which groups leave the device, when they come back, and what that costs."""

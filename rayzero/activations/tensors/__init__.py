@@ -1,1 +1,0 @@
-"""Saved tensors: what autograd keeps in place of each, and where its bytes are."""

@@ -1,1 +1,0 @@
-"""The host side of the hybrid optimizer: buckets, their transfers, and their updates."""
