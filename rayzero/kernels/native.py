@@ -356,19 +356,13 @@ def _segment_table(
     shared = {ranks for ranks in {segment.ranks for segment in segments} if not _are_scattered(gradients, ranks)}
     tables = {ranks: _gradient_table(gradients, ranks, 0, end) for ranks in shared}
 
-    def table(segment: Segment) -> ctypes.Array[_Gradient]:
+    def row(segment: Segment) -> _Segment:
         start, stop = segment.offset, segment.offset + segment.length
-        return tables.get(segment.ranks) or _gradient_table(gradients, segment.ranks, start, stop)
+        table = tables.get(segment.ranks) or _gradient_table(gradients, segment.ranks, start, stop)
+        constants = _constants(segment.options, segment.step, scale, limit, coded=coded)
+        return _Segment(start, segment.length, table, len(table), *constants)
 
-    rows = (_segment_row(segment, table(segment), scale, limit, coded=coded) for segment in segments)
-    return (_Segment * len(segments))(*rows)  # holds the gradients' tables
-
-
-def _segment_row(
-    segment: Segment, table: ctypes.Array[_Gradient], scale: float, limit: float, *, coded: bool
-) -> _Segment:
-    constants = _constants(segment.options, segment.step, scale, limit, coded=coded)
-    return _Segment(segment.offset, segment.length, table, len(table), *constants)
+    return (_Segment * len(segments))(*map(row, segments))  # holds the gradients' tables
 
 
 @functools.lru_cache(64)  # one decision has a few, for all its shards

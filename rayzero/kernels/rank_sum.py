@@ -171,26 +171,17 @@ class SquareSum:
         sums: Tensor | None = None,
     ) -> list[float]:
         """See ``Squares.parts``. ``alone`` makes no difference here: torch has one number of threads for all calls."""
-        return [self._part(gradients, ranks, start, stop, clamp, sums) for start, stop in ranges]
-
-    def _part(
-        self,
-        gradients: Sequence[Gradient],
-        ranks: Sequence[int],
-        start: int,
-        stop: int,
-        clamp: Clamp | None,
-        sums: Tensor | None,
-    ) -> float:
-        total = 0.0
-        for at in range(start, stop, self._tile):
-            end = min(at + self._tile, stop)
-            values = self._ranks.sum(gradients, ranks, at, end)
-            if sums is not None:
-                sums[at:end].copy_(values)
-            for leaf in self._leaf_sums(values if clamp is None else _clamped(values, clamp)):
-                total += leaf
-        return total
+        found = []
+        for start, stop in ranges:
+            found.append(0.0)
+            for at in range(start, stop, self._tile):
+                end = min(at + self._tile, stop)
+                values = self._ranks.sum(gradients, ranks, at, end)
+                if sums is not None:
+                    sums[at:end].copy_(values)
+                for leaf in self._leaf_sums(values if clamp is None else _clamped(values, clamp)):
+                    found[-1] += leaf
+        return found
 
     def _leaf_sums(self, values: Tensor) -> list[float]:
         count = values.numel()

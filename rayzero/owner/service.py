@@ -303,7 +303,7 @@ class ShardService:
         for rank in set(parts.contributions.ranks.values()):
             held["grad", "ram"] += rank.landing_bytes
             held["staging", "ram"] += rank.staging_bytes
-        held["grad", "ram"] += parts.contributions.spare_bytes
+        held["grad", "ram"] += parts.contributions.sums.spare.bytes
         held["changes", "ram"] += parts.changes.kept_bytes
         held["staging", "ram"] += parts.updates.scratch_bytes + parts.checkpoints.copied_bytes
         for (kind, tier), size in held.items():
@@ -530,7 +530,7 @@ class ShardService:
         future: Future[ModelSpec] = Future()
 
         def stand_still() -> None:
-            parts.contributions.stand_still()
+            parts.contributions.sums.stand_still()
             settle(future, parts.model.spec)
 
         def apply(_: object) -> None:
@@ -542,17 +542,13 @@ class ShardService:
     def go_on(self) -> None:
         """There is no next epoch yet. Idempotent."""
         if self._parts is not None:
-            self._parts.contributions.go_on()
+            self._parts.contributions.sums.go_on()
 
     def retire(self, error: StoreError) -> None:
         """The next epoch has begun: the shards' owners in it go on from this memory. Everything that waits
         fails with ``error``, and is asked there. Idempotent."""
-        self.abort(error)
-        self._updater.close()
-        self._fail(error, -1)
-        self._unwatch()
+        self._end(error)
         if self._parts is not None:
-            self._parts.checkpoints.close()
             self._parts.model.memory.leave()
 
     def left_on_device(self) -> LeftOnDevice | None:
@@ -596,16 +592,19 @@ class ShardService:
     def close(self) -> None:
         """Finish the decided updates, then stop. Everything that still waits fails with StoreClosedError.
         Idempotent."""
-        error = StoreClosedError(f"optimizer {self.owner} was closed")
-        self.abort(error)
         if self._parts is not None:
             self._parts.checkpoints.cancel()
+        self._end(StoreClosedError(f"optimizer {self.owner} was closed"))
+        if self._parts is not None:
+            self._parts.model.memory.close()
+
+    def _end(self, error: StoreError) -> None:
+        self.abort(error)
         self._updater.close()
         self._fail(error, -1)
         self._unwatch()
         if self._parts is not None:
             self._parts.checkpoints.close()
-            self._parts.model.memory.close()
 
     # ---- lookups
 

@@ -266,12 +266,21 @@ def allocate(
     master |= kept.state(_sizes(apart), torch.float32)
     states = {kind: _moments(kind, _sizes(trained), moments, kept) for kind in kinds}
     of_class = {} if room is None else kept.state([(shard.index, room(shard)) for shard in trained], torch.uint8)
-    found = {shard.index: _owned_shard(layout, shard, group_of, params[shard.index], master, states) for shard in owned}
-    for shard in coded:
-        found[shard.index].room = memory.room(shard.index)
-    for shard in trained:
-        found[shard.index].journal = kept.journal(shard.index)
-        found[shard.index].class_states = of_class.get(shard.index)
+    found = {}
+    for shard in owned:
+        unit, slices, index = layout.units[shard.unit], layout.slices(shard), shard.index
+        found[index] = OwnedShard(
+            shard=shard,
+            unit=unit,
+            slices=slices,
+            groups=tuple(group_of[shard.unit][part.slot] for part in slices) if unit.trainable else (),
+            params=params[index],
+            master=master.get(index),
+            states={kind: region[index] for kind, region in states.items()} if unit.trainable else {},
+            class_states=of_class.get(index),
+            room=memory.room(index) if unit.is_coded else None,
+            journal=kept.journal(index) if unit.trainable else None,
+        )
     for index, total in (memory.totals(_sizes(trained)) if totals else {}).items():
         found[index].total, found[index].total_line = total, memory.total_line(index)
     return found
@@ -287,23 +296,3 @@ def _moments(kind: str, sizes: Sizes, moments: str, memory: HostMemory | DeviceS
 
 def _sizes(shards: Sequence[Shard]) -> Sizes:
     return [(shard.index, shard.numel) for shard in shards]
-
-
-def _owned_shard(
-    layout: ModelLayout,
-    shard: Shard,
-    group_of: Sequence[Sequence[int]],
-    params: Tensor,
-    master: Mapping[int, Tensor],
-    states: Mapping[str, Mapping[int, Moment]],
-) -> OwnedShard:
-    unit, slices = layout.units[shard.unit], layout.slices(shard)
-    return OwnedShard(
-        shard=shard,
-        unit=unit,
-        slices=slices,
-        groups=tuple(group_of[shard.unit][part.slot] for part in slices) if unit.trainable else (),
-        params=params,
-        master=master.get(shard.index),
-        states={kind: region[shard.index] for kind, region in states.items()} if unit.trainable else {},
-    )
