@@ -169,15 +169,7 @@ class ShardService:
     def _start(self, model: OwnedModel) -> None:
         shards, updater, recorder, version = model.shards, self._updater, self.recorder, model.version
         contributions = Contributions(
-            self.owner,
-            model.spec,
-            shards,
-            model.square_sum,
-            updater,
-            recorder,
-            step=version,
-            redoing=bool(model.former) or not shards,  # without shards it cannot know whether it is a successor
-            on_total=lambda shard, word: self._on_total(shard, word),
+            self.owner, model, updater, recorder, lambda shard, word: self._on_total(shard, word)
         )
         checkpoints = CheckpointWriter(
             self.owner, shards, model.rule, updater, recorder, version=version, copies=model.plan.copies
@@ -191,31 +183,15 @@ class ShardService:
             taken_over=bool(model.former),
             room=None if budget is None else budget - self._memory_taken - model.plan.total,
         )
-        rule, divided = model.rule, model.spec.matrix_updates == "rank"
-        self._products = (
-            ShardProducts(model.spec, shards, rule, version) if divided and isinstance(rule, ClassRule) else None
-        )
+        if model.spec.matrix_updates == "rank" and isinstance(model.rule, ClassRule):
+            self._products = ShardProducts(model.spec, shards, model.rule, version)
         updates = StepUpdates(
             *(model, contributions, self._publisher, checkpoints, changes, recorder, self._terms.norms_every),
             self._products,
         )
         self._publisher.open(model.rule)
-        self._parts = _Parts(
-            model,
-            contributions,
-            updates,
-            changes,
-            checkpoints,
-            StagedWrites(
-                shards,
-                model.rule,
-                updater,
-                checkpoints,
-                changes,
-                restaged=bool(model.former),
-                on_write=lambda shard, begins: self._on_write(shard, begins),
-            ),
-        )
+        writes = StagedWrites(model, updater, checkpoints, changes, lambda shard, begins: self._on_write(shard, begins))
+        self._parts = _Parts(model, contributions, updates, changes, checkpoints, writes)
         if self.failed.done():  # before the first attach
             self._parts.fail(self.failed.result(), -1)
         if model.former:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from rayzero.concurrency.futures import chain, fail, failed, settle
 from rayzero.errors import HandshakeError, StateLostError, StepMismatchError, StoreError
-from rayzero.kernels.rank_sum import Squares, summed_with
+from rayzero.kernels.rank_sum import summed_with
 from rayzero.owner.gradients.collection import Collection, OpenStep, check_reports
 from rayzero.owner.gradients.landing import Admission, RankGradients, RoundLanding, check_push, check_summands
 from rayzero.owner.gradients.shard_sums import ShardSums, TotalListener
+from rayzero.owner.owned_model import OwnedModel
 from rayzero.owner.shard import OwnedShard, ShardState, ShardWork, StepWork
 from rayzero.owner.updater import Updater
 from rayzero.protocol.gradient_sum import FormerRank, GradientMemory
@@ -25,7 +26,6 @@ from rayzero.protocol.messages import (
     Contribution,
     Decision,
     FinishReport,
-    ModelSpec,
     NormParts,
     Pushed,
 )
@@ -47,30 +47,22 @@ class Contributions:
     def __init__(
         self,
         owner: int,
-        spec: ModelSpec,
-        shards: Mapping[int, OwnedShard],
-        squares: Squares,
+        model: OwnedModel,
         updater: Updater,
         recorder: Recorder,
-        *,
-        step: int,
-        redoing: bool = False,
-        on_total: TotalListener | None = None,
+        on_total: TotalListener,
     ) -> None:
-        """``squares``: used only in the thread of ``updater``. ``step``: the first open step. ``redoing``: these are a
-        successor's: what asks for a later step waits until the decisions before it are redone. ``on_total``: see
-        ``ShardService.on_total``."""
-        self._redoing = redoing
+        """``on_total``: see ``ShardService.on_total``. Where these are a successor's, what asks for a later step waits
+        until the decisions before it are redone."""
+        spec, shards = model.spec, model.shards
+        self._redoing = bool(model.former) or not shards  # without shards it cannot know whether it is a successor
         self._held: list[tuple[int, tuple[FinishReport, ...], Future[NormParts]]] = []  # collects of later steps
         self._redone: list[Future[None]] = []  # done once the open step is decided here
         self._owner, self._spec, self._every, self._recorder = owner, spec, shards, recorder
-        self._shards = {index: shard for index, shard in shards.items() if shard.trainable}
-        self._step = OpenStep(step)
+        self._step = OpenStep(model.version)
         hears = on_total if spec.accumulation_steps > 1 else None  # else no push takes the place of another
-        self.sums = ShardSums(
-            *(owner, spec.world_size, self._shards, squares, updater, recorder, self._step, hears),
-            spec.accumulation_steps,
-        )
+        self.sums = ShardSums(owner, model, updater, recorder, self._step, hears)
+        self._shards = self.sums.shards
         self._by_unit: dict[int, list[OwnedShard]] = {}
         for shard in self._shards.values():
             self._by_unit.setdefault(shard.unit.index, []).append(shard)
