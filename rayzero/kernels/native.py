@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import UnsupportedError
-from rayzero.kernels.kernel import AdamMemory, AdamOptions, Segment
+from rayzero.kernels.kernel import AdamMemory, AdamOptions, AdamUpdate, Kernel, Segment
 from rayzero.kernels.moments import BLOCK
 from rayzero.kernels.rank_sum import LEAF, Range
 from rayzero.kernels.stamps import STAMP, UNDO_BYTES
@@ -209,38 +209,31 @@ class _Worker:
         return self._team.address
 
 
-class NativeKernel(_Worker):
+class NativeKernel(_Worker, Kernel):
     """The kernel in C. Its bits do not depend on the instruction set, the threads, or where ranges are cut. They are
     those of torch's fused kernel on a processor with FMA, so a run may move between machines with and without it."""
 
     name = "native"
     notes = True
 
-    def update(
-        self,
-        memory: AdamMemory,
-        gradients: Sequence[Gradient],
-        segments: Sequence[Segment],
-        scale: float,
-        on_tile: Callable[[int, int], None],
-        *,
-        limit: float = math.inf,
-    ) -> None:
+    def run(self, update: AdamUpdate) -> None:
         """See ``Kernel.update``. A tile is what one call into the library covers. With stamps and an undo log, an
         update during which a process was killed becomes whole. Raises UnsupportedError if segments overlap or a tensor
         is not contiguous in host memory."""
+        memory, segments = update.memory, update.segments
         if not segments:
             return
         ordered = sorted(segments, key=lambda segment: segment.offset)
         start, stop = ordered[0].offset, ordered[-1].offset + ordered[-1].length
-        table = _segment_table(ordered, gradients, scale, limit, coded=memory.scales is not None)
+        coded = memory.scales is not None
+        table = _segment_table(ordered, update.gradients, update.scale, update.limit, coded=coded)
         tensors = _memory_table(memory, stop, amsgrad=any(segment.options.amsgrad for segment in segments))
         cuts = range(start // STRETCH * STRETCH, stop, STRETCH)  # a tile is in one of them
         for done, cut in enumerate(cuts, 1):
             at, end = max(cut, start), min(cut + STRETCH, stop)
             team = self._team_address() if end - at >= _UPDATE_ALONE else None
             self._library.adam(team, self._isa, byref(tensors), table, len(table), at, end, TILE)
-            on_tile(done, len(cuts))
+            update.on_tile(done, len(cuts))
 
 
 class NativeSquareSum(_Worker):
