@@ -252,9 +252,9 @@ class NativeSquareSum(_Worker):
         alone: bool = False,
         sums: Tensor | None = None,
     ) -> list[float]:
-        """See ``Squares.parts``. ``clamp``: scale and clamp as ``rz_adam`` does. ``alone``: the calling thread computes
-        by itself; sums of 2M elements then take half of the processor time, because no helper is woken or polls for the
-        next one. One call into the library; for scattered gradients one a range."""
+        """See ``SquareSum.parts``. ``clamp``: scale and clamp as ``rz_adam`` does. ``alone``: the calling thread
+        computes by itself; sums of 2M elements then take half of the processor time, because no helper is woken or
+        polls for the next one. One call into the library; for scattered gradients one a range."""
         if len(ranges) > 1 and _are_scattered(gradients, ranks):
             parts = [self.parts(gradients, ranks, (each,), clamp, alone=alone, sums=sums) for each in ranges]
             return [square for part in parts for square in part]

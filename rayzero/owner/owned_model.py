@@ -8,9 +8,8 @@ from dataclasses import dataclass, fields
 import torch
 
 from rayzero.errors import HandshakeError
-from rayzero.kernels import ADAMS, check_moments, choose_squares
+from rayzero.kernels import ADAMS, Squares, check_moments, choose_squares
 from rayzero.kernels.moments import moment_bytes
-from rayzero.kernels.rank_sum import Squares
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import ShardMap
 from rayzero.memory.planner import OwnerPlan, check_budget, check_device, check_plan, plan_owner

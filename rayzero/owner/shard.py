@@ -278,7 +278,7 @@ def allocate(
             room=memory.room(index) if unit.is_coded else None,
             journal=kept.journal(index) if unit.trainable else None,
         )
-    for index, total in (memory.totals(_sizes(trained)) if has_totals(spec.world_size) else {}).items():
+    for index, total in (memory.state(_sizes(trained), torch.float32) if has_totals(spec.world_size) else {}).items():
         found[index].total, found[index].total_line = total, memory.total_line(index)
     return found
 

@@ -13,8 +13,8 @@ from store.toy import WAIT, Grads, make_spec, random_grads
 
 from owner.owner import Owner, owner_of
 from rayzero.errors import AccumulationError, StepMismatchError
-from rayzero.kernels import choose_squares
-from rayzero.kernels.rank_sum import RankSum, Squares
+from rayzero.kernels import Squares, choose_squares
+from rayzero.kernels.rank_sum import RankSum
 from rayzero.owner.gradients import contributions
 from rayzero.owner.gradients.landing import RoundLanding
 from rayzero.protocol.lives import ATTEMPTS

@@ -334,7 +334,7 @@ class ShardSums:
         alone: bool,
         sums: Tensor | None = None,
     ) -> tuple[float, ...]:
-        """One sum of squares per slice. ``alone``, ``sums``: see ``Squares.parts``."""
+        """One sum of squares per slice. ``alone``, ``sums``: see ``SquareSum.parts``."""
         squares: list[float] = []
         for members, ranges in _alike(owned, contributors):
             if members:
