@@ -154,7 +154,7 @@ def shards_path(gradient: Tensor) -> Path:
         kernel=NativeKernel.name,
     )
     rule = AdamRule(spec, decoupled=True)
-    owned = allocate(layout, range(len(layout.shards)), spec.group_of, rule.state_kinds, HostMemory())
+    owned = allocate(spec, range(len(layout.shards)), rule.state_kinds, HostMemory())
     work = [(shard, shard_work(shard, gradient, spec)) for shard in owned.values()]
 
     def run() -> None:

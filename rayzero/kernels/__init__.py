@@ -19,7 +19,7 @@ from rayzero.kernels.kernel import (
     segments_of,
 )
 from rayzero.kernels.native import NativeAdder, NativeKernel, NativeSquareSum
-from rayzero.kernels.rank_sum import RankSum, Squares, SquareSum
+from rayzero.kernels.rank_sum import RankSum, SquareSum
 from rayzero.kernels.reference import ReferenceKernel
 from rayzero.kernels.torch_kernel import TorchKernel
 
@@ -30,6 +30,7 @@ __all__ = [
     "AdamOptions",
     "Kernel",
     "Segment",
+    "Squares",
     "adam_states",
     "check_moments",
     "choose_adder",
@@ -39,6 +40,8 @@ __all__ = [
 ]
 
 KERNELS = ("auto", "native", "torch", "reference")
+
+Squares = NativeSquareSum | SquareSum
 
 _TILE = 1 << 15  # elements that torch adds at once: 128 KiB of fp32, so that they stay in the core's cache
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,11 +144,23 @@ class AdamMemory:
         return CodedMoment(self.exp_avg, mean, is_root=False), CodedMoment(self.exp_avg_sq, square, is_root=True)
 
 
-class Kernel(Protocol):
+@dataclass(frozen=True, slots=True)
+class AdamUpdate:
+    """The arguments of ``Kernel.update``."""
+
+    memory: AdamMemory
+    gradients: Sequence[Gradient]
+    segments: Sequence[Segment]
+    scale: float
+    on_tile: Callable[[int, int], None]
+    limit: float
+
+
+class Kernel:
     """Computes the update of a shard. An instance belongs to one thread and has its own scratch memory."""
 
     name: str
-    notes: bool  # whether it fills ``AdamMemory.changed``
+    notes = False  # whether it fills ``AdamMemory.changed``
 
     def update(
         self,
@@ -167,7 +179,11 @@ class Kernel(Protocol):
         segments name are read, and nothing is written to them. Of scattered ones no segment has two parameters.
         ``on_tile(done, total)``: called after each tile.
         """
-        ...
+        self.run(AdamUpdate(memory, gradients, segments, scale, on_tile, limit))
+
+    def run(self, update: AdamUpdate) -> None:
+        """See ``update``."""
+        raise NotImplementedError
 
 
 def segments_of(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import UnsupportedError
-from rayzero.kernels.kernel import AdamMemory, AdamOptions, Segment
+from rayzero.kernels.kernel import AdamMemory, AdamOptions, AdamUpdate, Kernel, Segment
 from rayzero.kernels.moments import BLOCK
 from rayzero.kernels.rank_sum import LEAF, Range
 from rayzero.kernels.stamps import STAMP, UNDO_BYTES
@@ -208,38 +208,31 @@ class _Worker:
         return self._team.address
 
 
-class NativeKernel(_Worker):
+class NativeKernel(_Worker, Kernel):
     """The kernel in C. Its bits do not depend on the instruction set, the threads, or where ranges are cut. They are
     those of torch's fused kernel on a processor with FMA, so a run may move between machines with and without it."""
 
     name = "native"
     notes = True
 
-    def update(
-        self,
-        memory: AdamMemory,
-        gradients: Sequence[Gradient],
-        segments: Sequence[Segment],
-        scale: float,
-        on_tile: Callable[[int, int], None],
-        *,
-        limit: float = math.inf,
-    ) -> None:
+    def run(self, update: AdamUpdate) -> None:
         """See ``Kernel.update``. A tile is what one call into the library covers. With stamps and an undo log, an
         update during which a process was killed becomes whole. Raises UnsupportedError if segments overlap or a tensor
         is not contiguous in host memory."""
+        memory, segments = update.memory, update.segments
         if not segments:
             return
         ordered = sorted(segments, key=lambda segment: segment.offset)
         start, stop = ordered[0].offset, ordered[-1].offset + ordered[-1].length
-        table = _segment_table(ordered, gradients, scale, limit, coded=memory.scales is not None)
+        coded = memory.scales is not None
+        table = _segment_table(ordered, update.gradients, update.scale, update.limit, coded=coded)
         tensors = _memory_table(memory, stop, amsgrad=any(segment.options.amsgrad for segment in segments))
         cuts = range(start // STRETCH * STRETCH, stop, STRETCH)  # a tile is in one of them
         for done, cut in enumerate(cuts, 1):
             at, end = max(cut, start), min(cut + STRETCH, stop)
             team = self._team_address() if end - at >= _UPDATE_ALONE else None
             self._library.adam(team, self._isa, byref(tensors), table, len(table), at, end, TILE)
-            on_tile(done, len(cuts))
+            update.on_tile(done, len(cuts))
 
 
 class NativeSquareSum(_Worker):
@@ -258,9 +251,9 @@ class NativeSquareSum(_Worker):
         alone: bool = False,
         sums: Tensor | None = None,
     ) -> list[float]:
-        """See ``Squares.parts``. ``clamp``: scale and clamp as ``rz_adam`` does. ``alone``: the calling thread computes
-        by itself; sums of 2M elements then take half of the processor time, because no helper is woken or polls for the
-        next one. One call into the library; for scattered gradients one a range."""
+        """See ``SquareSum.parts``. ``clamp``: scale and clamp as ``rz_adam`` does. ``alone``: the calling thread
+        computes by itself; sums of 2M elements then take half of the processor time, because no helper is woken or
+        polls for the next one. One call into the library; for scattered gradients one a range."""
         if len(ranges) > 1 and _are_scattered(gradients, ranks):
             parts = [self.parts(gradients, ranks, (each,), clamp, alone=alone, sums=sums) for each in ranges]
             return [square for part in parts for square in part]
@@ -355,19 +348,13 @@ def _segment_table(
     shared = {ranks for ranks in {segment.ranks for segment in segments} if not _are_scattered(gradients, ranks)}
     tables = {ranks: _gradient_table(gradients, ranks, 0, end) for ranks in shared}
 
-    def table(segment: Segment) -> ctypes.Array[_Gradient]:
+    def row(segment: Segment) -> _Segment:
         start, stop = segment.offset, segment.offset + segment.length
-        return tables.get(segment.ranks) or _gradient_table(gradients, segment.ranks, start, stop)
+        table = tables.get(segment.ranks) or _gradient_table(gradients, segment.ranks, start, stop)
+        constants = _constants(segment.options, segment.step, scale, limit, coded=coded)
+        return _Segment(start, segment.length, table, len(table), *constants)
 
-    rows = (_segment_row(segment, table(segment), scale, limit, coded=coded) for segment in segments)
-    return (_Segment * len(segments))(*rows)  # holds the gradients' tables
-
-
-def _segment_row(
-    segment: Segment, table: ctypes.Array[_Gradient], scale: float, limit: float, *, coded: bool
-) -> _Segment:
-    constants = _constants(segment.options, segment.step, scale, limit, coded=coded)
-    return _Segment(segment.offset, segment.length, table, len(table), *constants)
+    return (_Segment * len(segments))(*map(row, segments))  # holds the gradients' tables
 
 
 @functools.lru_cache(64)  # one decision has a few, for all its shards

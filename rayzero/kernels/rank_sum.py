@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import groupby, takewhile
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -126,27 +125,6 @@ class RankSum:
         return part.device == self._total.device
 
 
-class Squares(Protocol):
-    """Sums squares. One instance belongs to one thread."""
-
-    def parts(
-        self,
-        gradients: Sequence[Gradient],
-        ranks: Sequence[int],
-        ranges: Sequence[Range],
-        clamp: Clamp | None = None,
-        *,
-        alone: bool = False,
-        sums: Tensor | None = None,
-    ) -> list[float]:
-        """For each ``[start, stop)`` of ``ranges``: add ``gradients[r]`` (1D, the shard's elements) over ``ranks`` (not
-        empty), apply ``clamp`` as the update does if it is given, and sum the squares in fp64. Without a clamp the
-        result is inf or NaN if a summed gradient is. ``alone``: nobody waits for it, so it should take little
-        processor time rather than end soon; the bits are the same. ``sums``: where the sums over ranks, before the
-        clamp, are written in the same pass: 1D fp32, the shard's elements; may be one of several gradients itself."""
-        ...
-
-
 class SquareSum:
     """Sums squares of gradients added over ranks, in its own scratch memory: one instance per thread."""
 
@@ -170,27 +148,24 @@ class SquareSum:
         alone: bool = False,
         sums: Tensor | None = None,
     ) -> list[float]:
-        """See ``Squares.parts``. ``alone`` makes no difference here: torch has one number of threads for all calls."""
-        return [self._part(gradients, ranks, start, stop, clamp, sums) for start, stop in ranges]
+        """For each ``[start, stop)`` of ``ranges``: add ``gradients[r]`` (1D, the shard's elements) over ``ranks`` (not
+        empty), apply ``clamp`` as the update does if it is given, and sum the squares in fp64. Without a clamp the
+        result is inf or NaN if a summed gradient is. ``alone``: nobody waits for it, so it should take little
+        processor time rather than end soon; the bits are the same. ``sums``: where the sums over ranks, before the
+        clamp, are written in the same pass: 1D fp32, the shard's elements; may be one of several gradients itself.
 
-    def _part(
-        self,
-        gradients: Sequence[Gradient],
-        ranks: Sequence[int],
-        start: int,
-        stop: int,
-        clamp: Clamp | None,
-        sums: Tensor | None,
-    ) -> float:
-        total = 0.0
-        for at in range(start, stop, self._tile):
-            end = min(at + self._tile, stop)
-            values = self._ranks.sum(gradients, ranks, at, end)
-            if sums is not None:
-                sums[at:end].copy_(values)
-            for leaf in self._leaf_sums(values if clamp is None else _clamped(values, clamp)):
-                total += leaf
-        return total
+        ``alone`` makes no difference here: torch has one number of threads for all calls."""
+        found = []
+        for start, stop in ranges:
+            found.append(0.0)
+            for at in range(start, stop, self._tile):
+                end = min(at + self._tile, stop)
+                values = self._ranks.sum(gradients, ranks, at, end)
+                if sums is not None:
+                    sums[at:end].copy_(values)
+                for leaf in self._leaf_sums(values if clamp is None else _clamped(values, clamp)):
+                    found[-1] += leaf
+        return found
 
     def _leaf_sums(self, values: Tensor) -> list[float]:
         count = values.numel()

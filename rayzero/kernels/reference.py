@@ -3,48 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
-from rayzero.kernels.kernel import AdamMemory, AdamOptions, Segment
+from rayzero.kernels.kernel import AdamMemory, AdamOptions, AdamUpdate, Kernel, Segment
 from rayzero.kernels.rank_sum import RankSum
-from rayzero.protocol.scattered import Gradient
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
-class ReferenceKernel:
+class ReferenceKernel(Kernel):
     """The formulas of the papers, in Python's double precision, rounded to fp32 when stored."""
 
     name = "reference"
-    notes = False
 
-    def update(
-        self,
-        memory: AdamMemory,
-        gradients: Sequence[Gradient],
-        segments: Sequence[Segment],
-        scale: float,
-        on_tile: Callable[[int, int], None],
-        *,
-        limit: float = math.inf,
-    ) -> None:
+    def run(self, update: AdamUpdate) -> None:
         """See ``Kernel.update``. Each segment is one tile."""
+        memory = update.memory
         if memory.stamps is not None and memory.stamps.are_whole(0, memory.master.numel()):
             return
         with memory.stamps.writing(0, memory.master.numel()) if memory.stamps is not None else nullcontext():
-            for done, segment in enumerate(segments, 1):
-                self._update(memory, gradients, segment, scale, limit)
-                on_tile(done, len(segments))
+            for done, segment in enumerate(update.segments, 1):
+                self._update(update, segment)
+                update.on_tile(done, len(update.segments))
 
-    def _update(
-        self, memory: AdamMemory, gradients: Sequence[Gradient], segment: Segment, scale: float, limit: float
-    ) -> None:
-        start, stop = segment.offset, segment.offset + segment.length
-        summed = RankSum(segment.length).sum(gradients, segment.ranks, start, stop).tolist()
+    def _update(self, update: AdamUpdate, segment: Segment) -> None:
+        memory, start, stop = update.memory, segment.offset, segment.offset + segment.length
+        summed = RankSum(segment.length).sum(update.gradients, segment.ranks, start, stop).tolist()
         coded = memory.coded
         if coded is not None:  # element i of copies in fp32 is element i of the memory
             mean, square = (moment.read(0, stop) for moment in coded)
@@ -52,7 +39,9 @@ class ReferenceKernel:
         else:
             wide = memory
         for i, grad in enumerate(summed, start):
-            _update_element(wide, i, min(max(grad * scale, -limit), limit), segment.options, segment.step)
+            _update_element(
+                wide, i, min(max(grad * update.scale, -update.limit), update.limit), segment.options, segment.step
+            )
         if coded is not None:
             coded[0].write(start, stop, wide.exp_avg[start:])
             coded[1].write(start, stop, wide.exp_avg_sq[start:])

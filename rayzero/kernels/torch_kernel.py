@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -22,10 +21,9 @@ from torch import Tensor
 
 from rayzero.concurrency.cuda_device import on_device, sleep_until_done
 from rayzero.concurrency.threads import use_torch_threads
-from rayzero.kernels.kernel import AdamMemory, AdamOptions, Segment
+from rayzero.kernels.kernel import AdamMemory, AdamOptions, AdamUpdate, Kernel, Segment
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.stamps import STAMP, TileStamps
-from rayzero.protocol.scattered import Gradient
 
 Tile = tuple[Segment, int, int]  # a segment, and the first and last (excluded) of its elements in the shard
 
@@ -33,25 +31,14 @@ TILE = 1 << 18  # elements: 1-4 MiB of scratch per thread stay in cache between 
 DEVICE_TILE = 1 << 21  # on a device: up to 44 MiB of scratch, and copies over the link that are long enough
 
 
-@dataclass(frozen=True, slots=True)
-class _Update:
-    """One call: what every thread needs to know, and the windows that no thread has taken yet. They come from a list's
-    iterator, which gives each to one thread only."""
-
-    memory: AdamMemory
-    gradients: Sequence[Gradient]
-    scale: float
-    limit: float
-    windows: Iterator[tuple[int, int, list[Tile]]]  # what a thread takes at once: two bounds of stamps, and the tiles
-    on_tile: Callable[[], None]
+Windows = Iterator[tuple[int, int, list[Tile]]]  # two bounds of stamps, and the tiles in between: what a thread takes
 
 
-class TorchKernel:
+class TorchKernel(Kernel):
     """The tiled kernel. Its bits do not depend on the tile size or on threads, because segments, and so tiles, are
     multiples of 64 elements: there is no vector tail anywhere."""
 
     name = "torch"
-    notes = False
 
     def __init__(self, tile: int = TILE, *, threads: int | None = None, device: torch.device | None = None) -> None:
         """``threads``: how many compute; None: as many as torch uses in the calling thread, at each call. ``device``:
@@ -64,44 +51,30 @@ class TorchKernel:
             self._hands = [_Hand(tile, device)]
         self._pool: ThreadPoolExecutor | None = None
 
-    def update(
-        self,
-        memory: AdamMemory,
-        gradients: Sequence[Gradient],
-        segments: Sequence[Segment],
-        scale: float,
-        on_tile: Callable[[int, int], None],
-        *,
-        limit: float = math.inf,
-    ) -> None:
+    def run(self, update: AdamUpdate) -> None:
         """See ``Kernel.update``. The thread that finished a tile calls ``on_tile``, one thread at a time."""
-        windows = list(self._windows(segments, memory.master.numel(), memory.stamps))
+        windows = list(self._windows(update.segments, update.memory.master.numel(), update.memory.stamps))
         threads = min(self._threads or torch.get_num_threads(), len(windows))
         done, total, counting = count(1), sum(len(tiles) for *_, tiles in windows), threading.Lock()
 
         def finished() -> None:
             with counting:
-                on_tile(next(done), total)
+                update.on_tile(next(done), total)
 
-        update = _Update(memory, gradients, scale, limit, iter(windows), finished)
+        left = iter(windows)  # a list's iterator gives each to one thread only
         if threads <= 1:
             with self._stream.used():
-                self._hands[0].work(update)
-        else:
-            self._share(update, threads)
-
-    def _share(self, update: _Update, threads: int) -> None:
+                self._hands[0].work(update, left, finished)
+            return
         if self._pool is None or threads > len(self._hands):
             self._hands += [_Hand(self._tile, None) for _ in range(threads - len(self._hands))]
             self._pool = ThreadPoolExecutor(threads, "rayzero-adam", initializer=use_torch_threads, initargs=(1,))
-        working = [self._pool.submit(hand.work, update) for hand in self._hands[:threads]]
+        working = [self._pool.submit(hand.work, update, left, finished) for hand in self._hands[:threads]]
         wait(working)  # for all of them, even after an error: nothing writes to the shard once this has returned
         for work in working:
             work.result()
 
-    def _windows(
-        self, segments: Sequence[Segment], numel: int, stamps: TileStamps | None
-    ) -> Iterator[tuple[int, int, list[Tile]]]:
+    def _windows(self, segments: Sequence[Segment], numel: int, stamps: TileStamps | None) -> Windows:
         size = -(-self._tile // STAMP) * STAMP
         for begin in range(0, numel, size):
             end = min(begin + size, numel)
@@ -155,16 +128,16 @@ class _Hand:
         self._rounded: Tensor | None = None  # parameters for elsewhere: [Note: over the link] in rank_sum.py
 
     @torch.no_grad()
-    def work(self, update: _Update) -> None:
+    def work(self, update: AdamUpdate, windows: Windows, finished: Callable[[], None]) -> None:
         """Take windows and update their tiles until none are left."""
         stamps = update.memory.stamps
-        for begin, end, tiles in update.windows:
+        for begin, end, tiles in windows:
             with stamps.writing(begin, end) if stamps is not None else nullcontext():
                 for tile in tiles:
                     self._update_tile(update, *tile)
-                    update.on_tile()
+                    finished()
 
-    def _update_tile(self, update: _Update, segment: Segment, start: int, stop: int) -> None:
+    def _update_tile(self, update: AdamUpdate, segment: Segment, start: int, stop: int) -> None:
         memory, scale, limit = update.memory, update.scale, update.limit
         grad = self._sum.sum(update.gradients, segment.ranks, start, stop)
         if scale != 1.0 or limit < math.inf:

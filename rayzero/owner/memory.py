@@ -74,12 +74,8 @@ class HostMemory:
         return carve(tuple(chain.from_iterable(groups)), dtype)
 
     def state(self, sizes: Sizes, dtype: torch.dtype) -> dict[int, Tensor]:
-        """Memory for masters and moments, which only the owner reads."""
+        """Memory for masters, moments and totals, which only the owner reads."""
         return carve(sizes, dtype)
-
-    def totals(self, sizes: Sizes) -> dict[int, Tensor]:
-        """Memory for totals, fp32. It is on the host wherever states are: it is filled from there."""
-        return self.state(sizes, torch.float32)
 
     def total_line(self, shard: int) -> TotalLine:
         """Where a shard's total is noted."""

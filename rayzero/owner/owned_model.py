@@ -8,9 +8,8 @@ from dataclasses import dataclass, fields
 import torch
 
 from rayzero.errors import HandshakeError
-from rayzero.kernels import ADAMS, check_moments, choose_squares
+from rayzero.kernels import ADAMS, Squares, check_moments, choose_squares
 from rayzero.kernels.moments import moment_bytes
-from rayzero.kernels.rank_sum import Squares
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import ShardMap
 from rayzero.memory.planner import OwnerPlan, check_budget, check_device, check_plan, plan_owner
@@ -19,7 +18,6 @@ from rayzero.owner.checkpoint import restore_checkpoint
 from rayzero.owner.memory import DeviceStates, HostMemory, LeftOnDevice, MemoryMaker
 from rayzero.owner.rules import AdamRule, ClassRule, UpdateRule
 from rayzero.owner.shard import OwnedShard, allocate
-from rayzero.protocol.gradient_sum import has_totals
 from rayzero.protocol.hyper import resolve_optimizer
 from rayzero.protocol.messages import FormerShard, Hyper, ModelSpec, canonical_json
 from rayzero.protocol.ownership import Ownership, owner_map
@@ -96,17 +94,7 @@ def build_model(
         check_device(plan, terms.device)
     memory = HostMemory() if maker is None else maker.make_memory(spec, rule.kernel, plan)
     device = DeviceStates(memory, terms.device, left) if on_device else None
-    shards = allocate(
-        spec.layout,
-        shard_map.shards_of(owner),
-        spec.group_of,
-        rule.state_kinds,
-        memory,
-        spec.moments,
-        device=device,
-        room=rule.room,
-        totals=has_totals(spec.world_size),
-    )
+    shards = allocate(spec, shard_map.shards_of(owner), rule.state_kinds, memory, room=rule.room, device=device)
     former = {index: found for index in shards if (found := (device or memory).former(index)) is not None}
     version = 0
     if former:

@@ -169,15 +169,7 @@ class ShardService:
     def _start(self, model: OwnedModel) -> None:
         shards, updater, recorder, version = model.shards, self._updater, self.recorder, model.version
         contributions = Contributions(
-            self.owner,
-            model.spec,
-            shards,
-            model.square_sum,
-            updater,
-            recorder,
-            step=version,
-            redoing=bool(model.former) or not shards,  # without shards it cannot know whether it is a successor
-            on_total=lambda shard, word: self._on_total(shard, word),
+            self.owner, model, updater, recorder, lambda shard, word: self._on_total(shard, word)
         )
         checkpoints = CheckpointWriter(
             self.owner, shards, model.rule, updater, recorder, version=version, copies=model.plan.copies
@@ -191,31 +183,15 @@ class ShardService:
             taken_over=bool(model.former),
             room=None if budget is None else budget - self._memory_taken - model.plan.total,
         )
-        rule, divided = model.rule, model.spec.matrix_updates == "rank"
-        self._products = (
-            ShardProducts(model.spec, shards, rule, version) if divided and isinstance(rule, ClassRule) else None
-        )
+        if model.spec.matrix_updates == "rank" and isinstance(model.rule, ClassRule):
+            self._products = ShardProducts(model.spec, shards, model.rule, version)
         updates = StepUpdates(
             *(model, contributions, self._publisher, checkpoints, changes, recorder, self._terms.norms_every),
             self._products,
         )
         self._publisher.open(model.rule)
-        self._parts = _Parts(
-            model,
-            contributions,
-            updates,
-            changes,
-            checkpoints,
-            StagedWrites(
-                shards,
-                model.rule,
-                updater,
-                checkpoints,
-                changes,
-                restaged=bool(model.former),
-                on_write=lambda shard, begins: self._on_write(shard, begins),
-            ),
-        )
+        writes = StagedWrites(model, updater, checkpoints, changes, lambda shard, begins: self._on_write(shard, begins))
+        self._parts = _Parts(model, contributions, updates, changes, checkpoints, writes)
         if self.failed.done():  # before the first attach
             self._parts.fail(self.failed.result(), -1)
         if model.former:
@@ -303,7 +279,7 @@ class ShardService:
         for rank in set(parts.contributions.ranks.values()):
             held["grad", "ram"] += rank.landing_bytes
             held["staging", "ram"] += rank.staging_bytes
-        held["grad", "ram"] += parts.contributions.spare_bytes
+        held["grad", "ram"] += parts.contributions.sums.spare.bytes
         held["changes", "ram"] += parts.changes.kept_bytes
         held["staging", "ram"] += parts.updates.scratch_bytes + parts.checkpoints.copied_bytes
         for (kind, tier), size in held.items():
@@ -530,7 +506,7 @@ class ShardService:
         future: Future[ModelSpec] = Future()
 
         def stand_still() -> None:
-            parts.contributions.stand_still()
+            parts.contributions.sums.stand_still()
             settle(future, parts.model.spec)
 
         def apply(_: object) -> None:
@@ -542,17 +518,13 @@ class ShardService:
     def go_on(self) -> None:
         """There is no next epoch yet. Idempotent."""
         if self._parts is not None:
-            self._parts.contributions.go_on()
+            self._parts.contributions.sums.go_on()
 
     def retire(self, error: StoreError) -> None:
         """The next epoch has begun: the shards' owners in it go on from this memory. Everything that waits
         fails with ``error``, and is asked there. Idempotent."""
-        self.abort(error)
-        self._updater.close()
-        self._fail(error, -1)
-        self._unwatch()
+        self._end(error)
         if self._parts is not None:
-            self._parts.checkpoints.close()
             self._parts.model.memory.leave()
 
     def left_on_device(self) -> LeftOnDevice | None:
@@ -596,16 +568,19 @@ class ShardService:
     def close(self) -> None:
         """Finish the decided updates, then stop. Everything that still waits fails with StoreClosedError.
         Idempotent."""
-        error = StoreClosedError(f"optimizer {self.owner} was closed")
-        self.abort(error)
         if self._parts is not None:
             self._parts.checkpoints.cancel()
+        self._end(StoreClosedError(f"optimizer {self.owner} was closed"))
+        if self._parts is not None:
+            self._parts.model.memory.close()
+
+    def _end(self, error: StoreError) -> None:
+        self.abort(error)
         self._updater.close()
         self._fail(error, -1)
         self._unwatch()
         if self._parts is not None:
             self._parts.checkpoints.close()
-            self._parts.model.memory.close()
 
     # ---- lookups
 

@@ -15,9 +15,10 @@ from rayzero.codecs.record import kept_bytes, read_record, used_bytes, write_rec
 from rayzero.errors import StoreError
 from rayzero.kernels.moments import BLOCK, CODED, CodedMoment, Moment, PlainMoment
 from rayzero.kernels.stamps import TileStamps
-from rayzero.layout.model_layout import ALIGN, ModelLayout, Shard, SlotSlice, UnitLayout, aligned, runs
+from rayzero.layout.model_layout import ALIGN, Shard, SlotSlice, UnitLayout, aligned, runs
 from rayzero.owner.memory import DeviceStates, HostMemory, ShardJournal, ShardRoom, Sizes
-from rayzero.protocol.messages import COMPUTE, MASTER, STORED, Decision, FormerShard, Hyper, NormParts
+from rayzero.protocol.gradient_sum import has_totals
+from rayzero.protocol.messages import COMPUTE, MASTER, STORED, Decision, FormerShard, Hyper, ModelSpec, NormParts
 from rayzero.protocol.scattered import Gradient
 from rayzero.protocol.totals import TotalLine
 
@@ -234,21 +235,17 @@ class StepWork:
 
 
 def allocate(
-    layout: ModelLayout,
+    spec: ModelSpec,
     shards: Sequence[int],
-    group_of: Sequence[Sequence[int]],
     kinds: Sequence[str],
     memory: HostMemory,
-    moments: str = "fp32",
     *,
-    device: DeviceStates | None = None,
     room: Callable[[Shard], int] | None = None,
-    totals: bool = False,
+    device: DeviceStates | None = None,
 ) -> dict[int, OwnedShard]:
-    """Allocate the tensors of an owner's shards (ascending), one block per dtype and kind. ``moments``: how states are
-    kept. ``device``: where masters and moments lie; None: in ``memory``. ``room``: ``UpdateRule.room``. ``totals``:
-    whether gradients are added up."""
-    kept = memory if device is None else device
+    """Allocate the tensors of an owner's shards (ascending), one block per dtype and kind. ``kinds``, ``room``:
+    ``UpdateRule.state_kinds`` and ``room``. ``device``: where masters and moments lie; None: in ``memory``."""
+    kept, layout, group_of = memory if device is None else device, spec.layout, spec.group_of
     owned = [layout.shards[index] for index in shards]
     trained = [shard for shard in owned if layout.units[shard.unit].trainable]
     params: dict[int, Tensor] = {}
@@ -263,15 +260,24 @@ def allocate(
     apart = [s for s in mastered if kept.apart or layout.units[s.unit].dtype is not torch.float32]
     master = {shard.index: params[shard.index] for shard in mastered}  # what an fp32 unit publishes is its master
     master |= kept.state(_sizes(apart), torch.float32)
-    states = {kind: _moments(kind, _sizes(trained), moments, kept) for kind in kinds}
+    states = {kind: _moments(kind, _sizes(trained), spec.moments, kept) for kind in kinds}
     of_class = {} if room is None else kept.state([(shard.index, room(shard)) for shard in trained], torch.uint8)
-    found = {shard.index: _owned_shard(layout, shard, group_of, params[shard.index], master, states) for shard in owned}
-    for shard in coded:
-        found[shard.index].room = memory.room(shard.index)
-    for shard in trained:
-        found[shard.index].journal = kept.journal(shard.index)
-        found[shard.index].class_states = of_class.get(shard.index)
-    for index, total in (memory.totals(_sizes(trained)) if totals else {}).items():
+    found = {}
+    for shard in owned:
+        unit, slices, index = layout.units[shard.unit], layout.slices(shard), shard.index
+        found[index] = OwnedShard(
+            shard=shard,
+            unit=unit,
+            slices=slices,
+            groups=tuple(group_of[shard.unit][part.slot] for part in slices) if unit.trainable else (),
+            params=params[index],
+            master=master.get(index),
+            states={kind: region[index] for kind, region in states.items()} if unit.trainable else {},
+            class_states=of_class.get(index),
+            room=memory.room(index) if unit.is_coded else None,
+            journal=kept.journal(index) if unit.trainable else None,
+        )
+    for index, total in (memory.state(_sizes(trained), torch.float32) if has_totals(spec.world_size) else {}).items():
         found[index].total, found[index].total_line = total, memory.total_line(index)
     return found
 
@@ -286,23 +292,3 @@ def _moments(kind: str, sizes: Sizes, moments: str, memory: HostMemory | DeviceS
 
 def _sizes(shards: Sequence[Shard]) -> Sizes:
     return [(shard.index, shard.numel) for shard in shards]
-
-
-def _owned_shard(
-    layout: ModelLayout,
-    shard: Shard,
-    group_of: Sequence[Sequence[int]],
-    params: Tensor,
-    master: Mapping[int, Tensor],
-    states: Mapping[str, Mapping[int, Moment]],
-) -> OwnedShard:
-    unit, slices = layout.units[shard.unit], layout.slices(shard)
-    return OwnedShard(
-        shard=shard,
-        unit=unit,
-        slices=slices,
-        groups=tuple(group_of[shard.unit][part.slot] for part in slices) if unit.trainable else (),
-        params=params,
-        master=master.get(shard.index),
-        states={kind: region[shard.index] for kind, region in states.items()} if unit.trainable else {},
-    )

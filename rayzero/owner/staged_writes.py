@@ -4,7 +4,7 @@ shards."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 
@@ -15,6 +15,7 @@ from rayzero.concurrency.futures import fail, failed, settle
 from rayzero.errors import RayZeroError, StoreError
 from rayzero.owner.changes import ChangeLog
 from rayzero.owner.checkpoint import CheckpointWriter
+from rayzero.owner.owned_model import OwnedModel
 from rayzero.owner.rules import UpdateRule
 from rayzero.owner.shard import OwnedShard
 from rayzero.owner.updater import Updater
@@ -32,21 +33,18 @@ class StagedWrites:
 
     def __init__(
         self,
-        shards: Mapping[int, OwnedShard],
-        rule: UpdateRule,
+        model: OwnedModel,
         updater: Updater,
         checkpoints: CheckpointWriter,
         changes: ChangeLog,
-        *,
-        restaged: bool,
         on_write: WriteListener,
     ) -> None:
         """``checkpoints``: keeps what a checkpoint still needs, before a shard changes. ``changes``: begins that
-        shard's changes anew. ``restaged``: a former life of this owner may have had values, which rank 0 stages
-        again."""
-        self._restaged, self._checkpoints, self._changes, self._on_write = restaged, checkpoints, changes, on_write
+        shard's changes anew."""
+        self._restaged = bool(model.former)  # a former life may have had values, which rank 0 stages again
+        self._checkpoints, self._changes, self._on_write = checkpoints, changes, on_write
         self._waiting: tuple[Write, Future[None]] | None = None  # the last write, until its values are here
-        self._shards, self._rule, self._updater = shards, rule, updater
+        self._shards, self._rule, self._updater = model.shards, model.rule, updater
         self._lock = threading.Lock()
         self._staged: dict[int, tuple[int, str, Tensor]] = {}  # shard -> version, kind, values. freed by: _make
         self._last: tuple[tuple[int, Write], Future[None]] | None = None  # with its number

@@ -19,7 +19,6 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from rayzero.kernels.rank_sum import Squares
 from rayzero.layout.model_layout import layer_groups
 from rayzero.owner.changes import ChangeLog
 from rayzero.owner.checkpoint import CheckpointWriter
@@ -28,7 +27,7 @@ from rayzero.owner.gradients.contributions import Contributions
 from rayzero.owner.owned_model import OwnedModel
 from rayzero.owner.publisher import Publisher
 from rayzero.owner.shard import Contributors, OwnedShard, ShardState, ShardWork, StepWork
-from rayzero.protocol.messages import Action, ModelSpec, NormParts
+from rayzero.protocol.messages import Action, NormParts
 from rayzero.telemetry.metric import Metric
 from rayzero.telemetry.names import (
     GROUP_GRAD_NORM,
@@ -49,13 +48,11 @@ class GroupNorms:
 
     Knows shards and the groups they are of; not when an update is due."""
 
-    def __init__(
-        self, spec: ModelSpec, shards: Mapping[int, OwnedShard], square_sum: Squares, recorder: Recorder
-    ) -> None:
-        self._spec, self._shards, self._square_sum, self._recorder = spec, shards, square_sum, recorder
-        groups = layer_groups(spec.layout.units, MAX_GROUPS)
-        self._group_of = {index: groups[owned.shard.unit] for index, owned in shards.items()}
-        trained = [owned.shard.numel for owned in shards.values() if owned.trainable]
+    def __init__(self, model: OwnedModel, recorder: Recorder) -> None:
+        self._model, self._recorder = model, recorder
+        groups = layer_groups(model.spec.layout.units, MAX_GROUPS)
+        self._group_of = {index: groups[owned.shard.unit] for index, owned in model.shards.items()}
+        trained = [owned.shard.numel for owned in model.shards.values() if owned.trainable]
         self._before = torch.empty(max(trained, default=0), dtype=torch.float32, device="cpu")
         self._updates: _Sums = {}
 
@@ -80,11 +77,8 @@ class GroupNorms:
         return self._before[: owned.shard.numel]
 
     def _add(self, sums: _Sums, owned: OwnedShard, values: Tensor) -> None:
-        group, square = (
-            self._group_of[owned.shard.index],
-            self._square_sum.parts([values], [0], [(0, len(values))])[0],
-        )
-        sums[group] = sums.get(group, 0.0) + square
+        group = self._group_of[owned.shard.index]
+        sums[group] = sums.get(group, 0.0) + self._model.square_sum.parts([values], [0], [(0, len(values))])[0]
 
     def tell(self, parts: NormParts) -> None:
         """All shards are updated: report the norms. ``parts``: the step's sums of squares of gradients, over ranks."""
@@ -93,11 +87,11 @@ class GroupNorms:
             group = self._group_of[shard]
             gradients[group] = gradients.get(group, 0.0) + square
         weights: _Sums = {}
-        for owned in self._shards.values():
+        for owned in self._model.shards.values():
             if owned.master is not None:
                 self._add(weights, owned, owned.master.cpu())
         updates, self._updates = self._updates, {}
-        self._set(GROUP_GRAD_NORM, gradients, 1 / self._spec.world_size)
+        self._set(GROUP_GRAD_NORM, gradients, 1 / self._model.spec.world_size)
         self._set(GROUP_UPDATE_NORM, updates, 1.0)
         self._set(GROUP_PARAM_NORM, weights, 1.0)
 
@@ -164,8 +158,7 @@ class StepUpdates:
         if every is None or decision.step % every or decision.action is not Action.APPLY:
             return None
         if self._norms is None:
-            model = self._model
-            self._norms = GroupNorms(model.spec, model.shards, model.square_sum, self._recorder)
+            self._norms = GroupNorms(self._model, self._recorder)
         return self._norms
 
     def _update(self, owned: OwnedShard, work: ShardWork | None, norms: GroupNorms | None) -> None:

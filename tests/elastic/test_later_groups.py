@@ -26,15 +26,20 @@ from .test_scaling_cases import Small
 STEPS, ADDED = 4, 1
 
 
+def divided(model: nn.Module) -> tuple[nn.Parameter, torch.optim.Optimizer, torch.optim.Optimizer]:
+    """A matrix that comes later, Muon of the others, AdamW of what is no matrix of a block."""
+    torch.set_num_threads(1)
+    *matrices, late = [param for param in model.layers.parameters() if param.dim() == 2]
+    known = set(map(id, [*matrices, late]))
+    others = [param for param in model.parameters() if id(param) not in known]
+    return late, torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)
+
+
 def train(context: RankContext, base: nn.Module, folder: Path, *, loads: bool = False) -> dict[str, Tensor]:
     """AdamW gets a matrix before step 1: the classes' first takes matrices, too, and keeps others states of them. They
     are saved and read, and perhaps loaded, before they are first updated."""
-    torch.set_num_threads(1)
     model = copy.deepcopy(base)
-    *matrices, late = [param for param in model.layers.parameters() if param.dim() == 2]
-    known = set(map(id, [*matrices, late]))
-    muon = torch.optim.Muon(matrices, lr=1e-2)
-    adamw = torch.optim.AdamW([param for param in model.parameters() if id(param) not in known], lr=1e-2)
+    late, muon, adamw = divided(model)
     model, optimizer = rayzero.prepare(model, [muon, adamw], ZeroConfig(units=["Block", "Embedding"]))
     for step in range(STEPS):
         if step == ADDED:
@@ -62,12 +67,8 @@ def with_states_of(state_dict: dict[str, Any], late: nn.Parameter) -> dict[str, 
 
 def plain(base: nn.Module, *, loads: bool) -> dict[str, Tensor]:
     """What unsharded torch ends with, on the batches of both ranks."""
-    torch.set_num_threads(1)
     model = copy.deepcopy(base)
-    *matrices, late = [param for param in model.layers.parameters() if param.dim() == 2]
-    known = set(map(id, [*matrices, late]))
-    muon = torch.optim.Muon(matrices, lr=1e-2)
-    adamw = torch.optim.AdamW([param for param in model.parameters() if id(param) not in known], lr=1e-2)
+    late, muon, adamw = divided(model)
     for step in range(STEPS):
         if step == ADDED:
             adamw.add_param_group({"params": [late], "lr": 3e-3})
@@ -114,13 +115,9 @@ def test_a_resumed_run_adds_the_group_again_to_parameters_with_states(tmp_path: 
     base = seeded(Small, 3)
 
     def resumed(context: RankContext, path: Path | None) -> dict[str, Tensor]:
-        torch.set_num_threads(1)
         model = copy.deepcopy(base)
-        *matrices, late = [param for param in model.layers.parameters() if param.dim() == 2]
-        known = set(map(id, [*matrices, late]))
-        adamw = torch.optim.AdamW([param for param in model.parameters() if id(param) not in known], lr=1e-2)
-        given = [adamw, torch.optim.Muon(matrices, lr=1e-2)]
-        model, optimizer = rayzero.prepare(model, given, ZeroConfig(units=["Block", "Embedding"]), resume=path)
+        late, muon, adamw = divided(model)
+        model, optimizer = rayzero.prepare(model, [adamw, muon], ZeroConfig(units=["Block", "Embedding"]), resume=path)
         adamw.add_param_group({"params": [late], "lr": 3e-3})
         for step in range(context.step, STEPS):
             token_loss(model, tokens(step, context.rank)).backward()

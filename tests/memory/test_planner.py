@@ -166,10 +166,9 @@ def test_a_plan_is_what_the_owner_allocates(
     layout = layout_of(*described)
     for owner in range(owners):
         shards = shard_map_for(layout, owners, "balanced").shards_of(owner)
-        kinds, groups = ("exp_avg", "exp_avg_sq"), [[0]] * len(layout.units)
-        totals = ranks > 1
-        owned = list(allocate(layout, shards, groups, kinds, HostMemory(), moments, totals=totals).values())
-        spec = make_spec(ranks, accumulation_steps=steps)
+        kinds, groups = ("exp_avg", "exp_avg_sq"), ((0,),) * len(layout.units)
+        spec = make_spec(ranks, accumulation_steps=steps, layout=layout, group_of=groups, moments=moments)
+        owned = list(allocate(spec, shards, kinds, HostMemory()).values())
         gradients = [RankGradients(rank, owned, spec) for rank in range(ranks)]
         tensors = [tensor for shard in owned for tensor in (shard.params, shard.master)]
         tensors += [tensor for shard in owned for moment in shard.states.values() for tensor in moment.tensors]
@@ -181,7 +180,9 @@ def test_a_plan_is_what_the_owner_allocates(
         planned = plan(
             layout, owner=owner, owners=owners, ranks=ranks, steps=steps, state_bytes=2 * moment_bytes(moments)
         )
-        pools = planned.gradients - 4 * sum(s.shard.numel for s in owned if s.trainable) if totals else 0  # the ranks'
+        pools = (
+            planned.gradients - 4 * sum(s.shard.numel for s in owned if s.trainable) if ranks > 1 else 0
+        )  # the ranks'
         assert sum(storages.values()) == planned.total - pools
 
 

@@ -100,4 +100,4 @@ def test_what_it_keeps_is_the_largest_trained_shard_in_fp32() -> None:
     with owner_of(spec) as owner:
         model = owner.service._attached().model
         trained = [cut.numel for cut in spec.layout.shards if spec.layout.units[cut.unit].trainable]
-        assert GroupNorms(spec, model.shards, model.square_sum, MemoryRecorder()).scratch_bytes == 4 * max(trained)
+        assert GroupNorms(model, MemoryRecorder()).scratch_bytes == 4 * max(trained)

@@ -13,8 +13,8 @@ from store.toy import WAIT, Grads, make_spec, random_grads
 
 from owner.owner import Owner, owner_of
 from rayzero.errors import AccumulationError, StepMismatchError
-from rayzero.kernels import choose_squares
-from rayzero.kernels.rank_sum import RankSum, Squares
+from rayzero.kernels import Squares, choose_squares
+from rayzero.kernels.rank_sum import RankSum
 from rayzero.owner.gradients import contributions
 from rayzero.owner.gradients.landing import RoundLanding
 from rayzero.protocol.lives import ATTEMPTS
@@ -290,8 +290,8 @@ def test_only_the_last_round_that_is_planned_is_squared_or_the_total_where_ranks
     """With the same bits. A push more than planned is that of step()."""
     spec = make_spec(2, accumulation_steps=3)
     with owner_of(spec) as owner:
-        watched = Watched(owner.service._attached().contributions._sums._squares)
-        monkeypatch.setattr(owner.service._attached().contributions._sums, "_squares", watched)
+        watched = Watched(owner.service._attached().contributions.sums._squares)
+        monkeypatch.setattr(owner.service._attached().contributions.sums, "_squares", watched)
         for seq in range(pushes):
             for rank in range(2):
                 owner.push(rank, random_grads(spec, 10 * seq + rank), seq=seq)

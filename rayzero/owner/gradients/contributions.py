@@ -13,10 +13,11 @@ from torch import Tensor
 
 from rayzero.concurrency.futures import chain, fail, failed, settle
 from rayzero.errors import HandshakeError, StateLostError, StepMismatchError, StoreError
-from rayzero.kernels.rank_sum import Squares, summed_with
+from rayzero.kernels.rank_sum import summed_with
 from rayzero.owner.gradients.collection import Collection, OpenStep, check_reports
 from rayzero.owner.gradients.landing import Admission, RankGradients, RoundLanding, check_push, check_summands
 from rayzero.owner.gradients.shard_sums import ShardSums, TotalListener
+from rayzero.owner.owned_model import OwnedModel
 from rayzero.owner.shard import OwnedShard, ShardState, ShardWork, StepWork
 from rayzero.owner.updater import Updater
 from rayzero.protocol.gradient_sum import FormerRank, GradientMemory
@@ -25,7 +26,6 @@ from rayzero.protocol.messages import (
     Contribution,
     Decision,
     FinishReport,
-    ModelSpec,
     NormParts,
     Pushed,
 )
@@ -47,30 +47,22 @@ class Contributions:
     def __init__(
         self,
         owner: int,
-        spec: ModelSpec,
-        shards: Mapping[int, OwnedShard],
-        squares: Squares,
+        model: OwnedModel,
         updater: Updater,
         recorder: Recorder,
-        *,
-        step: int,
-        redoing: bool = False,
-        on_total: TotalListener | None = None,
+        on_total: TotalListener,
     ) -> None:
-        """``squares``: used only in the thread of ``updater``. ``step``: the first open step. ``redoing``: these are a
-        successor's: what asks for a later step waits until the decisions before it are redone. ``on_total``: see
-        ``ShardService.on_total``."""
-        self._redoing = redoing
+        """``on_total``: see ``ShardService.on_total``. Where these are a successor's, what asks for a later step waits
+        until the decisions before it are redone."""
+        spec, shards = model.spec, model.shards
+        self._redoing = bool(model.former) or not shards  # without shards it cannot know whether it is a successor
         self._held: list[tuple[int, tuple[FinishReport, ...], Future[NormParts]]] = []  # collects of later steps
         self._redone: list[Future[None]] = []  # done once the open step is decided here
         self._owner, self._spec, self._every, self._recorder = owner, spec, shards, recorder
-        self._shards = {index: shard for index, shard in shards.items() if shard.trainable}
-        self._step = OpenStep(step)
+        self._step = OpenStep(model.version)
         hears = on_total if spec.accumulation_steps > 1 else None  # else no push takes the place of another
-        self._sums = ShardSums(
-            *(owner, spec.world_size, self._shards, squares, updater, recorder, self._step, hears),
-            spec.accumulation_steps,
-        )
+        self.sums = ShardSums(owner, model, updater, recorder, self._step, hears)
+        self._shards = self.sums.shards
         self._by_unit: dict[int, list[OwnedShard]] = {}
         for shard in self._shards.values():
             self._by_unit.setdefault(shard.unit.index, []).append(shard)
@@ -115,7 +107,7 @@ class Contributions:
         Raises HandshakeError if ranks do not agree about which of them come as one sum."""
         with self._step.lock:
             if back_at is not None:  # what its former life had in totals, this one keeps
-                self._sums.hold_totals()
+                self.sums.hold_totals()
             self._check_summed(rank, tuple(summed) if own_memory is None else ())
             if rank in self._step.ranks and (back_at is None or own_memory is None):
                 if own_memory is None and rank in self._former:
@@ -225,14 +217,14 @@ class Contributions:
         check_summands(push, rank)
         landing = rank.landings[owned.shard.index]
         if isinstance(landing, RoundLanding):
-            landing.covered = self._sums.covers(owned, push)
+            landing.covered = self.sums.covers(owned, push)
         admission = landing.admit(push)
         if admission in (Admission.DROP, Admission.WAIT):
             return admission is Admission.DROP, None
         if isinstance(landing, RoundLanding):
             if push.seq == 0:
                 self._asked[owned.shard.index] = 0
-            return True, landing.open(push, self._sums.spare)
+            return True, landing.open(push, self.sums.spare)
         if admission is Admission.LAND:
             rank.release(landing.staged)
             landing.staged, memory = None, landing.sum.memory
@@ -303,14 +295,14 @@ class Contributions:
     def in_totals(self, rank: int, unit: int, pushed: Pushed) -> bool:
         """See ``ShardService.in_totals``."""
         with self._step.lock:
-            return all(self._sums.has(owned, rank, pushed) for owned in self._by_unit.get(unit, ()))
+            return all(self.sums.has(owned, rank, pushed) for owned in self._by_unit.get(unit, ()))
 
     def _arrived(self, owned: OwnedShard, *ranks: int) -> StepMismatchError | None:
         """A push of ``ranks`` is there. Sum the shard if this was the last push that was counted or expected."""
         try:
             if self._step.collection is not None:
                 if self._step.collection.arrived(owned, ranks, self._step.ranks):
-                    self._sums.sum_later([owned], self._step.number)
+                    self.sums.sum_later([owned], self._step.number)
             elif self._looks_complete(owned):
                 self._ripen(owned)
         except StepMismatchError as exc:
@@ -345,7 +337,7 @@ class Contributions:
         self._ripe.append(owned)
         self._ripe_numel += owned.shard.numel
         if self._ripe_numel >= EARLY:
-            self._sums.sum_later(self._ripe, self._step.number)
+            self.sums.sum_later(self._ripe, self._step.number)
             self._ripe, self._ripe_numel = [], 0
 
     # ---- collect and decide
@@ -360,7 +352,9 @@ class Contributions:
             if not self._every:  # without shards there is nothing to redo, so a successor begins where it is asked
                 self._step.number = max(self._step.number, step)
             if step > self._step.number and self._redoing:
-                return self._hold(step, reports)
+                later: Future[NormParts] = Future()
+                self._held.append((step, reports, later))
+                return later
             if step != self._step.number:
                 raise StepMismatchError(
                     f"{self._who} is in step {self._step.number}, but was asked to collect step {step}"
@@ -369,7 +363,7 @@ class Contributions:
             new, old = Collection(step, {report.rank: report for report in reports}), self._step.collection
             if old is not None and old.reports == new.reports:
                 return old.future
-            new.begin(self._shards, self._step.ranks, self._sums.is_made)
+            new.begin(self._shards, self._step.ranks, self.sums.is_made)
             if (lost := self._never_complete(new)) is not None:
                 raise lost
             self._expected = {rank: report.counts for rank, report in new.reports.items()}
@@ -378,7 +372,7 @@ class Contributions:
                 self._deciding = self._recorder.spans.begin("decide", f"step {step}", step)
         if old is not None:
             fail(old.future, StepMismatchError(f"step {old.step} was reopened"))
-        self._sums.sum_missing_later(new)
+        self.sums.sum_missing_later(new)
         return new.future
 
     def decide(self, decision: Decision) -> StepWork | None:
@@ -417,11 +411,6 @@ class Contributions:
             self._redone.append(future)
             return future
 
-    def _hold(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
-        future: Future[NormParts] = Future()
-        self._held.append((step, reports, future))
-        return future
-
     def _collect_again(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
         try:
             return self.collect(step, reports)
@@ -449,12 +438,12 @@ class Contributions:
     def _work_of(self, owned: OwnedShard, decision: Decision, collection: Collection) -> ShardWork | None:
         if decision.action is not Action.APPLY or owned.shard.index not in collection.shards:
             return None
-        contributors = self._sums.counted_of(owned, collection)
+        contributors = self.sums.counted_of(owned, collection)
         if not any(contributors):
             return None
         return ShardWork(
             version=decision.step + 1,
-            gradients=self._sums.gradients(owned) if owned.total is None else (owned.total,),
+            gradients=self.sums.gradients(owned) if owned.total is None else (owned.total,),
             contributors=contributors,
             scale=decision.scale,
             limit=decision.limit,
@@ -468,15 +457,10 @@ class Contributions:
             for rank in self._step.ranks.values():
                 landing = rank.landings[owned.shard.index]
                 if isinstance(landing, RoundLanding):  # of ranks that have come back, and pushed again what it had
-                    self._sums.give_back(rank, landing, landing.pushes.count)
+                    self.sums.give_back(rank, landing, landing.pushes.count)
                 else:
                     landing.free()
         self.retry(shard=owned.shard.index)
-
-    @property
-    def spare_bytes(self) -> int:
-        """Bytes of memory for pushes of ranks on other hosts, in use or not, where there are totals."""
-        return self._sums.spare.bytes
 
     @property
     def missing_ranks(self) -> list[int]:
@@ -497,13 +481,3 @@ class Contributions:
     @property
     def _who(self) -> str:
         return f"optimizer {self._owner}"
-
-    # ---- between two epochs
-
-    def stand_still(self) -> None:
-        """Fill no total from now on. Call it in the updater's thread."""
-        self._sums.stand_still()
-
-    def go_on(self) -> None:
-        """Fill totals again."""
-        self._sums.go_on()

@@ -17,9 +17,10 @@ from torch import Tensor
 from rayzero.concurrency.futures import fail, settle
 from rayzero.errors import StepMismatchError
 from rayzero.kernels import choose_adder
-from rayzero.kernels.rank_sum import GROUP, Range, Squares
+from rayzero.kernels.rank_sum import GROUP, Range
 from rayzero.owner.gradients.collection import Collection, OpenStep
 from rayzero.owner.gradients.landing import Landing, RankGradients, RoundLanding, SpareMemory
+from rayzero.owner.owned_model import OwnedModel
 from rayzero.owner.shard import Contributors, OwnedShard
 from rayzero.owner.updater import Updater
 from rayzero.protocol.lives import ATTEMPTS
@@ -64,28 +65,26 @@ class ShardSums:
     def __init__(
         self,
         owner: int,
-        world_size: int,
-        shards: Mapping[int, OwnedShard],
-        squares: Squares,
+        model: OwnedModel,
         updater: Updater,
         recorder: Recorder,
         step: OpenStep,
         on_total: TotalListener | None,
-        accumulation_steps: int,
     ) -> None:
-        """``shards``: the trained ones. ``squares``: used only in the thread of ``updater``. ``on_total``: hears of
-        each round that is added, under the step's lock. ``accumulation_steps``: how many rounds are planned."""
-        self._planned, self._adder = accumulation_steps, choose_adder()
-        self._on_total = on_total
-        self._owner, self._world_size, self._shards, self._step = owner, world_size, shards, step
-        self._squares, self._updater, self._recorder = squares, updater, recorder
+        """``on_total``: hears of each round that is added, under the step's lock."""
+        self.shards = {index: shard for index, shard in model.shards.items() if shard.trainable}
+        self._world_size, self._planned = model.spec.world_size, model.spec.accumulation_steps
+        self._squares, self._adder = model.square_sum, choose_adder()
+        self._owner, self._step, self._on_total = owner, step, on_total
+        self._updater, self._recorder = updater, recorder
         self._totals: dict[int, Total] = {}  # by shard, what is in its total; empty: there are none
-        for index, shard in shards.items():
+        for index, shard in self.shards.items():
             if shard.total is not None and (left := shard.total_line.read(shard.total)) is not None:
                 self._totals[index] = left
         self._parts: dict[int, tuple[_PartKey, tuple[float, ...]]] = {}  # by shard
-        self._before = -(-world_size // GROUP) * GROUP  # in place of a rank, for what is in a total before a round: a
-        # group behind those of the ranks, so that the round is added up first
+        # In place of a rank, for what is in a total before a round: a group behind those of the ranks, so that the
+        # round is added up first.
+        self._before = -(-self._world_size // GROUP) * GROUP
         self._stands = False  # no total is filled
         self.spare = SpareMemory()  # for what is pushed until it is in a total
 
@@ -94,7 +93,7 @@ class ShardSums:
     def hold_totals(self) -> None:
         """A rank comes back: ranks give back nothing more of what is in totals. Call it under the step's lock."""
         for index in self._totals:
-            self._shards[index].total_line.hold()
+            self.shards[index].total_line.hold()
 
     def stand_still(self) -> None:
         """Fill no total from now on. Call it in the updater's thread."""
@@ -129,8 +128,8 @@ class ShardSums:
         over = self._recorder.spans.begin("norm", "sums of squares", collection.step)
         with self._step.lock:
             for index in tuple(collection.unsummed):
-                self._check_off(self._shards[index], collection)
-            missing = [self._shards[index] for index in sorted(collection.unsummed - collection.missing.keys())]
+                self._check_off(self.shards[index], collection)
+            missing = [self.shards[index] for index in sorted(collection.unsummed - collection.missing.keys())]
         for owned in missing:
             self._sum(owned, collection.step)
         self._hand_out()
@@ -335,7 +334,7 @@ class ShardSums:
         alone: bool,
         sums: Tensor | None = None,
     ) -> tuple[float, ...]:
-        """One sum of squares per slice. ``alone``, ``sums``: see ``Squares.parts``."""
+        """One sum of squares per slice. ``alone``, ``sums``: see ``SquareSum.parts``."""
         squares: list[float] = []
         for members, ranges in _alike(owned, contributors):
             if members:
@@ -355,7 +354,7 @@ class ShardSums:
     def _norm_parts(self, collection: Collection) -> NormParts:
         found = []
         for index in sorted(collection.shards):
-            owned = self._shards[index]
+            owned = self.shards[index]
             contributors = self.counted_of(owned, collection)
             squares = self._parts[index][1]
             found += [(index, part.slot, squares[i]) for i, part in enumerate(owned.slices) if contributors[i]]

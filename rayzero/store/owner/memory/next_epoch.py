@@ -27,7 +27,6 @@ from rayzero.layout.model_layout import Shard
 from rayzero.memory.planner import check_shared, undo_bytes
 from rayzero.owner.owned_model import choose_rule
 from rayzero.owner.shard import OwnedShard, allocate
-from rayzero.protocol.gradient_sum import has_totals
 from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.arena import REGION
@@ -220,16 +219,7 @@ def _take_in(
     try:
         rule = choose_rule(spec)
         numbers = [each.index for each in shards]
-        owned = allocate(
-            spec.layout,
-            numbers,
-            spec.group_of,
-            rule.state_kinds,
-            memory,
-            spec.moments,
-            room=rule.room,
-            totals=has_totals(spec.world_size),
-        )
+        owned = allocate(spec, numbers, rule.state_kinds, memory, room=rule.room)
         for source, theirs in away.items():
             source.give({shard.index: carried(new, owned[shard.index]) for shard in theirs})
         for each in owned.values():
