@@ -28,12 +28,11 @@ from rayzero.slabs.arena import SlabPlace
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import FoundSlab, list_slabs
-from rayzero.store.shm.places import PARAMS, Places, SlabId
 from rayzero.store.shm.recovery import standing
 from rayzero.store.shm.shard_lines import CONTENT, DECIDED, INDEX, PUBLISHED, START, STOP, TILES, WRITES
 from rayzero.store.shm.shared_plan import LINE_BYTES, ON_DEVICE, RANK
 from rayzero.store.shm.signals import fence_acquire, load_acquire_64
-from rayzero.store.shm.words import read_layout, region
+from rayzero.store.shm.words import PARAMS, Places, SlabId, read_layout, region
 
 _TICK_NS = 50_000_000  # more than a tick of the clock of files
 

@@ -34,10 +34,10 @@ from rayzero.store.wire.rpc import (
     life_metadata,
     methods,
     open_channel,
+    seal,
     stream_metadata,
     token_metadata,
 )
-from rayzero.store.wire.seal import seal
 from rayzero.store.wire.tensor_stream import TICKET_BYTES
 from store.stores import TOKEN, connected, serving
 from store.toy import WAIT, make_spec, masters, random_grads, start, take_step

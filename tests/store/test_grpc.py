@@ -56,8 +56,8 @@ from rayzero.store.wire.rpc import (
     methods,
     to_status,
     token_metadata,
+    unseal,
 )
-from rayzero.store.wire.seal import unseal
 from rayzero.store.wire.translate import from_failure, to_failure
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES, TRANSFER_RETRIES
 from rayzero.telemetry.recorder import MemoryRecorder

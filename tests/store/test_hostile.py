@@ -30,10 +30,10 @@ from rayzero.store.wire.rpc import (
     life_metadata,
     methods,
     open_channel,
+    seal,
     stream_metadata,
     token_metadata,
 )
-from rayzero.store.wire.seal import seal
 from store.fuzz import MOST_GROWTH, attackers, filled, fuzz, stream_of
 from store.http2 import ACK, END_HEADERS, END_STREAM, HEADERS, OPENING, RESET, SETTINGS, frame, headers
 from store.stores import TOKEN, connected, serving

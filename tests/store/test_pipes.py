@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ from store import test_host_sums
 from store.deaths import differing, disturbed, train, undisturbed
 from store.stores import inprocess
 from store.test_host_sums import Place
-from store.test_lines import ADDRESS, TOKEN, Calls, described, never, until_true
+from store.test_lines import ADDRESS, TOKEN, Calls, described, lobby, never
 from store.test_mirrors import no_room
 from store.test_succession import RANKS
 from store.test_tls import OWN
@@ -125,18 +125,6 @@ class FarOwner(Calls):
         return pb.LoadResponse(announced=upload.came)
 
 
-@contextmanager
-def lobby_without_model(directory: Path) -> Iterator[CallsInMemory]:
-    async def find(model: int, epoch: int) -> Any:
-        raise AssertionError("this owner is not asked")
-
-    served = CallsInMemory(directory, ADDRESS, TOKEN, "lineage", find, MemoryRecorder())
-    try:
-        yield served
-    finally:
-        served.close(0.2)
-
-
 def pipe_to(directory: Path, to: str, rank: int = 5, met: bool = True) -> LineChannel:
     found = Lobby.find(directory, ADDRESS, TOKEN)
     assert found is not None
@@ -152,7 +140,7 @@ def owner(stack: ExitStack) -> FarOwner:
 
 @pytest.fixture
 def door(stack: ExitStack, slab_dir: Path) -> CallsInMemory:
-    return stack.enter_context(lobby_without_model(slab_dir))
+    return stack.enter_context(lobby(slab_dir, None))
 
 
 @pytest.fixture
@@ -185,7 +173,7 @@ def test_notices_come_but_for_what_ranks_see_in_their_copy(stack: ExitStack, own
         pb.NoticesResponse(published=[pb.NoticesResponse.Published(shard=1, version=2)]),
         pb.NoticesResponse(abort=ended),
     ]
-    stack.enter_context(lobby_without_model(slab_dir))
+    stack.enter_context(lobby(slab_dir, None))
     channel = stack.enter_context(closing(pipe_to(slab_dir, owner.address)))
     heard = pb.NoticesResponse()
     for notice in notices_of(channel):
@@ -213,7 +201,7 @@ def test_errors_keep_class_and_text(channel: LineChannel, owner: FarOwner, text:
 def test_a_cancelled_call_ends_at_the_owner(channel: LineChannel, owner: FarOwner) -> None:
     owner.answers |= {"Describe": described, "Leave": never}
     started = channel.start("Leave", pb.LeaveRequest(rank=5), WAIT)
-    until_true(lambda: len(owner.asked) == 1, "the call does not come")
+    until(lambda: len(owner.asked) == 1, what="the call does not come")
     started.cancel()
     assert owner.ended.wait(WAIT)
     assert channel.answer(channel.start("Describe", pb.DescribeRequest(), WAIT)).text == "shard 0"
@@ -247,7 +235,7 @@ def test_a_thousand_calls_of_many_ranks_share_one_connection(
     assert len(peers) == 1
     for channel in channels:
         channel.close()
-    until_true(lambda: not door._pipes._far, "the channel stays when nobody uses it")
+    until(lambda: not door._pipes._far, what="the channel stays when nobody uses it")
 
 
 # ---- breaks
@@ -259,7 +247,7 @@ def test_lines_break_with_the_owner_and_new_ones_reach_its_successor(
     owner.answers["Leave"] = never
     channels = [stack.enter_context(closing(pipe_to(slab_dir, owner.address, rank))) for rank in range(3)]
     started = [channel.start("Leave", pb.LeaveRequest(rank=rank), WAIT) for rank, channel in enumerate(channels)]
-    until_true(lambda: len(owner.asked) == 3, "calls do not come")
+    until(lambda: len(owner.asked) == 3, what="calls do not come")
     owner.stop()
     for channel, call in zip(channels, started, strict=True):
         with pytest.raises(BrokenLinkError):
@@ -277,10 +265,10 @@ def test_lines_break_with_the_owner_and_new_ones_reach_its_successor(
 
 def test_calls_break_where_the_process_that_makes_them_stops(stack: ExitStack, owner: FarOwner, slab_dir: Path) -> None:
     owner.answers["Leave"] = never
-    door = stack.enter_context(lobby_without_model(slab_dir))
+    door = stack.enter_context(lobby(slab_dir, None))
     channel = stack.enter_context(closing(pipe_to(slab_dir, owner.address)))
     started = channel.start("Leave", pb.LeaveRequest(rank=5), WAIT)
-    until_true(lambda: len(owner.asked) == 1, "the call does not come")
+    until(lambda: len(owner.asked) == 1, what="the call does not come")
     door.close(0.5)
     with pytest.raises(BrokenLinkError, match="optimizer actor of this host that calls it serves no more"):
         channel.answer(started)
@@ -309,18 +297,18 @@ time.sleep(WAIT)
 """
     with forked(program, slab_dir, owner.address, method) as process:
         assert process.said() == "asked"
-        until_true(lambda: method in [each[1] for each in owner.asked], "nothing is asked")
+        until(lambda: method in [each[1] for each in owner.asked], what="nothing is asked")
         process.kill()
         assert owner.ended.wait(WAIT)
-    until_true(lambda: len(list_slabs(slab_dir)) == 1, "memory stays")
+    until(lambda: len(list_slabs(slab_dir)) == 1, what="memory stays")
 
 
 def test_the_death_of_the_process_that_makes_calls_breaks_them_at_once(owner: FarOwner, slab_dir: Path) -> None:
     owner.answers["Leave"] = never
     program = """
 import pathlib, signal, sys
-from store.test_pipes import lobby_without_model
-with lobby_without_model(pathlib.Path(sys.argv[1])):
+from store.test_lines import lobby
+with lobby(pathlib.Path(sys.argv[1]), None):
     print("up", flush=True)
     signal.pause()
 """
@@ -330,7 +318,7 @@ with lobby_without_model(pathlib.Path(sys.argv[1])):
             notices = notices_of(channel)
             assert next(notices).process.pid == 17
             started = channel.start("Leave", pb.LeaveRequest(rank=5), WAIT)
-            until_true(lambda: len(owner.asked) == 1, "the call does not come")
+            until(lambda: len(owner.asked) == 1, what="the call does not come")
             process.kill()
             began = time.monotonic()
             with pytest.raises(BrokenLinkError, match="optimizer actor of this host that calls it has died"):
@@ -398,8 +386,8 @@ def test_bytes_go_to_the_owner(channel: LineChannel, owner: FarOwner, slab_dir: 
         owner.came.clear()
         transfers.upload(move_over(channel), "Load", sending([1, 2, 3]))
         assert owner.came == {shard: bytes([shard]) * 4096 for shard in (1, 2, 3)}
-    until_true(lambda: not owner.tensors._streams, "no connection is kept")
-    until_true(lambda: {slab.header.facts.role for slab in list_slabs(slab_dir) if slab.header} == {"lobby"}, "parcels")
+    until(lambda: not owner.tensors._streams, what="no connection is kept")
+    until(lambda: {slab.header.facts.role for slab in list_slabs(slab_dir) if slab.header} == {"lobby"}, what="parcels")
 
 
 def fetched(channel: LineChannel, shards: list[int], sizes: list[int], records: set[int] = set()) -> list[bytes]:  # noqa: B006
@@ -476,7 +464,7 @@ def test_a_cancelled_transfer_ends_at_the_owner(channel: LineChannel, owner: Far
 
     moving = threading.Thread(target=go)
     moving.start()
-    until_true(lambda: method in [each[1] for each in owner.asked], "the call does not come")
+    until(lambda: method in [each[1] for each in owner.asked], what="the call does not come")
     move.moving.set_result(None)
     moving.join(WAIT)
     assert failed

@@ -33,7 +33,7 @@ from rayzero.store.owner.calls.allowance import TooManyCallsError
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING, TensorPort
 from rayzero.store.wire import tensor_streams
-from rayzero.store.wire.payload import CHUNK_BYTES, Assembly
+from rayzero.store.wire.payload import CHUNK_BYTES, Assembly, checksum
 from rayzero.store.wire.rpc import (
     STORE_SERVICE,
     life_metadata,
@@ -42,7 +42,6 @@ from rayzero.store.wire.rpc import (
     stream_metadata,
     token_metadata,
 )
-from rayzero.store.wire.seal import checksum
 from rayzero.store.wire.tensor_stream import (
     TICKET_BYTES,
     WELCOME,

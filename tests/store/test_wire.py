@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rayzero.errors import StoreError, TransferError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire.payload import Assembly, byte_view
-from rayzero.store.wire.seal import seal, unseal
+from rayzero.store.wire.rpc import seal, unseal
 
 
 def assembled(size_bytes: int, *chunks: bytes, out: torch.Tensor | None = None) -> Assembly:

@@ -1,4 +1,4 @@
-"""Finds stamps, bells, mailboxes and the lead's decision record in a control slab, by the kind of their region."""
+"""Finds stamps, bells, mailboxes, places and the decision record in a control slab, by the kind of their region."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import hashlib
 import json
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from rayzero.errors import HandshakeError
-from rayzero.layout.model_layout import ModelLayout
+from rayzero.layout.model_layout import ModelLayout, Shard
 from rayzero.protocol.messages import IN_TOTAL, FinishReport, Pushed, Record, canonical_json
 from rayzero.protocol.ownership import Ownership
 from rayzero.records import parse_record
-from rayzero.slabs.header import Region
+from rayzero.slabs.arena import SlabPlace
+from rayzero.slabs.header import Region, SlabFacts
 from rayzero.slabs.slab import Slab
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.shm.mailbox import Cells
-from rayzero.store.shm.shared_plan import SharedPlan, Wanted
+from rayzero.store.shm.shared_plan import PLACE_BYTES, PLACES, SharedPlan, Wanted
 from rayzero.store.shm.signals import Bell, Cell, changed, load_acquire_64, store_release_64
 from rayzero.store.wire import translate
 
@@ -208,3 +210,63 @@ def read_records(slab: Slab) -> list[Record]:
     read = [cell.read() for cell in cells_in(slab, "record")]
     records = [translate.record_from_pb(pb.Record.FromString(each[1])) for each in read if each is not None]
     return sorted(records, key=lambda record: record.decision.step)
+
+
+PARAMS = 0  # the number of the published parameters; states follow, in the order in which they are allocated
+_WORDS = PLACE_BYTES // 8  # index and number of the slab, its incarnation, the tensor's offset, its bytes + 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SlabId:
+    """Which slab of a run and role: whose, of which life, and which of them."""
+
+    index: int
+    incarnation: int
+    number: int
+
+    @classmethod
+    def of(cls, facts: SlabFacts) -> SlabId:
+        """That of a slab with these facts."""
+        return cls(facts.index, facts.incarnation, facts.number)
+
+
+class Places:
+    """Where each tensor of one owner's shards lies. The owner writes it before a shard has values; its successor reads
+    it, because tensors stay where they are when shards get another owner. Ranks are told where the parameters lie when
+    they shake hands (``SharedPaths``)."""
+
+    def __init__(self, control: Slab, shards: Sequence[Shard]) -> None:
+        """``shards``: the owner's, in the order of its version lines."""
+        found = region(control, "places")
+        words = control.tensor(found.offset, len(shards) * PLACES * _WORDS, torch.int64)
+        self._words = words.view(len(shards), PLACES, _WORDS)
+        self._line = {shard.index: i for i, shard in enumerate(shards)}
+        self._who = str(control.path)
+
+    def write(self, shard: int, tensor: int, slab: SlabId, place: SlabPlace) -> None:
+        """Record where a shard's tensor lies in a slab."""
+        words = slab.index << 32 | slab.number, slab.incarnation, place.offset, place.bytes + 1
+        self._words[self._line[shard], tensor] = torch.tensor(words, dtype=torch.int64, device="cpu")
+
+    def read(self, shard: int, tensor: int, shape: SlabPlace) -> tuple[SlabId, int]:
+        """The slab of a shard's tensor, and the offset there. Raises HandshakeError if a tensor of this ``shape`` was
+        not recorded."""
+        owner, incarnation, offset, end = self._words[self._line[shard], tensor].tolist()
+        if end != shape.bytes + 1:
+            raise HandshakeError(
+                f"{self._who} has {f'{end - 1} bytes' if end else 'nothing'} as tensor {tensor} of shard {shard}, "
+                f"expected {shape.bytes} bytes of {shape.dtype}: continue with the same model and config"
+            )
+        return SlabId(owner >> 32, incarnation, owner & 0xFFFFFFFF), offset
+
+
+def all_places(control: Slab) -> Iterator[tuple[str, SlabId, int, int]]:
+    """Every tensor whose place is recorded in an owner's control slab: its slab's role and id, its offset there and its
+    bytes."""
+    found = region(control, "places")
+    words = control.tensor(found.offset, found.bytes // 8, torch.int64).view(-1, PLACES, _WORDS)
+    for places in words.tolist():
+        for tensor, (owner, incarnation, offset, end) in enumerate(places):
+            if end:
+                role = "params" if tensor == PARAMS else "state"
+                yield role, SlabId(owner >> 32, incarnation, owner & 0xFFFFFFFF), offset, end - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 from torch import Tensor
 
 from rayzero.codecs.record import LENGTH, used_bytes
@@ -14,6 +15,11 @@ Bytes = npt.NDArray[np.uint8]
 
 CHUNK_BYTES = 1 << 20
 """The most of a shard that is under one checksum; 256 KiB to 2 MiB make no difference (lab/RESULTS.md, "store")."""
+
+
+def checksum(content: bytes | memoryview, seed: int = 0) -> int:
+    """xxh3_64, about 20 GB/s."""
+    return int(xxhash.xxh3_64_intdigest(content, seed))
 
 
 def byte_view(tensor: Tensor) -> Bytes:

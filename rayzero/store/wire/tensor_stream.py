@@ -24,8 +24,7 @@ from typing import Protocol
 
 from rayzero.errors import TransferError
 from rayzero.security.chunk_cipher import KEY_BYTES, TAG_BYTES, ChunkCipher
-from rayzero.store.wire.payload import CHUNK_BYTES, Assembly
-from rayzero.store.wire.seal import checksum
+from rayzero.store.wire.payload import CHUNK_BYTES, Assembly, checksum
 
 TICKET_BYTES = 32  # what a client says first: what it got from OpenTensorStream
 WELCOME = b"\1"  # what it is answered

@@ -34,7 +34,6 @@ from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.store.owner.memory.slabs import TENSORS, OwnerSlabs, is_control
 from rayzero.store.shm import words
-from rayzero.store.shm.places import Places, SlabId, all_places
 from rayzero.store.shm.shard_lines import APPLIED, CONTENT, DECIDED, PUBLISHED, ShardLines
 from rayzero.store.shm.shared_plan import (
     LATER,
@@ -46,7 +45,7 @@ from rayzero.store.shm.shared_plan import (
     SharedPlan,
     of_lineage,
 )
-from rayzero.store.shm.words import region
+from rayzero.store.shm.words import Places, SlabId, all_places, region
 
 
 class ControlSlab:

@@ -30,12 +30,12 @@ from rayzero.store.owner.memory.slabs import FormerSlabs, OwnerSlabs, former_loo
 from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.mailbox import Answerer, Asker
-from rayzero.store.shm.places import Places
 from rayzero.store.shm.same_host import host_identity
 from rayzero.store.shm.shard_lines import ShardLines, TotalLines
 from rayzero.store.shm.shared_plan import LATER, SharedPlan, Wanted, life_of
 from rayzero.store.shm.signals import Bell, Listener, load_acquire_64, store_release_64
 from rayzero.store.shm.words import (
+    Places,
     Stamps,
     bell_of,
     cells_of,

@@ -21,10 +21,10 @@ from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import Slab
 from rayzero.store.shm.loop_slab import LoopSlab, loop_slabs
-from rayzero.store.shm.places import PARAMS, Places, SlabId
 from rayzero.store.shm.recovery import former_ranks
 from rayzero.store.shm.shard_lines import LineJournal, ShardLines, TotalLines
 from rayzero.store.shm.shared_plan import RANK, SharedPlan, of_lineage
+from rayzero.store.shm.words import PARAMS, Places, SlabId
 
 TENSORS = ("params", "state")  # the roles of slabs with tensors
 
